@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
-from parallel3d.checkpoint.planners import logical_tensors
+from parallel3d.checkpoint.planners import chunks_by_name
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import CheckpointConfig, Config, ModelConfig
 from parallel3d.data.sampler import Sample
@@ -131,8 +131,8 @@ def worker(args: argparse.Namespace) -> None:
     run_dir = args.folder / f"run-{ranks}"
     run_dir.mkdir(exist_ok=True)
     trainer, checkpoints = build(args, ranks, run_dir)
-    state = logical_tensors(trainer.parameter_slices(), shared=True)
-    tensors = {name: [v.clone() for _, v in t.boxes] for name, t in state.items()}
+    state = chunks_by_name(trainer.parameter_slices(), shared=True)
+    tensors = {name: [v.clone() for _, v in t.chunks] for name, t in state.items()}
     path = args.folder / f"plain-{ranks}-{rank}.pt"
     found: dict[str, list[float]] = {name: [] for name in COLUMNS}
     checkpoints.save(trainer)  # imports what a save needs: half a second, once

@@ -107,7 +107,8 @@ class Trainer:
         self.steps_done = 0
         self.consumed_samples = 0
         self.stop_requested = False
-        self.before_update: Callable[[], None] = lambda: None
+        # Called once a step, before parameters change.
+        self.before_update: Callable[[], object] = lambda: None
 
         wide = torch.promote_types(self.dtype, torch.float32)
         # Deferred: the engine below draws the parameters that this rank keeps.

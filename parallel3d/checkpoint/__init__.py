@@ -1,1 +1,1 @@
-"""State in files that prove themselves and fit any layout."""
+"""Saves and restores the state of a run in verified files that fit any layout."""

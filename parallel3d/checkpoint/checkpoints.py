@@ -1,4 +1,4 @@
-"""A run's checkpoints, as the training loop sees them: restore, save now and then, close."""
+"""Restores and saves a run's checkpoints for the training loop."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     reason,
     step_folder,
-    told,
+    unreadable,
 )
-from parallel3d.checkpoint.planners import logical_tensors
+from parallel3d.checkpoint.planners import chunks_by_name
 from parallel3d.checkpoint.restore import compared_with, facts_of, names_of_all, read_together
 from parallel3d.checkpoint.retention import (
-    Claim,
-    bring_back,
-    newest_word,
+    Lease,
+    describe_newest,
     remove_leftovers,
+    restore_replaced,
     set_aside,
 )
-from parallel3d.checkpoint.saver import Outcome, Save, Saver
+from parallel3d.checkpoint.saver import Save, Saver, SaveResult
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
@@ -46,19 +46,21 @@ _RUNNING, _WRITTEN, _NOT_WRITTEN, _BUG, _OVERTAKEN = range(5)
 
 
 class CheckpointFailure(RuntimeError):
-    """A checkpoint was not written, and that cannot be passed over; raised on all ranks alike."""
+    """Is raised, on all ranks alike, when a save failed by a bug."""
 
 
 class Checkpoints:
-    """One rank's view; every call is collective over the world, at the same step on all ranks.
+    """Restores, saves and closes a run's checkpoints on one rank.
+
+    Every call is collective over the world, at the same step on all ranks.
 
         checkpoints = Checkpoints(config, run_dir, groups, say)
         first_step = checkpoints.restore(trainer)     # before anything else
         …train a step…; checkpoints.after_step(trainer)
-        checkpoints.close()                           # waits for what is being written
+        checkpoints.close()                           # waits for the save in flight
 
     Args:
-        say: takes a sentence for the user; called on rank 0 alone.
+        say: logs a sentence for the user; called on rank 0 alone.
     """
 
     def __init__(
@@ -66,33 +68,36 @@ class Checkpoints:
     ) -> None:
         self.config, self.run_dir, self.groups, self.say = config, run_dir, groups, say
         self.saver: Saver | None = None
-        self.under_way: int | None = None  # its step
-        self.saved_step = 0  # the newest that is written or under way
+        self.step_in_flight: int | None = None
+        self.saved_step = 0  # the newest that is written or in flight
         self.last_failed = False
         self.number = 0
-        self.said: set[str] = set()
-        self.lines: tuple[str, ...] = ()  # those of the manifest that the run goes on from
-        self.waiting: Callable[[], tuple[str, ...]] = tuple  # gives those of the next one
-        self.device = torch.device("cpu")  # the trainer's, as soon as there is one
+        self.logged: set[str] = set()
+        self.lines: tuple[str, ...] = ()  # of the manifest that the run goes on from
+        self.waiting: Callable[[], tuple[str, ...]] = tuple  # returns those of the next manifest
+        self.device = torch.device("cpu")  # the trainer's, after `restore`
 
     @property
     def is_first_rank(self) -> bool:
         return self.groups.rank == 0
 
     def restore(self, trainer: Trainer) -> int:
-        """Go on from the newest good checkpoint, if there is one; returns the first step to run.
+        """Restores the newest good checkpoint, if there is one; returns the first step to run.
 
-        A damaged one is said and set aside, and the one before it is taken; one that a rank cannot
-        read is left as it is. May be called again in mid-run, to go back. Raises, on all ranks
-        alike, UserError if the run cannot go on with this configuration or text, or if none of its
-        checkpoints is good, and TrainingFailure if one cannot be read. Without any, the trainer
-        stays as it is.
+        A damaged one is logged and set aside, and the one before it is taken; one that a rank
+        cannot read is left as it is. May be called again in mid-run, to go back. Without any, the
+        trainer stays as it is.
+
+        Raises:
+            UserError: on all ranks alike, a run that cannot go on with this configuration or text,
+                or that has no good checkpoint left.
+            TrainingFailure: on all ranks alike, a checkpoint that cannot be read.
         """
         if self.saver is not None:
             self._settle(wait=True)
         self.device = trainer.device
-        read_together(self._bring_back, self._words_of_all)
-        names = names_of_all(self.config.run, self.run_dir, self._words_of_all)
+        read_together(self._restore_replaced, self._from_all_ranks)
+        names = names_of_all(self.config.run, self.run_dir, self._from_all_ranks)
         first_step = 1
         for name in names:
             manifest = self._load(trainer, self.run_dir / CHECKPOINTS / name)
@@ -108,24 +113,24 @@ class Checkpoints:
                 )
             if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
                 self.say(f"run={self.config.run} has no checkpoint yet: it begins again at step 1")
-        self._prepare_saver()
+        saver = self._prepare_saver()
         if self._copies_ahead(first_step - 1):
-            self.saver.staging.prepare(logical_tensors(trainer.parameter_slices(), shared=True))
+            saver.staging.prepare(chunks_by_name(trainer.parameter_slices(), shared=True))
         return first_step
 
-    def _bring_back(self) -> None:
+    def _restore_replaced(self) -> None:
         if self.is_first_rank:
-            with told(str(self.run_dir)):
-                bring_back(self.run_dir)
+            with unreadable(str(self.run_dir)):
+                restore_replaced(self.run_dir)
 
-    def _prepare_saver(self) -> None:
-        """Rank 0 names this session, claims the run's checkpoints and tidies them up."""
+    def _prepare_saver(self) -> Saver:
+        """Claims the run's checkpoints and removes leftovers, on rank 0, for this session."""
         if self.config.checkpoint.every:
-            # Half a second, and many on a cold network file system: not within a save, where the
-            # watchdog and the grace time of a preempted run are counting.
+            # Takes half a second, or many on a cold network file system: too long within a save,
+            # which the watchdog and the grace time of a preempted run limit.
             import parallel3d.checkpoint.storage  # noqa: F401
         if self.saver is None:
-            session = self._word_of_first_rank(lambda: uuid.uuid4().hex[:12])
+            session = self._from_first_rank(lambda: uuid.uuid4().hex[:12])
             self.saver = Saver(
                 self.run_dir,
                 self.config.checkpoint,
@@ -133,45 +138,46 @@ class Checkpoints:
                 self.groups.world.size,
                 session,
                 self.config.launch.timeout_s,
-                Claim(self.run_dir, session) if self.is_first_rank else None,
+                Lease(self.run_dir, session) if self.is_first_rank else None,
             )
-        if self.saver.claim is not None:
-            said = self.saver.claim.take() if self.config.checkpoint.every else []
-            self._say_once([*said, *remove_leftovers(self.run_dir)])
+        if self.saver.lease is not None:
+            notes = self.saver.lease.take() if self.config.checkpoint.every else []
+            self._log_once([*notes, *remove_leftovers(self.run_dir)])
+        return self.saver
 
-    def _say_once(self, sentences: Iterable[str]) -> None:
-        """Of what goes wrong at every save alike, the user hears the first time."""
+    def _log_once(self, sentences: Iterable[str]) -> None:
+        """Logs each sentence once, as errors may repeat at every save."""
         for sentence in sentences:
-            if sentence not in self.said:
-                self.said.add(sentence)
+            if sentence not in self.logged:
+                self.logged.add(sentence)
                 self.say(sentence)
 
     def _copies_ahead(self, step: int) -> bool:
-        """Whether a save will be copied after `step`: memory that is lacking is found out first."""
+        """Returns whether a save will be copied after `step`, so that memory is allocated now."""
         settings, steps = self.config.checkpoint, self.config.train.steps
         if not (settings.async_save and settings.every):
             return False
         return (step // settings.every + 1) * settings.every < steps
 
     def is_due(self, step: int) -> bool:
-        """Whether `checkpoint.every` has a save after this step."""
+        """Returns whether `checkpoint.every` has a save after this step."""
         every = self.config.checkpoint.every
         return bool(every) and (step % every == 0 or step == self.config.train.steps)
 
     def after_step(self, trainer: Trainer) -> None:
-        """Call after every step: saves when it is time, and says how a save has ended.
+        """Saves if a save is due, and logs how the last one ended; call it after every step.
 
-        Raises CheckpointFailure if a save failed for another reason than the disk's.
+        Raises CheckpointFailure if a save failed by a bug.
         """
         self._settle(wait=False)
         if self.is_due(trainer.steps_done):
             self.save(trainer, wait=not self.config.checkpoint.async_save)
 
     def save(self, trainer: Trainer, *, wait: bool = True) -> bool:
-        """Save now, whatever `checkpoint.every` says; with `wait` until it is on the disk.
+        """Saves now, whatever `checkpoint.every` is; with `wait` until it is on the disk.
 
-        A save under way is waited for first. Returns False if it is known that none was written:
-        the disk is full or broken, which is said.
+        Waits for a save in flight first. Returns False if no checkpoint was written, since the disk
+        is full or broken, which is logged.
         """
         if self.saver is None:
             raise RuntimeError("restore comes before the first save")
@@ -179,82 +185,83 @@ class Checkpoints:
         step = trainer.steps_done
         if step == self.saved_step:
             return written
-        # With zero=1 parameters may be on their way: they are written over this rank's own too.
+        # With zero=1 an all-gather in flight also writes this rank's own parameters.
         trainer.data_parallel.wait_for_all_gathers()
-        state = logical_tensors(trainer.parameter_slices(), shared=True)
+        state = chunks_by_name(trainer.parameter_slices(), shared=True)
         if not wait:
             trainer.before_update = self.saver.copied.wait
         self.number += 1
         elements = parameter_count(self.config.model)
         save = Save(step, self.number, state, self._facts(trainer), elements)
-        self.under_way = self.saved_step = step
-        # After the last step nobody changes the values: they are written from where they are.
+        self.step_in_flight = self.saved_step = step
+        # After the last step the values do not change and need no copy.
         copies = step < self.config.train.steps
         self.saver.start(save, background=not wait, copies=copies)
         return self._settle(wait=True) if wait else True
 
     def close(self) -> bool:
-        """Wait for the save under way. Returns False if the last one was not written."""
+        """Waits for the save in flight. Returns False if the last one was not written."""
         self._settle(wait=True)
         return not self.last_failed
 
     def _settle(self, *, wait: bool) -> bool:
-        """Learn, on all ranks alike, how the save under way has ended, if it has.
+        """Exchanges, on all ranks alike, how the save in flight has ended, if it has.
 
         Returns False if it was not written.
         """
-        if self.under_way is None:
+        if self.step_in_flight is None:
             return True
+        assert self.saver is not None  # `save` has started it
         outcome = self.saver.join() if wait else self.saver.outcome
-        code = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.is_first_rank:
-            code += _code(outcome)
-        collectives.all_reduce(code, self.groups.world)
+            total += _code(outcome)
+        collectives.all_reduce(total, self.groups.world)
         with blocking(self.groups.world):
-            code = int(code)
+            code = int(total)
         if code == _RUNNING:
             return True
         self.last_failed = code != _WRITTEN
-        self.saver.join()
-        step, self.under_way = self.under_way, None
+        outcome = self.saver.join()
+        step, self.step_in_flight = self.step_in_flight, None
         if self.is_first_rank:
-            self._say_once(outcome.notes)
+            self._log_once(outcome.notes)
         if code == _WRITTEN:
             return True
-        self.saved_step = -1  # another try at the same step is not in vain
+        self.saved_step = -1  # the same step may be saved again
         if code in (_BUG, _OVERTAKEN):
-            problem = self._word_of_first_rank(lambda: outcome.problem)
+            problem = self._from_first_rank(lambda: outcome.problem)
             if code == _OVERTAKEN:
                 raise TrainingFailure(f"{step_folder(step)} was not written: {problem}")
             raise CheckpointFailure(f"the checkpoint of step {step} could not be made: {problem}")
         if self.is_first_rank:
-            stays = newest_word(self.run_dir)
+            stays = describe_newest(self.run_dir)
             self.say(f"{step_folder(step)} could not be written: {outcome.problem}; {stays}")
         return False
 
     def _load(self, trainer: Trainer, folder: Path) -> Manifest | None:
-        """Load one checkpoint on every rank, or say on rank 0 why it cannot be, and return None."""
+        """Loads one checkpoint on every rank; sets a damaged one aside and returns None."""
         from parallel3d.checkpoint.storage import read_state
 
         def read() -> tuple[Manifest, Compared]:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
             if compared.refusal is None:
-                read_state(folder, logical_tensors(trainer.parameter_slices(), shared=False))
+                read_state(folder, chunks_by_name(trainer.parameter_slices(), shared=False))
             return manifest, compared
 
-        found, damage = read_together(read, self._words_of_all)
+        found, damage = read_together(read, self._from_all_ranks)
         if found is None:
             self._set_aside(folder, damage)
             return None
         manifest, compared = found
-        words = self._words_of_all(compared.refusal)
-        if refusals := [word for word in words if word is not None]:
+        everyone = self._from_all_ranks(compared.refusal)
+        if refusals := [refusal for refusal in everyone if refusal is not None]:
             raise UserError(refusals[0])
         if self.is_first_rank and compared.note is not None:
-            self._say_once([compared.note])
+            self._log_once([compared.note])
         if self.is_first_rank and manifest.step < self.config.train.steps:
-            self._say_what_changed(manifest)
+            self._log_changes(manifest)
         return manifest
 
     def _set_aside(self, folder: Path, damage: str | None) -> None:
@@ -266,20 +273,19 @@ class Checkpoints:
             except OSError as error:
                 return [None, reason(error)]
 
-        aside, problem = self._word_of_first_rank(rename)
+        aside, problem = self._from_first_rank(rename)
         if problem is not None:
             raise TrainingFailure(f"{damage}, and {folder.name} cannot be set aside ({problem})")
         if self.is_first_rank:
             self.say(f"{damage}: it is now {aside}, and the checkpoint before it is used")
 
-    def _say_what_changed(self, manifest: Manifest) -> None:
+    def _log_changes(self, manifest: Manifest) -> None:
         found = identity.changes(manifest.config, self.config)
         parts = [f"goes on at step {manifest.step + 1}"]
-        named = (("layout", identity.layout(found)), ("changed", identity.reported(found)))
-        for word, some in named:
+        for title, some in (("layout", identity.layout(found)), ("changed", identity.reported(found))):
             if some:
                 shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
-                parts.append(f"{word}: {shown}")
+                parts.append(f"{title}: {shown}")
         self.say(f"run={self.config.run} {'; '.join(parts)}")
 
     def _facts(self, trainer: Trainer) -> Manifest:
@@ -294,15 +300,15 @@ class Checkpoints:
             lines=self.waiting(),
         )
 
-    def _word_of_first_rank(self, make: Callable[[], Any]) -> Any:
-        word = make() if self.is_first_rank else None
-        return broadcast_json(word, self.groups.world.handle, self.device)
+    def _from_first_rank(self, make: Callable[[], Any]) -> Any:
+        value = make() if self.is_first_rank else None
+        return broadcast_json(value, self.groups.world.handle, self.device)
 
-    def _words_of_all(self, word: str | None) -> list[str | None]:
-        return all_gather_json(word, self.groups.world.handle, self.device)
+    def _from_all_ranks(self, value: Any) -> list[Any]:
+        return all_gather_json(value, self.groups.world.handle, self.device)
 
 
-def _code(outcome: Outcome | None) -> int:
+def _code(outcome: SaveResult | None) -> int:
     if outcome is None:
         return _RUNNING
     if outcome.problem is None:

@@ -1,14 +1,12 @@
-"""A checkpoint as a folder: its manifest, its name, and where the checkpoints of a run lie.
+"""Defines a checkpoint as a folder: its manifest, its name, and the checkpoints of a run.
 
-    runs/<run>/checkpoints/
-      latest                          the name of the newest
-      step-00000500/
+    runs/<run>/checkpoints/ latest                          the name of the newest step-00000500/
         manifest-<SHA-256>.json       steps, samples, configuration, data, the other files' digests
-        rank-00000.safetensors …      see `tensor_file`
+        rank-00000.safetensors …      see `storage`
 
-The manifest's own digest is in its name, so each byte of a checkpoint is covered. A folder is made
-under a name that begins with `.saving-` and renamed when all of it is on the disk: `step-…` is
-always whole. Everything here is JSON and text, read without torch.
+The manifest's digest is in its name, so that digests cover every byte of a checkpoint. A folder is
+made under a name that begins with `.saving-` and renamed when it is complete on the disk: `step-…`
+is always complete. Everything here is JSON and text, read without torch.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from parallel3d.files import parse_json, plain, read_bounded, write_durably
 
@@ -39,38 +37,38 @@ VERSION = 1
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _LARGEST_MANIFEST = 16 << 20  # bytes: of a hundred thousand ranks
-# `Trainer.restore` needs each of these numbers.
+# Numbers that `Trainer.restore` needs.
 _COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
 _SCALE = "loss_scale"
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is proved not to be what was written: one sentence that says what is wrong."""
+    """Is raised with a sentence when a checkpoint is provably not what was written."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(plain(sentence))
 
 
 class IncompleteCheckpoint(DamagedCheckpoint):
-    """Its folder lists too few files: proved for this host, whose view of it may be a stale one."""
+    """Is raised when a folder lists too few files; this host's view of it may be stale."""
 
 
 class UnreadableCheckpoint(Exception):
-    """The system did not give us a checkpoint to read, whatever is in it: it proves nothing."""
+    """Is raised when the system refuses to read a checkpoint, which proves nothing."""
 
     def __init__(self, what: str, error: OSError) -> None:
         super().__init__(plain(f"{what} cannot be read ({reason(error)})"))
 
 
 def reason(error: OSError) -> str:
-    """Why the system refused, with the name that manuals have for it: `ESTALE: Stale file …`."""
+    """Returns why the system refused, with the name in manuals: `ESTALE: Stale file …`."""
     name = errno.errorcode.get(error.errno or 0)
     return f"{name}: {error.strerror}" if name else str(error.strerror or error)
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """What the system refuses inside is UnreadableCheckpoint; `what` was read."""
+def unreadable(what: str) -> Iterator[None]:
+    """Raises UnreadableCheckpoint for an OSError inside, while `what` is read."""
     try:
         yield
     except OSError as error:
@@ -79,31 +77,42 @@ def told(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What the manifest says of a file: its bytes, and the SHA-256 of its length and header."""
+    """Describes a file in the manifest: its bytes, and the SHA-256 of its length and header."""
 
     name: str
     size: int
     header: str
 
 
+class DataFacts(TypedDict, total=False):
+    """Describes the training text in a manifest; keys that do not apply are absent."""
+
+    fingerprint: str
+    train_tokens: int
+    files: str  # marks of the files
+    blend: str  # stages of the blend
+    tokenizer: str  # digest, but for bytes
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is of, and of which files it consists.
+    """Describes a checkpoint and lists its files.
 
     Attributes:
-        step: optimizer steps done. progress: `Trainer.progress()`.
+        step: optimizer steps done.
+        progress: `Trainer.progress()`.
         config: the whole configuration of the session that saved it, as nested dicts.
-        data: fingerprint of the training text, its tokens, marks of its files and, but for bytes,
-            the tokenizer's digest; empty if the caller had own samples.
-        saved_at: ISO 8601, UTC. versions: of parallel3d and torch.
+        data: empty if the caller had own samples.
+        saved_at: ISO 8601, UTC.
+        versions: of parallel3d and torch.
         files: one for each rank that had something to write.
-        lines: of metrics.jsonl, which its disk had not taken by then.
+        lines: of metrics.jsonl that were not on the disk by then.
     """
 
     step: int
     progress: dict[str, int | float | bool]
     config: dict[str, Any]
-    data: dict[str, str | int]
+    data: DataFacts
     saved_at: str
     versions: dict[str, str]
     files: tuple[FileDigest, ...]
@@ -111,17 +120,17 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Returns the bytes of all files but the manifest."""
         return sum(file.size for file in self.files)
 
 
 def step_folder(step: int) -> str:
-    """Name of the folder of a step's checkpoint."""
+    """Returns the name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The folders of a run's checkpoints, newest first; by their names alone."""
+    """Returns the folders of a run's checkpoints, newest first, by their names alone."""
     try:
         found = [p for p in (run_dir / CHECKPOINTS).iterdir() if _STEP_FOLDER.fullmatch(p.name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -134,7 +143,7 @@ def _step_of(folder: Path) -> int:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
-    """Write the manifest, private and flushed to the disk, with its digest in its name."""
+    """Writes the manifest, private and flushed to the disk, with its digest in its name."""
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
     text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
     path = folder / f"manifest-{hashlib.sha256(text).hexdigest()}.json"
@@ -143,7 +152,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
 
 
 def list_damaged(run_dir: Path) -> list[Path]:
-    """The folders of a run's checkpoints that were set aside as damaged. Raises OSError."""
+    """Returns the checkpoints of a run that were set aside as damaged. Raises OSError."""
     try:
         return sorted(p for p in (run_dir / CHECKPOINTS).iterdir() if p.name.startswith(DAMAGED))
     except (FileNotFoundError, NotADirectoryError):
@@ -151,11 +160,11 @@ def list_damaged(run_dir: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, proved; the files that it names are there and no others.
+    """Reads and verifies a manifest; the folder must hold the files that it names and no others.
 
     Raises DamagedCheckpoint and UnreadableCheckpoint.
     """
-    with told(folder.name):
+    with unreadable(folder.name):
         names = {path.name for path in folder.iterdir()}
     found = [m for name in names if (m := _MANIFEST.fullmatch(name))]
     if len(found) != 1:
@@ -163,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise kind(f"{folder.name} has {len(found)} manifests instead of one")
     path = folder / found[0][0]
     try:
-        with told(f"{folder.name}/{path.name}"):
+        with unreadable(f"{folder.name}/{path.name}"):
             text = read_bounded(path, _LARGEST_MANIFEST)
         if hashlib.sha256(text).hexdigest() != found[0][1]:
             raise DamagedCheckpoint(f"{folder.name} has a manifest that is not what was written")
@@ -181,9 +190,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    """Raises ValueError, KeyError or TypeError for what is not a manifest of this version.
+    """Parses a manifest of this version. Raises ValueError, KeyError or TypeError for another.
 
-    A digest proves that it is what somebody wrote, not that it was us: each value is looked at.
+    The digest proves that somebody wrote it, not that we did: so each value is checked.
     """
     if content.pop("format") != FORMAT:
         raise ValueError("another format")
@@ -213,15 +222,15 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         raise ValueError("data has no fingerprint or no count of tokens")
     for name in ("tokenizer", "blend", "files"):
         if not isinstance(data.get(name, ""), str):
-            raise ValueError(f"data has {name}={data[name]!r}")
-    if not all(_is_stage(word) for word in data.get("blend", "").split()):
+            raise ValueError(f"data has {name}={data.get(name)!r}")
+    if not all(_is_stage(stage) for stage in data.get("blend", "").split()):
         raise ValueError("data has no stages of a blend")
     return manifest
 
 
-def _is_stage(word: str) -> bool:
-    """Whether it is a sample's number and a digest, of `data`'s blend."""
-    first, colon, digest = word.partition(":")
+def _is_stage(stage: str) -> bool:
+    """Returns whether it is a sample's number and a digest, as in `data`'s blend."""
+    first, colon, digest = stage.partition(":")
     return bool(colon and digest) and first.isascii() and first.isdigit() and len(first) < 20
 
 

@@ -1,8 +1,8 @@
-"""Which boxes of the logical tensors lie in a range of a flattened local parameter: arithmetic.
+"""Plans saves and loads: which chunks of full tensors lie in a rank's flat shards.
 
-A checkpoint knows nothing of ranks, stages, buckets or shards: it holds boxes of full tensors by
-their logical names. A rank's state is flat (a bucket's shard may begin in the middle of a row), so
-a range of a matrix is at most three boxes: the rest of a row, whole rows, the beginning of a row.
+A checkpoint is independent of ranks, stages, buckets and shards: it holds chunks of full tensors. A
+rank's state is flat, and a bucket's shard may begin in the middle of a row. So a range of a matrix
+is at most three chunks: the rest of a row, whole rows, the beginning of a row.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
     from parallel3d.parameters.sharding import ParameterSpec, ShardSpec
 
 
-# Holders of equal values share a slice by rows if each gets at least so many elements; of smaller
-# ones each is written by one of them, or the file would be all names.
+# Ranks that hold equal values divide a slice by rows if each gets at least so many elements. A
+# smaller slice is written by one of them: with more, headers would outweigh values.
 SHARED_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)
-class Box:
-    """A box of a logical tensor: its first index and its sizes, one number for each dimension."""
+class Chunk:
+    """Locates a part of a full tensor: its first index and its sizes, per dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -59,46 +60,46 @@ class Box:
 
 
 @dataclass
-class LogicalTensor:
-    """What this process has, or wants to have, of one logical tensor.
+class TensorChunks:
+    """Holds the chunks of a full tensor that this process has, or wants to have.
 
-    `boxes` lie in contiguous views of the sizes' shape, to be read from or written to.
+    `chunks` are contiguous views of the sizes' shape, to be read from or written to.
     """
 
     full_shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: list[tuple[Box, Tensor]] = field(default_factory=list)
+    chunks: list[tuple[Chunk, Tensor]] = field(default_factory=list)
 
 
-def boxes_of_range(
+def chunks_of_range(
     spec: ParameterSpec, start: int, count: int
-) -> Iterator[tuple[ShardSpec, Box, int]]:
-    """The boxes in elements [start, start + count) of the flattened local parameter.
+) -> Iterator[tuple[ShardSpec, Chunk, int]]:
+    """Yields the chunks in elements [start, start + count) of the flattened local parameter.
 
-    Yields (piece, box, first element of the box, counted from `start`). What no piece covers is
-    padding and is in no box. Raises ValueError for tensors of more than two dimensions and for
-    pieces that are not whole rows of the local parameter.
+    Each as (shard, chunk, first element of the chunk, counted from `start`). Elements outside of
+    all shards are padding. Raises ValueError for tensors of more than two dimensions and for shards
+    that are not whole rows of the local parameter.
     """
     width = math.prod(spec.shape[1:])
-    for piece in spec.shards:
-        if len(piece.shape) > 2 or math.prod(piece.shape[1:]) != width:
-            raise ValueError(f"{piece.name}: {piece.shape} is not whole rows of {spec.shape}")
-        first = piece.row * width
+    for shard in spec.shards:
+        if len(shard.shape) > 2 or math.prod(shard.shape[1:]) != width:
+            raise ValueError(f"{shard.name}: {shard.shape} is not whole rows of {spec.shape}")
+        first = shard.row * width
         low = max(start, first) - first
-        high = min(start + count, first + piece.shape[0] * width) - first
-        for box, at in _rectangles(piece, low, high):
-            yield piece, box, first + at - start
+        high = min(start + count, first + shard.shape[0] * width) - first
+        for chunk, at in _rectangles(shard, low, high):
+            yield shard, chunk, first + at - start
 
 
-def _rectangles(piece: ShardSpec, low: int, high: int) -> Iterator[tuple[Box, int]]:
-    """Elements [low, high) of a piece as boxes of the full tensor, with their first element."""
+def _rectangles(shard: ShardSpec, low: int, high: int) -> Iterator[tuple[Chunk, int]]:
+    """Yields elements [low, high) of a shard as chunks of the full tensor, with first elements."""
     if low >= high:
         return
-    if len(piece.shape) == 1:
-        yield Box((piece.start[0] + low,), (high - low,)), low
+    if len(shard.shape) == 1:
+        yield Chunk((shard.start[0] + low,), (high - low,)), low
         return
-    width = piece.shape[1]
-    # Up to the end of a begun row, whole rows, and what is left.
+    width = shard.shape[1]
+    # The rest of the first row, whole rows, and the beginning of the last row.
     cuts = [low, min(high, -(-low // width) * width), max(low, high // width * width), high]
     for a, b in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
         if a == b:
@@ -106,14 +107,15 @@ def _rectangles(piece: ShardSpec, low: int, high: int) -> Iterator[tuple[Box, in
         row, column = divmod(a, width)
         rows = (b - a) // width
         sizes = (rows, width) if rows else (1, b - a)
-        yield Box((piece.start[0] + row, piece.start[1] + column), sizes), a
+        yield Chunk((shard.start[0] + row, shard.start[1] + column), sizes), a
 
 
 def share(part: ParameterSlice) -> tuple[int, int]:
-    """(first element, number) of what this holder of a slice writes; together: each exactly once.
+    """Returns (first element, count) of the part of a slice that this holder writes.
 
-    Counted from the slice's own start. The local parameter is divided among its holders at the ends
-    of rows, wherever a slice begins: the two holders of a tied table may shard it differently.
+    Counted from the slice's start. The holders of a slice write each element exactly once. They
+    divide the local parameter at the ends of rows, wherever a slice begins: the two holders of a
+    tied embedding may shard it differently.
     """
     index, holders = part.replica
     count = next(iter(part.values.values())).numel()
@@ -127,47 +129,44 @@ def share(part: ParameterSlice) -> tuple[int, int]:
     return (first - part.start, end - first) if first < end else (0, 0)
 
 
-def logical_tensors(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, LogicalTensor]:
-    """`kind/logical name` → what the slices hold of it, as views of their values.
+def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, TensorChunks]:
+    """Returns `kind/name` → the chunks in the slices, as views of their values.
 
-    With `shared` only what this rank writes of values that several ranks hold (see `share`).
+    `shared` leaves out values that another rank writes (see `share`).
     """
-    tensors: dict[str, LogicalTensor] = {}
+    tensors: dict[str, TensorChunks] = {}
     for part in parts:
         first, count = 0, next(iter(part.values.values())).numel()
         if shared:
             first, count = share(part)
-        for piece, box, at in boxes_of_range(part.spec, part.start + first, count):
+        for shard, chunk, at in chunks_of_range(part.spec, part.start + first, count):
             for kind, flat in part.values.items():
-                name = f"{kind}/{piece.name}"
+                name = f"{kind}/{shard.name}"
                 if name not in tensors:
-                    tensors[name] = LogicalTensor(piece.full_shape, flat.dtype)
-                view = flat[first + at : first + at + box.elements].view(box.sizes)
-                tensors[name].boxes.append((box, view))
+                    tensors[name] = TensorChunks(shard.full_shape, flat.dtype)
+                view = flat[first + at : first + at + chunk.elements].view(chunk.sizes)
+                tensors[name].chunks.append((chunk, view))
     return tensors
 
 
-def whole_tensors(
+def full_tensors(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, LogicalTensor]:
-    """Room for full tensors on the CPU, each a single box."""
+) -> dict[str, TensorChunks]:
+    """Allocates full tensors on the CPU, each a single chunk."""
     tensors = {}
     for name, shape in shapes.items():
-        box = Box((0,) * len(shape), tuple(shape))
+        chunk = Chunk((0,) * len(shape), tuple(shape))
         values = torch.empty(shape, dtype=dtypes[name])
-        tensors[name] = LogicalTensor(tuple(shape), dtypes[name], [(box, values)])
+        tensors[name] = TensorChunks(tuple(shape), dtypes[name], [(chunk, values)])
     return tensors
-
-
-# What `torch.distributed.checkpoint` plans by: every box of the state, to be written or filled.
 
 
 class StatePlanner(SavePlanner):
-    """Every box of the state is an item to write."""
+    """Plans to write every chunk of the state."""
 
     def set_up_planner(
         self,
-        state_dict: dict[str, LogicalTensor],
+        state_dict: dict[str, TensorChunks],
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
@@ -177,55 +176,58 @@ class StatePlanner(SavePlanner):
         return SavePlan(
             [
                 WriteItem(
-                    MetadataIndex(name, box.offsets, i),
+                    MetadataIndex(name, chunk.offsets, i),
                     WriteItemType.SHARD,
                     tensor_data=TensorWriteData(
-                        chunk=chunk_of(box),
+                        chunk=to_dcp(chunk),
                         properties=TensorProperties(dtype=tensor.dtype),
                         size=torch.Size(tensor.full_shape),
                     ),
                 )
                 for name, tensor in self.state.items()
-                for i, (box, _) in enumerate(tensor.boxes)
+                for i, (chunk, _) in enumerate(tensor.chunks)
             ]
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata({})  # the files' headers say it all
+        return all_plans, Metadata({})  # the files' headers have it
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.state[write_item.index.fqn].boxes[write_item.index.index][1]
+        number = write_item.index.index
+        assert number is not None  # set by create_local_plan
+        return self.state[write_item.index.fqn].chunks[number][1]
 
 
 class FillPlanner(LoadPlanner):
-    """Every box of the state is to be filled, from whatever stored boxes it meets."""
+    """Plans to fill every chunk of the state from the stored chunks that overlap with it."""
 
     def set_up_planner(
         self,
-        state_dict: dict[str, LogicalTensor],
+        state_dict: dict[str, TensorChunks],
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
+        assert metadata is not None  # of `_Reader.read_metadata`
         self.state, self.stored = state_dict, metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for name, tensor in self.state.items():
             stored = self.stored.get(name)
-            if stored is None:
+            if not isinstance(stored, TensorStorageMetadata):
                 raise DamagedCheckpoint(f"the checkpoint holds no {name}")
             if tuple(stored.size) != tensor.full_shape:
                 raise DamagedCheckpoint(
                     f"the checkpoint holds {name} of shape {tuple(stored.size)}, "
                     f"not {tensor.full_shape}"
                 )
-            chunks = [chunk_of(box) for box, _ in tensor.boxes]
+            chunks = [to_dcp(chunk) for chunk, _ in tensor.chunks]
             found = create_read_items_for_chunk_list(name, stored, chunks)
             covered = sum(math.prod(item.lengths) for item in found)
-            if covered != sum(box.elements for box, _ in tensor.boxes):
+            if covered != sum(chunk.elements for chunk, _ in tensor.chunks):
                 raise DamagedCheckpoint(f"the checkpoint does not hold all of {name} exactly once")
             items += found
         return LoadPlan(items)
@@ -240,18 +242,20 @@ class FillPlanner(LoadPlanner):
         raise DamagedCheckpoint(f"{read_item.dest_index.fqn} is no tensor: it is not read")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        _, values = self.state[read_item.dest_index.fqn].boxes[read_item.dest_index.index]
-        return narrowed(values, read_item.dest_offsets, read_item.lengths)
+        number = read_item.dest_index.index
+        assert number is not None  # set by create_read_items_for_chunk_list
+        _, values = self.state[read_item.dest_index.fqn].chunks[number]
+        return narrow(values, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass  # it is a view of the state
 
 
-def chunk_of(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+def to_dcp(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
 
 
-def narrowed(values: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
+def narrow(values: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         values = values.narrow(dim, offset, length)
     return values

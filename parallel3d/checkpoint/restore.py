@@ -1,8 +1,8 @@
-"""Reading a checkpoint on all ranks: whole, proved wrong, or not to be read just now.
+"""Reads a checkpoint on all ranks: complete, damaged, or unreadable for now.
 
-Only what is proved wrong may be set aside. What the system does not let a rank read (a file system
-that is ill, a node without the mount, a folder's entries that are stale) proves nothing: it is
-tried again for some seconds, and then all ranks end alike, with everything as it was.
+Only checkpoints that are provably damaged may be set aside. What the system does not let a rank
+read (a failing file system, a node without the mount, stale folder entries) proves nothing: reads
+are retried for some seconds, then all ranks end alike and change nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from parallel3d.checkpoint.manifest import (
     DamagedCheckpoint,
+    DataFacts,
     IncompleteCheckpoint,
     Manifest,
     UnreadableCheckpoint,
     list_checkpoints,
     list_damaged,
-    told,
+    unreadable,
 )
 from parallel3d.config import identity
 from parallel3d.config.schema import Config
@@ -35,30 +36,30 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # before each further try
 _WHOLE, _DAMAGED, _INCOMPLETE, _UNREADABLE = range(4)
 
 T = TypeVar("T")
-Share = Callable[[Any], list[Any]]  # one rank's word → those of all; collective
+Share = Callable[[Any], list[Any]]  # gathers a value from all ranks; collective
 
 
 def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
-    """Call `read` on every rank, again where it could not read; collective.
+    """Calls `read` on every rank, with retries where it could not read; collective.
 
-    Returns this rank's result and None; or, on all ranks, what is proved wrong. Raises
+    Returns this rank's result and None; or, on all ranks, why the checkpoint is damaged. Raises
     TrainingFailure on all ranks if one of them cannot read, or does not find what others do.
     """
     result, kind, why = None, _UNREADABLE, ""
-    words: list[tuple[int, str, str]] = []
+    answers: list[tuple[int, str, str]] = []
     for pause in (0.0, *PAUSES_S):
         time.sleep(pause)
         if kind in (_INCOMPLETE, _UNREADABLE):
             result, kind, why = _tried(read)
-        words = share((kind, why, socket.gethostname()))
-        kinds = {word[0] for word in words}
+        answers = share((kind, why, socket.gethostname()))
+        kinds = {answer[0] for answer in answers}
         if _UNREADABLE not in kinds and (_INCOMPLETE not in kinds or _DAMAGED in kinds):
             break
-    wrong = [word[1] for word in words if word[0] in (_DAMAGED, _INCOMPLETE)]
+    wrong = [answer[1] for answer in answers if answer[0] in (_DAMAGED, _INCOMPLETE)]
     if _UNREADABLE in kinds or (_INCOMPLETE in kinds and _WHOLE in kinds and _DAMAGED not in kinds):
         worst = _UNREADABLE if _UNREADABLE in kinds else _INCOMPLETE
-        rank = next(r for r, word in enumerate(words) if word[0] == worst)
-        _, why, host = words[rank]
+        rank = next(r for r, answer in enumerate(answers) if answer[0] == worst)
+        _, why, host = answers[rank]
         raise TrainingFailure(
             f"on rank {rank}, host {host}: {why}, after {len(PAUSES_S) + 1} tries in "
             f"{sum(PAUSES_S):g} s; no checkpoint was touched: when the file system is well again, "
@@ -79,14 +80,14 @@ def _tried(read: Callable[[], T]) -> tuple[T | None, int, str]:
 
 
 def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
-    """The names of the run's checkpoints that any rank sees, newest first; collective.
+    """Returns the names of the run's checkpoints that any rank sees, newest first; collective.
 
-    Raises UserError if there are only damaged ones, beside which a run would begin anew: whoever
-    starts it may still want them. Raises TrainingFailure as `read_together`.
+    Raises UserError if there are only damaged ones, as the run would begin anew although they may
+    still be needed; TrainingFailure as `read_together`.
     """
 
     def here() -> tuple[list[str], list[str]]:
-        with told(str(run_dir)):
+        with unreadable(str(run_dir)):
             found = list_checkpoints(run_dir), list_damaged(run_dir)
         return [p.name for p in found[0]], [p.name for p in found[1]]
 
@@ -105,7 +106,7 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
 
 
 def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> Compared:
-    """Whether a run can go on from this checkpoint, and what to say of its files if it does."""
+    """Returns whether a run can go on from this checkpoint, and what to log of its files."""
     refusal = refusal_of(manifest, config, corpus)
     if refusal is not None or corpus is None:
         return Compared(refusal)
@@ -113,12 +114,12 @@ def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | N
 
 
 def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> str | None:
-    """Why a run cannot go on from this checkpoint with this configuration and text, or None."""
+    """Returns why a run cannot go on from this checkpoint with this config and text, or None."""
     sentence = identity.refusal(config.run, identity.changes(manifest.config, config))
     if sentence is not None or corpus is None or not manifest.data:
         return sentence
     here = facts_of(corpus)
-    if {**manifest.data, "files": here["files"]} == here:  # times and inodes are no text
+    if {**manifest.data, "files": here["files"]} == here:  # times and inodes may change
         return None
     there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
     if there[0] != there[1]:
@@ -138,7 +139,7 @@ def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None
 
 
 def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
-    """What was read must stay; what will be may change."""
+    """Refuses another history of the samples that were read; the future may change."""
     samples = int(manifest.progress["consumed_samples"])
     if history_until(manifest.data["blend"], samples) == history_until(here, samples):
         return None
@@ -150,11 +151,15 @@ def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
     )
 
 
-def facts_of(corpus: Corpus | Blend) -> dict[str, str | int]:
-    """What a manifest has of the text."""
-    facts = {"fingerprint": corpus.fingerprint, "train_tokens": corpus.train_tokens}
-    facts["files"] = marks_of(corpus.watched)
+def facts_of(corpus: Corpus | Blend) -> DataFacts:
+    """Describes the text for a manifest."""
+    facts = DataFacts(
+        fingerprint=corpus.fingerprint,
+        train_tokens=corpus.train_tokens,
+        files=marks_of(corpus.watched),
+    )
     if isinstance(corpus, Blend):
         facts["blend"] = corpus.history
-    # Manifests of bytes are as they were before there were other tokenizers.
-    return facts if corpus.tokenizer == BYTE else facts | {"tokenizer": corpus.tokenizer}
+    if corpus.tokenizer != BYTE:  # manifests of bytes are older than tokenizers
+        facts["tokenizer"] = corpus.tokenizer
+    return facts

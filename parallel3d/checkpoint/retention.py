@@ -1,9 +1,4 @@
-"""Whose a run's checkpoints are: the newest start's, on file systems without locks as well.
-
-A lock keeps a second start of a run out (`run.directory.take_run`), where the file system has
-locks. Where it has none, two starts would remove each other's files: so each start leaves its name
-in the folder, and one whose name is there no more writes nothing and ends.
-"""
+"""Decides who may write a run's checkpoints, which of them stay, and removes leftovers."""
 
 from __future__ import annotations
 
@@ -41,14 +36,18 @@ _LARGEST = 1 << 16  # bytes
 
 
 class Overtaken(Exception):
-    """Another start has this run now: one sentence."""
+    """Is raised with a sentence when another start has taken over this run."""
 
 
-class Claim:
-    """One start's claim to a run's checkpoints; rank 0's alone.
+class Lease:
+    """Claims a run's checkpoints for one start, on rank 0, on file systems without locks.
+
+    Where the file system has locks, one keeps a second start out (`run.directory.take_run`).
+    Elsewhere two starts would remove each other's files: so each start writes its name into the
+    folder, and a start whose name was replaced writes nothing and ends.
 
     Args:
-        session: a word that no other start has.
+        session: unique for each start.
     """
 
     def __init__(self, run_dir: Path, session: str) -> None:
@@ -57,10 +56,10 @@ class Claim:
         self.tried = self.taken = False
 
     def take(self) -> list[str]:
-        """Claim the folder, also before a first save makes it; returns what is to be said."""
+        """Claims the folder, also before the first save; returns sentences to log."""
         if self.taken:
             return []
-        self.tried, before = True, self._there()
+        self.tried, before = True, self._current()
         try:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
             self._write()
@@ -76,11 +75,13 @@ class Claim:
         ]
 
     def check(self) -> None:
-        """Before rank 0 changes anything in the folder. Raises Overtaken; what cannot be read or
-        written proves nothing."""
-        there = None if self.tried and not self.taken else self._there()
-        if there is not None and there.get("session") != self.session:
-            raise Overtaken(f"{self.run_dir} was taken over by the start of {_who(there)}")
+        """Raises Overtaken if another start has the folder; called before rank 0 changes it.
+
+        A file that cannot be read or written proves nothing.
+        """
+        current = None if self.tried and not self.taken else self._current()
+        if current is not None and current.get("session") != self.session:
+            raise Overtaken(f"{self.run_dir} was taken over by the start of {_who(current)}")
         self.take()
 
     def _write(self) -> None:
@@ -93,7 +94,7 @@ class Claim:
         os.replace(new, self.path)
         self.taken = True
 
-    def _there(self) -> dict[str, object] | None:
+    def _current(self) -> dict[str, object] | None:
         try:
             found = parse_json(read_bounded(self.path, _LARGEST))
         except (OSError, ValueError):
@@ -116,28 +117,25 @@ def _has_locks(path: Path) -> bool:
     return True
 
 
-# Which checkpoints of a run stay, and how the others go; and what a killed save left.
-
-
 _LEFTOVERS = (UNFINISHED, REMOVED, REPLACED, f".{LATEST}-", f"{CLAIM}-")
 
 
-def too_many(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
-    """The checkpoints that are neither among the last `keep` nor of a multiple of `keep_every`."""
+def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
+    """Returns the checkpoints beyond the last `keep` whose step is no multiple of `keep_every`."""
     old = list(newest_first)[settings.keep :]
     every = settings.keep_every
     return [p for p in old if not (every and int(p.name.rpartition("-")[2]) % every == 0)]
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; half removed, it has no checkpoint's name any more. Raises OSError."""
+    """Renames, so that it is no checkpoint any more, and removes a folder. Raises OSError."""
     shutil.rmtree(_renamed(folder, REMOVED))
 
 
-def make_way(folder: Path) -> Path:
-    """Rename a checkpoint that another of its step is to replace: its new path. Raises OSError.
+def move_replaced(folder: Path) -> Path:
+    """Renames a checkpoint that another of its step will replace. Raises OSError.
 
-    Should the other not come, `bring_back` gives it its name again.
+    Returns the new path. If the other is not completed, `restore_replaced` undoes it.
     """
     return _renamed(folder, REPLACED)
 
@@ -148,29 +146,23 @@ def _renamed(folder: Path, prefix: str) -> Path:
     return new
 
 
-def bring_back(run_dir: Path) -> None:
-    """Give checkpoints their names again that made way for others which never came.
-
-    Raises OSError.
-    """
+def restore_replaced(run_dir: Path) -> None:
+    """Gives checkpoints their names again whose replacements were not completed. Raises OSError."""
     try:
         for path in (run_dir / CHECKPOINTS).iterdir():
-            if path.name.startswith(REPLACED) and not _named(path).exists():
-                os.rename(path, _named(path))
+            if path.name.startswith(REPLACED) and not _original_path(path).exists():
+                os.rename(path, _original_path(path))
     except (FileNotFoundError, NotADirectoryError):
-        pass  # there are no checkpoints
+        return  # there are no checkpoints
 
 
-def _named(replaced: Path) -> Path:
-    """Where a checkpoint was before it made way."""
+def _original_path(replaced: Path) -> Path:
+    """Returns the path of a checkpoint before `move_replaced`."""
     return replaced.with_name(replaced.name.removeprefix(REPLACED).rpartition("-")[0])
 
 
 def remove_leftovers(run_dir: Path) -> list[str]:
-    """Remove what saves and removals left that were killed on the way.
-
-    Returns what could not be removed, a sentence each: it is in nobody's way.
-    """
+    """Removes what killed saves and removals left; returns a sentence for each that stays."""
     folder = run_dir / CHECKPOINTS
     notes = []
     try:
@@ -180,8 +172,8 @@ def remove_leftovers(run_dir: Path) -> list[str]:
     except OSError as error:
         return [f"{folder} cannot be looked through for leftovers ({reason(error)})"]
     for path in left:
-        if path.name.startswith(REPLACED) and not os.path.isdir(_named(path)):
-            continue  # it may be the only one of its step
+        if path.name.startswith(REPLACED) and not os.path.isdir(_original_path(path)):
+            continue  # perhaps the only one of its step
         try:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -193,12 +185,12 @@ def remove_leftovers(run_dir: Path) -> list[str]:
 
 
 def not_removed(path: Path, error: OSError) -> str:
-    """The sentence for what stays, though it should go."""
+    """Returns the sentence for a path that could not be removed."""
     return plain(f"{path.name} could not be removed ({reason(error)})")
 
 
-def newest_word(run_dir: Path) -> str:
-    """What a run has left when a save failed, as half a sentence."""
+def describe_newest(run_dir: Path) -> str:
+    """Returns half a sentence on the checkpoint that a run has left when a save failed."""
     try:
         old = list_checkpoints(run_dir)
     except OSError as error:
@@ -207,10 +199,7 @@ def newest_word(run_dir: Path) -> str:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it counts as none and can still be looked at.
-
-    Raises OSError.
-    """
+    """Renames a damaged checkpoint, so that it is ignored but can be inspected. Raises OSError."""
     number, aside = 1, folder.with_name(DAMAGED + folder.name)
     while aside.exists():
         number += 1

@@ -1,4 +1,11 @@
-"""What ranks say of a save: how their part of it went, and how it ended."""
+"""Writes checkpoints, at once or in the background, each complete or absent.
+
+Every rank writes its file into `.saving-…`, flushes it and notifies rank 0. Rank 0 adds the
+manifest, flushes, and renames the folder to `step-…`: from then on the save has succeeded, and
+errors in the rest (`latest`, removal of old checkpoints) do not change that. In the background
+ranks communicate through the store alone: collectives there would interleave with those of the
+training.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +39,14 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     write_manifest,
 )
-from parallel3d.checkpoint.planners import Box, LogicalTensor
+from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.retention import (
-    Claim,
+    Lease,
     Overtaken,
     discard,
-    make_way,
+    expired,
+    move_replaced,
     not_removed,
-    too_many,
 )
 from parallel3d.comm.store import get_all, put
 from parallel3d.device import accelerator
@@ -50,11 +57,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a save ended: `problem` is None, or says why there is no new checkpoint.
+class SaveResult:
+    """Describes how a save ended.
 
-    `is_bug`: not the disk's fault, but ours. `is_overtaken`: another start has the run now.
-    `notes`: sentences on what went wrong beside it and changes nothing.
+    Attributes:
+        problem: why there is no new checkpoint; None if there is one.
+        is_bug: a bug, not an error of the disk.
+        is_overtaken: another start has taken over the run.
+        notes: sentences on other errors, which change nothing.
     """
 
     step: int
@@ -66,27 +76,24 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a rank wrote: its file (None if it had nothing to write) and the elements in it."""
+    """Describes what a rank wrote: its file, if any, and its numbers of elements."""
 
     file: FileDigest | None
     elements: dict[str, int]
-    outcome: Outcome
-
-    def to_json(self) -> dict[str, Any]:
-        """What JSON has of it."""
-        return dataclasses.asdict(self)
+    outcome: SaveResult
 
     @classmethod
-    def from_json(cls, word: dict[str, Any]) -> WrittenFile:
-        file = FileDigest(**word["file"]) if word["file"] else None
-        outcome = Outcome(**word["outcome"] | {"notes": tuple(word["outcome"]["notes"])})
-        return cls(file, word["elements"], outcome)
+    def from_json(cls, facts: dict[str, Any]) -> WrittenFile:
+        """Restores a `dataclasses.asdict` that went through JSON."""
+        file = FileDigest(**facts["file"]) if facts["file"] else None
+        outcome = SaveResult(**facts["outcome"] | {"notes": tuple(facts["outcome"]["notes"])})
+        return cls(file, facts["elements"], outcome)
 
 
-def elements_by_kind(state: dict[str, LogicalTensor]) -> dict[str, int]:
+def elements_by_kind(state: dict[str, TensorChunks]) -> dict[str, int]:
     counts: dict[str, int] = defaultdict(int)
     for name, tensor in state.items():
-        counts[name.partition("/")[0]] += sum(box.elements for box, _ in tensor.boxes)
+        counts[name.partition("/")[0]] += sum(chunk.elements for chunk, _ in tensor.chunks)
     return dict(counts)
 
 
@@ -95,42 +102,37 @@ def summed(counts: list[dict[str, int]]) -> dict[str, int]:
     return {kind: sum(count.get(kind, 0) for count in counts) for kind in kinds}
 
 
-def failed(step: int, rank: int, error: Exception) -> Outcome:
-    """A full or broken disk is said in words, a mistake of ours with its trace."""
+def failed(step: int, rank: int, error: Exception) -> SaveResult:
+    """Returns the result of a save that raised: an OSError in words, a bug with its traceback."""
     if isinstance(error, OSError):
-        return Outcome(step, f"{error.strerror or error} (rank {rank})")
+        return SaveResult(step, f"{error.strerror or error} (rank {rank})")
     trace = "".join(traceback.format_exception(error))
-    return Outcome(step, f"rank {rank}: {trace}", is_bug=True)
+    return SaveResult(step, f"rank {rank}: {trace}", is_bug=True)
 
 
-# A copy of what a save writes, so that training can go on while it is written.
-#
-# The copy itself is made while the next step computes its gradients: parameters and moments stay as
-# they are until its update, which waits for the copy (`Trainer.before_update`).
-
-
-_ALIGNED = 64  # bytes: every staged box begins at a multiple
-# Bytes. torch pins a power of two: in one piece 33 GiB would take 64 of the host's memory.
+_ALIGNED = 64  # bytes: alignment of staged chunks
+# Bytes. torch pins a power of two: one slab of 33 GiB would take 64 GiB of the host's memory.
 SLAB = 1 << 30
 
-State = dict[str, LogicalTensor]
+State = dict[str, TensorChunks]
 
 
 class Staging:
-    """Room in CPU memory for copies of boxes, kept from save to save.
+    """Copies chunks to CPU memory, which is kept from save to save, so that training can go on.
 
-    One copy is in it at a time: whoever calls `copy` again has done with the last one, which is
-    overwritten (`Saver.start` waits for the save before).
+    The copy is made while the next step computes its gradients: parameters and moments do not
+    change before the update, which waits for the copy (`Trainer.before_update`). There is one copy
+    at a time: the next one overwrites it (`Saver.start` waits for the save before).
     """
 
     def __init__(self) -> None:
-        self.slabs: list[Tensor] = []  # uint8, pinned for boxes on an accelerator
-        self.stream: Any = None  # for copies beside the training
+        self.slabs: list[Tensor] = []  # uint8, pinned for chunks on an accelerator
+        self.stream: Any = None  # for copies that overlap with the training
 
     def prepare(self, state: State) -> None:
-        """Make room for `state`, if there is not enough.
+        """Allocates memory for `state`, if there is not enough.
 
-        It is filled, or pinned, here and not in the middle of a step: at half a second a GB.
+        Filling or pinning it takes half a second a GB, which would otherwise delay a step.
         """
         pinned = accelerator.is_accelerator(device_of(state))
         _, sizes = _places([part.nbytes for _, _, part in _parts(state)])
@@ -141,8 +143,10 @@ class Staging:
             self.slabs[i : i + 1] = [slab if pinned else slab.zero_()]
 
     def now(self, state: State) -> Any:
-        """Where the values of `state` are those to be saved: an event, to be recorded by the thread
-        that computes them; None for the CPU's, whose values are there."""
+        """Returns an event recorded by the thread that computes the values; None on a CPU.
+
+        Behind the event the values of `state` are those to be saved.
+        """
         device = device_of(state)
         if not accelerator.is_accelerator(device):
             return None
@@ -151,29 +155,29 @@ class Staging:
         return event
 
     def copy(self, state: State, ready: Any = None) -> State:
-        """The same values, in the slabs; boxes larger than a slab are cut by rows.
+        """Returns a copy of the values in the slabs; chunks larger than a slab are cut by rows.
 
-        From an accelerator they are copied on a stream of their own, behind `ready` (of `now`): not
-        behind what was queued since. At the return all is copied, or nothing writes any more.
+        On an accelerator they are copied on a stream of their own, behind `ready` (of `now`), so
+        not behind later work. The copy is complete at the return.
         """
         self.prepare(state)
         parts = list(_parts(state))
         places, _ = _places([part.nbytes for _, _, part in parts])
-        copied = {name: dataclasses.replace(tensor, boxes=[]) for name, tensor in state.items()}
+        copied = {name: dataclasses.replace(tensor, chunks=[]) for name, tensor in state.items()}
         pairs = []
-        for (name, box, source), (slab, at) in zip(parts, places, strict=True):
-            room = self.slabs[slab][at : at + source.nbytes]
-            target = room.view(source.dtype).view(source.shape)
-            copied[name].boxes.append((box, target))
+        for (name, chunk, source), (slab, at) in zip(parts, places, strict=True):
+            memory = self.slabs[slab][at : at + source.nbytes]
+            target = memory.view(source.dtype).view(source.shape)
+            copied[name].chunks.append((chunk, target))
             pairs.append((target, source))
         if ready is not None:
-            self._copy_beside(pairs, device_of(state), ready)
+            self._copy_on_stream(pairs, device_of(state), ready)
         elif pairs:
             targets, sources = zip(*pairs, strict=True)
             torch._foreach_copy_(targets, sources)
         return copied
 
-    def _copy_beside(
+    def _copy_on_stream(
         self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, ready: Any
     ) -> None:
         if self.stream is None:
@@ -183,44 +187,45 @@ class Staging:
             with accelerator.on_stream(self.stream):
                 for target, source in pairs:
                     target.copy_(source, non_blocking=True)
-        finally:  # also if one cannot be queued: the slabs are written to until here
+        finally:  # also after an error: queued copies still write to the slabs
             self.stream.synchronize()
 
 
 def device_of(state: State) -> torch.device:
-    """Where the values of `state` are; the CPU if it has none."""
-    boxes = (values for tensor in state.values() for _, values in tensor.boxes)
-    return next((values.device for values in boxes), torch.device("cpu"))
+    """Returns the device of the values of `state`; the CPU if it has none."""
+    chunks = (values for tensor in state.values() for _, values in tensor.chunks)
+    return next((values.device for values in chunks), torch.device("cpu"))
 
 
-def _parts(state: State) -> Iterator[tuple[str, Box, Tensor]]:
-    """(name, box, values) of every box, cut by rows to parts that fit a slab."""
+def _parts(state: State) -> Iterator[tuple[str, Chunk, Tensor]]:
+    """Yields (name, chunk, values) of every chunk, cut by rows to fit into a slab."""
     for name, tensor in state.items():
-        for box, values in tensor.boxes:
+        for chunk, values in tensor.chunks:
             if values.nbytes <= SLAB:
-                yield name, box, values
+                yield name, chunk, values
                 continue
             rows = max(1, SLAB // values[0].nbytes)
-            for first in range(0, box.sizes[0], rows):
+            for first in range(0, chunk.sizes[0], rows):
                 part = values[first : first + rows]
-                start = (box.offsets[0] + first, *box.offsets[1:])
-                yield name, Box(start, tuple(part.shape)), part
+                start = (chunk.offsets[0] + first, *chunk.offsets[1:])
+                yield name, Chunk(start, tuple(part.shape)), part
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """(slab, first byte) of each part, and the bytes of each slab.
+    """Returns (slab, first byte) of each part, and the bytes of each slab.
 
-    The largest first, each into the first slab with room: little is left over.
+    Packs the largest first, each into the first slab with enough space.
     """
-    places, used = [(0, 0)] * len(sizes), []
+    places = [(0, 0)] * len(sizes)
+    used: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        room = _padded(sizes[i])
-        fitting = (slab for slab, taken in enumerate(used) if taken + room <= SLAB)
+        size = _padded(sizes[i])
+        fitting = (slab for slab, taken in enumerate(used) if taken + size <= SLAB)
         slab = next(fitting, len(used))
         if slab == len(used):
             used.append(0)
         places[i] = (slab, used[slab])
-        used[slab] += room
+        used[slab] += size
     return places, used
 
 
@@ -228,37 +233,27 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-# Writes checkpoints, at once or in the background, so that each is whole or not there.
-#
-# Every rank writes its file into `.saving-…`, flushes it and tells rank 0; rank 0 adds the
-# manifest, flushes and renames the folder to `step-…`: then the save has succeeded, and what
-# follows (`latest`, the checkpoints that are too many) may fail without changing that. In the
-# background the ranks talk through the store alone: a collective there would meet those of the
-# training in any order.
-
-
 POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save under way. `facts` are the manifest without its files; `elements` of all parameters
-    together, which the files must hold."""
+    """Describes a save in flight; `facts` lacks the files, `elements` counts all parameters."""
 
     step: int
     number: int
-    state: dict[str, LogicalTensor]
+    state: dict[str, TensorChunks]
     facts: Manifest
     elements: int
 
 
 class Saver:
-    """One rank's part in the saves of a run; at most one is under way.
+    """Writes one rank's part of the saves of a run; at most one is in flight.
 
     Args:
         run_dir: on a file system that all hosts share.
-        session: a word that all ranks of this start of the run share, and no other start has.
-        claim: rank 0's to the folder; None where no other start can be.
+        session: shared by all ranks of this start of the run, and different for each start.
+        lease: rank 0's on the folder; None where no other start can be.
     """
 
     def __init__(
@@ -269,24 +264,24 @@ class Saver:
         world_size: int,
         session: str,
         timeout_s: float,
-        claim: Claim | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.run_dir, self.settings = run_dir, settings
         self.folder = run_dir / CHECKPOINTS
         self.rank, self.world_size, self.session = rank, world_size, session
-        self.timeout_s, self.claim = timeout_s, claim
-        self.outcome: Outcome | None = None
+        self.timeout_s, self.lease = timeout_s, lease
+        self.outcome: SaveResult | None = None
         self.thread: threading.Thread | None = None
         self.staging = Staging()
-        self.copied = threading.Event()  # the values of the save under way may change again
+        self.copied = threading.Event()  # the values of the current save may change again
 
     def start(self, save: Save, *, background: bool, copies: bool = True) -> None:
-        """Begin a save; without `background` it has ended, on this rank, at the return.
+        """Begins a save; without `background` it has ended on this rank at the return.
 
-        Then or later `outcome` says how it ended: on rank 0 the whole, elsewhere this rank's part.
-        In the background the values may not change before `copied` is set: as soon as there is a
-        copy, without `copies` (for the end of a run) when they are written. The calling thread is
-        the one that computes them. Raises RuntimeError while another save is under way.
+        At the end `outcome` is set: on rank 0 of the whole save, elsewhere of this rank's part. In
+        the background the values may not change before `copied` is set: after the copy, or without
+        `copies` (for the end of a run) after the write. Must be called by the thread that computes
+        the values. Raises RuntimeError if another save is in flight.
         """
         if self.thread is not None:
             raise RuntimeError("a save is under way, and its copies are where this one's would be")
@@ -302,8 +297,8 @@ class Saver:
         )
         self.thread.start()
 
-    def join(self) -> Outcome:
-        """Wait for the save under way."""
+    def join(self) -> SaveResult:
+        """Waits for the save in flight and returns its result."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -312,7 +307,7 @@ class Saver:
         return self.outcome
 
     def _in_background(self, save: Save, ready: Any, copies: bool) -> None:
-        # A thread begins on device 0, and a call there would leave a context of this process on it.
+        # A new thread is on device 0, where a call would create a context of this process.
         accelerator.make_current(device_of(save.state))
         copy = functools.partial(self.staging.copy, ready=ready) if copies else None
         self._work(save, copy)
@@ -324,18 +319,18 @@ class Saver:
             if self.rank == 0:
                 outcome = self._finish(save, part)
             else:
-                put(_store(), self._key(save, self.rank), part.to_json())
+                put(_store(), self._key(save, self.rank), dataclasses.asdict(part))
         except Exception as error:
             outcome = failed(save.step, self.rank, error)
         self.outcome = outcome
 
     def _part(self, save: Save, copy: Callable[[State], State] | None) -> WrittenFile:
-        """Write this rank's file, of a copy of the values or of themselves."""
+        """Writes this rank's file, from a copy of the values or from the values."""
         unfinished = self._unfinished(save)
         try:
             state = copy(save.state) if copy is not None else save.state
             self.copied.set()
-            # Imported by `Checkpoints`; not at the top: a run without saves needs none of it.
+            # `Checkpoints` has imported it, if the run saves.
             from parallel3d.checkpoint.storage import write_state
 
             for folder in (self.folder, unfinished):
@@ -347,18 +342,18 @@ class Saver:
             return WrittenFile(None, {}, failed(save.step, self.rank, error))
         finally:
             self.copied.set()
-        return WrittenFile(written, elements_by_kind(save.state), Outcome(save.step))
+        return WrittenFile(written, elements_by_kind(save.state), SaveResult(save.step))
 
-    def _finish(self, save: Save, mine: WrittenFile) -> Outcome:
-        """Rank 0: when every part is there, make a checkpoint of them, or remove them."""
+    def _finish(self, save: Save, mine: WrittenFile) -> SaveResult:
+        """Completes the checkpoint on rank 0 when all parts are there, or removes them."""
         try:
             parts = [mine, *self._parts_of_others(save)]
-            if self.claim is not None:
-                self.claim.check()  # first: what failed may have failed by the other start
+            if self.lease is not None:
+                self.lease.check()  # first: the other start may have caused the failure
             bad = [p.outcome for p in parts if p.outcome.problem is not None]
-            outcome = max(bad, key=lambda o: o.is_bug) if bad else self._made(save, parts)
+            outcome = max(bad, key=lambda o: o.is_bug) if bad else self._complete(save, parts)
         except Overtaken as other:
-            return Outcome(save.step, str(other), is_overtaken=True)
+            return SaveResult(save.step, str(other), is_overtaken=True)
         except Exception as error:
             outcome = failed(save.step, self.rank, error)
         notes = outcome.notes
@@ -366,18 +361,18 @@ class Saver:
             try:
                 remove(path)
             except FileNotFoundError:
-                pass  # as it should be after a save that succeeded
+                continue  # the save succeeded
             except OSError as error:
                 notes = (*notes, not_removed(path, error))
         return dataclasses.replace(outcome, notes=notes)
 
-    def _made(self, save: Save, parts: list[WrittenFile]) -> Outcome:
-        """The checkpoint of all parts. Raises OSError and RuntimeError if there is none."""
+    def _complete(self, save: Save, parts: list[WrittenFile]) -> SaveResult:
+        """Makes the checkpoint of all parts. Raises OSError and RuntimeError if it cannot."""
         totals = summed([p.elements for p in parts])
         if any(total != save.elements for total in totals.values()):
             raise RuntimeError(f"the ranks wrote {totals} elements, not {save.elements}")
         old = self._commit(save, [p.file for p in parts if p.file is not None])
-        return Outcome(save.step, notes=tuple(self._keep_house(save, old)))
+        return SaveResult(save.step, notes=tuple(self._clean_up(save, old)))
 
     def _parts_of_others(self, save: Save) -> list[WrittenFile]:
         others = [self._key(save, rank) for rank in range(1, self.world_size)]
@@ -389,17 +384,17 @@ class Saver:
                 raise TimeoutError(None, f"no word of every rank within {self.timeout_s:g} s")
             time.sleep(POLL_S)
         try:
-            parts = [WrittenFile.from_json(word) for word in get_all(store, others)]
-        except ValueError as stranger:  # no rank's word: nothing that this save can be made of
-            raise OSError(None, str(stranger)) from None
+            parts = [WrittenFile.from_json(facts) for facts in get_all(store, others)]
+        except ValueError as error:  # a message that no rank has signed
+            raise OSError(None, str(error)) from None
         for key in others:
             store.delete_key(key)
         return parts
 
     def _commit(self, save: Save, files: list[FileDigest]) -> Path | None:
-        """Make the checkpoint; what this raises leaves all others as they were.
+        """Makes the checkpoint; an exception leaves all others as they were.
 
-        Returns where one of the same step is now: of a future that was given up.
+        Returns the new path of an older checkpoint of the same step, of a run that went back.
         """
         unfinished = self._unfinished(save)
         for file in files:
@@ -413,26 +408,26 @@ class Saver:
         )
         flush_folder(unfinished)
         final = self.folder / step_folder(save.step)
-        # Before: the disk may be full.
+        # Before the rename, as the disk may be full.
         write_durably(self._pointer(), f"{final.name}\n".encode())
-        old = make_way(final) if final.exists() else None
+        old = move_replaced(final) if final.exists() else None
         try:
             os.rename(unfinished, final)
         except OSError:
-            if not os.path.isdir(final):  # NFS may lose the answer of a rename that was done
+            if not os.path.isdir(final):  # NFS may lose the reply to a completed rename
                 if old is not None:
-                    with suppress(OSError):  # or else the next start brings it back
+                    with suppress(OSError):  # else the next start restores it
                         os.rename(old, final)
                 raise
         return old
 
-    def _keep_house(self, save: Save, old: Path | None) -> list[str]:
-        """What follows a save that has succeeded: its errors are sentences, and change nothing."""
+    def _clean_up(self, save: Save, old: Path | None) -> list[str]:
+        """Updates `latest` and removes old checkpoints; returns errors as sentences."""
         try:
             os.replace(self._pointer(), self.folder / LATEST)
             flush_folder(self.folder)
-            gone = too_many(list_checkpoints(self.run_dir), self.settings)
-        except OSError as error:  # until the new one is certain, the older ones stay
+            gone = expired(list_checkpoints(self.run_dir), self.settings)
+        except OSError as error:  # the older ones stay until the new one is certain
             done = f"{step_folder(save.step)} is written"
             return [f"{done}, but {LATEST} or the folder could not be ({reason(error)})"]
         notes = []
@@ -444,7 +439,7 @@ class Saver:
         return notes
 
     def _unfinished(self, save: Save) -> Path:
-        # The number: what an earlier try could not remove is not in the way of the next.
+        # With a number, so that leftovers of an earlier try are not in the way.
         return self.folder / f"{UNFINISHED}{save.step:08d}-{self.session}-{save.number}"
 
     def _pointer(self) -> Path:

@@ -1,12 +1,13 @@
-"""`parallel3d generate`: text from a run's newest good checkpoint, on one rank.
+"""Runs `parallel3d generate`: generates text from a run's newest good checkpoint.
 
-Every layout draws the same tokens: logits agree but for rounding, and one rank draws for all, in
-fp64, from a stream of random numbers that depends on the seed alone.
+Every layout draws the same tokens: logits agree up to rounding, and one rank draws for all, in
+fp64, from random numbers that depend on the seed alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import shutil
 import sys
@@ -27,7 +28,7 @@ from parallel3d.checkpoint.manifest import (
     list_checkpoints,
     reason,
 )
-from parallel3d.checkpoint.planners import Box, LogicalTensor
+from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.storage import read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.checkpoint.listing import find_checkpoint, find_run, run_names
@@ -39,15 +40,16 @@ from parallel3d.data.tokenizer import BYTE, FOLDER, decoding_of, open_tokenizer,
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import choose_device
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
+from parallel3d.parameters.sharding import spec_of
 from parallel3d.run.configs import CONFIG_FILE, last_config
 from parallel3d.run.launch import Worker
 from parallel3d.run.worker import run_here
 
 
 def generate(config: Config, worker: Worker) -> None:
-    """Writes the prompt and what follows it to stdout; torch.distributed is initialised.
+    """Writes the prompt and its continuation to stdout; torch.distributed must be initialised.
 
-    Raises UserError if no checkpoint of the run is whole.
+    Raises UserError if no checkpoint of the run is complete.
     """
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
@@ -70,6 +72,7 @@ def generate(config: Config, worker: Worker) -> None:
         logits = decoder.logits(tokens)
         token = torch.zeros((), dtype=torch.int64, device=device)
         if groups.is_last_stage and groups.tp.index == 0:
+            assert logits is not None  # the last stage has them
             token += sampler.draw(logits[: tokenizer.vocab_size])
         if groups.world.size > 1:
             dist.broadcast(token, src=groups.world.size - groups.tp.size)
@@ -85,9 +88,9 @@ def generate(config: Config, worker: Worker) -> None:
 
 
 def load_newest(config: Config, stage: Stage, groups: ProcessGroups) -> Manifest:
-    """Fill `stage` from the newest checkpoint that every rank finds whole; collective.
+    """Fills `stage` from the newest checkpoint that every rank finds complete; collective.
 
-    Damaged ones are said and passed over. Raises UserError if none is left.
+    Damaged ones are logged and skipped. Raises UserError if none is left.
     """
     state = state_of(stage)
     folders = checkpoints_of(config)
@@ -97,29 +100,30 @@ def load_newest(config: Config, stage: Stage, groups: ProcessGroups) -> Manifest
         if groups.world.size > 1:
             dist.all_reduce(whole, op=dist.ReduceOp.MIN)
         if whole:
+            assert manifest is not None
             return manifest
         if damage:
             print_line(f"{damage}; passing it over")
     raise UserError(f"run={config.run} has no checkpoint that is whole ({len(folders)} tried)")
 
 
-def _try_to_read(folder: Path, state: dict[str, LogicalTensor]) -> tuple[Manifest | None, str]:
+def _try_to_read(folder: Path, state: dict[str, TensorChunks]) -> tuple[Manifest | None, str]:
     try:
         return read_state(folder, state), ""
     except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
         return None, str(problem)
 
 
-def state_of(stage: Stage) -> dict[str, LogicalTensor]:
-    """What a stage wants of a checkpoint: the boxes of its parameters, to be filled in place."""
-    state: dict[str, LogicalTensor] = {}
+def state_of(stage: Stage) -> dict[str, TensorChunks]:
+    """Returns the chunks of a stage's parameters, to be filled in place."""
+    state: dict[str, TensorChunks] = {}
     for parameter in stage.parameters():
-        for piece in parameter.spec.shards:
+        for shard in spec_of(parameter).shards:
             tensor = state.setdefault(
-                f"parameter/{piece.name}", LogicalTensor(piece.full_shape, parameter.dtype)
+                f"parameter/{shard.name}", TensorChunks(shard.full_shape, parameter.dtype)
             )
-            box = Box(piece.start, piece.shape)
-            tensor.boxes.append((box, piece.of_local(parameter.detach())))
+            chunk = Chunk(shard.start, shard.shape)
+            tensor.chunks.append((chunk, shard.of_local(parameter.detach())))
     return state
 
 
@@ -131,31 +135,32 @@ class TokenSampler:
         self.stream = torch.Generator().manual_seed(seed)
 
     def draw(self, logits: Tensor) -> int:
-        """One token of logits (tokens,): softmax(logits / temperature) over the likeliest top_k.
+        """Draws a token of logits (tokens,) from softmax(logits / temperature) over the top_k.
 
-        The token is where the cumulated probabilities pass a uniform number, in fp64: logits that
-        differ by rounding give the same token, but for a number that falls between the two.
+        The token is where the cumulated probabilities exceed a uniform number, in fp64: logits that
+        differ by rounding give the same token, unless the number falls between the two.
         """
         wide = logits.to("cpu", torch.float64)
         number = torch.rand((), dtype=torch.float64, generator=self.stream)
         if self.settings.temperature == 0:
             return int(wide.argmax())
         top_k = min(self.settings.top_k or len(wide), len(wide))
-        kept = wide.topk(top_k).indices.sort().values  # in the vocabulary's order, whatever ranks
+        kept = wide.topk(top_k).indices.sort().values  # in the vocabulary's order
         chances = torch.softmax(wide[kept] / self.settings.temperature, 0).cumsum(0)
         place = int(torch.searchsorted(chances, number * chances[-1], right=True))
         return int(kept[min(place, top_k - 1)])
 
 
 class TextStream:
-    """Text to stdout as it comes."""
+    """Writes text to stdout at once."""
 
     def __init__(self) -> None:
-        sys.stdout.reconfigure(errors="replace")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         self.last = "\n"
 
     def write(self, text: str) -> None:
-        """Prints it at once."""
+        """Prints and flushes the text."""
         if not text:
             return
         self.last = text[-1]
@@ -168,18 +173,15 @@ class TextStream:
             self.write("\n")
 
 
-# What `parallel3d generate` needs before it starts: the run, its model, its prompt. No torch.
-
-
 GENERATE = "generate"
-# What is typed beside these was decided when the run was trained.
+# All other keys are given by the run.
 MAY_BE_SET = ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*")
 
 
 def take_prompt(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The words without prompt=…, and the prompt exactly as it was typed.
+    """Returns the overrides without prompt=…, and the prompt exactly as it was typed.
 
-    Hydra would want quotes around most texts, and would take blanks off their ends.
+    Hydra would require quotes around most texts, and strip blanks.
     """
     prompts = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
     rest = [word for word in words if not word.startswith("prompt=")]
@@ -187,10 +189,11 @@ def take_prompt(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def start_generate(config: Config, overrides: Sequence[str], prompt: str | None) -> int:
-    """Generate with this process as the launcher. Returns the exit code.
+    """Generates with this process as the launcher. Returns the exit code.
 
     Args:
-        overrides: what was typed, without the prompt; `prompt` None: the configuration's.
+        overrides: without the prompt.
+        prompt: None: the configuration's.
 
     Raises:
         UserError: no such run, no checkpoint, or a key that only training may set.
@@ -202,13 +205,13 @@ def start_generate(config: Config, overrides: Sequence[str], prompt: str | None)
     device = choose_device(config.device, world_size)
     if prompt is not None:
         config = dataclasses.replace(config, prompt=prompt)
-    # Where failures are told is not the run's: nothing is added to a run by looking at it.
+    # Failures go to a folder of their own: generate adds nothing to the run.
     folder = Path(tempfile.mkdtemp(prefix="parallel3d-generate-"))
     code = None
     try:
         code = run_here(GENERATE, config, folder, world_size, device)
     finally:
-        if code != 1:  # else the failure's traceback lies there
+        if code != 1:  # else it holds the failure's traceback
             shutil.rmtree(folder, ignore_errors=True)
     return code
 
@@ -225,7 +228,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def config_of_run(config: Config) -> Config:
-    """`config` (layout, device, seed, generate.*) with the model and tokenizer of its run.
+    """Returns `config` (layout, device, seed, generate.*) with the model and tokenizer of its run.
 
     Checked, with dp=1. Raises UserError if there is no such run.
     """
@@ -243,7 +246,7 @@ def config_of_run(config: Config) -> Config:
 
 
 def _tokenizer(config: Config, run: Config) -> str:
-    """The tokenizer of a run, by a name that ranks elsewhere can open. Raises UserError."""
+    """Returns the run's tokenizer, by a name that ranks elsewhere can open. Raises UserError."""
     own = Path(config.runs_dir, str(config.run), FOLDER)
     tokenizer = tokenizer_of(run.data, own.parent)
     check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
@@ -251,7 +254,7 @@ def _tokenizer(config: Config, run: Config) -> str:
 
 
 def load_config_of(config: Config) -> Config:
-    """The configuration of the run that `config` names. Raises UserError if there is none."""
+    """Returns the configuration of the run that `config` names. Raises UserError if none."""
     runs = Path(config.runs_dir)
     if config.run is None:
         known = run_names(runs)
@@ -265,7 +268,7 @@ def load_config_of(config: Config) -> Config:
 
 
 def checkpoints_of(config: Config) -> list[Path]:
-    """The run's checkpoints that may be used, newest first. Raises UserError if there are none."""
+    """Returns the run's usable checkpoints, newest first. Raises UserError if there are none."""
     run_dir = Path(config.runs_dir) / str(config.run)
     try:
         folders = list_checkpoints(run_dir)

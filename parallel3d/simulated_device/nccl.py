@@ -145,7 +145,7 @@ class Wire:
     def start(
         self, name: str, like: Tensor, extra: int, run: Run, copies: list[Tensor]
     ) -> Future[Sequence[Tensor]]:
-        """Starts an operation behind the earlier ones. Its future raises Mismatch if members differ.
+        """Starts an operation behind the earlier ones; its future may raise Mismatch.
 
         Args:
             like: a tensor of its type and size.

@@ -16,7 +16,7 @@ import numpy as np
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
-from parallel3d.checkpoint.storage import read_whole
+from parallel3d.checkpoint.storage import read_full
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
@@ -196,7 +196,7 @@ def test_update_waits_for_the_copy_and_the_copy_is_what_is_saved(
 ) -> None:
     ((weights, order),) = pool.run(1, save_with_a_slow_copy, tmp_path)
     assert order == ["copy", "update", "update"]
-    saved = read_whole(list_checkpoints(tmp_path)[-1])
+    saved = read_full(list_checkpoints(tmp_path)[-1])
     assert saved.keys() == {f"parameter/{name}" for name in weights}
     for name, weight in weights.items():
         assert np.array_equal(saved[f"parameter/{name}"].numpy(), weight), name

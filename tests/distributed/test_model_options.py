@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel3d.checkpoint.planners import logical_tensors
+from parallel3d.checkpoint.planners import chunks_by_name
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
@@ -150,8 +150,8 @@ def trained_and_saved(sizes: tuple[int, int, int]) -> tuple[Counter[str], bool]:
     (losses, plain), (others, gathered) = ends
     equal = losses == others and all(torch.equal(plain[n], gathered[n]) for n in plain)
     saved: Counter[str] = Counter()
-    for name, tensor in logical_tensors(trainer.parameter_slices(), shared=True).items():
-        saved[name] += sum(box.elements for box, _ in tensor.boxes)
+    for name, tensor in chunks_by_name(trainer.parameter_slices(), shared=True).items():
+        saved[name] += sum(box.elements for box, _ in tensor.chunks)
     groups.close()
     return saved, equal
 

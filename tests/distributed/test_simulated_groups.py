@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
-from parallel3d.checkpoint.storage import read_whole
+from parallel3d.checkpoint.storage import read_full
 from parallel3d.comm import exchange
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import KINDS
@@ -189,7 +189,7 @@ def test_a_save_beside_the_training_is_of_its_step_and_touches_its_own_device_al
     assert len(folders) > 1
     for folder in folders:
         expected = by_rank[0]["weights"][int(folder.name.removeprefix("step-"))]
-        saved = read_whole(folder)
+        saved = read_full(folder)
         assert saved.keys() == {f"parameter/{name}" for name in expected}
         for name, weight in expected.items():
             assert np.array_equal(array(saved[f"parameter/{name}"]), weight), (folder, name)

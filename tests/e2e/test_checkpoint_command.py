@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.checkpoint.storage import read_whole
+from parallel3d.checkpoint.storage import read_full
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
@@ -116,7 +116,7 @@ def test_diff_names_what_differs(runs: Path, capsys: pytest.CaptureFixture[str])
     assert "parameter: 21 tensors in both, 0 of them equal" in out
     assert "progress: steps is 10 in a, 20 in b" in out
     folders = [runs / "mine/checkpoints" / f"step-{step:08d}" for step in (10, 20)]
-    a, b = (read_whole(folder)["parameter/head.weight"] for folder in folders)
+    a, b = (read_full(folder)["parameter/head.weight"] for folder in folders)
     row = next(line.split() for line in out.splitlines() if line.startswith("parameter/head.wei"))
     assert row[1] == f"{float((a - b).abs().max()):.3g}"
     assert row[2] == f"{float((a - b).abs().max() / max(a.abs().max(), b.abs().max())):.3g}"
@@ -136,8 +136,8 @@ def test_export_and_import_bring_the_run_back(
     command = capsys.readouterr().out
     assert command.startswith("parallel3d train run=back ")
     assert "model.seq_length=16" in command
-    before = read_whole(runs / "mine/checkpoints/step-00000010")
-    after = read_whole(runs / "back/checkpoints/step-00000000")
+    before = read_full(runs / "mine/checkpoints/step-00000010")
+    after = read_full(runs / "back/checkpoints/step-00000000")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert checkpoint(["verify", "run=back"]) == 0

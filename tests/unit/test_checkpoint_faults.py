@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -24,8 +25,8 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
 )
 from parallel3d.checkpoint.restore import names_of_all, read_together
-from parallel3d.checkpoint.retention import Claim, Overtaken, bring_back, remove_leftovers
-from parallel3d.checkpoint.saver import Outcome, Save, Saver, WrittenFile
+from parallel3d.checkpoint.retention import Lease, Overtaken, remove_leftovers, restore_replaced
+from parallel3d.checkpoint.saver import Save, Saver, SaveResult, WrittenFile
 from parallel3d.comm import store as job_store
 from parallel3d.config.schema import CheckpointConfig
 from parallel3d.errors import TrainingFailure, UserError
@@ -139,7 +140,7 @@ def test_a_save_has_succeeded_with_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     saver = one_rank(tmp_path, keep=1)
-    assert save(saver, 3) == Outcome(3)
+    assert save(saver, 3) == SaveResult(3)
     rename, module = os.rename, "parallel3d.checkpoint.saver"
     targets = {
         "replace": "os.replace",
@@ -161,7 +162,7 @@ def test_a_save_has_succeeded_with_its_rename(
     assert all("Operation not permitted" in note for note in outcome.notes)
     monkeypatch.undo()
     load(tmp_path / CHECKPOINTS / step_folder(6))
-    assert save(saver, 9) == Outcome(9)
+    assert save(saver, 9) == SaveResult(9)
 
 
 def test_leftovers_that_stay_are_logged_and_stop_no_start(
@@ -185,7 +186,7 @@ def test_a_failed_save_of_the_same_step_leaves_the_one_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver, rename = one_rank(tmp_path), os.rename
-    assert save(saver, 3) == Outcome(3)
+    assert save(saver, 3) == SaveResult(3)
 
     def rename_back_alone(source: Path, target: Path) -> None:
         if Path(source).name.startswith(".saving-"):
@@ -203,7 +204,7 @@ def test_a_checkpoint_that_made_way_in_vain_is_brought_back(
 ) -> None:
     """Killed, or refused, between the two renames of a save of a step that is there."""
     saver, rename = one_rank(tmp_path), os.rename
-    assert save(saver, 3) == Outcome(3)
+    assert save(saver, 3) == SaveResult(3)
 
     def rename_once(source: Path, target: Path) -> None:
         rename(source, target)
@@ -212,14 +213,14 @@ def test_a_checkpoint_that_made_way_in_vain_is_brought_back(
     monkeypatch.setattr(os, "rename", rename_once)
     assert save(saver, 3).problem == "Input/output error (rank 0)"
     with pytest.raises(OSError, match="Input"):
-        bring_back(tmp_path)
+        restore_replaced(tmp_path)
     monkeypatch.undo()
     assert list_checkpoints(tmp_path) == [] and remove_leftovers(tmp_path) == []
-    bring_back(tmp_path)
+    restore_replaced(tmp_path)
     load(list_checkpoints(tmp_path)[0])
     made_way = make(tmp_path / "other", 3)
     made_way.rename(tmp_path / CHECKPOINTS / ".replaced-step-00000003-0")
-    bring_back(tmp_path)
+    restore_replaced(tmp_path)
     assert remove_leftovers(tmp_path) == []
     assert names(tmp_path) == ["latest", step_folder(3)]
 
@@ -236,11 +237,11 @@ def test_a_full_disk_costs_a_checkpoint_and_is_one_line(
     assert outcome.problem == "No space left on device (rank 0)" and not outcome.is_bug
     assert "could not be removed (EIO" in outcome.notes[0]
     saver.start(Save(3, 4, whole(3), facts(3), ELEMENTS), background=False)
-    assert saver.join() == Outcome(3)
+    assert saver.join() == SaveResult(3)
 
 
 def started(run_dir: Path, session: str) -> tuple[Saver, list[str]]:
-    claim = Claim(run_dir, session)
+    claim = Lease(run_dir, session)
     said = claim.take()
     return Saver(run_dir, CheckpointConfig(), 0, 1, session, 5, claim), said
 
@@ -250,12 +251,12 @@ def test_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOLCK))
     first, said = started(tmp_path, "a")
-    assert (save(first, 3), said) == (Outcome(3), [])
+    assert (save(first, 3), said) == (SaveResult(3), [])
     second, said = started(tmp_path, "b")
     assert len(said) == 1 and f"process {os.getpid()}" in said[0] and "without locks" in said[0]
     outcome = save(first, 6)
     assert outcome.is_overtaken and "was taken over by the start of" in outcome.problem
-    assert save(second, 6) == Outcome(6)
+    assert save(second, 6) == SaveResult(6)
     load(tmp_path / CHECKPOINTS / step_folder(6))
     assert save(first, 9).is_overtaken
     assert {step_folder(3), step_folder(6)} == {p.name for p in list_checkpoints(tmp_path)}
@@ -270,7 +271,7 @@ def test_without_locks_a_second_start_before_a_first_checkpoint_is_logged(
     second, more = started(tmp_path, "b")
     assert said == [] and len(more) == 1 and "without locks" in more[0]
     assert save(first, 3).is_overtaken
-    assert save(second, 3) == Outcome(3)
+    assert save(second, 3) == SaveResult(3)
 
 
 def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
@@ -280,11 +281,11 @@ def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
     store = HashStore()
     monkeypatch.setattr(saver, "_store", lambda: store)
     first = Saver(tmp_path, CheckpointConfig(), 0, 2, "session", 5)
-    part = WrittenFile(None, {}, Outcome(3))
+    part = WrittenFile(None, {}, SaveResult(3))
     of_this_save = Save(3, 1, {}, facts(3), 0)
-    job_store.put(store, first._key(of_this_save, 1), part.to_json())
+    job_store.put(store, first._key(of_this_save, 1), dataclasses.asdict(part))
     assert first._parts_of_others(of_this_save) == [part]
-    store.set(first._key(of_this_save, 1), json.dumps(part.to_json()))
+    store.set(first._key(of_this_save, 1), json.dumps(dataclasses.asdict(part)))
     with pytest.raises(OSError, match="was not written by a rank of this job"):
         first._parts_of_others(of_this_save)
 
@@ -293,22 +294,22 @@ def test_with_locks_nothing_is_logged_and_a_claim_that_fails_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = started(tmp_path, "a")
-    assert save(first, 3) == Outcome(3)
+    assert save(first, 3) == SaveResult(3)
     assert started(tmp_path, "b")[1] == []
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse(errno.ENOSPC))
         third, said = started(tmp_path, "c")
     assert "ENOSPC" in said[0]
-    assert save(third, 6) == Outcome(6)
+    assert save(third, 6) == SaveResult(6)
     with pytest.raises(Overtaken):
-        Claim(tmp_path, "late").check()  # it saw no folder when it started
+        Lease(tmp_path, "late").check()  # it saw no folder when it started
 
 
 def test_everything_of_a_checkpoint_is_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         saver, _ = started(tmp_path, "a")
-        assert save(saver, 3) == Outcome(3)
+        assert save(saver, 3) == SaveResult(3)
     finally:
         os.umask(before)
     for path in (tmp_path / CHECKPOINTS, *(tmp_path / CHECKPOINTS).rglob("*")):

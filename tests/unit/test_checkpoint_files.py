@@ -29,10 +29,10 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     write_manifest,
 )
-from parallel3d.checkpoint.planners import Box, LogicalTensor
-from parallel3d.checkpoint.retention import remove_leftovers, too_many
-from parallel3d.checkpoint.saver import Outcome, Save, Saver
-from parallel3d.checkpoint.storage import read_state, read_whole, verify_checkpoint, write_state
+from parallel3d.checkpoint.planners import Chunk, TensorChunks
+from parallel3d.checkpoint.retention import expired, remove_leftovers
+from parallel3d.checkpoint.saver import Save, Saver, SaveResult
+from parallel3d.checkpoint.storage import read_full, read_state, verify_checkpoint, write_state
 from parallel3d.config.schema import CheckpointConfig
 
 KINDS = ("parameter", "exp_avg")
@@ -48,7 +48,7 @@ def full(name: str, kind: str, step: int) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=generator)
 
 
-def state(step: int, rank: int) -> dict[str, LogicalTensor]:
+def state(step: int, rank: int) -> dict[str, TensorChunks]:
     """What a rank of two holds: rows."""
     tensors = {}
     for name, shape in SHAPES.items():
@@ -57,8 +57,8 @@ def state(step: int, rank: int) -> dict[str, LogicalTensor]:
             continue
         for kind in KINDS:
             values = full(name, kind, step)[first:end].contiguous()
-            box = Box((first, *(0 for _ in shape[1:])), tuple(values.shape))
-            tensors[f"{kind}/{name}"] = LogicalTensor(shape, values.dtype, [(box, values)])
+            box = Chunk((first, *(0 for _ in shape[1:])), tuple(values.shape))
+            tensors[f"{kind}/{name}"] = TensorChunks(shape, values.dtype, [(box, values)])
     return tensors
 
 
@@ -83,30 +83,30 @@ def load(folder: Path) -> None:
     for name, shape in SHAPES.items():
         for kind in KINDS:
             values = torch.full(shape, torch.nan)
-            box = Box((0,) * len(shape), shape)
-            wanted[f"{kind}/{name}"] = LogicalTensor(shape, values.dtype, [(box, values)])
+            box = Chunk((0,) * len(shape), shape)
+            wanted[f"{kind}/{name}"] = TensorChunks(shape, values.dtype, [(box, values)])
     step = read_state(folder, wanted).step
     for key, tensor in wanted.items():
         kind, _, name = key.partition("/")
-        assert torch.equal(tensor.boxes[0][1], full(name, kind, step)), key
+        assert torch.equal(tensor.chunks[0][1], full(name, kind, step)), key
 
 
 def one_rank(run_dir: Path, **settings: object) -> Saver:
     return Saver(run_dir, CheckpointConfig(**settings), 0, 1, "session", timeout_s=5)
 
 
-def whole(step: int) -> dict[str, LogicalTensor]:
+def whole(step: int) -> dict[str, TensorChunks]:
     """Everything, as a single rank holds it."""
     tensors = state(step, 0)
     for key, tensor in state(step, 1).items():
-        tensors.setdefault(key, dataclasses.replace(tensor, boxes=[])).boxes.extend(tensor.boxes)
+        tensors.setdefault(key, dataclasses.replace(tensor, chunks=[])).chunks.extend(tensor.chunks)
     return tensors
 
 
 ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
-def save(saver: Saver, step: int, *, background: bool = False) -> Outcome:
+def save(saver: Saver, step: int, *, background: bool = False) -> SaveResult:
     save = Save(step, step, whole(step), facts(step), ELEMENTS)
     saver.start(save, background=background)
     return saver.join()
@@ -120,7 +120,7 @@ def test_what_is_written_is_read_and_any_safetensors_reader_opens_it(tmp_path: P
     folder = make(tmp_path, 3)
     load(folder)
     assert verify_checkpoint(folder).progress["steps"] == 3
-    assert torch.equal(read_whole(folder)["parameter/w"], full("w", "parameter", 3))
+    assert torch.equal(read_full(folder)["parameter/w"], full("w", "parameter", 3))
     with safe_open(folder / "rank-00001.safetensors", framework="pt") as file:
         box = file.get_tensor("exp_avg/w/4,0")
     assert torch.equal(box, full("w", "exp_avg", 3)[4:])
@@ -265,8 +265,8 @@ def test_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
 
 def test_save_is_private_named_by_its_step_and_the_newest(tmp_path: Path) -> None:
     saver = one_rank(tmp_path)
-    assert save(saver, 3, background=True) == Outcome(3)
-    assert save(saver, 6) == Outcome(6)
+    assert save(saver, 3, background=True) == SaveResult(3)
+    assert save(saver, 6) == SaveResult(6)
     assert names(tmp_path) == ["latest", step_folder(3), step_folder(6)]
     assert (tmp_path / CHECKPOINTS / "latest").read_text() == f"{step_folder(6)}\n"
     for folder in list_checkpoints(tmp_path):
@@ -279,18 +279,18 @@ def test_save_is_private_named_by_its_step_and_the_newest(tmp_path: Path) -> Non
 def test_kept_are_the_last_few_and_every_nth(tmp_path: Path) -> None:
     settings = CheckpointConfig(keep=2, keep_every=30)
     paths = [Path(step_folder(step)) for step in range(100, 0, -10)]
-    gone = {int(p.name[5:]) for p in too_many(paths, settings)}
+    gone = {int(p.name[5:]) for p in expired(paths, settings)}
     assert set(range(10, 101, 10)) - gone == {30, 60, 90, 100}
     saver = one_rank(tmp_path, keep=1, keep_every=4)
     for step in range(2, 11, 2):
-        assert save(saver, step) == Outcome(step)
+        assert save(saver, step) == SaveResult(step)
     assert names(tmp_path) == ["latest", *(step_folder(step) for step in (4, 8, 10))]
 
 
 def test_same_step_again_replaces_it(tmp_path: Path) -> None:
     saver = one_rank(tmp_path)
     for _ in range(2):
-        assert save(saver, 3) == Outcome(3)
+        assert save(saver, 3) == SaveResult(3)
     assert names(tmp_path) == ["latest", step_folder(3)]
 
 
@@ -299,7 +299,7 @@ def test_full_disk_leaves_the_old_checkpoint_and_nothing_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     saver = one_rank(tmp_path)
-    assert save(saver, 3) == Outcome(3)
+    assert save(saver, 3) == SaveResult(3)
 
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -310,11 +310,11 @@ def test_full_disk_leaves_the_old_checkpoint_and_nothing_torn(
         monkeypatch.setattr(os, place, full_disk)
     background = place != "fsync"
     failed = save(saver, 6, background=background)
-    assert failed == Outcome(6, "No space left on device (rank 0)")
+    assert failed == SaveResult(6, "No space left on device (rank 0)")
     monkeypatch.undo()
     assert names(tmp_path) == ["latest", step_folder(3)]
     load(list_checkpoints(tmp_path)[0])
-    assert save(saver, 9) == Outcome(9)
+    assert save(saver, 9) == SaveResult(9)
     assert names(tmp_path) == ["latest", step_folder(3), step_folder(9)]
 
 

@@ -185,7 +185,7 @@ HEADERS: dict[str, Callable[[dict, dict], Any]] = {
 def test_tensors_that_prove_themselves_and_cannot_be(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path, 3)
     plant(folder, HEADERS[name])
-    for look in (load, storage.read_whole, storage.verify_checkpoint):
+    for look in (load, storage.read_full, storage.verify_checkpoint):
         with pytest.raises(DamagedCheckpoint) as refused:
             look(folder)
         assert str(refused.value).isprintable()
@@ -302,9 +302,9 @@ def test_export_touches_no_folder_of_the_users_and_flushes(
     monkeypatch.setattr(os, "fsync", noted)
 
     def read(names: Any) -> dict[str, torch.Tensor]:
-        from parallel3d.checkpoint.hf.names import logical_shapes
+        from parallel3d.checkpoint.hf.names import full_shapes_of
 
-        return {n: torch.zeros(logical_shapes(model)[n]) for n in names}
+        return {n: torch.zeros(full_shapes_of(model)[n]) for n in names}
 
     (tmp_path / "mine").mkdir()  # empty: it may be there
     paths = export_hf(model, read, tmp_path / "mine", dtype="fp32", end_of_text=8)

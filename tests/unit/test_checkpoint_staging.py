@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint import saver as staging
 from parallel3d.checkpoint.checkpoints import Checkpoints
-from parallel3d.checkpoint.planners import Box, LogicalTensor
+from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.saver import Saver, Staging
 from parallel3d.config.schema import CheckpointConfig, Config, TrainConfig
 from parallel3d.device import accelerator
@@ -28,15 +28,15 @@ def state_of(*shapes: tuple[int, ...]) -> staging.State:
     for i, shape in enumerate(shapes):
         values = torch.arange(float(torch.Size(shape).numel())).view(shape) + 1000 * i
         rest = (0,) * (len(shape) - 1)
-        tensor = LogicalTensor((shape[0] + 5, *shape[1:]), values.dtype)
-        tensor.boxes.append((Box((5, *rest), shape), values))
+        tensor = TensorChunks((shape[0] + 5, *shape[1:]), values.dtype)
+        tensor.chunks.append((Chunk((5, *rest), shape), values))
         state[f"parameter/{i}"] = tensor
     return state
 
 
-def assembled(tensor: LogicalTensor) -> Tensor:
+def assembled(tensor: TensorChunks) -> Tensor:
     whole = torch.full(tensor.full_shape, torch.nan)
-    for box, values in tensor.boxes:
+    for box, values in tensor.chunks:
         rows = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
         assert whole[rows].isnan().all() and values.shape == box.sizes
         whole[rows] = values
@@ -60,9 +60,9 @@ def test_boxes_are_copied_whole_into_slabs_that_are_kept(monkeypatch: pytest.Mon
             )
             assert copied[name].full_shape == tensor.full_shape
         for tensor in state.values():
-            tensor.boxes[0][1].add_(1)  # training goes on: the copy stays, until the next
+            tensor.chunks[0][1].add_(1)  # training goes on: the copy stays, until the next
     assert [slab.data_ptr() for slab in kept.slabs] == slabs
-    used = [values for tensor in copied.values() for _, values in tensor.boxes]
+    used = [values for tensor in copied.values() for _, values in tensor.chunks]
     starts = sorted((values.data_ptr(), values.data_ptr() + values.nbytes) for values in used)
     assert all(end <= start for (_, end), (start, _) in pairwise(starts))
 
@@ -133,7 +133,7 @@ def test_on_a_gpu_copies_begin_where_the_save_did_and_end_before_it_goes_on(
     kept.prepare(state)
     for _ in range(2):
         copied = kept.copy(state, kept.now(state))
-    assert torch.equal(copied["parameter/0"].boxes[0][1], state["parameter/0"].boxes[0][1])
+    assert torch.equal(copied["parameter/0"].chunks[0][1], state["parameter/0"].chunks[0][1])
     a_copy = ["wait for the event", "copies", "synchronize"]
     first = ["pinned", "event on compute", "new stream", *a_copy]
     assert gpu.said == [*first, "event on compute", *a_copy]

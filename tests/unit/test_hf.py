@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test ne
 import transformers
 
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
-from parallel3d.checkpoint.hf.names import logical_shapes
+from parallel3d.checkpoint.hf.names import full_shapes_of
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
@@ -73,7 +73,7 @@ def random_weights(model: ModelConfig) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     return {
         name: torch.randn(shape, generator=generator) * 0.2 + ("norm.weight" in name)
-        for name, shape in logical_shapes(model).items()
+        for name, shape in full_shapes_of(model).items()
     }
 
 
@@ -167,7 +167,7 @@ def test_imported_model_has_the_logits_of_transformers(name: str, tmp_path: Path
     theirs = save_model(tmp_path, sizes.pop("model_type"), **sizes)
 
     model, weights = imported(tmp_path)
-    assert {n: tuple(t.shape) for n, t in weights.items()} == logical_shapes(model)
+    assert {n: tuple(t.shape) for n, t in weights.items()} == full_shapes_of(model)
     tokens = some_tokens(model)
     ours = our_logits(model, weights, tokens)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
-from parallel3d.checkpoint.hf.names import hf_tensors, logical_shapes
+from parallel3d.checkpoint.hf.names import full_shapes_of, hf_tensors
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.errors import UserError
 
@@ -50,7 +50,7 @@ LLAMA3 = {
 )
 def test_every_logical_tensor_has_its_place_once(model: ModelConfig) -> None:
     parts = [part for tensor in hf_tensors(model, hf_kind(model)) for part in tensor.parts]
-    assert sorted(parts) == sorted(logical_shapes(model))
+    assert sorted(parts) == sorted(full_shapes_of(model))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
-from parallel3d.checkpoint.retention import Claim
+from parallel3d.checkpoint.retention import Lease
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.corpus import check_data
 from parallel3d.errors import UserError
@@ -128,6 +128,6 @@ def test_a_cache_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> N
 
 def test_a_claim_alone_does_not_keep_an_unused_run(config: Config) -> None:
     _, run_dir = make_run_directory(config)
-    assert Claim(run_dir, "a").take() == []
+    assert Lease(run_dir, "a").take() == []
     discard_unused(run_dir)
     assert list(run_dir.parent.iterdir()) == []

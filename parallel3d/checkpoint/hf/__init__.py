@@ -1,1 +1,1 @@
-"""Hugging Face folders: their files, their config.json, their tensors' names."""
+"""Reads and writes Hugging Face folders: their files, config.json and names of tensors."""

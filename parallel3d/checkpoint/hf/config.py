@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face model ↔ our `model` section; what has no counterpart is refused.
+"""Converts config.json of a Hugging Face model to and from our `model` section.
 
 Pure: no torch, no files. Defaults are those of transformers' configuration classes, which a
-config.json may leave out. Every refusal is one sentence that names the key.
+config.json may leave out. Keys without a counterpart are refused in one sentence each.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from parallel3d.config.fields import show
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError, nearest
 
-# model.activation ↔ GPT-2's activation_function. Llama has SwiGLU alone, which it calls silu.
+# model.activation ↔ GPT-2's activation_function. Llama has SwiGLU alone, under the name silu.
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
-# Other spellings of the tanh approximation, equal to rounding.
+# Other names of the tanh approximation, equal up to rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 # transformers' GPT2Config.attribute_map.
 GPT2_ALIASES = {
@@ -44,9 +44,9 @@ TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16":
 
 
 def hf_kind(model: ModelConfig) -> str:
-    """The format that can express `model`: "llama", "qwen2", "qwen3" or "gpt2".
+    """Returns the format that can express `model`: "llama", "qwen2", "qwen3" or "gpt2".
 
-    Raises UserError, naming the key, where none can.
+    Raises UserError, naming the key, if none can.
     """
     position = model.position_embedding
     if position == "none":
@@ -77,7 +77,7 @@ def hf_kind(model: ModelConfig) -> str:
 
 
 def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """(key, value, values that the format knows), of all that it does not leave open."""
+    """Returns (key, value, values that the format knows) of all keys that the format fixes."""
     heads = model.num_attention_heads
     if kind == GPT2:
         return [
@@ -94,7 +94,7 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
         ("activation", model.activation, ("swiglu",)),
         ("rotary_percent", model.rotary_percent, (1.0,)),
     ]
-    if kind == LLAMA:  # theirs refuses to start otherwise
+    if kind == LLAMA:  # transformers refuses other sizes
         return [*wanted, ("hidden_size", model.hidden_size, (_multiple(model),))]
     if kind == QWEN3:
         wanted.append(("attention_bias", model.attention_bias, (None, "none", "all")))
@@ -102,13 +102,13 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
 
 
 def _multiple(model: ModelConfig) -> int:
-    """The largest multiple of the heads up to `hidden_size`, at least one."""
+    """Returns the largest multiple of the number of heads up to `hidden_size`, at least one."""
     heads = model.num_attention_heads
     return max(1, model.hidden_size // heads) * heads
 
 
 def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The content of config.json but for the tokens; `dtype` is "fp32", "bf16" ….
+    """Returns the content of config.json without tokens; `dtype` is "fp32", "bf16" ….
 
     Raises UserError for a model that no format can express.
     """
@@ -119,8 +119,8 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tie_embeddings,
-        # transformers before version 5 reads torch_dtype and rope_theta, from version 5 on dtype
-        # and rope_parameters; each passes over the other's.
+        # transformers before version 5 reads torch_dtype and rope_theta, later versions dtype and
+        # rope_parameters; each ignores the other's.
         "torch_dtype": TORCH_NAMES[dtype],
         "dtype": TORCH_NAMES[dtype],
         "use_cache": True,
@@ -142,8 +142,11 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What changes no logit and has no key here, but is somebody's knowledge of the model: its
-    special tokens and, under RoPE, for how many positions it was made. Raises UserError."""
+    """Returns keys without a counterpart that an export writes again; they change no logit.
+
+    Special tokens and, under RoPE, the number of positions that the model was made for. Raises
+    UserError.
+    """
     kept = {key: config[key] for key in TOKENS if key in config}
     for key, value in kept.items():
         numbers = value if key == EOS and isinstance(value, list) else [value]
@@ -155,10 +158,9 @@ def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The format of a config.json and the keys of our `model` section that it gives.
+    """Returns the format of a config.json and the keys of our `model` section.
 
-    Raises UserError, naming the key, for what our model cannot express and for a key that we do
-    not know.
+    Raises UserError, naming the key, for what our model cannot express and for an unknown key.
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:

@@ -1,7 +1,7 @@
-"""Hugging Face folders, written and read: safetensors, config.json, generation_config.json.
+"""Writes and reads Hugging Face folders: safetensors, config.json, generation_config.json.
 
-Tensors go one file at a time and are never all in memory at once: `read` is asked for a few logical
-tensors, `tensors_of` yields them one after the other. Nothing is ever unpickled.
+Processes one file or tensor at a time, so that the model need not fit into memory. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ DTYPES = {
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9  # where transformers starts a new file as well
-# What old checkpoints hold beside weights: masks and rotary tables, which we compute.
+# Masks and rotary tables in old checkpoints, which we compute.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
-SAFE, SAFE_INDEX = ".safetensors", ".safetensors.index.json"  # how a file of either kind ends
+SAFE, SAFE_INDEX = ".safetensors", ".safetensors.index.json"  # suffixes
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 LARGEST_JSON = 64 << 20  # bytes
@@ -72,15 +72,17 @@ def export_hf(
     beside: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write `model` as a folder that transformers' `from_pretrained` opens. Returns its files.
+    """Writes `model` as a folder that transformers' `from_pretrained` opens. Returns its files.
 
     Args:
-        read: logical names → full, unpadded tensors; asked for the parts of one file at a time.
-        folder: made here; it must not exist, or be empty. It appears whole or not at all.
+        read: names of our tensors → full, unpadded tensors; called for the parts of one file at a
+            time.
+        folder: created here; it must not exist, or be empty. It appears complete or not at all.
         dtype: of the weights in the files, a key of `DTYPES`.
-        end_of_text: parts documents, None: unknown; begin_of_text: begins a prompt, None: the same.
-        kept: of the config.json that the model was imported from (`kept_keys`): said again.
-        beside: more files, by name, such as a tokenizer's; they win over ours.
+        end_of_text: separates documents, None: unknown; begin_of_text: begins a prompt, None: the
+            same.
+        kept: `kept_keys` of the config.json that the model was imported from.
+        beside: more files, by name, such as a tokenizer's; they override ours.
 
     Raises:
         UserError: a model that neither format can express, a weight that is no finite number in
@@ -96,9 +98,9 @@ def export_hf(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", dir=folder.parent))
-        partial = made / "partial"  # with the mode that the folder is to have
+        partial = made / "partial"  # unlike `made` with the usual mode
         partial.mkdir()
-        files = {}
+        files: dict[str, str] = {}
         for name, members in shards.items():
             parts = read([part for tensor in members for part in tensor.parts])
             content = {t.name: _written(t, parts, dtype) for t in members}
@@ -114,7 +116,7 @@ def export_hf(
         flush_folder(partial)
         partial.rename(folder)  # an empty folder of that name is replaced
         flush_folder(folder.parent)
-    except (OSError, SafetensorError) as error:  # a full disk, as Python and safetensors say it
+    except (OSError, SafetensorError) as error:  # a full disk, in Python or safetensors
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"to={folder} cannot be written: {reason}") from None
     finally:
@@ -124,7 +126,7 @@ def export_hf(
 
 
 def _shards(tensors: list[HFTensor], itemsize: int, shard_bytes: int) -> dict[str, list[HFTensor]]:
-    """File name → its tensors, in order; a file passes `shard_bytes` only for a single tensor."""
+    """Returns file name → tensors, in order; only a single tensor may exceed `shard_bytes`."""
     groups: list[list[HFTensor]] = [[]]
     held = 0
     for tensor in tensors:
@@ -141,7 +143,7 @@ def _shards(tensors: list[HFTensor], itemsize: int, shard_bytes: int) -> dict[st
 
 
 def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
-    """One tensor as the file holds it; raises UserError for what is no finite number there."""
+    """Returns a tensor as the file holds it; raises UserError unless it is finite there."""
     whole = _joined(tensor, parts)
     made = whole.to(DTYPES[dtype]).contiguous()
     if not all_finite(made):
@@ -154,7 +156,7 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
 
 
 def _joined(tensor: HFTensor, parts: dict[str, Tensor]) -> Tensor:
-    """One tensor of the file from our parts; the shape is checked."""
+    """Joins a tensor of the file from our parts, and checks its shape."""
     whole = torch.cat([parts[name] for name in tensor.parts])
     whole = whole.t() if tensor.transposed else whole
     if tuple(whole.shape) != tensor.shape:
@@ -164,14 +166,14 @@ def _joined(tensor: HFTensor, parts: dict[str, Tensor]) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class HFFolder:
-    """A Hugging Face folder whose config.json our model can express.
+    """Describes a Hugging Face folder whose config.json our model can express.
 
     Attributes:
         kind: its format, "llama", "gpt2" …
-        keys: of our `model` section, tied only if the files do not say otherwise.
-        weights: the file that config.json names in the place of the usual ones.
+        keys: of our `model` section.
+        weights: the file that config.json names instead of the usual ones.
         untied: config.json ties the head to the embedding, but the files hold another head.
-        kept: what config.json says that changes no logit, for an export to say again.
+        kept: see `kept_keys`.
     """
 
     kind: str
@@ -182,7 +184,7 @@ class HFFolder:
 
 
 def read_hf_config(folder: Path) -> HFFolder:
-    """Read config.json, and of the weights what contradicts it.
+    """Reads config.json, and checks whether the weights contradict it.
 
     Raises UserError for a folder without a readable config.json, or with one that we cannot run.
     """
@@ -216,7 +218,7 @@ def read_hf_config(folder: Path) -> HFFolder:
 
 
 def _has_own_head(folder: Path, weights: Any, kind: str) -> bool:
-    """Whether the files hold a head that differs from the embedding, as transformers compares."""
+    """Returns whether the files' head differs from the embedding, as transformers compares."""
     with ExitStack() as stack:
         where = _tensors(folder, weights, stack)
         name = EMBEDDINGS[kind]
@@ -245,15 +247,15 @@ def tensors_of(
     weights: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our logical tensors one by one, (name, full tensor).
+    """Yields our tensors one by one, (name, full tensor).
 
     Args:
-        weights: the file that config.json names, if it does. dtype: None for that of the files.
+        weights: the file that config.json names, if it does.
+        dtype: None for that of the files.
 
     Raises:
-        UserError: no safetensors, a tensor that is missing, of another shape, unknown or no
-            floating-point number: all of it is found before the first tensor is yielded. One
-            that holds no finite number, when its turn comes.
+        UserError: before the first tensor, no safetensors, or a tensor that is missing, of another
+            shape, unknown or not floating-point; later, a tensor that is not finite.
     """
     with ExitStack() as stack:
         where = _tensors(folder, weights, stack)
@@ -277,21 +279,23 @@ def tensors_of(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite; nothing of the tensor's size is made for it."""
+    """Returns whether no element is NaN or infinite, without a temporary of the tensor's size."""
     low, high = torch.aminmax(tensor)
     return bool(low.isfinite() and high.isfinite())
 
 
 def _tensors(folder: Path, weights: str | None, stack: ExitStack) -> dict[str, Any]:
-    """Key of each tensor → its open file. Of a key in two files transformers takes the last."""
+    """Opens the files; returns the file of each key, as in transformers the last that has it."""
     files = [stack.enter_context(_open(path)) for path in _files(folder, weights)]
     return {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
 
 def _files(folder: Path, weights: Any) -> list[Path]:
-    """The safetensors files that transformers reads: those that config.json names, else
-    model.safetensors, else what the index names. Raises UserError if there are none."""
-    # What is no file is passed over: opening a pipe would wait for its writer.
+    """Returns the safetensors files that transformers reads; raises UserError if there are none.
+
+    Those that config.json names, else model.safetensors, else those of the index.
+    """
+    # Files alone: opening a pipe would wait for its writer.
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     paths = {path.name: path for path in found}
     _refuse_other_readings(folder, paths)
@@ -319,7 +323,7 @@ def _files(folder: Path, weights: Any) -> list[Path]:
 
 
 def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
-    """Raises UserError for files with which transformers computes, or reads, something else."""
+    """Raises UserError for files that make transformers compute, or read, something else."""
     if (folder / ADAPTER).exists():
         raise UserError(
             f"from={folder} holds {ADAPTER}, and what the model computes depends on whether the "
@@ -361,9 +365,9 @@ def _open(path: Path) -> Any:
 
 
 def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
-    """Before names are made for every layer of somebody's configuration: each has a tensor.
+    """Raises UserError for more layers than the files have tensors.
 
-    Raises UserError; `tensors` are those of the files, `where` the configuration is.
+    Called before names are made for every layer of an untrusted configuration; `where` it is.
     """
     if model.num_layers > tensors:
         raise UserError(f"{where} has {model.num_layers} layers, and there are {tensors} tensors")
@@ -372,10 +376,10 @@ def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
 def _match(
     folder: Path, tensors: list[HFTensor], where: dict[str, Any], kind: str, *, tied: bool
 ) -> dict[str, str]:
-    """transformers' name → the key in the files, every shape and type checked.
+    """Returns transformers' name → key in the files, after checks of shapes and types.
 
-    Keys of a bare `LlamaModel` or `GPT2Model`, as the first GPT-2 was published, have no prefix. A
-    tied table may lie there as the head alone.
+    Keys of a bare `LlamaModel` or `GPT2Model`, as of the first GPT-2, have no prefix. A tied
+    embedding may be there as the head alone.
     """
     keys = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Reading a config.json key by key: types are checked, and no key is passed over unread."""
+"""Maps names and keys of Hugging Face models to ours, and reads config.json key by key."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from parallel3d.config.fields import show
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 
-# Keys that cannot change a logit of these families in evaluation, by what they are for:
-# transformers 5.23.0's `modeling_utils`, `masking_utils` and `modeling_*` read them for something
-# else, or not at all.
+# Keys that cannot change a logit of these families in evaluation, by purpose. `modeling_utils`,
+# `masking_utils` and `modeling_*` of transformers 5.23.0 read them for something else, or never.
 _HARMLESS = {
     "the file": "_name_or_path name_or_path _commit_hash architectures transformers_version dtype "
     "torch_dtype finetuning_task task_specific_params tokenizer_class model_max_length "
@@ -40,7 +39,7 @@ _HARMLESS = {
 }
 HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
 ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
-# Keys with which a model of these families computes something else, unless they are so.
+# Keys that change what a model of these families computes, with the values that do not.
 FIXED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
@@ -68,9 +67,9 @@ _REFUSED = object()
 
 
 class Keys:
-    """The keys of a config.json, or of an object inside it called `where`.
+    """Reads the keys of a config.json, or of an object in it called `where`, checking types.
 
-    Every key is read at most once; `finish` refuses those that nobody has read.
+    Every key is read at most once; `finish` refuses those that were not read.
     """
 
     def __init__(
@@ -79,17 +78,17 @@ class Keys:
         where: str = "config.json",
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """`aliases`: other name → the key it stands for. Of both, transformers takes the alias."""
+        """`aliases`: other name → key. Of both, transformers takes the alias."""
         self.where, self._left = where, dict(content)
         for alias, key in (aliases or {}).items():
             if alias in self._left:
                 self._left[key] = self._left.pop(alias)
 
     def get(self, key: str, default: Any, kind: type, *, null: Any = _REFUSED) -> Any:
-        """The value of `key`, `default` where it is missing and `null` where it is null.
+        """Returns the value of `key`, `default` if it is missing and `null` if it is null.
 
-        Where `default` is None, null may stand for it. Raises UserError for a value that is not
-        of `kind`: a whole number is a float, true is no number.
+        A `default` of None allows null. Raises UserError for a value that is not of `kind`: a whole
+        number is a float, true is no number.
         """
         value = self._left.pop(key, _REFUSED)
         if value is _REFUSED:
@@ -101,7 +100,7 @@ class Keys:
         raise self._error(key, value, f"it must be {WORDS[kind]}")
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """The value of `key`, which must be one of `allowed`; raises UserError for another."""
+        """Returns the value of `key`; raises UserError unless it is one of `allowed`."""
         value = self._left.pop(key, default)
         if value not in allowed:
             choices = " or ".join(show(choice) for choice in allowed)
@@ -131,14 +130,6 @@ def _brief(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-# Which tensor of a Hugging Face checkpoint holds which of ours: names alone, no torch.
-#
-# Llama (`LlamaForCausalLM`), Qwen2 and Qwen3 name their tensors alike and keep q, k and v apart,
-# as we do. GPT-2 (`GPT2LMHeadModel`) joins and transposes them (its layers are `Conv1D`, whose
-# weight is (inputs, outputs)). Rotary dimensions are paired (d, d + r/2) there as here, so no row
-# moves.
-
-
 LLAMA, QWEN2, QWEN3, GPT2 = "llama", "qwen2", "qwen3", "gpt2"
 ARCHITECTURES = {
     LLAMA: "LlamaForCausalLM",
@@ -153,11 +144,11 @@ EMBEDDINGS[GPT2] = "transformer.wte.weight"
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face checkpoint.
+    """Describes one tensor of a Hugging Face checkpoint.
 
     Attributes:
         name: transformers' name, `model.layers.0.self_attn.q_proj.weight`.
-        parts: our logical tensors, one below the other (joined along dimension 0).
+        parts: our tensors, concatenated along dimension 0.
         shape: of the tensor in the file.
         transposed: the file holds the transpose of the joined parts.
     """
@@ -169,9 +160,12 @@ class HFTensor:
 
 
 def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
-    """Every tensor of `model` in the format `kind` ("llama", "gpt2" …), in the order of the layers.
+    """Returns every tensor of `model` in the format `kind`, in the order of the layers.
 
-    A tied head is left out, as transformers leaves it out.
+    Llama (`LlamaForCausalLM`), Qwen2 and Qwen3 have equal names, with separate q, k and v, as here.
+    GPT-2 (`GPT2LMHeadModel`) joins and transposes them: its layers are `Conv1D`, whose weight is
+    (inputs, outputs). Rotary dimensions are paired (d, d + r/2) there as here, so rows stay in
+    place. A tied head is left out, as in transformers.
     """
     tensors = _gpt2(model) if kind == GPT2 else _llama(model)
     if not model.tie_embeddings:
@@ -180,8 +174,8 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     return tensors
 
 
-def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Our logical tensors with their full shapes, vocabulary without padding."""
+def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns our tensors with their full shapes, without padding of the vocabulary."""
     hidden, ffn = model.hidden_size, model.ffn_size
     queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
     linears = {
@@ -219,7 +213,7 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _llama(model: ModelConfig) -> list[HFTensor]:
-    shapes = logical_shapes(model)
+    shapes = full_shapes_of(model)
     names = {"embedding.word.weight": EMBEDDINGS[LLAMA]}
     for layer in range(model.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
@@ -238,7 +232,7 @@ def _llama(model: ModelConfig) -> list[HFTensor]:
 
 
 def _gpt2(model: ModelConfig) -> list[HFTensor]:
-    shapes = logical_shapes(model)
+    shapes = full_shapes_of(model)
     tensors = [
         HFTensor(EMBEDDINGS[GPT2], ("embedding.word.weight",), ()),
         HFTensor("transformer.wpe.weight", ("embedding.position.weight",), ()),
@@ -273,7 +267,7 @@ def _gpt2(model: ModelConfig) -> list[HFTensor]:
 
 
 def _shaped(tensor: HFTensor, shapes: dict[str, tuple[int, ...]]) -> HFTensor:
-    """The tensor with its shape in the file, which follows from its parts."""
+    """Returns the tensor with its shape in the file, which follows from its parts."""
     rows = sum(shapes[part][0] for part in tensor.parts)
     shape = (rows, *shapes[tensor.parts[0]][1:])
     return HFTensor(
@@ -281,11 +275,7 @@ def _shaped(tensor: HFTensor, shapes: dict[str, tuple[int, ...]]) -> HFTensor:
     )
 
 
-# config.json of the Llama family: Llama, Qwen2 and Qwen3 differ in biases, norms of heads and
-# defaults. Pure, as `config.py`.
-
-
-# What a rope_type=llama3 says beside its base, and our key for it.
+# Keys of rope_type=llama3, and ours.
 ORIGINAL = "original_max_position_embeddings"
 SCALING = {
     "factor": "rope_scaling_factor",
@@ -297,9 +287,9 @@ SCALING = {
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Those of transformers' configuration classes that differ; a config.json may leave them out.
+    """Holds defaults of transformers' configuration classes that differ between the families.
 
-    `kv_heads` and `head_dim` None: by the other sizes.
+    `kv_heads` and `head_dim` None: derived from the other sizes.
     """
 
     ffn: int
@@ -318,7 +308,7 @@ DEFAULTS = {
 
 
 def llama_keys(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """The keys of config.json that are this family's own."""
+    """Returns the keys of config.json of this family."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling_factor > 1:
         scaling = {theirs: getattr(model, ours) for theirs, ours in SCALING.items()}
@@ -347,7 +337,7 @@ def llama_keys(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def from_llama(keys: Keys, kind: str) -> dict[str, Any]:
-    """The keys of our `model` section; raises UserError for what our model cannot express."""
+    """Returns our `model` section; raises UserError for what our model cannot express."""
     default = DEFAULTS[kind]
     hidden, heads = keys.get("hidden_size", 4096, int), keys.get("num_attention_heads", 32, int)
     layers = keys.get("num_hidden_layers", 32, int)
@@ -379,7 +369,7 @@ def from_llama(keys: Keys, kind: str) -> dict[str, Any]:
 
 
 def _head_dim(keys: Keys, kind: str, hidden: int, heads: int) -> int:
-    """The size of a head, of which RoPE turns pairs of dimensions."""
+    """Returns the size of a head, which RoPE needs to be even."""
     if kind == LLAMA and hidden % heads:
         raise UserError(
             f"config.json has hidden_size={hidden}, which is not a multiple of "
@@ -394,7 +384,7 @@ def _head_dim(keys: Keys, kind: str, hidden: int, heads: int) -> int:
 
 
 def _all_alike(keys: Keys, kind: str, layers: int) -> None:
-    """Raises UserError unless every layer attends to all that came before."""
+    """Raises UserError unless every layer attends to all earlier tokens."""
     keys.require("use_sliding_window", (False,), False)
     if kind == LLAMA:
         keys.require("sliding_window", (None,), None)
@@ -412,7 +402,7 @@ def _all_alike(keys: Keys, kind: str, layers: int) -> None:
 
 
 def _attention(keys: Keys, kind: str) -> dict[str, Any]:
-    """Biases and norms of heads."""
+    """Returns biases and norms of heads."""
     if kind != LLAMA:
         keys.require("mlp_bias", (False,), False)
     if kind == QWEN2:
@@ -425,9 +415,11 @@ def _attention(keys: Keys, kind: str) -> dict[str, Any]:
 
 
 def _rope(keys: Keys, positions: int) -> dict[str, Any]:
-    """Base and scaling, in both spellings, by transformers' order of what goes first:
+    """Returns base and scaling, in both spellings, by transformers' precedence.
+
     `rope_scaling` before `rope_parameters`, as a whole; the base in it before that at the top; but
-    `original_max_position_embeddings` at the top before that in it, else all positions."""
+    `original_max_position_embeddings` at the top before that in it, else all positions.
+    """
     old = keys.get("rope_scaling", None, dict)
     new = keys.get("rope_parameters", None, dict)
     content: dict[str, Any] = old or new or {}
@@ -447,13 +439,13 @@ def _rope(keys: Keys, positions: int) -> dict[str, Any]:
     if kind == "llama3":
         found |= _scaling(keys, rope, positions)
     else:
-        keys.get(ORIGINAL, 0, int)  # of no effect
+        keys.get(ORIGINAL, 0, int)  # has no effect
     rope.finish()
     return found
 
 
 def _scaling(keys: Keys, rope: Keys, positions: int) -> dict[str, Any]:
-    """What a rope_type=llama3 says beside its base."""
+    """Returns the keys of rope_type=llama3."""
     inside = rope.get(ORIGINAL, positions, int)
     values: dict[str, Any] = {ORIGINAL: keys.get(ORIGINAL, inside, int)}
     for theirs in ("factor", "low_freq_factor", "high_freq_factor"):

@@ -1,7 +1,7 @@
-"""`parallel3d checkpoint ls|verify|export|import|diff key=value …`: words in, exit code out.
+"""Runs `parallel3d checkpoint ls|verify|export|import|diff key=value …`.
 
-No Hydra: a verb has a handful of keys, and only `import` goes on to the configuration. Nothing here
-imports torch, so that `ls` and every refusal answer at once.
+Without Hydra: a verb has a few keys, and only `import` takes the configuration. Imports no torch,
+so that `ls` and every refusal answer at once.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ VERBS = {
 
 
 def checkpoint(words: Sequence[str]) -> int:
-    """Run one `parallel3d checkpoint …` line. Returns its exit code.
+    """Runs one `parallel3d checkpoint …` line. Returns its exit code.
 
-    Raises UserError for a line that makes no sense, and for what the system refuses.
+    Raises UserError for a wrong line, and for what the system refuses.
     """
     name = choose(CHECKPOINT, VERBS, words)
     if name is None:
@@ -111,7 +111,7 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
 
 
 def _truth(key: str, given: Mapping[str, str]) -> bool | None:
-    """What was typed for a key that is true or false, or None. Raises UserError for another."""
+    """Returns the value of a key that is true or false, or None. Raises UserError for another."""
     text = given.get(key)
     if text is None:
         return None

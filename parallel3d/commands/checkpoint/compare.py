@@ -1,4 +1,4 @@
-"""`parallel3d checkpoint verify` and `diff`: every byte proved, two checkpoints side by side."""
+"""Runs `parallel3d checkpoint verify` and `diff`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel3d.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from parallel3d.checkpoint.storage import read_whole, verify_checkpoint
+from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from parallel3d.commands.checkpoint import listing
 from parallel3d.config.identity import flat
 from parallel3d.errors import UserError
@@ -27,8 +27,7 @@ SHOWN = 20  # rows of differing tensors
 
 
 def verify(runs_dir: Path, run: str, step: int | None) -> int:
-    """Prove a run's checkpoints, or one. Returns 0 if all are whole, 1 if one is not, or cannot be
-    read."""
+    """Verifies a run's checkpoints, or one. Returns 1 if one is damaged or unreadable, else 0."""
     if step is None:
         folders = list_checkpoints(listing.find_run(runs_dir, run))
         if not folders:
@@ -51,7 +50,7 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that two checkpoints have alike in shape: how far apart its values are.
+    """Holds how far apart the values of a tensor are in two checkpoints.
 
     `relative` is the largest difference over the largest magnitude of the tensor in either.
     """
@@ -60,7 +59,7 @@ class Difference:
     absolute: float
     relative: float
     elements: int  # that differ
-    of: int
+    total: int
 
     @property
     def kind(self) -> str:
@@ -68,33 +67,33 @@ class Difference:
 
 
 def diff(runs_dir: Path, a: str, b: str) -> int:
-    """Compare two checkpoints (`run` or `run@step`). Returns 0 if they are equal, else 1.
+    """Compares two checkpoints (`run` or `run@step`). Returns 0 if they are equal, else 1.
 
-    Equal: the same tensors with the same values, and the same progress. What differs in the
-    configuration is said, and makes no difference by itself.
+    They are equal if they have the same tensors with the same values, and the same progress.
+    Differences of configuration are only printed.
     """
-    folders = [_named(runs_dir, a), _named(runs_dir, b)]
+    folders = [_folder_of(runs_dir, a), _folder_of(runs_dir, b)]
     print(f"a: {_title(folders[0])}\nb: {_title(folders[1])}")
     same = True
     compared: list[Difference] = []
     for kind in KINDS:
         left, right = (_read(folder, kind) for folder in folders)
-        same &= _say_unmatched(left, right)
+        same &= _print_unmatched(left, right)
         compared += [_difference(n, left[n], right[n]) for n in left if _alike(left, right, n)]
     differing = [d for d in compared if d.elements]
     same &= not differing
     print(_summary(compared))
     if differing:
         print(_differences(differing))
-    with listing.said_of(f"{_title(folders[0])} or {_title(folders[1])}"):
+    with listing.damage_refused(f"{_title(folders[0])} or {_title(folders[1])}"):
         manifests = [read_manifest(folder) for folder in folders]
-    same &= _say_facts("progress", manifests[0].progress, manifests[1].progress)
-    _say_facts("configuration", flat(manifests[0].config), flat(manifests[1].config))
+    same &= _print_differences("progress", manifests[0].progress, manifests[1].progress)
+    _print_differences("configuration", flat(manifests[0].config), flat(manifests[1].config))
     print("equal" if same else "different")
     return 0 if same else 1
 
 
-def _named(runs_dir: Path, word: str) -> Path:
+def _folder_of(runs_dir: Path, word: str) -> Path:
     run, at, step = word.rpartition("@")
     if not at:
         return listing.find_checkpoint(runs_dir, word, None)
@@ -108,17 +107,17 @@ def _title(folder: Path) -> str:
 
 
 def _read(folder: Path, kind: str) -> dict[str, Tensor]:
-    """One kind of tensors at a time: two checkpoints need not fit the memory whole."""
-    with listing.said_of(_title(folder)):
-        return read_whole(folder, (kind,))
+    """Reads one kind of tensors, so that two checkpoints need not fit into memory."""
+    with listing.damage_refused(_title(folder)):
+        return read_full(folder, (kind,))
 
 
 def _alike(left: dict[str, Tensor], right: dict[str, Tensor], name: str) -> bool:
     return name in right and left[name].shape == right[name].shape
 
 
-def _say_unmatched(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Say which tensors are in one alone, or of two shapes. Returns whether there is none."""
+def _print_unmatched(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Prints tensors that are in one alone, or of two shapes. Returns whether there are none."""
     found = []
     for name in sorted(left.keys() | right.keys()):
         if name not in right:
@@ -137,7 +136,7 @@ def _say_unmatched(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
     a, b = a.double(), b.double()
-    # Not a number equals itself here: the question is whether the same was saved.
+    # NaN equals itself here: the question is whether the same was saved.
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     gap = (a - b).abs()[unequal]
     largest = float(gap.max()) if gap.numel() else 0.0
@@ -148,7 +147,7 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def _summary(compared: list[Difference]) -> str:
-    """How many tensors of each kind both have, and how many of them are equal."""
+    """Returns how many tensors of each kind both have, and how many of them are equal."""
     lines = []
     for kind in KINDS:
         some = [d for d in compared if d.kind == kind]
@@ -159,14 +158,14 @@ def _summary(compared: list[Difference]) -> str:
 
 
 def _differences(differing: list[Difference]) -> str:
-    """Parameters first, and of each kind those that differ most in parts of their own size."""
+    """Returns a table: parameters first, each kind by descending relative difference."""
     order = sorted(differing, key=lambda d: (KINDS.index(d.kind), -d.relative, d.name))
     rows = [
         {
             "tensor": d.name,
             "max abs": f"{d.absolute:.3g}",
             "max rel": f"{d.relative:.3g}",
-            "elements": f"{d.elements:,} of {d.of:,}",
+            "elements": f"{d.elements:,} of {d.total:,}",
         }
         for d in order[:SHOWN]
     ]
@@ -176,8 +175,8 @@ def _differences(differing: list[Difference]) -> str:
     return f"{text}{more}\n(max rel: the largest difference over the tensor's largest magnitude)"
 
 
-def _say_facts(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Say the keys that differ. Returns whether there is none."""
+def _print_differences(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Prints the keys that differ. Returns whether there are none."""
     keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
     for key in keys:
         print(plain(f"{what}: {key} is {a.get(key)} in a, {b.get(key)} in b"))

@@ -1,4 +1,4 @@
-"""The tokenizer of a run that goes to a Hugging Face folder, or comes from one."""
+"""Runs `parallel3d checkpoint export` and `import`, between a run and a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
-from parallel3d.checkpoint.hf.names import logical_shapes
+from parallel3d.checkpoint.hf.names import full_shapes_of
 from parallel3d.checkpoint.manifest import Manifest, read_manifest
-from parallel3d.checkpoint.planners import Box, LogicalTensor, whole_tensors
+from parallel3d.checkpoint.planners import Chunk, TensorChunks, full_tensors
 from parallel3d.checkpoint.saver import Save, Saver
 from parallel3d.checkpoint.storage import read_state, stored_shapes
 from parallel3d.comm.process_groups import SINGLE
-from parallel3d.commands.checkpoint.listing import find_checkpoint, said_of, step_number
+from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, step_number
 from parallel3d.commands.generate import state_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields, spell
@@ -57,50 +57,54 @@ from parallel3d.sizes.model import parameter_count
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
 NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"
-# In the folder of an imported run: what `kept_keys` found, and which tokenizer that is about.
-BESIDE, OWNER = "huggingface.json", "tokenizer"
+# File of an imported run with its `kept_keys`, and in it the key of the tokenizer's digest.
+KEPT_FILE, OWNER = "huggingface.json", "tokenizer"
 
 
 def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
-    """The tokenizer of a run with this checkpoint; None for a model that was imported without one,
-    of which nobody has named one since. Raises UserError if it is gone."""
-    said: Any = manifest.config.get("data", {}).get("tokenizer")
-    said = said if isinstance(said, str) else None
-    found = tokenizer_of(DataConfig(tokenizer=said), run_dir)
-    kept = _read_beside(run_dir)
-    unknown = said is None and isinstance(found, ByteTokenizer) and OWNER in kept
+    """Returns the tokenizer of a run with this checkpoint. Raises UserError if it is gone.
+
+    None for a model that was imported without one, if none was named since.
+    """
+    configured: Any = manifest.config.get("data", {}).get("tokenizer")
+    configured = configured if isinstance(configured, str) else None
+    found = tokenizer_of(DataConfig(tokenizer=configured), run_dir)
+    kept = _read_kept(run_dir)
+    unknown = configured is None and isinstance(found, ByteTokenizer) and OWNER in kept
     return None if unknown and kept[OWNER] is None else found
 
 
-def keep_beside(
+def write_kept(
     run_dir: Path, kept: Mapping[str, Any], tokenizer: Tokenizer | None, *, own: bool
 ) -> None:
-    """Writes what `kept_keys` found into the run's folder; `own`: the folder's own tokenizer, or
-    none, is the run's, and not another that was named. Raises OSError."""
+    """Writes `kept_keys` into the run's folder. Raises OSError.
+
+    `own`: the run has the folder's own tokenizer, or none, not another that was named.
+    """
     about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
-    write_durably(run_dir / BESIDE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
+    write_durably(run_dir / KEPT_FILE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
 
 
-def kept_beside(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What `keep_beside` wrote; special tokens only of this tokenizer. Raises UserError."""
-    content = _read_beside(run_dir)
+def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Reads what `write_kept` wrote; special tokens only for this tokenizer. Raises UserError."""
+    content = _read_kept(run_dir)
     kept = kept_keys(content)
     same = OWNER in content and content[OWNER] == (None if tokenizer is None else tokenizer.digest)
     return {key: value for key, value in kept.items() if same or key not in TOKENS}
 
 
-def _read_beside(run_dir: Path) -> dict[str, Any]:
-    """{} for a run that was not imported."""
-    return read_json(run_dir, BESIDE, f"run={run_dir.name}")
+def _read_kept(run_dir: Path) -> dict[str, Any]:
+    """Returns {} for a run that was not imported."""
+    return read_json(run_dir, KEPT_FILE, f"run={run_dir.name}")
 
 
-def files_beside(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What makes this tokenizer again, for transformers too: file name → content."""
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Returns the files of this tokenizer, for transformers too: name → content."""
     return tokenizer.files() if isinstance(tokenizer, FileTokenizer) else byte_files()
 
 
 def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
-    """The one that the folder has, or that `config` names in its place; None if there is none.
+    """Returns the tokenizer that `config` names, else the folder's; None if there is none.
 
     Raises UserError for one that cannot be used, or that has more tokens than the model.
     """
@@ -116,8 +120,8 @@ def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
     return found
 
 
-def kept_in_run(tokenizer: Tokenizer | None, folder: Path) -> str:
-    """What is said of an imported tokenizer."""
+def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
+    """Returns the sentence on an imported tokenizer."""
     if isinstance(tokenizer, FileTokenizer):
         return f"its tokenizer ({tokenizer.vocab_size:,} tokens) is the run's own"
     if tokenizer is not None:
@@ -128,22 +132,19 @@ def kept_in_run(tokenizer: Tokenizer | None, folder: Path) -> str:
     )
 
 
-# Proof of an import: our logits beside those of transformers, for the same tokens, in fp32.
-
-
 TRANSFORMERS = "transformers"
-OLDEST = 5  # before it, a tied head that differs was dropped, and other keys were read
+OLDEST = 5  # older versions drop a tied head that differs, and read other keys
 LONGEST = 256  # tokens
-# Of the largest logit. Two ways to compute the same in fp32 differ by some 1e-6, the nearest two
-# models that are not the same (gelu and its tanh) by some 1e-3.
+# Share of the largest logit. Two implementations of a model differ by some 1e-6 in fp32, the most
+# similar two models (gelu and its tanh approximation) by some 1e-3.
 TOLERANCE = 1e-4
 MEMINFO = Path("/proc/meminfo")
 
 
 def why_not(model: ModelConfig) -> str | None:
-    """What keeps an import from being proven on this machine; None if nothing does."""
+    """Returns why an import cannot be verified on this machine; None if it can."""
     try:
-        # A package that was found and is not installed is somebody's folder of that name.
+        # A package that is found but not installed is a folder of that name.
         found = importlib.util.find_spec(TRANSFORMERS) and version(TRANSFORMERS)
     except (PackageNotFoundError, ValueError):
         found = None
@@ -160,7 +161,7 @@ def why_not(model: ModelConfig) -> str | None:
 
 
 def _available_memory() -> int | None:
-    """Bytes that programs can still have; None where the system does not say."""
+    """Returns the available bytes of /proc/meminfo; None if there are none."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
@@ -170,14 +171,14 @@ def _available_memory() -> int | None:
 
 
 def some_tokens(model: ModelConfig) -> Tensor:
-    """(1, s) tokens, at random but always the same."""
+    """Returns (1, s) random tokens, always the same."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, min(LONGEST, model.seq_length))
     return torch.randint(0, model.vocab_size, shape, generator=generator)
 
 
 def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
-    """The whole model on one rank, all zero, for the positions that the proof looks at."""
+    """Returns the whole model on one rank, all zero, for the positions of the comparison."""
     model = dataclasses.replace(model, seq_length=min(LONGEST, model.seq_length), dropout=0.0)
     context = BuildContext(Blank(0, dtype, torch.device("cpu")), SINGLE, sp=False)
     return Stage(model, range(model.num_layers), True, True, context)
@@ -185,7 +186,8 @@ def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage
 
 @torch.no_grad()
 def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
-    """(b, s, vocab_size) of a whole model on one rank."""
+    """Returns (b, s, vocab_size) of a whole model on one rank."""
+    assert stage.embedding is not None and stage.head is not None
     x = stage.embedding(tokens)
     for block in stage.layers.values():
         x = block(x, stage.rotary)
@@ -193,9 +195,9 @@ def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
 
 
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """(b, s, vocab_size) of transformers' model of the folder.
+    """Returns (b, s, vocab_size) of transformers' model of the folder.
 
-    Raises UserError if transformers does not load or run it, or to no finite numbers.
+    Raises UserError if transformers does not load or run it, or its logits are not finite.
     """
     import transformers
 
@@ -218,7 +220,7 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
             if not logits.isfinite().all():
                 raise ValueError("its logits are no finite numbers")
             return logits
-    except Exception as error:  # of any kind: what a folder holds may break it anywhere
+    except Exception as error:  # of any kind, as the folder is untrusted
         text = str(error).strip() or type(error).__name__
         raise UserError(
             f"from={folder}: transformers {version(TRANSFORMERS)} does not load or run it "
@@ -231,7 +233,7 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
-    """Say how near the logits are. Raises UserError if they are not the same but for rounding."""
+    """Returns how close the logits are. Raises UserError if they differ by more than rounding."""
     difference = float((ours.float() - theirs).abs().max())
     largest = float(theirs.abs().max())
     count, name = theirs.shape[:-1].numel(), f"transformers {version(TRANSFORMERS)}"
@@ -247,29 +249,27 @@ def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
     )
 
 
-# From a run to a Hugging Face folder and back: `parallel3d checkpoint export` and `import`.
-
-
 UNTIED = (
     "config.json ties the head to the embedding, but the files hold another head: it is imported "
     "untied, as transformers 5 loads it"
 )
-# Of an imported model these may be chosen; all else is as its config.json says.
+# Keys of an imported model that may be chosen; all others are given by its config.json.
 MAY_DIFFER = ("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout")
 
 
 def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str | None) -> int:
-    """Write a checkpoint's model as a Hugging Face folder. Returns the exit code, 0.
+    """Writes a checkpoint's model as a Hugging Face folder. Returns the exit code, 0.
 
     Args:
-        step: None for the newest. dtype: None for the checkpoint's own, fp32 or fp64.
+        step: None for the newest.
+        dtype: None for the checkpoint's own, fp32 or fp64.
 
     Raises:
         UserError: no such checkpoint, a damaged one, a model that neither format can express.
     """
     folder = find_checkpoint(runs_dir, run, step)
     where = f"run={run} step={step_number(folder)}"
-    with said_of(where, "; parallel3d checkpoint ls shows the others"):
+    with damage_refused(where, "; parallel3d checkpoint ls shows the others"):
         manifest = read_manifest(folder)
         model, own = _model_of(manifest, where)
         check_layers(model, len(stored_shapes(folder)), where)
@@ -281,20 +281,21 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
             dtype=dtype or own,
             end_of_text=None if tokenizer is None else tokenizer.eot,
             begin_of_text=None if tokenizer is None else tokenizer.begin[0],
-            kept=kept_beside(runs_dir / run, tokenizer),
-            beside={} if tokenizer is None else files_beside(tokenizer),
+            kept=read_kept(runs_dir / run, tokenizer),
+            beside={} if tokenizer is None else tokenizer_files(tokenizer),
         )
-    is_file = isinstance(tokenizer, FileTokenizer)
-    words = f"its tokenizer is {tokenizer.name}" if is_file else BYTES
     if tokenizer is None:
-        words = NO_TOKENIZER
+        about = NO_TOKENIZER
+    else:
+        is_file = isinstance(tokenizer, FileTokenizer)
+        about = f"its tokenizer is {tokenizer.name}" if is_file else BYTES
     size = sum(path.stat().st_size for path in files)
-    print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {words}")
+    print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {about}")
     return 0
 
 
 def _model_of(manifest: Manifest, where: str) -> tuple[ModelConfig, str]:
-    """The model of a checkpoint and the type of its weights.
+    """Returns the model of a checkpoint and the type of its weights.
 
     Raises UserError for a configuration that is not one of ours.
     """
@@ -309,35 +310,35 @@ def _model_of(manifest: Manifest, where: str) -> tuple[ModelConfig, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads logical parameters of a checkpoint, a few at a time, each proved."""
+    """Reads parameters of a checkpoint, a few at a time, each verified."""
 
     folder: Path
     model: ModelConfig
     dtype: str
 
     def __call__(self, names: Iterable[str]) -> dict[str, Tensor]:
-        shapes = logical_shapes(self.model)
+        shapes = full_shapes_of(self.model)
         wanted = {f"parameter/{name}": shapes[name] for name in names}
         dtype = torch.float64 if self.dtype == "fp64" else torch.float32
-        state = whole_tensors(wanted, dict.fromkeys(wanted, dtype))
+        state = full_tensors(wanted, dict.fromkeys(wanted, dtype))
         read_state(self.folder, state)
-        return {n.partition("/")[2]: tensor.boxes[0][1] for n, tensor in state.items()}
+        return {n.partition("/")[2]: tensor.chunks[0][1] for n, tensor in state.items()}
 
 
 def import_run(
     folder: Path, run: str, runs_dir: Path, overrides: list[str], prove: bool | None = None
 ) -> int:
-    """Make a run with a Hugging Face folder's weights as its checkpoint of step 0; returns 0.
+    """Makes a run with a Hugging Face folder's weights as its checkpoint of step 0; returns 0.
 
     The optimizer's state is zero, as before a first step. Everything is checked before the run's
-    folder is made; what fails later removes it again.
+    folder is made; a later failure removes it again.
 
     Args:
-        prove: compare the run's logits with transformers'; None: where this machine can.
+        prove: compare the run's logits with transformers'; None: if this machine can.
 
     Raises:
-        UserError: a folder that our model cannot express or that is not whole, an override that
-            contradicts it, a name that is taken, a proof that fails or cannot be had.
+        UserError: a folder that our model cannot express or that is incomplete, an override that
+            contradicts it, a name that is taken, a proof that fails or is impossible.
     """
     source = read_hf_config(folder)
     config = _configuration(folder, run, runs_dir, source.keys, overrides)
@@ -352,7 +353,7 @@ def import_run(
     try:
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(run_dir / FOLDER)
-        keep_beside(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
+        write_kept(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
         _save(config, run_dir, chain([first], tensors))
         proof = f"not proven: {unproven}" if unproven else _prove(folder, config, run_dir)
     except BaseException:
@@ -362,16 +363,18 @@ def import_run(
     if source.untied:
         print_line(UNTIED)
     print_line(proof)
-    print_line(kept_in_run(tokenizer, folder))
+    print_line(describe_tokenizer(tokenizer, folder))
     print_line("train it on with (data and optimizer as you like):")
-    print(f"parallel3d train run={run} {' '.join(_words(config, overrides))}".rstrip())
+    print(
+        f"parallel3d train run={run} {' '.join(_overrides_for_train(config, overrides))}".rstrip()
+    )
     return 0
 
 
 def _prove(folder: Path, config: Config, run_dir: Path) -> str:
-    """Compare the logits of the checkpoint just written with transformers'. Raises UserError."""
+    """Compares the logits of the written checkpoint with transformers'. Raises UserError."""
     tokens = some_tokens(config.model)
-    theirs = their_logits(folder, tokens)  # first, and gone before our model is made
+    theirs = their_logits(folder, tokens)  # its model is freed before ours is made
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
     stage = blank_model(config.model, dtype)
     read_state(find_checkpoint(run_dir.parent, run_dir.name, 0), state_of(stage))
@@ -381,7 +384,7 @@ def _prove(folder: Path, config: Config, run_dir: Path) -> str:
 def _configuration(
     folder: Path, run: str, runs_dir: Path, keys: dict[str, Any], overrides: list[str]
 ) -> Config:
-    """The checked configuration of an imported run."""
+    """Returns the checked configuration of an imported run."""
     words = [*overrides, f"run={run}", f"runs_dir={runs_dir}"]
     config = _composed(words)
     model = dataclasses.replace(ModelConfig(), **keys)
@@ -413,20 +416,23 @@ def _composed(words: list[str]) -> Config:
     register_schema()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            return OmegaConf.to_object(compose("config", overrides=words))
+            config = OmegaConf.to_object(compose("config", overrides=words))
     except (HydraException, OmegaConfBaseException) as error:
         raise explain_override_error(error, words) from None
+    assert isinstance(config, Config)  # the registered schema
+    return config
 
 
-def _words(config: Config, overrides: list[str]) -> list[str]:
-    """What to type so that `train` has this model, beside what was typed already."""
+def _overrides_for_train(config: Config, overrides: list[str]) -> list[str]:
+    """Returns the overrides with which `train` has this model, and those already typed."""
     default, model = _composed([]).model, config.model
     derived = {"num_query_groups": "kv_heads", "ffn_hidden_size": "ffn_size"}
     derived["max_position_embeddings"] = "max_positions"
     model_words = []
     for f in dataclasses.fields(model):
         value, usual = getattr(model, f.name), getattr(default, f.name)
-        blank = dataclasses.replace(model, **({f.name: None} if f.name in derived else {}))
+        unset: dict[str, Any] = {f.name: None} if f.name in derived else {}
+        blank = dataclasses.replace(model, **unset)
         follows = f.name in derived and value == getattr(blank, derived[f.name])
         if f.name != "name" and value != usual and not (usual is None and follows):
             model_words.append(spell(f"model.{f.name}", value))
@@ -435,28 +441,36 @@ def _words(config: Config, overrides: list[str]) -> list[str]:
     return [*where, *model_words, *(w for w in overrides if w.partition("=")[0] not in known)]
 
 
-def _state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, LogicalTensor]:
-    """Every tensor whole, with the optimizer's state before its first step."""
+def _state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorChunks]:
+    """Returns every full tensor, with the optimizer's state before its first step."""
     optim = config.optim
-    kinds = ("exp_avg", "exp_avg_sq") if optim.name == "adamw" else ("momentum",)
+    kinds: tuple[str, ...] = ("momentum",)
+    if optim.name == "adamw":
+        kinds = ("exp_avg", "exp_avg_sq")
     if optim.name == "sgd" and optim.momentum == 0:
         kinds = ()
-    state: dict[str, LogicalTensor] = {}
+    state: dict[str, TensorChunks] = {}
     for name, tensor in tensors:
-        shape, box = tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape))
-        # Zeros cost no memory until somebody writes to them.
+        shape, chunk = tuple(tensor.shape), Chunk((0,) * tensor.dim(), tuple(tensor.shape))
+        # Zeros take no memory until they are written to.
         values = {"parameter": tensor} | {k: torch.zeros(shape, dtype=tensor.dtype) for k in kinds}
         for kind, full in values.items():
-            state[f"{kind}/{name}"] = LogicalTensor(shape, tensor.dtype, [(box, full)])
+            state[f"{kind}/{name}"] = TensorChunks(shape, tensor.dtype, [(chunk, full)])
     return state
 
 
 def _save(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the checkpoint of step 0. Raises UserError for what keeps it from being written."""
+    """Writes the checkpoint of step 0. Raises UserError if it cannot be written."""
     state = _state(config, tensors)
     scale = LossScale(config.precision)
-    progress = {"steps": 0, "consumed_samples": 0, "updates": 0}
-    progress |= {"loss_scale": scale.scale, "good_steps": 0, "overflows": 0}
+    progress: dict[str, int | float | bool] = {
+        "steps": 0,
+        "consumed_samples": 0,
+        "updates": 0,
+        "loss_scale": scale.scale,
+        "good_steps": 0,
+        "overflows": 0,
+    }
     facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions(), ())
     saver = Saver(run_dir, config.checkpoint, 0, 1, "import", config.launch.timeout_s)
     elements = parameter_count(config.model)

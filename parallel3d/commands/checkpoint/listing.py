@@ -1,4 +1,4 @@
-"""`parallel3d checkpoint ls`: what there is, at a glance. Names, sizes and manifests; no torch."""
+"""Runs `parallel3d checkpoint ls`: reads names, sizes and manifests, without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     reason,
     step_folder,
-    told,
+    unreadable,
 )
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import open_regular, plain, read_bounded
@@ -32,13 +32,13 @@ RIGHT = ("step", "age", "size", "loss")
 
 
 def run_names(runs_dir: Path) -> list[str]:
-    """The runs in a folder, by name."""
+    """Returns the names of the runs in a folder."""
     names = (path.parent.name for path in runs_dir.glob(f"*/{CONFIG_FILE}"))
     return sorted(name for name in names if not name.startswith(TEMPORARY))
 
 
 def find_run(runs_dir: Path, run: str) -> Path:
-    """The folder of a run. Raises UserError, naming the nearest, if there is none."""
+    """Returns the folder of a run. Raises UserError, naming the nearest, if there is none."""
     known = run_names(runs_dir)
     if run in known:
         return runs_dir / run
@@ -50,7 +50,7 @@ def find_run(runs_dir: Path, run: str) -> Path:
 
 
 def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
-    """The folder of a run's checkpoint, the newest if `step` is None.
+    """Returns the folder of a run's checkpoint, the newest if `step` is None.
 
     Raises UserError if there is none, naming the nearest step.
     """
@@ -69,12 +69,12 @@ def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
 
 
 def step_number(folder: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Returns the step in the name of a checkpoint's folder."""
     return int(folder.name.rpartition("-")[2])
 
 
 def list_runs(runs_dir: Path, run: str | None) -> int:
-    """Print a row for each checkpoint; those set aside as damaged too. Returns the exit code."""
+    """Prints a row for each checkpoint, damaged ones included. Returns the exit code."""
     runs = [find_run(runs_dir, run)] if run else [runs_dir / name for name in run_names(runs_dir)]
     rows = [row for run_dir in runs for row in _rows(run_dir)]
     if not rows:
@@ -95,7 +95,7 @@ def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
         try:
             manifest = read_manifest(folder)
             for file in manifest.files:
-                with told(f"{folder.name}/{file.name}"):
+                with unreadable(f"{folder.name}/{file.name}"):
                     size = (folder / file.name).stat().st_size
                 if size != file.size:
                     raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
@@ -110,14 +110,14 @@ def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
 
 
 def condition(problem: Exception) -> str:
-    """How a checkpoint is that is not whole: `damaged: …`, or `unreadable: …`, which may pass."""
+    """Returns `damaged: …`, or `unreadable: …`, which may pass."""
     word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
     return f"{word}: {problem}"
 
 
 @contextmanager
-def said_of(what: str, advice: str = "") -> Iterator[None]:
-    """A checkpoint that is not whole, or cannot be read, as a UserError about `what`."""
+def damage_refused(what: str, advice: str = "") -> Iterator[None]:
+    """Raises a damaged or unreadable checkpoint inside as a UserError about `what`."""
     try:
         yield
     except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
@@ -125,9 +125,9 @@ def said_of(what: str, advice: str = "") -> Iterator[None]:
 
 
 def layout(config: Mapping[str, Any]) -> str:
-    """The layout that a checkpoint was saved under, as it is typed: `tp=2 pp=2 dp=1 zero=1`.
+    """Returns the layout that a checkpoint was saved under, as typed: `tp=2 pp=2 dp=1 zero=1`.
 
-    What is no number is left out: a manifest may be somebody else's.
+    Values that are no numbers are left out: the manifest is untrusted.
     """
     sizes = {key: config.get(key) for key in ("tp", "pp", "cp", "dp", "vpp", "zero")}
     neutral = {"cp": 1, "vpp": 1, "zero": 0}
@@ -136,7 +136,7 @@ def layout(config: Mapping[str, Any]) -> str:
 
 
 def _losses(run_dir: Path, steps: set[int]) -> dict[int, str]:
-    """The training losses of these steps, where metrics.jsonl has them; of repeated the last."""
+    """Returns the training losses of these steps in metrics.jsonl; of repeated steps the last."""
     found: dict[int, str] = {}
     try:
         with (
@@ -149,11 +149,11 @@ def _losses(run_dir: Path, steps: set[int]) -> dict[int, str]:
                     if record["step"] in steps:
                         found[record["step"]] = f"{record['loss']:.4f}"
                 except (ValueError, KeyError, TypeError, RecursionError):
-                    continue  # a header, an evaluation, or a line that a killed run left half
+                    continue  # a header, an evaluation, or an incomplete line of a killed run
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _say_unread(run_dir / "metrics.jsonl", error)
+        _log_unreadable(run_dir / "metrics.jsonl", error)
     return found
 
 
@@ -163,28 +163,28 @@ def _pointer(run_dir: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        _say_unread(run_dir / CHECKPOINTS / LATEST, error)
+        _log_unreadable(run_dir / CHECKPOINTS / LATEST, error)
         return ""
 
 
-def _say_unread(path: Path, error: Exception) -> None:
-    """What a row lacks, and why."""
+def _log_unreadable(path: Path, error: Exception) -> None:
+    """Prints why a row lacks something."""
     why = reason(error) if isinstance(error, OSError) else str(error)
     print(f"parallel3d: {path} cannot be read ({plain(why)})", file=sys.stderr)
 
 
 def _age_and_size(folder: Path) -> dict[str, str]:
-    """Empty where the system does not say."""
+    """Returns empty texts if the folder cannot be read."""
     try:
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         return {"age": _age(folder.stat().st_mtime), "size": _size(size)}
     except OSError as error:
-        _say_unread(folder, error)
+        _log_unreadable(folder, error)
         return {"age": "", "size": ""}
 
 
 def _size(count: int) -> str:
-    """Bytes in powers of 1000, as disks are sold: `3.1 MB`."""
+    """Formats bytes in powers of 1000: `3.1 MB`."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if value < 1000 or unit == "PB":
@@ -202,7 +202,7 @@ def _age(since: float) -> str:
 
 
 def table(headings: Iterable[str], rows: list[dict[str, str]], right: Iterable[str] = ()) -> str:
-    """Rows under their headings, columns as wide as their longest cell; `right` are aligned so."""
+    """Aligns rows under their headings; the columns `right` to the right."""
     headings, right = list(headings), set(right)
     rows = [{h: plain(row[h]) for h in headings} for row in rows]
     rows = [dict(zip(headings, headings, strict=True)), *rows]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.planners import SHARED_ELEMENTS, boxes_of_range, logical_tensors, share
+from parallel3d.checkpoint.planners import SHARED_ELEMENTS, chunks_by_name, chunks_of_range, share
 from parallel3d.parameters.sharding import ParameterSpec, ShardSpec
 
 
@@ -50,7 +50,7 @@ def test_any_cut_of_a_fused_matrix_is_at_most_three_boxes_a_piece() -> None:
         for start, end in zip([0, *cuts], [*cuts, local.numel()], strict=True):
             values = local.flatten()[start:end]
             by_piece = {"a": 0, "b": 0}
-            for piece, box, at in boxes_of_range(spec, start, end - start):
+            for piece, box, at in chunks_of_range(spec, start, end - start):
                 by_piece[piece.name] += 1
                 (r, c), (h, w) = box.offsets, box.sizes
                 theirs = full[piece.name][r : r + h, c : c + w]
@@ -63,11 +63,11 @@ def test_any_cut_of_a_fused_matrix_is_at_most_three_boxes_a_piece() -> None:
 
 def test_vectors_are_cut_too_and_higher_dimensions_refused() -> None:
     vector = ParameterSpec((6,), (ShardSpec("v", (12,), (6,), (6,)),), replicated=False)
-    ((_, box, at),) = boxes_of_range(vector, 2, 3)
+    ((_, box, at),) = chunks_of_range(vector, 2, 3)
     assert (box.offsets, box.sizes, at) == ((8,), (3,), 0)
     cube = ParameterSpec((2, 2, 2), (ShardSpec("c", (2, 2, 2), (0, 0, 0), (2, 2, 2)),), False)
     with pytest.raises(ValueError, match="c: "):
-        list(boxes_of_range(cube, 0, 8))
+        list(chunks_of_range(cube, 0, 8))
 
 
 @pytest.mark.parametrize("rows", [3, 4 * SHARED_ELEMENTS // 8])
@@ -100,9 +100,9 @@ def test_a_state_holds_live_views_of_every_kind() -> None:
     spec, _, local = fused(2, 3, padding=1)
     flat = local.flatten().clone()
     part = Part("x", spec, 4, {"parameter": flat[4:], "exp_avg": flat[4:] * 2})
-    state = logical_tensors([part], shared=False)
+    state = chunks_by_name([part], shared=False)
     assert set(state) == {"parameter/a", "exp_avg/a", "parameter/b", "exp_avg/b"}
-    for _, view in state["parameter/a"].boxes:
+    for _, view in state["parameter/a"].chunks:
         view.fill_(7)
     assert flat.tolist()[4:6] == [7, 7] and flat[3] != 7
     assert state["parameter/b"].full_shape == (2, 6)
