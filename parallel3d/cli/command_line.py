@@ -34,7 +34,7 @@ from parallel3d.commands.checked import NEED_DATA, checked
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
-from parallel3d.commands.generate import GENERATE, start_generate, take_prompt
+from parallel3d.commands.generate.command import GENERATE, start_generate, take_prompt
 from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
 from parallel3d.config.overrides import explain_override_error

@@ -52,7 +52,7 @@ APPS = {
     "verify": ("parallel3d.commands.verify", "verify"),
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
     "calibrate": ("parallel3d.commands.calibrate.command", "calibrate"),
-    "generate": ("parallel3d.commands.generate", "generate"),
+    "generate": ("parallel3d.commands.generate.sample", "generate"),
 }
 
 

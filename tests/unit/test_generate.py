@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.generate import TokenSampler, start_generate, take_prompt
+from parallel3d.commands.generate.command import start_generate, take_prompt
+from parallel3d.commands.generate.sample import TokenSampler
 from parallel3d.config.schema import Config, GenerateConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.transformer import Decoder, Stage, blank_stage

@@ -17,7 +17,7 @@ import torch
 from parallel3d.checkpoint import manifest
 from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
-from parallel3d.commands.generate import checkpoints_of
+from parallel3d.commands.generate.command import checkpoints_of
 from parallel3d.commands.train import write_safetensors
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data import cache
@@ -62,7 +62,7 @@ def test_generate_says_that_checkpoints_cannot_be_listed(
 ) -> None:
     wanted = dataclasses.replace(run, generate=GenerateConfig(step=step))
     assert [p.name for p in checkpoints_of(wanted)] == ["step-00000005"]
-    monkeypatch.setattr("parallel3d.commands.generate.list_checkpoints", refuse)
+    monkeypatch.setattr("parallel3d.commands.generate.command.list_checkpoints", refuse)
     with pytest.raises(UserError, match=r"cannot be listed .ESTALE"):
         checkpoints_of(wanted)
 

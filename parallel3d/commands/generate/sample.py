@@ -1,4 +1,4 @@
-"""Runs `parallel3d generate`: generates text from a run's newest good checkpoint.
+"""Generates text from a run's newest good checkpoint, on every rank of `parallel3d generate`.
 
 Every layout draws the same tokens: logits agree up to rounding, and one rank draws for all, in
 fp64, from random numbers that depend on the seed alone.
@@ -6,44 +6,30 @@ fp64, from random numbers that depend on the seed alone.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
-from yaml import YAMLError
 
 from parallel3d.checkpoint.manifest import (
     DamagedCheckpoint,
     Manifest,
     UnreadableCheckpoint,
-    list_checkpoints,
-    reason,
 )
 from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.storage import read_state
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.checkpoint.listing import find_checkpoint, find_run, run_names
-from parallel3d.config.checks.whole import check_config
+from parallel3d.commands.generate.command import checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
-from parallel3d.config.sections import in_other_precision
-from parallel3d.data.corpus import check_vocabulary
-from parallel3d.data.tokenizer import BYTE, FOLDER, decoding_of, open_tokenizer, tokenizer_of
+from parallel3d.data.tokenizer import BYTE, decoding_of, open_tokenizer
 from parallel3d.errors import UserError, print_line
-from parallel3d.host.devices import choose_device
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
 from parallel3d.parameters.sharding import spec_of
-from parallel3d.run.configs import CONFIG_FILE, last_config
 from parallel3d.run.launch import Worker
-from parallel3d.run.worker import run_here
 
 
 def generate(config: Config, worker: Worker) -> None:
@@ -171,115 +157,3 @@ class TextStream:
         """Ends the last line."""
         if self.last != "\n":
             self.write("\n")
-
-
-GENERATE = "generate"
-# All other keys are given by the run.
-MAY_BE_SET = ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*")
-
-
-def take_prompt(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns the overrides without prompt=…, and the prompt exactly as it was typed.
-
-    Hydra would require quotes around most texts, and strip blanks.
-    """
-    prompts = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
-    rest = [word for word in words if not word.startswith("prompt=")]
-    return rest, prompts[-1] if prompts else None
-
-
-def start_generate(config: Config, overrides: Sequence[str], prompt: str | None) -> int:
-    """Generates with this process as the launcher. Returns the exit code.
-
-    Args:
-        overrides: without the prompt.
-        prompt: None: the configuration's.
-
-    Raises:
-        UserError: no such run, no checkpoint, or a key that only training may set.
-    """
-    _check_overrides(overrides)
-    config = config_of_run(config)
-    checkpoints_of(config)
-    world_size = config.tp * config.pp
-    device = choose_device(config.device, world_size)
-    if prompt is not None:
-        config = dataclasses.replace(config, prompt=prompt)
-    # Failures go to a folder of their own: generate adds nothing to the run.
-    folder = Path(tempfile.mkdtemp(prefix="parallel3d-generate-"))
-    code = None
-    try:
-        code = run_here(GENERATE, config, folder, world_size, device)
-    finally:
-        if code != 1:  # else it holds the failure's traceback
-            shutil.rmtree(folder, ignore_errors=True)
-    return code
-
-
-def _check_overrides(overrides: Sequence[str]) -> None:
-    for word in overrides:
-        key = word.partition("=")[0].lstrip("+~")
-        section = f"{key.partition('.')[0]}.*"
-        if key not in MAY_BE_SET and section not in MAY_BE_SET:
-            raise UserError(
-                f"{word}: generate takes {key} from the run; what may be set is "
-                f"{', '.join(MAY_BE_SET)}"
-            )
-
-
-def config_of_run(config: Config) -> Config:
-    """Returns `config` (layout, device, seed, generate.*) with the model and tokenizer of its run.
-
-    Checked, with dp=1. Raises UserError if there is no such run.
-    """
-    run = load_config_of(config)
-    precision = "fp64" if run.precision.name == "fp64" else "fp32"
-    config = dataclasses.replace(
-        config,
-        dp=1,
-        model=run.model,
-        attention_kernel=in_other_precision(run.attention_kernel),
-        data=dataclasses.replace(config.data, tokenizer=_tokenizer(config, run)),
-        precision=dataclasses.replace(config.precision, name=precision),
-    )
-    return check_config(config, own_samples=True)
-
-
-def _tokenizer(config: Config, run: Config) -> str:
-    """Returns the run's tokenizer, by a name that ranks elsewhere can open. Raises UserError."""
-    own = Path(config.runs_dir, str(config.run), FOLDER)
-    tokenizer = tokenizer_of(run.data, own.parent)
-    check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
-    return str(own.absolute()) if own.is_dir() else tokenizer.name
-
-
-def load_config_of(config: Config) -> Config:
-    """Returns the configuration of the run that `config` names. Raises UserError if none."""
-    runs = Path(config.runs_dir)
-    if config.run is None:
-        known = run_names(runs)
-        there = f"for example run={known[-1]}" if known else f"and {runs} has none yet"
-        raise UserError(f"generate needs run=…, the name of a run, {there}")
-    try:
-        return last_config(find_run(runs, config.run))
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"run={config.run}: its {CONFIG_FILE} cannot be read ({reason})") from None
-
-
-def checkpoints_of(config: Config) -> list[Path]:
-    """Returns the run's usable checkpoints, newest first. Raises UserError if there are none."""
-    run_dir = Path(config.runs_dir) / str(config.run)
-    try:
-        folders = list_checkpoints(run_dir)
-        if folders and config.generate.step is not None:
-            return [find_checkpoint(run_dir.parent, run_dir.name, config.generate.step)]
-    except OSError as error:
-        raise UserError(
-            f"run={config.run}: its checkpoints in {run_dir} cannot be listed ({reason(error)})"
-        ) from None
-    if not folders:
-        raise UserError(
-            f"run={config.run} has no checkpoint in {run_dir}: train it with checkpoint.every=…"
-        )
-    return folders
