@@ -146,7 +146,6 @@ class Checkpoints:
         return self.saver
 
     def _log_once(self, sentences: Iterable[str]) -> None:
-        """Logs each sentence once, as errors may repeat at every save."""
         for sentence in sentences:
             if sentence not in self.logged:
                 self.logged.add(sentence)
@@ -160,25 +159,17 @@ class Checkpoints:
         return (step // settings.every + 1) * settings.every < steps
 
     def is_due(self, step: int) -> bool:
-        """Returns whether `checkpoint.every` has a save after this step."""
         every = self.config.checkpoint.every
         return bool(every) and (step % every == 0 or step == self.config.train.steps)
 
     def after_step(self, trainer: Trainer) -> None:
-        """Saves if a save is due, and logs how the last one ended; call it after every step.
-
-        Raises CheckpointFailure if a save failed by a bug.
-        """
+        """Saves if a save is due. Raises CheckpointFailure if the last one failed by a bug."""
         self._settle(wait=False)
         if self.is_due(trainer.steps_done):
             self.save(trainer, wait=not self.config.checkpoint.async_save)
 
     def save(self, trainer: Trainer, *, wait: bool = True) -> bool:
-        """Saves now, whatever `checkpoint.every` is; with `wait` until it is on the disk.
-
-        Waits for a save in flight first. Returns False if no checkpoint was written, since the disk
-        is full or broken, which is logged.
-        """
+        """Saves now, after any save in flight. Returns False, and logs, if the disk refused."""
         if self.saver is None:
             raise RuntimeError("restore comes before the first save")
         written = self._settle(wait=True)
@@ -205,10 +196,7 @@ class Checkpoints:
         return not self.last_failed
 
     def _settle(self, *, wait: bool) -> bool:
-        """Exchanges, on all ranks alike, how the save in flight has ended, if it has.
-
-        Returns False if it was not written.
-        """
+        """Agrees on how the save in flight ended; returns False if it was not written."""
         if self.step_in_flight is None:
             return True
         assert self.saver is not None  # `save` has started it
@@ -265,8 +253,6 @@ class Checkpoints:
         return manifest
 
     def _set_aside(self, folder: Path, damage: str | None) -> None:
-        """Raises TrainingFailure on all ranks if the folder cannot be renamed."""
-
         def rename() -> list[str | None]:
             try:
                 return [set_aside(folder).name, None]

@@ -120,12 +120,10 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of all files but the manifest."""
         return sum(file.size for file in self.files)
 
 
 def step_folder(step: int) -> str:
-    """Returns the name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -152,7 +150,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
 
 
 def list_damaged(run_dir: Path) -> list[Path]:
-    """Returns the checkpoints of a run that were set aside as damaged. Raises OSError."""
     try:
         return sorted(p for p in (run_dir / CHECKPOINTS).iterdir() if p.name.startswith(DAMAGED))
     except (FileNotFoundError, NotADirectoryError):
@@ -160,10 +157,7 @@ def list_damaged(run_dir: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and verifies a manifest; the folder must hold the files that it names and no others.
-
-    Raises DamagedCheckpoint and UnreadableCheckpoint.
-    """
+    """Reads and verifies a manifest. Raises DamagedCheckpoint, UnreadableCheckpoint."""
     with unreadable(folder.name):
         names = {path.name for path in folder.iterdir()}
     found = [m for name in names if (m := _MANIFEST.fullmatch(name))]
@@ -190,10 +184,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    """Parses a manifest of this version. Raises ValueError, KeyError or TypeError for another.
-
-    The digest proves that somebody wrote it, not that we did: so each value is checked.
-    """
+    """Checks each value, as a digest proves no author. Raises ValueError, KeyError, TypeError."""
     if content.pop("format") != FORMAT:
         raise ValueError("another format")
     version = content.pop("version")
@@ -229,7 +220,6 @@ def _parsed(content: dict[str, Any]) -> Manifest:
 
 
 def _is_stage(stage: str) -> bool:
-    """Returns whether it is a sample's number and a digest, as in `data`'s blend."""
     first, colon, digest = stage.partition(":")
     return bool(colon and digest) and first.isascii() and first.isdigit() and len(first) < 20
 

@@ -61,10 +61,7 @@ class Chunk:
 
 @dataclass
 class TensorChunks:
-    """Holds the chunks of a full tensor that this process has, or wants to have.
-
-    `chunks` are contiguous views of the sizes' shape, to be read from or written to.
-    """
+    """Holds this process's chunks of a full tensor, as contiguous views to read or write."""
 
     full_shape: tuple[int, ...]
     dtype: torch.dtype
@@ -130,10 +127,7 @@ def share(part: ParameterSlice) -> tuple[int, int]:
 
 
 def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, TensorChunks]:
-    """Returns `kind/name` → the chunks in the slices, as views of their values.
-
-    `shared` leaves out values that another rank writes (see `share`).
-    """
+    """Returns `kind/name` → views of chunks; `shared`: without those that another rank writes."""
     tensors: dict[str, TensorChunks] = {}
     for part in parts:
         first, count = 0, next(iter(part.values.values())).numel()
@@ -152,7 +146,6 @@ def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str
 def full_tensors(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, TensorChunks]:
-    """Allocates full tensors on the CPU, each a single chunk."""
     tensors = {}
     for name, shape in shapes.items():
         chunk = Chunk((0,) * len(shape), tuple(shape))

@@ -152,7 +152,6 @@ def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
 
 
 def facts_of(corpus: Corpus | Blend) -> DataFacts:
-    """Describes the text for a manifest."""
     facts = DataFacts(
         fingerprint=corpus.fingerprint,
         train_tokens=corpus.train_tokens,

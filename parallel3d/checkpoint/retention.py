@@ -75,10 +75,7 @@ class Lease:
         ]
 
     def check(self) -> None:
-        """Raises Overtaken if another start has the folder; called before rank 0 changes it.
-
-        A file that cannot be read or written proves nothing.
-        """
+        """Raises Overtaken if another start has the folder; an unreadable file proves nothing."""
         current = None if self.tried and not self.taken else self._current()
         if current is not None and current.get("session") != self.session:
             raise Overtaken(f"{self.run_dir} was taken over by the start of {_who(current)}")
@@ -133,10 +130,7 @@ def discard(folder: Path) -> None:
 
 
 def move_replaced(folder: Path) -> Path:
-    """Renames a checkpoint that another of its step will replace. Raises OSError.
-
-    Returns the new path. If the other is not completed, `restore_replaced` undoes it.
-    """
+    """Renames a checkpoint that another will replace, to the returned path. Raises OSError."""
     return _renamed(folder, REPLACED)
 
 
@@ -157,7 +151,6 @@ def restore_replaced(run_dir: Path) -> None:
 
 
 def _original_path(replaced: Path) -> Path:
-    """Returns the path of a checkpoint before `move_replaced`."""
     return replaced.with_name(replaced.name.removeprefix(REPLACED).rpartition("-")[0])
 
 
@@ -185,7 +178,6 @@ def remove_leftovers(run_dir: Path) -> list[str]:
 
 
 def not_removed(path: Path, error: OSError) -> str:
-    """Returns the sentence for a path that could not be removed."""
     return plain(f"{path.name} could not be removed ({reason(error)})")
 
 

@@ -84,7 +84,6 @@ class WrittenFile:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> WrittenFile:
-        """Restores a `dataclasses.asdict` that went through JSON."""
         file = FileDigest(**facts["file"]) if facts["file"] else None
         outcome = SaveResult(**facts["outcome"] | {"notes": tuple(facts["outcome"]["notes"])})
         return cls(file, facts["elements"], outcome)
@@ -130,10 +129,7 @@ class Staging:
         self.stream: Any = None  # for copies that overlap with the training
 
     def prepare(self, state: State) -> None:
-        """Allocates memory for `state`, if there is not enough.
-
-        Filling or pinning it takes half a second a GB, which would otherwise delay a step.
-        """
+        """Allocates (at half a second a GB) before a save what `state` lacks."""
         pinned = accelerator.is_accelerator(device_of(state))
         _, sizes = _places([part.nbytes for _, _, part in _parts(state)])
         for i, size in enumerate(sizes):
@@ -143,10 +139,7 @@ class Staging:
             self.slabs[i : i + 1] = [slab if pinned else slab.zero_()]
 
     def now(self, state: State) -> Any:
-        """Returns an event recorded by the thread that computes the values; None on a CPU.
-
-        Behind the event the values of `state` are those to be saved.
-        """
+        """Returns an event behind the values of `state`; None on a CPU."""
         device = device_of(state)
         if not accelerator.is_accelerator(device):
             return None
@@ -192,7 +185,6 @@ class Staging:
 
 
 def device_of(state: State) -> torch.device:
-    """Returns the device of the values of `state`; the CPU if it has none."""
     chunks = (values for tensor in state.values() for _, values in tensor.chunks)
     return next((values.device for values in chunks), torch.device("cpu"))
 
@@ -212,10 +204,7 @@ def _parts(state: State) -> Iterator[tuple[str, Chunk, Tensor]]:
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns (slab, first byte) of each part, and the bytes of each slab.
-
-    Packs the largest first, each into the first slab with enough space.
-    """
+    """Packs parts, the largest first, into slabs: (slab, first byte) of each, bytes of slabs."""
     places = [(0, 0)] * len(sizes)
     used: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -298,7 +287,6 @@ class Saver:
         self.thread.start()
 
     def join(self) -> SaveResult:
-        """Waits for the save in flight and returns its result."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -392,10 +380,7 @@ class Saver:
         return parts
 
     def _commit(self, save: Save, files: list[FileDigest]) -> Path | None:
-        """Makes the checkpoint; an exception leaves all others as they were.
-
-        Returns the new path of an older checkpoint of the same step, of a run that went back.
-        """
+        """Makes the checkpoint or raises, changing no other; returns a replaced one's new path."""
         unfinished = self._unfinished(save)
         for file in files:
             path = unfinished / file.name

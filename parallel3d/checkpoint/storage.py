@@ -97,8 +97,6 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class ChunkToWrite:
-    """Holds a chunk of the full tensor `name` and its values, contiguous and on the CPU."""
-
     name: str
     chunk: Chunk
     full_shape: tuple[int, ...]
@@ -106,10 +104,7 @@ class ChunkToWrite:
 
 
 def write_tensor_file(path: Path, chunks: Iterable[ChunkToWrite]) -> FileDigest:
-    """Writes a new file, private to the user, flushed to the disk. Raises OSError.
-
-    Values are hashed while they are written: every byte of memory is read once.
-    """
+    """Writes and hashes a new file, private and flushed, in one pass. Raises OSError."""
     chunks = list(chunks)
     digests = [bytes(hashlib.sha256().digest_size).hex()] * len(chunks)
     length = len(_header(chunks, digests))  # whatever the digests, which have one length
@@ -156,10 +151,7 @@ def _write_chunk(descriptor: int, values: Tensor) -> str:
 
 
 class TensorFile:
-    """Reads a file of a checkpoint, whose header is verified; `chunks` lists its chunks in order.
-
-    Raises DamagedCheckpoint and UnreadableCheckpoint, here and from `read`.
-    """
+    """Reads a verified file of chunks. Raises DamagedCheckpoint, UnreadableCheckpoint."""
 
     def __init__(self, folder: Path, expected: FileDigest) -> None:
         self.path = folder / expected.name
@@ -179,7 +171,6 @@ class TensorFile:
             raise self._damaged(f"holds chunks up to byte {end} and has {size}")
 
     def _header(self, descriptor: int, size: int) -> bytes:
-        """Reads length and JSON from a file of `size` bytes."""
         length = bytearray(_LENGTH.size)
         if read_into(descriptor, memoryview(length), 0) < len(length):
             raise self._damaged("has no header")
@@ -204,7 +195,6 @@ class TensorFile:
         return flat.view(stored.chunk.sizes)
 
     def verify(self) -> None:
-        """Verifies every chunk."""
         buffer = bytearray(max((b.nbytes for b in self.chunks), default=0))
         for stored in self.chunks:
             self.read(stored, buffer)
@@ -282,18 +272,12 @@ def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns `kind/name` → full shape of the tensors in a checkpoint; raises as `read_state`.
-
-    Verifies headers, but no values.
-    """
+    """Returns `kind/name` → full shape, of verified headers; raises as `read_state`."""
     return _covered(folder, _Reader(folder).stored)
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """Verifies every byte of a checkpoint, and that its chunks cover each tensor exactly once.
-
-    Raises DamagedCheckpoint and UnreadableCheckpoint.
-    """
+    """Verifies every byte and that chunks cover each tensor once; raises as `read_state`."""
     reader = _Reader(folder)
     for file in reader.files:
         file.verify()

@@ -60,11 +60,7 @@ def _each(size: int | tuple[int, ...], dims: int) -> list[int]:
 
 
 def _can_defer(arguments: dict[str, Any], dims: int = 0) -> bool:
-    """Returns whether the weight gradient may be deferred.
-
-    It may if the weight is a parameter of a stage in the type of its input. `dims` is the number of
-    dimensions of the input, 0 for any from two on.
-    """
+    """Returns whether weight is a stage's parameter in the type of its input (`dims` 0: any)."""
     x, weight = arguments["input"], arguments["weight"]
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return False
@@ -112,6 +108,5 @@ class _Convolution(torch.autograd.Function):
 
 
 def _aten_arguments(how: tuple) -> tuple:
-    """Returns the arguments of `aten::convolution`: not transposed, no output padding."""
     stride, padding, dilation, groups = how
     return stride, padding, dilation, False, [0] * len(stride), groups

@@ -70,10 +70,7 @@ def init(
 
 
 def group_of(group: Group | dist.ProcessGroup | None) -> Group:
-    """Returns the `Group` of a process group; None is the world, or this process alone.
-
-    Raises UserError on a rank that is not in `group`.
-    """
+    """Returns the `Group` of a process group (None: all ranks). Raises UserError if not in it."""
     if isinstance(group, Group):
         return group
     if group is None and not dist.is_initialized():
@@ -128,7 +125,6 @@ def _device_of_world() -> torch.device:
 def _agreed_layout(
     tp: int | None, pp: int | None, dp: int | None, order: str, device: torch.device
 ) -> Layout:
-    """Returns the layout, on which all ranks must agree; otherwise each raises UserError."""
     request = {"tp": repr(tp), "pp": repr(pp), "dp": repr(dp), "order": repr(order)}
     everyone = all_gather_json(request, dist.group.WORLD, device)
     for rank, theirs in enumerate(everyone):
@@ -142,7 +138,6 @@ def _agreed_layout(
 
 
 def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: str) -> Layout:
-    """Returns the layout. Raises UserError for sizes that do not make up the world."""
     sizes = {"pp": pp, "tp": tp, "dp": dp}
     for key, value in sizes.items():
         whole = isinstance(value, int) and not isinstance(value, bool)

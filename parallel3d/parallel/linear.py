@@ -21,10 +21,7 @@ from parallel3d.parallel.groups import GroupLike, group_of
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel.embedding import look_up
 from parallel3d.tensor_parallel.linear_ops import ColumnNode, row_node
-from parallel3d.tensor_parallel.mappings import (
-    gather_from_vocabulary,
-    reduce_from_tensor_parallel,
-)
+from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, reduce_from_tensor_parallel
 
 
 class ShardedModule(nn.Module):
@@ -77,7 +74,6 @@ class ShardedModule(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Gathers the full tensors; collective over the group."""
         for key, parameter in self.named_parameters(recurse=False):
             local = parameter if keep_vars else parameter.detach()
             destination[prefix + key] = _gathered(local, self.shards[key], self.group)
@@ -102,7 +98,6 @@ class ShardedModule(nn.Module):
 
 
 def _gathered(local: Tensor, shard: ShardSpec, group: Group) -> Tensor:
-    """Returns the full tensor; collective if it is split."""
     if shard.shape == shard.full_shape:
         return local
     sizes = zip(shard.shape, shard.full_shape, strict=True)
@@ -112,7 +107,6 @@ def _gathered(local: Tensor, shard: ShardSpec, group: Group) -> Tensor:
 
 
 def _check(layer: str, key: str, value: int, group: Group) -> None:
-    """Raises UserError, alike on every rank, for a size that the group cannot split."""
     if not isinstance(value, int) or value < 1 or value % group.size:
         near = max(group.size, round(value / group.size) * group.size)
         raise UserError(

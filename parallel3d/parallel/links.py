@@ -17,11 +17,7 @@ StageValues = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class StageOutputs:
-    """Describes the results of a stage: one tensor, or several of one type, sent as one message.
-
-    Attributes:
-        single: the stage returns a tensor, not a tuple of them.
-    """
+    """Describes the outputs of a stage; `single`: a tensor, not a tuple of one type."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -31,41 +27,36 @@ class StageOutputs:
     def of(cls, values: Any, stage: int) -> StageOutputs:
         """Describes `values`. Raises UserError for results that cannot be sent."""
         several = values if isinstance(values, tuple | list) else (values,)
-        said = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
+        rule = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
         if not several or not all(isinstance(value, Tensor) for value in several):
-            raise UserError(f"{said}, not {type(values).__name__}")
+            raise UserError(f"{rule}, not {type(values).__name__}")
         kinds = {value.dtype for value in several}
         if len(kinds) > 1 or not several[0].is_floating_point():
             names = " and ".join(sorted(str(kind) for kind in kinds))
-            raise UserError(f"{said} of one floating-point type, not {names}")
+            raise UserError(f"{rule} of one floating-point type, not {names}")
         shapes = tuple(tuple(value.shape) for value in several)
         return cls(shapes, several[0].dtype, isinstance(values, Tensor))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the message."""
         return self.shapes[0] if self.single else (sum(map(math.prod, self.shapes)),)
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Returns zeros in these shapes."""
         return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.shapes)
 
     def message(self, values: StageValues) -> Tensor:
-        """Returns all values as one contiguous tensor."""
         if isinstance(values, Tensor) or self.single:
             (values,) = values if isinstance(values, tuple | list) else (values,)
             return values.contiguous()
         return torch.cat([value.reshape(-1) for value in values])
 
     def values(self, message: Tensor) -> tuple[Tensor, ...]:
-        """Returns the next stage's arguments."""
         if self.single:
             return (message,)
         parts = message.split([math.prod(shape) for shape in self.shapes])
         return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
 
     def facts(self) -> list:
-        """Returns the description as JSON has it."""
         return [self.shapes, str(self.dtype), self.single]
 
     @classmethod

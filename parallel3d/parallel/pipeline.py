@@ -188,7 +188,6 @@ class Pipeline(nn.Module):
         return super().load_state_dict(own, strict, assign)
 
     def _check_agreement(self, arguments: dict[str, Any]) -> None:
-        """Raises UserError, on every rank, if ranks pass different arguments."""
         mine = {key: repr(value) for key, value in arguments.items()}
         everyone = all_gather_json(mine, self.group.handle, self.device)
         for index, theirs in enumerate(everyone):
@@ -225,15 +224,11 @@ class Pipeline(nn.Module):
         return self.executors[number], list(zip(xs, ys, range(count), strict=True))
 
     def _end(self, total: Tensor, step: bool = False) -> Tensor:
-        """Returns the sum of the ranks' totals, unless one of them failed."""
         values = self._exchange(float(total), step, last=True)
         return torch.tensor(values, dtype=torch.float64).sum()
 
     def _exchange(self, value: float, step: bool, last: bool = False) -> list[float]:
-        """Returns every rank's number, by rank; raises on every rank if one of them has failed.
-
-        A step that fails or ends also exchanges this with the other replicas, once.
-        """
+        """Returns every rank's number; raises on all ranks, and replicas, if one has failed."""
         failure = self.progress.failure
         mine = torch.tensor([[value, float(failure is not None)]], dtype=torch.float64)
         facts = collectives.all_gather(mine.to(self.device), self.group).tolist()
@@ -249,7 +244,6 @@ class Pipeline(nn.Module):
         return [number for number, _ in facts]
 
     def _raise(self, failure: StageFailure | None) -> None:
-        """Raises the failure on every rank; collective over the group."""
         mine = failure and [str(failure), isinstance(failure.error, UserError)]
         everyone = all_gather_json(mine, self.group.handle, self.device)
         if failure is not None:
@@ -260,10 +254,7 @@ class Pipeline(nn.Module):
         raise RuntimeError(f"rank {self.group.ranks[index]}: {sentence}")
 
     def _executor(self, inputs: tuple[Tensor, ...] | None, step: bool) -> PlainExecutor:
-        """Returns an executor for micro-batches of these shapes; collective.
-
-        Each stage runs once, on zeros, to find the shapes of its results.
-        """
+        """Returns an executor; runs each stage once, on zeros, for its shapes; collective."""
         placement = self.schedule.placement
         links: dict[int, StageOutputs] = {}
         stages = [self._stage(number, links) for number in self.mine]
@@ -315,7 +306,6 @@ def _nothing() -> None:
 def stages_of(
     modules: Sequence[nn.Module], placement: StageAssignment, split: Sequence[int] | None
 ) -> list[range]:
-    """Returns the modules of each stage. Raises UserError if they do not fill the stages."""
     count, stages = len(modules), placement.stages
     for i, module in enumerate(modules):
         if not isinstance(module, nn.Module):
@@ -337,11 +327,7 @@ def stages_of(
 
 
 def even_split(count: int, placement: StageAssignment) -> list[int]:
-    """Returns how many of `count` equal modules each stage gets, at least one.
-
-    Totals of ranks differ by at most one. The remainder goes to the stages, and ranks, closest to
-    the middle of the model, as in `sizes.balance`.
-    """
+    """Returns how many modules each stage gets: an equal share, the rest closest to the middle."""
     stages, middle = range(placement.stages), placement.stages - 1
     ranks = [rank for rank, _ in placement.places]
     counts, left = [1] * placement.stages, count - placement.stages
@@ -394,15 +380,12 @@ def whole_state_dict(own: Mapping[str, Any], group: Group, device: torch.device)
 
 
 def load_own(state_dict: Mapping[str, Any], mine: set[str], count: int) -> dict[str, Any]:
-    """Returns the state dict without modules of other ranks."""
     others = {str(i) for i in range(count)} - mine
     return {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
 
 
 @dataclass
 class StageFailure:
-    """Holds what a rank raised in a step, and where."""
-
     where: str
     error: Exception
 
@@ -414,11 +397,7 @@ class StageFailure:
 
 @dataclass
 class Progress:
-    """Holds what the stages of a rank have done in the current step.
-
-    Attributes:
-        outputs: outputs of the last stage by micro-batch, if `wants_outputs`.
-    """
+    """Holds the state of a rank's stages in a step; `outputs` of the last stage by micro-batch."""
 
     failure: StageFailure | None = None
     wants_outputs: bool = False
@@ -459,7 +438,6 @@ class PlainStage:
         return [p for module in self.modules for p in module.parameters()]
 
     def run(self, values: tuple[Any, ...]) -> Any:
-        """Returns the result of the modules, called one after the other."""
         out: Any = values
         for module in self.modules:
             out = module(*out) if isinstance(out, tuple | list) else module(out)
@@ -473,7 +451,6 @@ class PlainStage:
         microbatch: int,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Returns the message to the next stage, or on the last stage the loss."""
         if self.progress.failure is None:
             try:
                 return self._forward(x, inputs, targets, microbatch)

@@ -31,11 +31,7 @@ def start_equal(module: nn.Module, dp: Group) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[nn.Parameter], dp: Group) -> None:
-    """Makes each `.grad` the mean over the replicas; one that no replica has stays None.
-
-    Collective, in buckets of one type. A bucket ends with one flag for each gradient: whether this
-    replica has it.
-    """
+    """Averages each `.grad` over the replicas that have it, in buckets; collective."""
     if dp.size == 1:
         return
     sent = [(bucket, *_start(bucket, dp)) for bucket in _buckets(parameters)]

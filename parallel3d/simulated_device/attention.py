@@ -18,7 +18,6 @@ FLASH, FLASH_BACKWARD = "flash attention", "flash attention backward"
 
 
 def register() -> torch.library.Library:
-    """Replaces the composite operator, which asks C++ for a device's kernels."""
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
@@ -203,7 +202,6 @@ def _packed_call(name: str, q: Tensor, k: Tensor, edges: Tensor, causal: bool) -
 
 
 def _as_one(x: Tensor) -> Tensor:
-    """(tokens, heads, d) → (1, heads, tokens, d)."""
     return x.transpose(0, 1).unsqueeze(0)
 
 

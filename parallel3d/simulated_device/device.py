@@ -18,15 +18,11 @@ MEMORY = 80_000_000_000  # bytes of a device
 
 
 def this_machine() -> SimulatedMachine:
-    """Returns the devices of this process."""
     return torch.get_device_module(TYPE).machine
 
 
 def index_of(device: Any) -> int:
-    """Returns the index of a device as torch's functions take one; the current one for None.
-
-    Raises ValueError for another type of device, or without an index where `torch.cuda` does.
-    """
+    """Returns a device's index, by default the current one. Raises ValueError for another type."""
     if device is None:
         return this_machine().device
     if isinstance(device, int):
@@ -65,7 +61,6 @@ class SimulatedStream:
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        """Returns whether the host knows that all its kernels are done."""
         races = this_machine().races
         newest = races.syncs.current_sync_states.get(self.number, {}).get(self.number, 0)
         return races.is_past(self.number, newest)
@@ -150,7 +145,6 @@ class SimulatedModule:
         return self.machine.device
 
     def set_device(self, device: Any) -> None:
-        """Raises ValueError without an index, as `torch.cuda` does."""
         if not isinstance(device, int) and torch.device(device).index is None:
             raise ValueError(
                 f"Expected a torch.device with a specified index or an integer, but got:{device}"
@@ -195,7 +189,6 @@ class SimulatedModule:
         self.machine.wait_for_device("synchronize")
 
     def set_sync_debug_mode(self, debug_mode: int | str) -> None:
-        """Raises RuntimeError for an unknown mode."""
         modes = ("default", "warn", "error")
         if isinstance(debug_mode, str):
             if debug_mode not in modes:
@@ -214,7 +207,6 @@ class SimulatedModule:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Returns the state of no generator."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
@@ -257,5 +249,4 @@ class SimulatedModule:
 
     @property
     def fused_kernel(self) -> Callable[[str], AbstractContextManager[None]]:
-        """Returns the context that makes one kernel of several (`parallel3d.device.fused`)."""
         return self.machine.fused_kernel

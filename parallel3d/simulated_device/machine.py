@@ -94,8 +94,6 @@ class StorageMemory:
 
 
 class FreedMemory(NamedTuple):
-    """Describes a block whose storage is gone."""
-
     memory: AllocatorBlock
     nbytes: int
     device: int
@@ -105,16 +103,12 @@ class FreedMemory(NamedTuple):
 
 @dataclass
 class Usage:
-    """Counts the bytes of one device, as its allocator does."""
-
     live: int = 0
     peak: int = 0
 
 
 @dataclass
 class PendingKernel:
-    """Holds an action for when the host has waited for a kernel."""
-
     stream: int
     sequence: int
     settle: Callable[[], object]
@@ -162,7 +156,6 @@ class _Stack(list):
 
 
 def _program_frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    """Yields frames outside of this package, innermost first."""
     left = FRAMES
     while frame is not None and left:
         file = frame.f_code.co_filename
@@ -198,10 +191,7 @@ class _Syncs(sanitizer.StreamSynchronizations):
 
 
 class AllocatorBlock:
-    """Holds a block of device memory as an allocator knows it, cut where accesses begin and end.
-
-    `cells[i]` is the sanitizer's key of the bytes from `cuts[i]` to `cuts[i + 1]`.
-    """
+    """Holds a block of memory; `cells[i]` is the key of bytes `cuts[i]` to `cuts[i + 1]`."""
 
     __slots__ = ("cells", "cuts", "size", "stream")
 
@@ -240,11 +230,9 @@ class Races:
 
     @property
     def sequence(self) -> int:
-        """Returns the number of the newest kernel."""
         return self.handler.seq_num
 
     def memory(self, size: int, stream: int) -> AllocatorBlock:
-        """Returns a new block, which no kernel has used."""
         return AllocatorBlock(size, stream, self._new_cell(None))
 
     def tidy(self, memory: AllocatorBlock) -> None:
@@ -301,11 +289,9 @@ class Races:
             raise Race(_sentence(errors[0]))
 
     def drop_event(self, event: int) -> None:
-        """Removes an event."""
         self.syncs.recorded_sync_states.pop(event, None)
 
     def is_past(self, stream: int, sequence: int) -> bool:
-        """Returns whether the host knows that kernel `sequence` of `stream` is done."""
         return sequence <= self.syncs.host_sync_state.get(stream, -1)
 
 
@@ -319,13 +305,11 @@ def _sentence(error: Any) -> str:
 
 
 def place() -> tuple[str, int]:
-    """Returns file and line of the program."""
     file, line, _ = next(_program_frames(sys._getframe(1)), ("<unknown>", 1, ""))
     return file, line
 
 
 def caller() -> str:
-    """Returns the stack of the program, for a report."""
     return str(_Stack(_program_frames(sys._getframe(1))))
 
 
@@ -340,10 +324,7 @@ FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
 
 
 class _Thread(threading.local):
-    """Holds the current device of a thread, 0 in a new one, and its current stream on each device.
-
-    Autograd's threads, which Python did not start, use the main thread's device (None).
-    """
+    """Holds a thread's current device (None in autograd's: the main thread's) and streams."""
 
     def __init__(self) -> None:
         is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
@@ -401,7 +382,6 @@ class SimulatedMachine:
         return self._main_device if own is None else own
 
     def set_device(self, device: int) -> None:
-        """Raises RuntimeError for a device that does not exist."""
         if not 0 <= device < DEVICES:
             raise RuntimeError(f"invalid device ordinal {device}: there are {DEVICES} devices")
         self.thread.device = device
@@ -410,7 +390,6 @@ class SimulatedMachine:
         self.touched.add(device)
 
     def stream_of(self, device: int | None = None) -> int:
-        """Returns the thread's current stream on `device`."""
         device = self.device if device is None else device
         return self.thread.streams.get(device, device)
 
@@ -439,7 +418,6 @@ class SimulatedMachine:
             return self.races.syncs.current_sync_states[stream].get(stream, 0)
 
     def wait(self, stream: int, event: int) -> None:
-        """Orders `stream` behind the event."""
         with self.lock:
             self.races.syncs.stream_wait_for_event(stream, event)
 
@@ -508,7 +486,6 @@ class SimulatedMachine:
     # --- memory --------------------------------------------------------------------------------
 
     def block_of(self, data: Tensor, device: int | None = None) -> StorageMemory:
-        """Returns the block of a tensor's storage, allocated if it has none."""
         storage = data.untyped_storage()
         block = getattr(storage, "block", None)
         if block is None:
@@ -544,16 +521,13 @@ class SimulatedMachine:
         storage.block = new  # type: ignore[attr-defined]
 
     def collect(self) -> None:
-        """Returns blocks whose storages are gone to the pool of their stream.
-
-        A block that another stream uses (`record_stream`) is not reused: the machine does not know
-        when that stream is done.
-        """
+        """Returns freed blocks to their pools, unless another stream may still use them."""
         while self._freed:
             block = self._freed.popleft()
             self.usage[block.device].live -= block.nbytes
             for observer in self.observers:
                 observer.freed(block)
+            # After `record_stream` it is unknown here when the other stream is done.
             if not block.used_on - {block.memory.stream}:
                 key = (block.memory.stream, block.nbytes)
                 self._pools.setdefault(key, []).append(block.memory)
@@ -561,7 +535,6 @@ class SimulatedMachine:
     # --- kernels -------------------------------------------------------------------------------
 
     def use(self, data: Tensor, device: int | None = None, nbytes: int | None = None) -> Use:
-        """Describes the use of all of a tensor's elements, or of so many bytes."""
         where = extent(data)
         most = min(data.numel() * data.itemsize, where[1] - where[0])
         return Use(self.block_of(data, device), where, most if nbytes is None else nbytes)
@@ -581,10 +554,7 @@ class SimulatedMachine:
 
     @contextmanager
     def fused_kernel(self, name: str) -> Iterator[None]:
-        """Counts all operators inside as one kernel, also those of nested ones.
-
-        The kernel reads inputs once and writes results once; intermediate values stay in registers.
-        """
+        """Counts all operators inside as one kernel, without intermediate values."""
         if self.thread.fused is not None:
             yield
             return

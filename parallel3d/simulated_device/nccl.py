@@ -48,12 +48,7 @@ class Mismatch(RuntimeError):
 
 
 class WireMessage:
-    """Describes one send or receive.
-
-    Args:
-        start: returns the works of its header and of its data.
-        finish: returns the received values.
-    """
+    """Holds a send or receive: `start` returns its works, `finish` the received values."""
 
     def __init__(
         self, start: Callable[[], list[Any]], finish: Callable[[], Sequence[Tensor]]
@@ -62,7 +57,6 @@ class WireMessage:
         self.done: Future[Sequence[Tensor]] = Future()
 
     def end(self, works: list[Any]) -> None:
-        """Waits, and sets the future to the received values or to the exception."""
         try:
             for work in works:
                 work.wait()
@@ -72,10 +66,7 @@ class WireMessage:
 
 
 class WorkerThread:
-    """Runs one job after the other on a thread.
-
-    Unlike an executor it takes jobs while the interpreter ends, and does not delay that.
-    """
+    """Runs jobs in order on a thread, also while the interpreter ends, which it does not delay."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -89,7 +80,6 @@ class WorkerThread:
         return done
 
     def close(self, cancels: bool) -> None:
-        """Ends the thread after the submitted jobs, which it may cancel."""
         self.cancels = cancels
         self.jobs.put(None)
 
@@ -129,15 +119,10 @@ class Wire:
         self.batched: list[WireMessage] | None = None
 
     def close(self, cancels: bool = False) -> None:
-        """Takes no more operations; finishes or cancels the started ones."""
         self.queue.close(cancels)
 
     def join(self) -> None:
-        """Waits for the thread after `close`.
-
-        A thread that is left when the interpreter ends is unwound through torch's C++, which may
-        abort.
-        """
+        """Waits for the thread: unwinding it at the interpreter's end may abort the process."""
         self.queue.thread.join(JOIN_S)
 
     # --- collectives ---------------------------------------------------------------------------
@@ -145,12 +130,7 @@ class Wire:
     def start(
         self, name: str, like: Tensor, extra: int, run: Run, copies: list[Tensor]
     ) -> Future[Sequence[Tensor]]:
-        """Starts an operation behind the earlier ones; its future may raise Mismatch.
-
-        Args:
-            like: a tensor of its type and size.
-            extra: another number that must agree.
-        """
+        """Queues an operation, which raises Mismatch unless type, size and `extra` agree."""
         self.calls += 1
         facts = [self.calls, NAMES.index(name), DTYPES.index(like.dtype), like.numel(), extra]
         return self.queue.submit(self._do, torch.tensor([facts]), run, copies)
@@ -165,7 +145,6 @@ class Wire:
         return run(copies)
 
     def gathered(self, mine: Tensor) -> list[Tensor]:
-        """Returns the values of all members, in rank order, behind the started operations."""
         return self.queue.submit(self._gather, mine).result()
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
@@ -184,7 +163,6 @@ class Wire:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Sends messages that are posted inside as one batch."""
         batched: list[WireMessage] = []
         self.batched = batched
         try:
@@ -240,7 +218,6 @@ class Wire:
 
 
 def _exchange(messages: list[WireMessage]) -> None:
-    """Starts all messages of a batch before waiting for any."""
     started = [(message, message.start()) for message in messages]
     for message, works in started:
         message.end(works)
@@ -261,8 +238,6 @@ def _words(dtype: int, numel: int) -> str:
 
 
 class BatchWork(dist.Work):
-    """Is the handle of several messages."""
-
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self.works = works
@@ -277,12 +252,7 @@ class BatchWork(dist.Work):
 
 
 class CollectiveWork(dist.Work):
-    """Is the handle of a collective in flight.
-
-    Args:
-        done: future of the values of `outputs`; None: there are none.
-        held: tensors to keep until somebody has waited.
-    """
+    """Is the handle of a collective; keeps `held` until somebody has waited."""
 
     def __init__(
         self,
@@ -298,7 +268,6 @@ class CollectiveWork(dist.Work):
         this_machine().once_known(stream.number, self.end)
 
     def end(self) -> None:
-        """Waits for the other members and writes the results."""
         if self.ended or (self.done is not None and self.done.cancelled()):  # by `abort`
             return
         self.ended = True
@@ -323,8 +292,6 @@ BACKEND = "simulated_nccl"
 
 
 class Options:
-    """Holds the options of `ProcessGroupNCCL.Options`."""
-
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
         self.is_high_priority_stream = False
@@ -364,7 +331,6 @@ class Communicator(dist.ProcessGroup):
 
     @property
     def connected(self) -> Wire:
-        """Returns the wire of a group that is not alone."""
         assert self.wire is not None
         return self.wire
 
@@ -418,7 +384,6 @@ class Communicator(dist.ProcessGroup):
         self.timeout = timeout
 
     def check_devices(self) -> None:
-        """Exchanges devices. Raises RuntimeError if two members share one."""
         if self.wire is None:
             return
         host = zlib.crc32(socket.gethostname().encode())
@@ -491,7 +456,6 @@ class Communicator(dist.ProcessGroup):
                     ) from error
 
     def abort(self) -> None:
-        """Drops the group without the other members."""
         if self.wire is not None:
             self.wire.close(cancels=True)
 
@@ -533,7 +497,6 @@ class Communicator(dist.ProcessGroup):
         run: Run,
         extra: int = 0,
     ) -> CollectiveWork:
-        """Starts a collective, behind the current stream."""
         given, written = self._check(name, inputs), self._check(name, outputs)
         copies = [t.data_.detach().clone() for t in given]
         self._on_stream(name, given, written)
@@ -579,8 +542,6 @@ def _number(op: Any) -> int:
 
 
 class SimulatedNCCL(Communicator):
-    """Implements NCCL's collectives and messages."""
-
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> CollectiveWork:
@@ -749,10 +710,7 @@ def register() -> None:
 
 
 def functional() -> dict[Any, Callable[..., Any]]:
-    """Returns implementations of DTensor's collectives, which find their group by name in C++.
-
-    They wait at once.
-    """
+    """Returns DTensor's collectives, whose group C++ finds by name; they wait at once."""
     ops = torch.ops._c10d_functional
 
     def all_gather(_: Any, tensor: Tensor, size: int, name: str) -> Tensor:

@@ -21,10 +21,7 @@ WITHOUT_META = frozenset((torch.ops.aten._fused_sgd_.default,))
 
 
 class SimulatedTensor(torch.Tensor):
-    """Wraps `data_`, a tensor on the CPU or on meta, as a tensor of device number `device_index`.
-
-    PyTorch's C++ sees device 0 for all, the only one of a Python backend. `device` has the index.
-    """
+    """Wraps `data_`, on the CPU or meta, as a tensor of a device that C++ knows as number 0."""
 
     data_: Tensor
     device_index: int
@@ -104,7 +101,6 @@ class SimulatedTensor(torch.Tensor):
 
 
 def simulated(tensor: Tensor) -> SimulatedTensor:
-    """Returns the tensor, which must be on the simulated device."""
     assert isinstance(tensor, SimulatedTensor)
     return tensor
 
@@ -131,7 +127,6 @@ def wrap(value: Any, originals: dict[int, SimulatedTensor], device_index: int) -
 
 
 def dispatch(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs an operator with a simulated tensor or the simulated device among its arguments."""
     special = this_machine().special.get(operator, run)
     return special(operator, *args, **kwargs)
 
@@ -187,7 +182,6 @@ def _device_index_of(
 
 
 def _check_sizes(facts: OverloadFacts, originals: dict[int, SimulatedTensor]) -> None:
-    """Raises NotImplementedError for a resized tensor, which a wrapper cannot follow."""
     for t in originals.values():
         if t.shape != t.data_.shape:
             raise NotImplementedError(f"{facts.name} resizes a tensor on the {TYPE} device")
@@ -419,7 +413,6 @@ class OverloadFacts(NamedTuple):
 
 @functools.cache
 def facts_of(operator: Any) -> OverloadFacts:
-    """Reads the facts of an overload from its schema and the sets above."""
     schema = operator._schema
     name = schema.name.partition("::")[2]
     written, read = set(), set()
@@ -439,7 +432,6 @@ def facts_of(operator: Any) -> OverloadFacts:
 
 
 def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> int:
-    """Returns how many kernels a GPU launches for an operator with these lists of tensors."""
     if not (facts.name.startswith("_foreach_") or facts.name.startswith("_fused_adam")):
         return 1
     lists = [t for t in tensors if len(t) > 1 or t]
@@ -458,10 +450,7 @@ def _bytes(t: Tensor) -> int:
 
 
 def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
-    """Returns the bytes of arguments of which only a part is touched.
-
-    A lookup reads the rows that it returns; an addition into rows touches those alone.
-    """
+    """Returns the bytes of arguments that are touched in part: rows of lookups and additions."""
     rule = _TOUCHED.get(facts.name)
     return {} if rule is None else rule(arguments, out)
 

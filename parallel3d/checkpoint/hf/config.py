@@ -44,10 +44,7 @@ TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16":
 
 
 def hf_kind(model: ModelConfig) -> str:
-    """Returns the format that can express `model`: "llama", "qwen2", "qwen3" or "gpt2".
-
-    Raises UserError, naming the key, if none can.
-    """
+    """Returns "llama", "qwen2", "qwen3" or "gpt2". Raises UserError, with the key, if none fits."""
     position = model.position_embedding
     if position == "none":
         raise UserError(
@@ -102,16 +99,12 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
 
 
 def _multiple(model: ModelConfig) -> int:
-    """Returns the largest multiple of the number of heads up to `hidden_size`, at least one."""
     heads = model.num_attention_heads
     return max(1, model.hidden_size // heads) * heads
 
 
 def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Returns the content of config.json without tokens; `dtype` is "fp32", "bf16" ….
-
-    Raises UserError for a model that no format can express.
-    """
+    """Returns config.json without tokens; `dtype` is "fp32", "bf16" …. Raises UserError."""
     kind = hf_kind(model)
     common = {
         "architectures": [ARCHITECTURES[kind]],
@@ -142,11 +135,7 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keys without a counterpart that an export writes again; they change no logit.
-
-    Special tokens and, under RoPE, the number of positions that the model was made for. Raises
-    UserError.
-    """
+    """Returns special tokens and RoPE's positions, which an export writes again."""
     kept = {key: config[key] for key in TOKENS if key in config}
     for key, value in kept.items():
         numbers = value if key == EOS and isinstance(value, list) else [value]
@@ -158,10 +147,7 @@ def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the format of a config.json and the keys of our `model` section.
-
-    Raises UserError, naming the key, for what our model cannot express and for an unknown key.
-    """
+    """Returns format and `model` section. Raises UserError for an unknown or unsupported key."""
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         close = nearest(str(kind), ARCHITECTURES)

@@ -156,7 +156,6 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
 
 
 def _joined(tensor: HFTensor, parts: dict[str, Tensor]) -> Tensor:
-    """Joins a tensor of the file from our parts, and checks its shape."""
     whole = torch.cat([parts[name] for name in tensor.parts])
     whole = whole.t() if tensor.transposed else whole
     if tuple(whole.shape) != tensor.shape:
@@ -184,10 +183,7 @@ class HFFolder:
 
 
 def read_hf_config(folder: Path) -> HFFolder:
-    """Reads config.json, and checks whether the weights contradict it.
-
-    Raises UserError for a folder without a readable config.json, or with one that we cannot run.
-    """
+    """Reads config.json. Raises UserError if it is unreadable or not supported."""
     path = folder / CONFIG
     try:
         config = parse_json(read_bounded(path, LARGEST_JSON))
@@ -291,10 +287,7 @@ def _tensors(folder: Path, weights: str | None, stack: ExitStack) -> dict[str, A
 
 
 def _files(folder: Path, weights: Any) -> list[Path]:
-    """Returns the safetensors files that transformers reads; raises UserError if there are none.
-
-    Those that config.json names, else model.safetensors, else those of the index.
-    """
+    """Returns the files that config.json names, else model.safetensors, else those of the index."""
     # Files alone: opening a pipe would wait for its writer.
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     paths = {path.name: path for path in found}
@@ -365,10 +358,7 @@ def _open(path: Path) -> Any:
 
 
 def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
-    """Raises UserError for more layers than the files have tensors.
-
-    Called before names are made for every layer of an untrusted configuration; `where` it is.
-    """
+    """Raises UserError for more layers than tensors, before names are made for every layer."""
     if model.num_layers > tensors:
         raise UserError(f"{where} has {model.num_layers} layers, and there are {tensors} tensors")
 
@@ -376,13 +366,10 @@ def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
 def _match(
     folder: Path, tensors: list[HFTensor], where: dict[str, Any], kind: str, *, tied: bool
 ) -> dict[str, str]:
-    """Returns transformers' name → key in the files, after checks of shapes and types.
-
-    Keys of a bare `LlamaModel` or `GPT2Model`, as of the first GPT-2, have no prefix. A tied
-    embedding may be there as the head alone.
-    """
+    """Returns transformers' name → key in the files, perhaps without prefix or tied embedding."""
     keys = {}
     for tensor in tensors:
+        # Keys of a bare `LlamaModel` or `GPT2Model`, as of the first GPT-2, have no prefix.
         names = [tensor.name, BASE_PREFIX.sub("", tensor.name)]
         names += [HEAD] if tied and tensor.name == EMBEDDINGS[kind] else []
         key = next((k for k in names if k in where), None)

@@ -67,10 +67,7 @@ _REFUSED = object()
 
 
 class Keys:
-    """Reads the keys of a config.json, or of an object in it called `where`, checking types.
-
-    Every key is read at most once; `finish` refuses those that were not read.
-    """
+    """Reads a config.json, or an object in it; each key once, and `finish` refuses the others."""
 
     def __init__(
         self,
@@ -85,11 +82,7 @@ class Keys:
                 self._left[key] = self._left.pop(alias)
 
     def get(self, key: str, default: Any, kind: type, *, null: Any = _REFUSED) -> Any:
-        """Returns the value of `key`, `default` if it is missing and `null` if it is null.
-
-        A `default` of None allows null. Raises UserError for a value that is not of `kind`: a whole
-        number is a float, true is no number.
-        """
+        """Returns a value. Raises UserError unless it is of `kind`; whole numbers are floats."""
         value = self._left.pop(key, _REFUSED)
         if value is _REFUSED:
             return default
@@ -100,7 +93,6 @@ class Keys:
         raise self._error(key, value, f"it must be {WORDS[kind]}")
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """Returns the value of `key`; raises UserError unless it is one of `allowed`."""
         value = self._left.pop(key, default)
         if value not in allowed:
             choices = " or ".join(show(choice) for choice in allowed)
@@ -267,7 +259,6 @@ def _gpt2(model: ModelConfig) -> list[HFTensor]:
 
 
 def _shaped(tensor: HFTensor, shapes: dict[str, tuple[int, ...]]) -> HFTensor:
-    """Returns the tensor with its shape in the file, which follows from its parts."""
     rows = sum(shapes[part][0] for part in tensor.parts)
     shape = (rows, *shapes[tensor.parts[0]][1:])
     return HFTensor(
@@ -287,10 +278,7 @@ SCALING = {
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Holds defaults of transformers' configuration classes that differ between the families.
-
-    `kv_heads` and `head_dim` None: derived from the other sizes.
-    """
+    """Holds transformers' defaults of a family; None: derived from the other sizes."""
 
     ffn: int
     positions: int
@@ -308,7 +296,6 @@ DEFAULTS = {
 
 
 def llama_keys(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """Returns the keys of config.json of this family."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling_factor > 1:
         scaling = {theirs: getattr(model, ours) for theirs, ours in SCALING.items()}
@@ -402,7 +389,6 @@ def _all_alike(keys: Keys, kind: str, layers: int) -> None:
 
 
 def _attention(keys: Keys, kind: str) -> dict[str, Any]:
-    """Returns biases and norms of heads."""
     if kind != LLAMA:
         keys.require("mlp_bias", (False,), False)
     if kind == QWEN2:
@@ -445,7 +431,6 @@ def _rope(keys: Keys, positions: int) -> dict[str, Any]:
 
 
 def _scaling(keys: Keys, rope: Keys, positions: int) -> dict[str, Any]:
-    """Returns the keys of rope_type=llama3."""
     inside = rope.get(ORIGINAL, positions, int)
     values: dict[str, Any] = {ORIGINAL: keys.get(ORIGINAL, inside, int)}
     for theirs in ("factor", "low_freq_factor", "high_freq_factor"):

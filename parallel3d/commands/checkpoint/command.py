@@ -71,10 +71,7 @@ VERBS = {
 
 
 def checkpoint(words: Sequence[str]) -> int:
-    """Runs one `parallel3d checkpoint …` line. Returns its exit code.
-
-    Raises UserError for a wrong line, and for what the system refuses.
-    """
+    """Runs `parallel3d checkpoint …`; returns its exit code. Raises UserError."""
     name = choose(CHECKPOINT, VERBS, words)
     if name is None:
         return 0
@@ -111,7 +108,6 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
 
 
 def _truth(key: str, given: Mapping[str, str]) -> bool | None:
-    """Returns the value of a key that is true or false, or None. Raises UserError for another."""
     text = given.get(key)
     if text is None:
         return None

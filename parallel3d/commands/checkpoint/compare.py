@@ -50,10 +50,7 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """Holds how far apart the values of a tensor are in two checkpoints.
-
-    `relative` is the largest difference over the largest magnitude of the tensor in either.
-    """
+    """Holds how far a tensor's values are apart; `relative` to its largest magnitude in either."""
 
     name: str
     absolute: float
@@ -67,11 +64,7 @@ class Difference:
 
 
 def diff(runs_dir: Path, a: str, b: str) -> int:
-    """Compares two checkpoints (`run` or `run@step`). Returns 0 if they are equal, else 1.
-
-    They are equal if they have the same tensors with the same values, and the same progress.
-    Differences of configuration are only printed.
-    """
+    """Compares tensors and progress of two checkpoints. Returns 0 if they are equal, else 1."""
     folders = [_folder_of(runs_dir, a), _folder_of(runs_dir, b)]
     print(f"a: {_title(folders[0])}\nb: {_title(folders[1])}")
     same = True
@@ -147,7 +140,6 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def _summary(compared: list[Difference]) -> str:
-    """Returns how many tensors of each kind both have, and how many of them are equal."""
     lines = []
     for kind in KINDS:
         some = [d for d in compared if d.kind == kind]
@@ -176,7 +168,6 @@ def _differences(differing: list[Difference]) -> str:
 
 
 def _print_differences(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Prints the keys that differ. Returns whether there are none."""
     keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
     for key in keys:
         print(plain(f"{what}: {key} is {a.get(key)} in a, {b.get(key)} in b"))

@@ -62,10 +62,7 @@ KEPT_FILE, OWNER = "huggingface.json", "tokenizer"
 
 
 def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
-    """Returns the tokenizer of a run with this checkpoint. Raises UserError if it is gone.
-
-    None for a model that was imported without one, if none was named since.
-    """
+    """Returns a run's tokenizer; None if it was imported without. Raises UserError."""
     configured: Any = manifest.config.get("data", {}).get("tokenizer")
     configured = configured if isinstance(configured, str) else None
     found = tokenizer_of(DataConfig(tokenizer=configured), run_dir)
@@ -77,10 +74,7 @@ def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
 def write_kept(
     run_dir: Path, kept: Mapping[str, Any], tokenizer: Tokenizer | None, *, own: bool
 ) -> None:
-    """Writes `kept_keys` into the run's folder. Raises OSError.
-
-    `own`: the run has the folder's own tokenizer, or none, not another that was named.
-    """
+    """Writes `kept_keys` into the run's folder. `own`: with the folder's own tokenizer, or none."""
     about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
     write_durably(run_dir / KEPT_FILE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
 
@@ -94,7 +88,6 @@ def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _read_kept(run_dir: Path) -> dict[str, Any]:
-    """Returns {} for a run that was not imported."""
     return read_json(run_dir, KEPT_FILE, f"run={run_dir.name}")
 
 
@@ -104,10 +97,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
-    """Returns the tokenizer that `config` names, else the folder's; None if there is none.
-
-    Raises UserError for one that cannot be used, or that has more tokens than the model.
-    """
+    """Returns the tokenizer of `config`, else of the folder, else None. Raises UserError."""
     found: Tokenizer
     if config.data.tokenizer is not None:
         found = open_tokenizer(config.data.tokenizer)
@@ -121,7 +111,6 @@ def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
 
 
 def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
-    """Returns the sentence on an imported tokenizer."""
     if isinstance(tokenizer, FileTokenizer):
         return f"its tokenizer ({tokenizer.vocab_size:,} tokens) is the run's own"
     if tokenizer is not None:
@@ -161,7 +150,6 @@ def why_not(model: ModelConfig) -> str | None:
 
 
 def _available_memory() -> int | None:
-    """Returns the available bytes of /proc/meminfo; None if there are none."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
@@ -171,7 +159,6 @@ def _available_memory() -> int | None:
 
 
 def some_tokens(model: ModelConfig) -> Tensor:
-    """Returns (1, s) random tokens, always the same."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, min(LONGEST, model.seq_length))
     return torch.randint(0, model.vocab_size, shape, generator=generator)
@@ -186,7 +173,6 @@ def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage
 
 @torch.no_grad()
 def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
-    """Returns (b, s, vocab_size) of a whole model on one rank."""
     assert stage.embedding is not None and stage.head is not None
     x = stage.embedding(tokens)
     for block in stage.layers.values():
@@ -195,10 +181,7 @@ def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
 
 
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Returns (b, s, vocab_size) of transformers' model of the folder.
-
-    Raises UserError if transformers does not load or run it, or its logits are not finite.
-    """
+    """Returns (b, s, vocab_size) of transformers' model. Raises UserError if it has none."""
     import transformers
 
     logging = transformers.utils.logging
@@ -295,10 +278,7 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
 
 
 def _model_of(manifest: Manifest, where: str) -> tuple[ModelConfig, str]:
-    """Returns the model of a checkpoint and the type of its weights.
-
-    Raises UserError for a configuration that is not one of ours.
-    """
+    """Returns a checkpoint's model and the type of its weights. Raises UserError."""
     try:
         model = ModelConfig(**manifest.config["model"])
         check_fields(dataclasses.replace(Config(), model=model))
@@ -372,7 +352,6 @@ def import_run(
 
 
 def _prove(folder: Path, config: Config, run_dir: Path) -> str:
-    """Compares the logits of the written checkpoint with transformers'. Raises UserError."""
     tokens = some_tokens(config.model)
     theirs = their_logits(folder, tokens)  # its model is freed before ours is made
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
@@ -384,7 +363,6 @@ def _prove(folder: Path, config: Config, run_dir: Path) -> str:
 def _configuration(
     folder: Path, run: str, runs_dir: Path, keys: dict[str, Any], overrides: list[str]
 ) -> Config:
-    """Returns the checked configuration of an imported run."""
     words = [*overrides, f"run={run}", f"runs_dir={runs_dir}"]
     config = _composed(words)
     model = dataclasses.replace(ModelConfig(), **keys)

@@ -32,7 +32,6 @@ RIGHT = ("step", "age", "size", "loss")
 
 
 def run_names(runs_dir: Path) -> list[str]:
-    """Returns the names of the runs in a folder."""
     names = (path.parent.name for path in runs_dir.glob(f"*/{CONFIG_FILE}"))
     return sorted(name for name in names if not name.startswith(TEMPORARY))
 
@@ -50,10 +49,7 @@ def find_run(runs_dir: Path, run: str) -> Path:
 
 
 def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
-    """Returns the folder of a run's checkpoint, the newest if `step` is None.
-
-    Raises UserError if there is none, naming the nearest step.
-    """
+    """Returns a run's checkpoint, by default the newest. Raises UserError with the nearest step."""
     run_dir = find_run(runs_dir, run)
     folders = list_checkpoints(run_dir)
     if not folders:
@@ -69,7 +65,6 @@ def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
 
 
 def step_number(folder: Path) -> int:
-    """Returns the step in the name of a checkpoint's folder."""
     return int(folder.name.rpartition("-")[2])
 
 
@@ -125,10 +120,7 @@ def damage_refused(what: str, advice: str = "") -> Iterator[None]:
 
 
 def layout(config: Mapping[str, Any]) -> str:
-    """Returns the layout that a checkpoint was saved under, as typed: `tp=2 pp=2 dp=1 zero=1`.
-
-    Values that are no numbers are left out: the manifest is untrusted.
-    """
+    """Returns `tp=2 pp=2 dp=1 zero=1`, without what is no number in an untrusted manifest."""
     sizes = {key: config.get(key) for key in ("tp", "pp", "cp", "dp", "vpp", "zero")}
     neutral = {"cp": 1, "vpp": 1, "zero": 0}
     shown = {k: v for k, v in sizes.items() if type(v) is int and neutral.get(k) != v}
@@ -168,7 +160,6 @@ def _pointer(run_dir: Path) -> str:
 
 
 def _log_unreadable(path: Path, error: Exception) -> None:
-    """Prints why a row lacks something."""
     why = reason(error) if isinstance(error, OSError) else str(error)
     print(f"parallel3d: {path} cannot be read ({plain(why)})", file=sys.stderr)
 

@@ -29,10 +29,7 @@ MAY_BE_SET = ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "genera
 
 
 def take_prompt(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns the overrides without prompt=…, and the prompt exactly as it was typed.
-
-    Hydra would require quotes around most texts, and strip blanks.
-    """
+    """Returns overrides without prompt=… and the prompt as typed: Hydra would strip blanks."""
     prompts = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
     rest = [word for word in words if not word.startswith("prompt=")]
     return rest, prompts[-1] if prompts else None
@@ -78,10 +75,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def config_of_run(config: Config) -> Config:
-    """Returns `config` (layout, device, seed, generate.*) with the model and tokenizer of its run.
-
-    Checked, with dp=1. Raises UserError if there is no such run.
-    """
+    """Returns `config` with the run's model and tokenizer, checked, dp=1. Raises UserError."""
     run = load_config_of(config)
     precision = "fp64" if run.precision.name == "fp64" else "fp32"
     config = dataclasses.replace(

@@ -15,11 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.checkpoint.manifest import (
-    DamagedCheckpoint,
-    Manifest,
-    UnreadableCheckpoint,
-)
+from parallel3d.checkpoint.manifest import DamagedCheckpoint, Manifest, UnreadableCheckpoint
 from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.storage import read_state
 from parallel3d.comm.process_groups import ProcessGroups
@@ -33,10 +29,7 @@ from parallel3d.run.launch import Worker
 
 
 def generate(config: Config, worker: Worker) -> None:
-    """Writes the prompt and its continuation to stdout; torch.distributed must be initialised.
-
-    Raises UserError if no checkpoint of the run is complete.
-    """
+    """Writes the prompt and its continuation to stdout. Raises UserError without a checkpoint."""
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
@@ -74,10 +67,7 @@ def generate(config: Config, worker: Worker) -> None:
 
 
 def load_newest(config: Config, stage: Stage, groups: ProcessGroups) -> Manifest:
-    """Fills `stage` from the newest checkpoint that every rank finds complete; collective.
-
-    Damaged ones are logged and skipped. Raises UserError if none is left.
-    """
+    """Fills `stage` from the newest complete checkpoint; collective. Raises UserError."""
     state = state_of(stage)
     folders = checkpoints_of(config)
     for folder in folders:
@@ -138,15 +128,12 @@ class TokenSampler:
 
 
 class TextStream:
-    """Writes text to stdout at once."""
-
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         self.last = "\n"
 
     def write(self, text: str) -> None:
-        """Prints and flushes the text."""
         if not text:
             return
         self.last = text[-1]
@@ -154,6 +141,5 @@ class TextStream:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Ends the last line."""
         if self.last != "\n":
             self.write("\n")

@@ -194,7 +194,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.step_record = DDPStepRecord()
 
     def _open(self) -> DDPReducer:
-        """Makes buckets and shared memory; collective."""
         self.buffer_sync = BufferSync(
             self.module, self.group, self.device, self.parameters_to_ignore
         )
@@ -260,7 +259,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             any_of(self.group, self.require_backward_grad_sync, self.device)
 
     def _check_contents(self) -> None:
-        """Raises RuntimeError for a parameter of the module that the reducer does not know."""
         # Dynamo would trace the comparison and guard its result.
         if torch.compiler.is_compiling() or not self.contents.changed():
             return
@@ -319,10 +317,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @recorded
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """All-reduces the buckets as they are, or in fp16, as PyTorch's; a group of one keeps them.
-
-        Raises ValueError for another type, and as `register_comm_hook`.
-        """
+        """All-reduces in PyTorch's way, or in fp16. Raises ValueError for another type."""
         if comm_hook_type not in BUILTIN_HOOKS:
             raise ValueError(
                 f"comm_hook_type={comm_hook_type!r} must be one of "
@@ -343,10 +338,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         hook: BufferHook,
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Lets `hook(state, buffers by name)` synchronise buffers before or after each forward.
-
-        As PyTorch's. Waits at once for the futures that it returns.
-        """
+        """Lets `hook(state, buffers by name)` synchronise buffers, as PyTorch's; waits for it."""
         after = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
         self.buffer_hook = (hook, state, after)
 
@@ -371,7 +363,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Returns `broadcast_buffers`, under PyTorch's name."""
         return self.broadcast_buffers
 
     def will_sync_buffers(self) -> bool:
@@ -404,7 +395,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the hook for `torch.distributed.algorithms.Join`."""
         return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -417,7 +407,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Returns PyTorch's group; None for a group of one."""
         return self.group.handle
 
     def _notify_join(self, reducer: DDPReducer) -> None:
@@ -454,14 +443,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.module.load_state_dict(state_dict, strict)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        """Adds the prefix of the module, when another module loads its submodules."""
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[prefix + PREFIX + name[len(prefix) :]] = state_dict.pop(name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Returns the module's submodules, under its own names."""
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
@@ -474,7 +461,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             return getattr(self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Returns a wrapper of a copy of the module, with the same group."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self._state(), memo) | {"group": self.group})
@@ -510,7 +496,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """Returns `bucket_cap_mb_list` in bytes, under PyTorch's name."""
         caps = self._bucket_cap_mb
         return [int(cap * MIB) for cap in caps] if isinstance(caps, list) else []
 
@@ -531,7 +516,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _build_debug_param_to_name_mapping(
         self, parameters: Sequence[nn.Parameter]
     ) -> dict[int, str]:
-        """Returns parameter names by index. Raises ValueError unless all are reduced parameters."""
         places = {p: i for i, p in enumerate(parameters)}
         names = {}
         for name, parameter in zip(self._trained, self.numbers, strict=True):
@@ -547,7 +531,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @recorded
     def _set_static_graph(self) -> None:
-        """Sets `static_graph=True`. Raises RuntimeError after the first backward."""
         if self.reducer is not None:
             self.reducer.set_static()
         self.static_graph = True
@@ -556,21 +539,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Does nothing: outputs are never cloned here."""
 
     def _remove_autograd_hooks(self) -> None:
-        """Stops reducing gradients."""
         self.require_backward_grad_sync = False
         if self.reducer is not None:
             self.reducer.enabled = False
 
 
 def _check_defaults(**given: tuple[object, object]) -> None:
-    """Raises ValueError for an argument of PyTorch's that is not at its default."""
     for name, (value, default) in given.items():
         if value != default:
             raise ValueError(f"{name}={value!r} is not built here; the nearest is {name}={default}")
 
 
 def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """Raises ValueError unless all are sizes."""
     for cap in bucket_cap_mb_list or ():
         if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0:
             raise ValueError(
@@ -580,10 +560,7 @@ def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:
 
 
 def unused_parameters(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) -> set[int]:
-    """Returns the numbers of the parameters from which no output was computed.
-
-    Walks the autograd graph in Python: its time grows with the number of nodes.
-    """
+    """Walks the autograd graph for the numbers of parameters that reach no output."""
     left = dict(numbers)
     nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(nodes)
@@ -609,7 +586,6 @@ FACTS = ("name", "shape", "type", "strides", "requires_grad")
 
 
 def left(named: Iterable[tuple[str, T]], ignored: Set[str]) -> list[tuple[str, T]]:
-    """Returns those that are not ignored."""
     return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
@@ -660,7 +636,6 @@ def _difference(ours: list[Entry], theirs: list[Entry], rank: int, other: int) -
 
 
 def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raises ValueError for a parameter whose optimizer steps in the backward."""
     for name, parameter in trained:
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
@@ -671,10 +646,7 @@ def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> None:
-    """Raises ValueError for parameters that cannot be reduced, RuntimeError if there are none.
-
-    Comes after `verify_params_across_ranks`, so that all ranks raise alike.
-    """
+    """Raises ValueError, or RuntimeError without parameters; all ranks' modules must agree."""
     if not trained:
         raise RuntimeError(
             "the module has no parameter that requires a gradient: nothing is there to reduce"
@@ -706,7 +678,6 @@ class Contents:
         self._there = self._now()
 
     def changed(self) -> bool:
-        """Returns whether a parameter or submodule was added, replaced or removed."""
         now = self._now()
         return len(now) != len(self._there) or not all(map(operator.is_, self._there, now))
 
@@ -724,7 +695,6 @@ class DDPJoinHook(JoinHook):
         net.step_record.joins = True
 
     def main_hook(self) -> None:
-        """Mirrors the collectives of one forward and backward."""
         net = self.net
         if net.will_sync_buffers():
             net.sync_buffers_joined(joined=True)
@@ -735,7 +705,6 @@ class DDPJoinHook(JoinHook):
             net.reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model of one of the last ranks to all."""
         net = self.net
         source = highest(net.group, net.group.index if is_last_joiner else -1, net.device)
         tensors = [p.detach() for p in net.module.parameters()]
@@ -743,14 +712,12 @@ class DDPJoinHook(JoinHook):
 
 
 def highest(group: Group, value: int, device: torch.device) -> int:
-    """Returns the largest value over the ranks."""
     number = torch.tensor([value], device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX, group=group.handle)
     return int(number)
 
 
 def any_of(group: Group, value: bool, device: torch.device) -> bool:
-    """Returns whether the value is true on any rank."""
     return highest(group, int(value), device) > 0
 
 

@@ -54,31 +54,25 @@ class DDPStepRecord:
         self.sums: dict[str, int] = {}
 
     def forward(self) -> None:
-        """Records the start of a forward whose backward will be reduced."""
         self.forwards += 1
         self.forward_at = time.perf_counter_ns()
 
     def backward(self) -> None:
-        """Records the start of a backward."""
         self.backward_at = time.perf_counter_ns()
 
     def computed(self) -> None:
-        """Records the end of the backward's own work."""
         self.computed_at = time.perf_counter_ns()
 
     def comm(self) -> None:
-        """Records the start of the first bucket."""
         self.comm_at = time.perf_counter_ns()
 
     def comm_ended(self) -> None:
-        """Records that the parameters have the means."""
         self.comm_ended_at = time.perf_counter_ns()
         self.backwards += 1
         for name, duration in self.durations().items():
             self.sums[name] = self.sums.get(name, 0) + duration
 
     def durations(self) -> dict[str, int]:
-        """Returns the nanoseconds of the last step that was reduced."""
         return {
             "forward_compute_time": self.backward_at - self.forward_at,
             "backward_compute_time": self.computed_at - self.backward_at,
@@ -124,7 +118,6 @@ def recorded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, 
 
 
 def sizes_of(buckets: Iterable[DDPBucket]) -> list[int]:
-    """Returns the bytes of the gradients in each bucket."""
     return [bucket.flat.nbytes for bucket in buckets]
 
 
@@ -153,10 +146,7 @@ def arrange(
     ready: Sequence[int],
     bucket_cap_mb: float | Sequence[float] | None,
 ) -> list[list[int]]:
-    """Assigns parameters to buckets, by their numbers; `ready` is the order of readiness.
-
-    Each type has its own buckets. Buckets are ordered by their last members, which fill them.
-    """
+    """Assigns parameters to buckets of one type, ordered by when they are full."""
     by_type: dict[torch.dtype, list[int]] = {}
     for number in ready:
         by_type.setdefault(parameters[number].dtype, []).append(number)
@@ -193,11 +183,9 @@ class GradBucket:
         self._parameters = list(parameters)
 
     def index(self) -> int:
-        """Returns the bucket's number, in the order in which hooks are called."""
         return self._index
 
     def is_last(self) -> bool:
-        """Returns whether it is the last bucket of this backward."""
         return self._last
 
     def buffer(self) -> Tensor:
@@ -205,7 +193,6 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replaces the buffer."""
         self._buffer = buffer
 
     def parameters(self) -> list[Tensor]:
@@ -213,7 +200,6 @@ class GradBucket:
         return list(self._parameters)
 
     def gradients(self) -> list[Tensor]:
-        """Returns views of the buffer, one for each parameter."""
         return views_of(self._buffer, self._parameters)
 
 
@@ -221,7 +207,6 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future]
 
 
 def alone_hook(_: object, bucket: GradBucket) -> torch.futures.Future:
-    """Returns the bucket as it is, for a group of one."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -313,14 +298,10 @@ class BackwardFlags:
         self.noted: tuple[str | None, Tensor, Any] | None = None
 
     def found(self, sentence: str) -> None:
-        """Keeps the first error of a backward."""
         self.fault = self.fault or sentence
 
     def note(self, flag: Tensor, other: str | None) -> None:
-        """Ends a backward.
-
-        `flag` (1,) is above zero if any rank found an error; `other` is an error of the transport.
-        """
+        """Ends a backward; `flag` (1,) is above zero after an error on any rank."""
         finding, self.fault = self.fault or other, None
         event = None
         if accelerator.is_accelerator(self.device):
@@ -346,8 +327,6 @@ class BackwardFlags:
 
 @dataclass(frozen=True)
 class _Watch:
-    """Notifies the reducer of a parameter's gradient, as a hook."""
-
     reducer: weakref.ref[DDPReducer]
     number: int
 
@@ -358,14 +337,12 @@ class _Watch:
 
 
 def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> None:
-    """Raises ValueError for a parameter of two reducers one of which keeps gradients in buckets.
-
-    There the first reducer to send a bucket would scale and sum the gradient that the other has yet
-    to read. Otherwise both average the same gradients.
-    """
+    """Raises ValueError for a parameter of two reducers if one keeps gradients in buckets."""
     for name, parameter in named:
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             other = hook.reducer() if isinstance(hook, _Watch) else None
+            # The first reducer to send a bucket would scale the gradient that the other has yet
+            # to read.
             if other is not None and (as_views or other.as_views):
                 raise ValueError(
                     f"parameter {name} is in another DistributedDataParallel already, which "
@@ -493,7 +470,6 @@ class DDPReducer:
         self.static = self.counting = self.measure = True
 
     def close(self) -> None:
-        """Frees shared memory; nothing is reduced any more."""
         self.transport.close()
 
     def _watch(self) -> None:
@@ -502,22 +478,18 @@ class DDPReducer:
             parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
 
     def output_hook(self, _: Tensor) -> None:
-        """Begins the backward, as a hook of the forward's outputs."""
         if self.enabled:
             self.begin()
 
     @recorded
     def begin(self) -> None:
-        """Begins a backward.
-
-        `_end` is queued as a callback of the outermost backward: a checkpointed layer runs others
-        inside.
-        """
+        """Begins a backward. Its end is that of the outermost one, as checkpoints nest them."""
         if self.running:
             return
         self.errors.check()
         if self.timed:
             self.step_record.backward()
+        # Called at the end of the outermost backward, not of one that recomputes a layer.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._reset()
         silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())
@@ -597,7 +569,6 @@ class DDPReducer:
         self.transport.start(index)
 
     def _write_flags(self, flags: list[bool]) -> None:
-        """Writes which parameters have a gradient, and whether there is an error."""
         if all(flags[:-1]) and not flags[-1]:
             self.transport.flags.copy_(self.usual_flags)
         else:
@@ -626,7 +597,6 @@ class DDPReducer:
         self._after()
 
     def _compare(self) -> None:
-        """Records whether this backward reached other parameters than the first one."""
         reached = frozenset(self.arrivals)
         if self.reached is None:
             self.reached = reached
@@ -634,7 +604,6 @@ class DDPReducer:
             self.graph_static = False
 
     def _ddp_graph_static(self) -> bool:
-        """Returns `graph_static`, under PyTorch's name."""
         return self.graph_static
 
     def _check_static(self) -> None:

@@ -49,7 +49,6 @@ def may_share(group: Group) -> bool:
 
 
 def timeout_of(group: Group) -> float:
-    """Returns the group's timeout in seconds."""
     if group.shared is not None:
         return group.shared.memory.timeout_s
     assert group.handle is not None  # may_share: more than one rank
@@ -95,7 +94,6 @@ def group_and_devices(
 def own_device(
     device_ids: Sequence[int | torch.device] | None, device: torch.device, key: str = "device_ids"
 ) -> torch.device | None:
-    """Returns the device for inputs. Raises ValueError if it is not the module's."""
     if not device_ids:
         return None
     named = device_ids[0]
@@ -137,7 +135,6 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    """Returns the bytes of a buffer with all of them, each aligned."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
@@ -153,10 +150,7 @@ def packed(tensors: Sequence[Tensor], flat: Tensor | None = None) -> tuple[Tenso
 
 
 def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source to its target without bumping the target's version.
-
-    The graph of a forward that is not backpropagated yet may have saved it.
-    """
+    """Copies sources to targets without bumping versions: a forward's graph may have saved them."""
     with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
         torch._foreach_copy_(list(targets), list(sources))
 
@@ -328,7 +322,6 @@ class SharedTransport:
         return None if memory is None else cls(memory, sizes, flags, elsewhere)
 
     def before(self) -> None:
-        """Waits until this rank's buffers may be written."""
         if self.adds and self.step > 1:
             self._wait(SUMMED)
 
@@ -368,7 +361,6 @@ class SharedTransport:
             yield total
 
     def _check(self, index: int) -> None:
-        """Raises RuntimeError if a rank is in another backward than this one."""
         for peer in self.peers:
             if (theirs := self.stamps[peer, index]) != self.step:
                 raise RuntimeError(
@@ -403,10 +395,7 @@ def is_shared(group: Group, device: torch.device) -> bool:
 def open_transport(
     sizes: Sequence[Size], flags: int, group: Group, device: torch.device, elsewhere: bool
 ) -> Transport:
-    """Returns shared memory for CPU ranks of one host, unless the group disables it; collective.
-
-    `elsewhere`: the sums are written to other tensors than the buffers.
-    """
+    """Returns shared memory or the backend; collective. `elsewhere`: sums go to other tensors."""
     if is_shared(group, device):
         shared = SharedTransport.open(sizes, flags, group, elsewhere)
         if shared is not None:
@@ -415,13 +404,11 @@ def open_transport(
 
 
 def _add_flags(sizes: Sequence[Size], flags: int) -> list[Size]:
-    """Returns the sizes, the last one with space for the flags."""
     *others, (numel, dtype) = sizes
     return [*others, (numel + flags, dtype)]
 
 
 def _split_flags(whole: list[Tensor], flags: int) -> tuple[list[Tensor], Tensor]:
-    """The buffers without the flags, and the flags."""
     *others, last = whole
     return [*others, last[:-flags]], last[-flags:]
 
@@ -450,10 +437,7 @@ def _part(size: Size, count: int, index: int) -> slice:
 
 
 class BufferSync:
-    """Broadcasts one rank's buffers before a forward, through shared memory if possible.
-
-    There the first rank writes them when all have read the previous ones, and posts to each.
-    """
+    """Broadcasts one rank's buffers before a forward, through shared memory if possible."""
 
     def __init__(
         self, module: nn.Module, group: Group, device: torch.device, ignored: Set[str]
@@ -487,11 +471,9 @@ class BufferSync:
             _, self.views = packed(found, self.memory.data)
 
     def current(self) -> list[Tensor]:
-        """Returns the current buffers, each once."""
         return [buffers[name] for buffers, name in self.places]
 
     def from_first(self) -> None:
-        """Copies the first rank's buffers to all; collective."""
         buffers = self.current()
         if self.memory is None or self.shapes != [(b.shape, b.dtype) for b in buffers]:
             broadcast_all(buffers, 0, self.group)
