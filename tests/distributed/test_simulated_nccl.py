@@ -13,8 +13,8 @@ from parallel3d.simulated_device.machine import Race
 from parallel3d.simulated_device.nccl import Mismatch
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.simulated import SimulatedPool, here
-from tests.distributed.test_simulated_device import module, raises
 from tests.distributed.test_reference_collectives import check_barriers
+from tests.distributed.test_simulated_device import module, raises
 
 
 def rank() -> int:
