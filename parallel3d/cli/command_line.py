@@ -197,7 +197,9 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
         # Not resolved: an interpolation that fails would fail in the overrides as well.
-        return _refuse(explain_override_error(error, list(HydraConfig.get().overrides.task)), place)
+        words = OmegaConf.to_container(HydraConfig.get().overrides.task)
+        assert isinstance(words, list)
+        return _refuse(explain_override_error(error, words), place)
 
 
 def _refuse_launched(place: RankAssignment | None) -> None:

@@ -79,7 +79,7 @@ def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
     monkeypatch.setattr(worker, "run_alone", lambda *_: 7)
     monkeypatch.setattr(worker, "run_local_workers", lambda *given: started.append(given[3]) or 0)
     assert worker.run_here("train", Config(), tmp_path, 1, DeviceChoice("cpu")) == 7
-    assert worker.run_here("train", Config(), tmp_path, 1, DeviceChoice("cpu"), again=True) == 0
+    assert worker.run_here("train", Config(), tmp_path, 1, DeviceChoice("cpu"), in_sweep=True) == 0
     assert started == [1]
 
 
