@@ -23,6 +23,7 @@ from parallel3d.errors import UserError
 from parallel3d.host import devices
 from parallel3d.host import devices as gpu_environment
 from parallel3d.host.devices import DeviceChoice, HostError, choose_device, device_of_rank
+from parallel3d.parallel.groups import init
 from parallel3d.run import rendezvous, worker
 from parallel3d.run.launch import RankAssignment, Worker
 
@@ -301,3 +302,8 @@ def test_simulated_accelerator_is_enabled_before_anything_else(
         worker.local_worker_main("train", Config(), tmp_path, 1, "simulated", lambda: False)
     with pytest.raises(Enabled):
         worker.run_joined("train", Config(), place(0, 0), "simulated")
+
+
+def test_init_refuses_the_old_name_of_the_simulated_device_with_the_new_one() -> None:
+    with pytest.raises(UserError, match="pretend is now simulated; use device=simulated"):
+        init(device="pretend")
