@@ -26,7 +26,7 @@ from parallel3d.schedules.choose import (
     ScheduleChoice,
     choose,
     measure,
-    measured_forms,
+    measured_schedules,
     wanted,
 )
 from parallel3d.schedules.draw import render_svg, render_text, write_table
@@ -97,7 +97,7 @@ def find(config: Config) -> Shown:
     given = _given(config, count) if name != "auto" else None
     if given is not None:
         _check_fits(config, work, given)
-    forms = measured_forms(ranks, count, chunks, work)
+    forms = measured_schedules(ranks, count, chunks, work)
     cap = config.schedule.memory
     best = choose(ranks, count, chunks, work, 1.0 if cap is None else cap, forms)
     rows = [*forms, best]

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: forms, checker, clock, search, tables, pictures; no process."""
+"""Pipeline schedules as data: named and searched ones, checker, simulator, tables and pictures."""

@@ -1,10 +1,10 @@
-"""The schedule of a run: by name, from a file, or the one that the clock would choose."""
+"""The schedule of a run: by name, from a file, or the fastest that a search finds."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TypeAlias
@@ -18,17 +18,17 @@ from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, clock
 
-WORK = 600_000  # actions that the search may place: some seconds
+WORK = 600_000  # actions that the search schedules: a few seconds
 SAME = 1e-9
-# Micro-batches × stages that are still searched in some seconds.
+# Micro-batches × stages that can be searched in a few seconds.
 LARGEST = 300_000
-LARGEST_TABLE = 1 << 26  # bytes of `schedule.file`, some six million actions
+LARGEST_TABLE = 1 << 26  # bytes of `schedule.file`: about six million actions
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule with what it costs: the step beyond its busiest rank's compute, the idle share of
-    all ranks, and the peak of live activations as a fraction of 1F1B's."""
+    """A schedule with its seconds, its time over the busiest rank's compute (fraction), its idle
+    share of all ranks, and its peak of live activations as a fraction of 1F1B's."""
 
     schedule: Schedule
     seconds: float
@@ -38,17 +38,16 @@ class ScheduleChoice:
     why: str = ""
 
 
-# By stage: its part of a rank's layers, and how many times their forward it computes besides, in
-# its forward and, of what was not kept, in its backward.
+# By stage: (fraction of a rank's layers, extra forwards in its forward, extra forwards in its
+# backward, for recomputation), the last two in units of a rank's forward.
 Weights: TypeAlias = Sequence[tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What a rank computes per micro-batch: seconds of all its layers.
+    """Seconds that a rank computes per micro-batch, over all its layers.
 
-    They are spread evenly over its chunks, or as `weights` says of a placement; None says that no
-    stages can be laid out like that.
+    The layers are spread evenly over chunks, or by `weights`; None there: no such stages exist.
     """
 
     forward: float = 1.0
@@ -58,11 +57,11 @@ class RankWork:
     weights: Callable[[StageAssignment], Weights | None] | None = None
 
     def fits(self, placement: StageAssignment) -> bool:
-        """Whether there are costs for it."""
+        """Whether the model has costs for this stage assignment."""
         return self.weights is None or self.weights(placement) is not None
 
     def costs(self, placement: StageAssignment) -> Costs:
-        """Seconds by stage; `placement` must fit."""
+        """Returns seconds by stage. Raises ValueError if `placement` does not fit."""
         if self.weights is None:
             return Costs.even(placement, self.forward, self.input, self.weight, self.hop)
         weights = self.weights(placement)
@@ -85,10 +84,10 @@ def wanted(
     work: RankWork = RankWork(),
     memory: float = 1.0,
 ) -> Schedule:
-    """The schedule `name`: one of FORMS, "auto" (see `choose`) or "file" (see `read_table`).
+    """Returns the schedule `name`: a named one, "auto" (`choose`) or "file" (`read_table`).
 
-    Raises UserError where there is none: an unknown name, chunks that it does not have, a file that
-    cannot be read or whose table cannot run.
+    Raises UserError for an unknown name, an impossible number of chunks, or an unreadable or
+    unsound file.
     """
     if name == "file":
         return _of_file(file, ranks, microbatches, chunks)
@@ -106,18 +105,17 @@ def wanted(
 def chosen(
     ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
 ) -> ScheduleChoice:
-    """`choose`, a search of seconds, for which a run asks several times."""
+    """`choose` with its checks, cached: a run asks several times for a search of seconds."""
     check_search(ranks, microbatches, chunks, memory)
     return choose(ranks, microbatches, chunks, work, memory)
 
 
 def check_search(ranks: int, microbatches: int, chunks: int, memory: float) -> None:
-    """Raises UserError where `schedule=auto` has too much to search, or a cap below one
-    micro-batch."""
-    if (boxes := ranks * microbatches * max(2, chunks)) > LARGEST:
+    """Raises UserError if schedule=auto has too much to search or too low a cap."""
+    if (cells := ranks * microbatches * max(2, chunks)) > LARGEST:
         raise UserError(
             f"schedule=auto must have at most {LARGEST:,} micro-batches × stages to search, not "
-            f"{boxes:,}; the nearest is schedule=interleaved_zb."
+            f"{cells:,}; the nearest is schedule=interleaved_zb."
         )
     _check_memory(ranks, microbatches, memory)
 
@@ -137,19 +135,19 @@ def _of_file(file: str | None, ranks: int, microbatches: int, chunks: int) -> Sc
             "schedule=file needs schedule.file=…, a table with a row of actions a rank; the "
             "nearest is schedule=1f1b."
         )
-    said = file if file.isprintable() and " " not in file else repr(file)
+    shown = file if file.isprintable() and " " not in file else repr(file)
     try:
-        table = read_bounded(Path(file), LARGEST_TABLE).decode("utf-8-sig")  # Excel writes a mark
+        table = read_bounded(Path(file), LARGEST_TABLE).decode("utf-8-sig")  # Excel writes a BOM
     except UnicodeDecodeError:
-        raise UserError(f"schedule.file={said} cannot be read: it is not text.") from None
+        raise UserError(f"schedule.file={shown} cannot be read: it is not text.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or plain(str(error))
-        raise UserError(f"schedule.file={said} cannot be read: {reason}.") from None
-    return read_table(table, said, ranks, microbatches, chunks if chunks > 1 else None)
+        raise UserError(f"schedule.file={shown} cannot be read: {reason}.") from None
+    return read_table(table, shown, ranks, microbatches, chunks if chunks > 1 else None)
 
 
 def measure(schedule: Schedule, work: RankWork) -> ScheduleChoice:
-    """Time a schedule and count its activations. Raises ScheduleError for what can never run."""
+    """Times a schedule and counts its activations. Raises ScheduleError if it cannot run."""
     costs = work.costs(schedule.placement)
     placement, count = schedule.placement, schedule.microbatches
     _, ends = clock(schedule.orders, placement, costs)
@@ -169,16 +167,16 @@ def measure(schedule: Schedule, work: RankWork) -> ScheduleChoice:
     )
 
 
-def measured_forms(
+def measured_schedules(
     ranks: int, microbatches: int, chunks: int, work: RankWork
 ) -> list[ScheduleChoice]:
-    """All fixed forms that there are costs for, timed."""
-    forms = fixed_forms(ranks, microbatches, chunks)
-    return [measure(form, work) for form in forms if work.fits(form.placement)]
+    """Times all named schedules for which `work` has costs."""
+    named = named_schedules(ranks, microbatches, chunks)
+    return [measure(one, work) for one in named if work.fits(one.placement)]
 
 
 def peak_live(orders: ComputeSchedule) -> int:
-    """The most chunk-activations that a rank holds at once, from F to the end of B or W."""
+    """Returns the most chunk-activations that a rank holds at once, from F to the end of B or W."""
     most = 0
     for order in orders:
         live = 0
@@ -191,8 +189,8 @@ def peak_live(orders: ComputeSchedule) -> int:
     return most
 
 
-def fixed_forms(ranks: int, microbatches: int, chunks: int) -> list[Schedule]:
-    """Every schedule with a name, each with the chunks that it can have of `chunks`."""
+def named_schedules(ranks: int, microbatches: int, chunks: int) -> list[Schedule]:
+    """Makes every named schedule, with `chunks` chunks where it can have them."""
     found = []
     for name in NAMED_SCHEDULES:
         if name in V_SHAPED:
@@ -210,22 +208,21 @@ def choose(
     chunks: int,
     work: RankWork,
     memory: float = 1.0,
-    forms: Sequence[ScheduleChoice] | None = None,
+    named: Sequence[ScheduleChoice] | None = None,
 ) -> ScheduleChoice:
-    """The fastest on the clock that holds at most `memory` times 1F1B's peak of activations.
+    """Returns the fastest schedule that holds at most `memory` times 1F1B's peak of activations.
 
-    Tried: all fixed forms (`forms`, where they have been measured), and list schedules of up to
-    `chunks` chunks per rank. Of equals the one that holds less, then the simpler one: so it is at
-    least as good as each of them. `why` says what it beats.
+    Tries all named schedules (`named`: their measurements, if there are any) and greedy schedules
+    of up to `chunks` chunks per rank. Ties go to the lower peak, then to fewer chunks.
 
     Raises UserError where the cap is below one micro-batch.
     """
     _check_memory(ranks, microbatches, memory)
-    if forms is None:
-        forms = measured_forms(ranks, microbatches, chunks, work)
-    fitting = [form for form in forms if form.peak_live <= memory + SAME]
+    if named is None:
+        named = measured_schedules(ranks, microbatches, chunks, work)
+    fitting = [one for one in named if one.peak_live <= memory + SAME]
     fitting.sort(key=_merit)
-    found = [measure(s, work) for s in _lists(ranks, microbatches, chunks, work, memory)]
+    found = [measure(s, work) for s in _greedy(ranks, microbatches, chunks, work, memory)]
     found = [choice for choice in found if choice.peak_live <= memory + SAME]
     best = min([*fitting, *found], key=_merit, default=None)
     if best is None:
@@ -233,15 +230,11 @@ def choose(
             f"schedule.memory={memory:g}: no schedule of pp={ranks} and num_microbatches="
             f"{microbatches} holds as little; the nearest is schedule.memory=1."
         )
-    return ScheduleChoice(best.schedule, *_figures(best), why=_why(best, fitting, memory))
+    return replace(best, why=_why(best, fitting, memory))
 
 
 def _rounded_up(value: float) -> float:
     return -(-value * 1000 // 1) / 1000
-
-
-def _figures(choice: ScheduleChoice) -> tuple[float, float, float, float]:
-    return choice.seconds, choice.overhead, choice.bubble, choice.peak_live
 
 
 def _merit(choice: ScheduleChoice) -> tuple[float, float, int]:
@@ -249,7 +242,7 @@ def _merit(choice: ScheduleChoice) -> tuple[float, float, int]:
 
 
 def _why(best: ScheduleChoice, fitting: Sequence[ScheduleChoice], memory: float) -> str:
-    def said(choice: ScheduleChoice) -> str:
+    def described(choice: ScheduleChoice) -> str:
         return f"{choice.schedule.name} ({choice.overhead:.1%})"
 
     others = [form for form in fitting if form.schedule != best.schedule][:2]
@@ -259,15 +252,15 @@ def _why(best: ScheduleChoice, fitting: Sequence[ScheduleChoice], memory: float)
         else best.schedule.name
     )  # fmt: skip
     held = f"at most {memory:g} of 1F1B's activations"
-    beaten = f"; next {' and '.join(map(said, others))}" if others else ""
+    beaten = f"; next {' and '.join(map(described, others))}" if others else ""
     return f"{kind}: {best.overhead:.1%} over compute with {held}{beaten}"
 
 
-def _lists(
+def _greedy(
     ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
 ) -> Iterator[Schedule]:
-    """List schedules over interleaved orders: several chunks, groups and rules, the likeliest
-    first, until WORK is done."""
+    """Yields greedy schedules over interleaved orders, the most promising first, until WORK is
+    done: several numbers of chunks, sizes of groups and rules."""
     left = WORK
     for wait_fraction, alternates, slope, group, count in product(
         (0.25, 0.0, 0.5), (True, False), (0.0, 0.25), _group_sizes(ranks, microbatches, memory),
@@ -290,11 +283,11 @@ def _lists(
 
 
 def _chunk_counts(chunks: int) -> list[int]:
-    """`chunks` first, then fewer; of many a few."""
+    """Returns `chunks`, then a few smaller numbers."""
     return sorted({chunks, *(n for n in (4, 3, 2, 1) if n <= chunks)}, reverse=True)
 
 
 def _group_sizes(ranks: int, microbatches: int, memory: float) -> list[int]:
-    """The ranks' number, and somewhat more where memory allows: longer groups bridge slow hops."""
+    """Returns group sizes: `ranks`, and larger ones where memory allows, to hide slow hops."""
     sizes = [ranks, *(round(ranks * part) for part in (1.125, 1.25, 1.375) if part <= memory)]
     return sorted({min(size, microbatches) for size in sizes})

@@ -1,8 +1,7 @@
-"""Schedules as text: a row a rank, a cell an action, to be written, read and changed by hand.
+"""Schedules as CSV tables to edit by hand, and as pictures in text and SVG.
 
-A cell is the number of the stage, the kind and the number of the micro-batch, as in
-torch.distributed.pipelining: `0F3`, `1I2`, `0W5`, `2B1`. Stages count through the model, so the
-table says where each one lies.
+A cell of a table is stage, kind and micro-batch, as in torch.distributed.pipelining: `0F3`, `1I2`,
+`0W5`, `2B1`. Stages count through the model, so the table also gives the stage assignment.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Cell = tuple[int, Kind, int]
 
 
 def write_table(schedule: Schedule) -> str:
-    """The orders as CSV: a line a rank, a cell an action."""
+    """Writes the orders as CSV: a row a rank, a cell an action."""
     lines = []
     for rank, order in enumerate(schedule.orders):
         stages = [schedule.placement.stage(rank, c) for c in range(schedule.placement.chunks)]
@@ -35,17 +34,16 @@ def write_table(schedule: Schedule) -> str:
 def read_table(
     text: str, name: str, ranks: int, microbatches: int, chunks: int | None = None
 ) -> Schedule:
-    """The schedule of a table, proven sound. Empty cells and lines count for nothing.
+    """Parses a table and proves its schedule sound. Empty cells and lines are ignored.
 
     Args:
         text: a line for each rank, in order; cells as `write_table` writes them.
-        name: of the file, for messages.
-        microbatches: how many there must be.
-        chunks: stages per rank that there must be; None: as many as the table has.
+        name: the file's name, for messages.
+        chunks: required stages per rank; None: as many as the table has.
 
     Raises:
-        UserError: a wrong word, another number of ranks, chunks or micro-batches, stages that lie
-            neither in loops nor as a V, or whatever the checker finds, by rank and action.
+        UserError: a malformed cell, another number of ranks, chunks or micro-batches, stages that
+            are neither in loops nor in a V, or a fault that the checker finds.
     """
     key = f"schedule.file={name}"
     rows = [_cells(line, key, number) for number, line in enumerate(text.splitlines(), 1)]
@@ -68,7 +66,7 @@ def read_table(
 def check_orders(
     orders: ComputeSchedule, placement: StageAssignment, microbatches: int, key: str
 ) -> None:
-    """Prove orders without messages sound; raises UserError with the place and the reason."""
+    """Proves orders without messages sound; raises UserError with the place and the reason."""
     try:
         for rank, order in enumerate(orders):
             check_rank(rank, order, placement, microbatches)
@@ -80,10 +78,7 @@ def check_orders(
 def check_rank(
     rank: int, order: Sequence[Action], placement: StageAssignment, microbatches: int
 ) -> None:
-    """One rank's actions are complete, none of them doubled, and those of a micro-batch in order.
-
-    Raises ScheduleError.
-    """
+    """Raises ScheduleError unless a rank's actions are complete, single and in order."""
     single = StageAssignment(1, 1)
     for chunk in range(placement.chunks):
         mine = [Action(s.kind, s.microbatch) for s in order if s.chunk == chunk]
@@ -95,7 +90,7 @@ def check_rank(
 
 
 def _in_stages(sentence: str, placement: StageAssignment) -> str:
-    """The checker's actions, `F3.1` of the rank named before, as the table spells them."""
+    """Rewrites the checker's actions (`F3.1` of the last named rank) as cells of the table."""
     rank = 0
 
     def spelled(found: re.Match[str]) -> str:
@@ -125,7 +120,7 @@ def _cells(line: str, key: str, number: int) -> list[Cell]:
 
 
 def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
-    """Loops or a V, whichever has every stage on the rank where the table has it."""
+    """Returns the loop or V that has every stage on the rank where the table has it."""
     held = [{stage for stage, _, _ in row} for row in rows]
     chunks = max(1, len(held[0]))
     for shape in SHAPES:
@@ -157,9 +152,6 @@ def _listed(stages: set[int]) -> str:
     return shown + (" …" if len(ordered) > 6 else "") if ordered else "none"
 
 
-# Pictures of a pipeline schedule: ranks downwards, time to the right; as text and as SVG.
-
-
 _FILL = {Kind.F: "─", Kind.B: "━", Kind.I: "━", Kind.W: "─"}
 _IDLE = "·"
 _CUT = " … "
@@ -171,8 +163,8 @@ _KINDS = {
 }
 
 _FONT = "font-family='system-ui, Helvetica, Arial, sans-serif'"
-# Blue, orange and green differ in lightness too: they stay apart in grey print and for
-# colour-blind eyes. Boxes of later chunks are drawn towards the second colour.
+# Blue, orange and green also differ in lightness, for grey print and colour-blind readers. Later
+# chunks are drawn in shades towards the second colour.
 _COLOURS = {
     Kind.F: ("#1f5a99", "#74a9dd"),
     Kind.B: ("#f2a33a", "#f8cd8d"),
@@ -181,20 +173,19 @@ _COLOURS = {
 }
 _INK = {Kind.F: "#ffffff", Kind.B: "#222222", Kind.I: "#222222", Kind.W: "#222222"}
 _EMPTY, _EDGE, _WAY = "#ffffff", "#d5dae0", "#5c636a"
-_MOST_BOXES = 8000  # more are drawn as one shape for each colour of a rank, without tooltips
-_MOST_WAYS = 1500  # messages whose way is drawn
+_MOST_BOXES = 8000  # above it, one path per colour and rank, without tooltips
+_MOST_WAYS = 1500  # messages whose lines are drawn
 
 
 def render_text(
     picture: Timeline | Sequence[Sequence[Step]], width: int | None = None, whole: bool = False
 ) -> str:
-    """A fixed-width picture, one line per rank: `F3─` forward, `B3━━━` backward, `·` idle.
+    """Draws a fixed-width picture, one line per rank: `F3─` forward, `B3━━━` backward, `·` idle.
 
     I and W are the halves of a split backward, `F3.1` is of chunk 1. A plan is timed first, with a
-    backward twice as long as a forward. Boxes are drawn to scale, the shortest just wide enough for
-    its name. Pictures wider than `width` columns lose the middle of the step, the same columns on
-    every rank, and a box that is cut there loses its name. With `whole` they show all of the step
-    instead, a letter for what a rank does most of a column's time.
+    backward twice as long as a forward. Boxes are to scale, the shortest as wide as its name.
+    Pictures wider than `width` columns lose the middle of the step, on every rank the same columns.
+    With `whole` they show all of it, one letter for the dominant kind in each column's time.
     """
     timeline = picture if isinstance(picture, Timeline) else simulate(picture, 1.0, 2.0)
     boxes = [span for spans in timeline.spans for span in spans]
@@ -227,7 +218,7 @@ def _text_line(spans: Sequence[Span], scale: float, columns: int, cut: range) ->
     line = [_IDLE] * columns
     for span in spans:
         start, end = _column(span.start, scale), _column(span.end, scale)
-        # Half a name would be another micro-batch's.
+        # A cut name would be another micro-batch's.
         name = "" if start < cut.stop and end > cut.start else str(span.action)
         # The last column of a box stays blank, so that neighbours do not run together.
         box = name.ljust(end - start - 1, _FILL[span.action.kind]) + " "
@@ -236,7 +227,7 @@ def _text_line(spans: Sequence[Span], scale: float, columns: int, cut: range) ->
 
 
 def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
-    """The whole step in `columns` letters: the kind that fills most of each column's time."""
+    """Draws the whole step in `columns` letters: the kind that fills most of each column's time."""
     line, step, first = [], makespan / columns, 0
     for column in range(columns):
         start, end = column * step, (column + 1) * step
@@ -263,11 +254,11 @@ def _column(seconds: float, scale: float) -> int:
     return int(seconds * scale + 0.5)
 
 
-def _cut(columns: int, room: int) -> range:
-    """The columns to leave out of the middle so that the rest and the cut's mark fit in `room`."""
-    if columns <= room:
+def _cut(columns: int, width: int) -> range:
+    """Returns the columns to omit from the middle so that the rest fits in `width`."""
+    if columns <= width:
         return range(columns, columns)
-    kept = max(room - len(_CUT), 2)
+    kept = max(width - len(_CUT), 2)
     return range((kept + 1) // 2, columns - kept // 2)
 
 
@@ -280,12 +271,12 @@ def render_svg(
     unit: str = " s",
     until: float | None = None,
 ) -> str:
-    """The classic pipeline diagram as a stand-alone SVG document, `width` pixels wide.
+    """Draws the classic pipeline diagram as a stand-alone SVG, `width` pixels wide.
 
-    Boxes carry their micro-batch's number where it fits; every box names its action and times
-    in a tooltip, up to some thousand of them. The title ends with the bubble: the idle share of all
-    ranks' time. Given a `placement` and a `hop`, lines show the way of messages, if there are few.
-    Time is drawn to the end of the step, or `until` later.
+    Boxes have their micro-batch's number where it fits and a tooltip with action and times, up to
+    _MOST_BOXES. The title ends with the bubble: the idle share of all ranks' time. With `placement`
+    and `hop`, lines show up to _MOST_WAYS messages. The time axis ends at `until` (default:
+    makespan).
     """
     ranks = len(timeline.spans)
     row, gap = (34, 6) if ranks <= 16 else (max(12, 560 // ranks), 2)
@@ -340,7 +331,8 @@ def _boxes(
             f"<g>{tip}<rect x='{x:.2f}' y='{y}' width='{w:.2f}' height='{row}' "
             f"fill='{_shade(kind, span.action.chunk, chunks)}' {edge}/>"
         )
-        # A digit is about 0.6 em wide. Room for the longest number: not only 0 to 9 are shown.
+        # A digit is about 0.6 em wide; the size fits the longest number, so that all are shown
+        # alike.
         size = min(15.0, 0.8 * row, (w - 3) / (0.6 * digits))
         if size >= 9:
             ink = _INK[kind] if span.action.chunk * 2 < chunks else "#222222"
@@ -355,7 +347,7 @@ def _boxes(
 def _shapes(
     spans: Sequence[Span], chunks: int, left: int, y: int, row: int, scale: float, unit: str
 ) -> Iterator[str]:
-    """All boxes of one colour as one path: a tenth of the bytes."""
+    """Yields all boxes of one colour as one path: a tenth of the bytes."""
     paths: dict[str, list[str]] = {}
     for span in spans:
         colour = _shade(span.action.kind, span.action.chunk, chunks)
@@ -366,7 +358,7 @@ def _shapes(
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of a kind, lighter from the first chunk to the last."""
+    """Returns the colour of a kind, lighter from the first chunk to the last."""
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     first, last = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _COLOURS[kind])
     return "#" + "".join(
@@ -380,7 +372,7 @@ def _ways(
     hop: float,
     where: tuple[int, int, int, int, float],
 ) -> Iterator[str]:
-    """A thin line from the end of what made a message to its arrival on the other rank."""
+    """Yields thin lines from the end of an action to the arrival of its message."""
     left, top, row, gap, scale = where
     lines = []
     for rank, spans in enumerate(timeline.spans):
@@ -411,7 +403,7 @@ def _legend(timeline: Timeline, left: int, chunks: int) -> Iterator[str]:
 
 
 def _axis(makespan: float, left: int, right: int, bottom: int, unit: str) -> list[str]:
-    """The two ends of time under the rows."""
+    """Returns the labels of the time axis."""
     y = bottom + 14
     return [
         f"<text x='{left}' y='{y}' font-size='13'>0{unit}</text>",

@@ -1,10 +1,9 @@
-"""A list scheduler: what a rank does next is decided by the clock, under a cap on its activations.
+"""Greedy list scheduler: a free rank starts the next ready action, under a cap on activations.
 
-Each rank has three queues, its forwards, its input gradients and its weight gradients, in the order
-of a schedule that is known not to deadlock. Whenever it is free it takes the head of one of them
-that is ready; weight gradients fill what would be idle. That keeps what is good about the fixed
-forms, which micro-batch and chunk comes next, and decides by the given costs and hops what they
-decide for equal ones, which kind comes next and how far forwards run ahead.
+Each rank has three queues, forwards, input gradients and weight gradients, in the order of a
+schedule that cannot deadlock. A free rank takes the head of one that is ready; weight gradients
+fill idle time. The base schedule decides which micro-batch and chunk comes next; the given costs
+and hops decide which kind comes next and how far forwards run ahead.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, action
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.simulate import Costs
 
-_LATER = 1e-9  # of a step: what comes closer than this has come
+_LATER = 1e-9  # seconds: arrivals closer than this count as simultaneous
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a rank decides.
+    """Decision rule of a rank.
 
     caps: chunk-activations that each rank may hold; at least one micro-batch's.
-    wait_fraction: a weight gradient is begun if the next forward or input gradient comes later than
-        this share of its time.
-    alternates: after an input gradient a forward comes first; else input gradients always do.
+    wait_fraction: a weight gradient starts if the next forward or input gradient arrives later than
+        this fraction of its duration.
+    alternates: a forward goes first after an input gradient; otherwise input gradients always do.
     """
 
     caps: tuple[int, ...]
@@ -38,10 +37,7 @@ class Rule:
 def list_schedule(
     base: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs, rule: Rule
 ) -> ComputeSchedule | None:
-    """The orders that follow from `rule`; each kind of action in the order that `base` has it in.
-
-    None where the caps leave no rank anything to do before all is done.
-    """
+    """Schedules by `rule`, each kind in the order of `base`; None if the caps deadlock."""
     run = _Run(base, placement, costs, rule)
     while run.events:
         now, rank = heapq.heappop(run.events)
@@ -51,7 +47,7 @@ def list_schedule(
 
 
 class _Run:
-    """One step being scheduled. Queues by rank are lists with the number that is done of each."""
+    """Schedules one step; queues are lists with the number of entries done."""
 
     def __init__(
         self,
@@ -66,7 +62,7 @@ class _Run:
         self.done = [[0, 0, 0] for _ in base]  # forwards, input gradients, weight gradients
         self.came: dict[tuple[bool, int, int, int], float] = {
             (False, *placement.place(0), m): 0.0 for m in {m for m, _ in self.forwards[0]}
-        }  # when the input of (is backward, rank, chunk, micro-batch) came
+        }  # (is backward, rank, chunk, micro-batch) → arrival of its input
         self.free = [0.0] * placement.ranks
         self.last_was_input = [False] * placement.ranks
         self.orders: ComputeSchedule = [[] for _ in base]
@@ -76,7 +72,7 @@ class _Run:
         return self.done[rank][2] == len(self.inputs[rank])
 
     def decide(self, rank: int, now: float) -> None:
-        """Start what the rule has this free rank do now, or wake it when that may change."""
+        """Starts the rank's next action by the rule, or wakes it when that may change."""
         forwards, inputs, weights = self.done[rank]
         if weights == len(self.inputs[rank]):
             return
@@ -93,7 +89,7 @@ class _Run:
             self._start(Kind.F, rank, now)
         else:
             coming = min((t for t in (backward, forward) if t is not None), default=float("inf"))
-            if weights < inputs and (full or coming - now > self._patience(rank)):
+            if weights < inputs and (full or coming - now > self._wait(rank)):
                 self._start(Kind.W, rank, now)
             elif coming < float("inf"):
                 heapq.heappush(self.events, (coming, rank))
@@ -106,7 +102,7 @@ class _Run:
         m, chunk = queue[done]
         return self.came.get((backward, rank, chunk, m))
 
-    def _patience(self, rank: int) -> float:
+    def _wait(self, rank: int) -> float:
         chunk = self.inputs[rank][self.done[rank][2]][1]
         return self.rule.wait_fraction * self.costs.weight[self.placement.stage(rank, chunk)]
 
@@ -126,7 +122,7 @@ class _Run:
         reader = self.placement.neighbour(rank, chunk, -1 if backward else 1)
         if reader is None and backward:
             return
-        # What the last stage has made, it turns back itself.
+        # The last stage starts its own backward.
         if reader is None:
             backward, reader = True, (rank, chunk)
         arrival = end + (self.costs.hop if reader[0] != rank else 0.0)

@@ -1,4 +1,4 @@
-"""Puts the messages between the computations of an order: from orders to a plan."""
+"""Adds messages to compute orders, and counts the messages in flight between two ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel3d.schedules.actions import (
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.simulate import Costs, clock
 
-# The computations that make a message and read it, whether it goes forward, its names.
+# (kinds that make and read a message, whether it goes forward, its send and its receive).
 _FLOWS = (
     ((Kind.F,), True, Kind.SEND_F, Kind.RECV_F),
     ((Kind.B, Kind.I), False, Kind.SEND_B, Kind.RECV_B),
@@ -29,22 +29,19 @@ _FLOWS = (
 def add_communication(
     compute: Sequence[Sequence[Action]], placement: StageAssignment | None = None
 ) -> PipelineProgram:
-    """Lower a compute order to a plan: one group of messages between two consecutive actions.
+    """Lowers compute orders to a program: one group of messages between consecutive actions.
 
-    A group's messages must be in flight together: in the steady state of 1F1B a stage sends an
-    activation to the very neighbour that sends it a gradient, and if both sent first, both would
-    wait for ever once messages outgrow the transport's buffer. The first stage receives no
-    activation and sends no gradient; the last one sends no activation and receives no gradient;
-    what goes from a chunk to another one of its own rank is no message. No group is empty.
+    Messages of a group must be in flight together: in 1F1B's steady state a stage sends an
+    activation to the neighbour that sends it a gradient, and two blocking sends would deadlock once
+    messages outgrow the transport's buffer. Chunks of one rank exchange no messages; no group is
+    empty. A send stands right after its computation.
 
-    A send stands after what made it. Without a `placement` there is one chunk per rank, and a
-    receive stands before what needs it: right for orders that need messages in the order in which
-    they are made. Any others, chunks above all, could so block for ever. With a `placement` a
-    receive stands where the message comes when every action takes a unit of time
-    (`_as_sent`): whatever can run at all then runs with its messages too.
+    Without a `placement` (one chunk per rank) a receive stands right before its reader, which is
+    correct for orders that read messages in the order of the sends. With a `placement` a receive
+    stands at its arrival when every action takes one unit of time (`_at_arrival`), so that any
+    order that can run at all also runs with messages.
 
-    Raises ScheduleError for orders that wait for each other, a `placement` given; without one the
-    checker finds that.
+    Raises ScheduleError if ranks wait in a circle, `placement` given; else the checker finds it.
     """
     count = 1 + max((max([s.microbatch for s in order], default=0) for order in compute), default=0)
     if placement is None:
@@ -53,11 +50,11 @@ def add_communication(
             _before_readers(order, _links(rank, placement, count))
             for rank, order in enumerate(compute)
         ]
-    return _as_sent(compute, placement, count)
+    return _at_arrival(compute, placement, count)
 
 
 def peer_of(message: Action, rank: int, placement: StageAssignment) -> int:
-    """The rank at the other end of a message of `rank`; there must be one."""
+    """Returns the rank at the other end of a message of `rank`; raises ValueError if none is."""
     offset = 1 if message.kind in (Kind.SEND_F, Kind.RECV_B) else -1
     place = placement.neighbour(rank, message.chunk, offset)
     if place is None:
@@ -66,8 +63,7 @@ def peer_of(message: Action, rank: int, placement: StageAssignment) -> int:
 
 
 class _Links(NamedTuple):
-    """What one rank sends and receives around its computations, by their `row`, micro-batches in
-    order; a row that stands nowhere has no message. `targets` are who receives, and as what."""
+    """Messages of one rank by the `row` of their computation; `targets`: receiver and receives."""
 
     sent: dict[int, tuple[CommGroup, ...]]
     received: dict[int, tuple[CommGroup, ...]]
@@ -92,7 +88,7 @@ def _links(rank: int, placement: StageAssignment, count: int) -> _Links:
 
 
 def _before_readers(order: Sequence[Action], links: _Links) -> list[Step]:
-    """One rank's steps, each receive just before what needs it."""
+    """Returns one rank's steps, each receive right before its reader."""
     steps: list[Step] = []
     group: CommGroup = ()
     for step in order:
@@ -105,20 +101,18 @@ def _before_readers(order: Sequence[Action], links: _Links) -> list[Step]:
     return [*steps, group] if group else steps
 
 
-def _as_sent(
+def _at_arrival(
     compute: Sequence[Sequence[Action]], placement: StageAssignment, count: int
 ) -> PipelineProgram:
-    """All ranks' steps, each receive where its message comes.
+    """Returns all ranks' steps, each receive at the arrival of its message.
 
-    A message that is made at a time stands on both ranks before the first action that starts at
-    this time or later. So all actions and messages of all ranks have a place in one order of time
-    that no rank contradicts. Ranks that do one after the other in it never wait for ever, and more
-    that is in flight at once, as in a group, can only help. The order also is the same for the
-    two ends of every pair of ranks, so that messages match by position.
+    A message made at time t stands on both ranks before the first action that starts at t or later.
+    So all actions and messages of all ranks fit into one order of time: ranks that follow it never
+    wait in a circle, and both ends of a pair of ranks have their messages in the same order.
     """
     starts, ends = clock(compute, placement, Costs.even(placement))
     links = [_links(rank, placement, count) for rank in range(placement.ranks)]
-    # By rank and sender: when its messages come, and as what; each in order of time.
+    # By rank and sender: arrival times and receives, in order of time.
     coming: list[dict[int, _Arrivals]] = [{} for _ in compute]
     for rank, (order, ended) in enumerate(zip(compute, ends, strict=True)):
         rows = {}
@@ -145,8 +139,7 @@ def _merged(
     came: Sequence[_Arrivals],
     sent: dict[int, tuple[CommGroup, ...]],
 ) -> list[Step]:
-    """One rank's steps. Of messages that come at once the lower rank's stands first; what comes
-    after the rank's last action nobody would need."""
+    """Returns one rank's steps; of simultaneous messages the lower peer's goes first."""
     never = float("inf")
     (low_times, low), (high_times, high) = [*came, ([], []), ([], [])][:2]
     next_low, next_high = iter(low).__next__, iter(high).__next__
@@ -173,21 +166,14 @@ def _merged(
     return steps
 
 
-# How many messages of a directed pair of ranks can, and must, be under way at once.
-
-
 def peak_in_flight(
     plan: Sequence[Sequence[Step]], placement: StageAssignment
 ) -> dict[tuple[int, int], int]:
-    """(sender, receiver) → the most messages that can be sent and not yet received.
+    """Returns (sender, receiver) → the most messages in flight: sent and perhaps not yet received.
 
-    So many buffers never make a sender wait, however late the receiver is. What bounds it is what
-    the sender itself must have received before it sends: a message counts as arrived once the
-    sender can know, by other messages, that the receiver has gone beyond its receive. The plan must
-    have passed the checker.
-
-    Every rank keeps how far it knows each other to be, and every message carries that on: the work
-    is the number of messages times the number of ranks.
+    So many buffers never make a sender wait, however late the receiver is. A message counts as
+    received once the sender can know it from messages that it has itself received. Every message
+    carries its sender's knowledge of all ranks on: O(messages × ranks). The plan must be sound.
     """
     run = _Run(plan, placement)
     ready = deque(range(placement.ranks))
@@ -202,12 +188,10 @@ def peak_in_flight(
 
 
 def enough_slots(plan: Sequence[Sequence[Step]], placement: StageAssignment, slots: int) -> int:
-    """`slots` messages for each directed pair, or as much more as the plan cannot do without.
+    """Returns the buffer slots per (sender, receiver): `slots`, doubled until the plan can run.
 
-    For a transport with so many places on each way from rank to rank: a send waits until one is
-    free, and a message leaves its place, behind those sent before it, when the computation that
-    needs it begins. The plan must have passed the checker; then as many places as there are
-    messages always suffice.
+    A send waits for a free slot; a message leaves its slot, behind those sent before it, when the
+    computation that needs it begins. The plan must be sound.
     """
     work = [_work(steps, rank, placement) for rank, steps in enumerate(plan)]
     while not _ends(work, slots):
@@ -216,46 +200,46 @@ def enough_slots(plan: Sequence[Sequence[Step]], placement: StageAssignment, slo
 
 
 _Pair = tuple[int, int]
-# A send (0), or that the messages up to a number must have come.
+# A send (number 0), or a wait until `number` messages of the pair have come.
 _Event = tuple[_Pair, int]
 
 
 def _work(steps: Sequence[Step], rank: int, placement: StageAssignment) -> list[_Event]:
-    """What a rank does with messages, in its order."""
-    deeds: list[_Event] = []
+    """Returns one rank's sends and waits, in order."""
+    events: list[_Event] = []
     expected: dict[_Pair, int] = {}
-    number: dict[Action, tuple[_Pair, int]] = {}  # of the computation that needs it
+    number: dict[Action, tuple[_Pair, int]] = {}  # reader → the wait for its message
     for step in steps:
         if isinstance(step, Action):
             for kind in (step.kind, Kind.I) if step.kind == Kind.B else (step.kind,):
                 found = number.pop(Action(kind, step.microbatch, step.chunk), None)
                 if found is not None:
-                    deeds.append(found)
+                    events.append(found)
             continue
         for message in step:
             peer = peer_of(message, rank, placement)
             if message.kind.is_send:
-                deeds.append(((rank, peer), 0))
+                events.append(((rank, peer), 0))
                 continue
             pair = (peer, rank)
             expected[pair] = expected.get(pair, 0) + 1
             kind = Kind.F if message.kind == Kind.RECV_F else Kind.I
             reader = Action(kind, message.microbatch, message.chunk)
             number[reader] = (pair, expected[pair])
-    return deeds
+    return events
 
 
 def _ends(work: Sequence[Sequence[_Event]], slots: int) -> bool:
-    """Whether all ranks come to the end of their work. In which order they try does not matter."""
+    """Whether all ranks can complete their events; the order in which ranks are tried is free."""
     position = [0] * len(work)
     sent: dict[_Pair, int] = {}
     taken: dict[_Pair, int] = {}
     ready = deque(range(len(work)))
     while ready:
         rank = ready.popleft()
-        deeds = work[rank]
-        while position[rank] < len(deeds):
-            pair, number = deeds[position[rank]]
+        events = work[rank]
+        while position[rank] < len(events):
+            pair, number = events[position[rank]]
             if number == 0:
                 if sent.get(pair, 0) - taken.get(pair, 0) == slots:
                     break
@@ -267,13 +251,13 @@ def _ends(work: Sequence[Sequence[_Event]], slots: int) -> bool:
                 taken[pair] = max(taken.get(pair, 0), number)
                 ready.append(pair[0])
             position[rank] += 1
-    return all(at == len(deeds) for at, deeds in zip(position, work, strict=True))
+    return all(at == len(events) for at, events in zip(position, work, strict=True))
 
 
 class _Run:
-    """The plan being run by a transport that buffers everything.
+    """Runs a plan on a transport with unlimited buffers.
 
-    knows[a][b]: the last step of b that a knows to be behind b.
+    knows[a][b]: the last step that rank a knows rank b to have completed.
     """
 
     def __init__(self, plan: Sequence[Sequence[Step]], placement: StageAssignment) -> None:
@@ -281,11 +265,11 @@ class _Run:
         self.position, self.posted = [0] * ranks, [-1] * ranks
         self.knows = [[-1] * ranks for _ in range(ranks)]
         self.sent: dict[_Pair, int] = {}
-        self.gone: dict[_Pair, int] = {}  # of those sent, known to have been received
+        self.gone: dict[_Pair, int] = {}  # messages that the sender knows to be received
         self.peaks: dict[_Pair, int] = {}
         self.carried: dict[_Pair, deque[list[int]]] = {}
-        self.sends: list[list[list[int]]] = []  # by rank and step: to whom
-        self.receives: list[list[list[int]]] = []  # by rank and step: from whom
+        self.sends: list[list[list[int]]] = []  # by rank and step: receivers
+        self.receives: list[list[list[int]]] = []  # by rank and step: senders
         self.received_at: dict[_Pair, list[int]] = {}  # steps of the receiver
         for rank, steps in enumerate(plan):
             groups = [() if isinstance(step, Action) else step for step in steps]
@@ -301,7 +285,7 @@ class _Run:
                     self.received_at.setdefault((source, rank), []).append(index)
 
     def send(self, rank: int) -> list[int]:
-        """The sends of the rank's step, once; returns the ranks that may go on with them."""
+        """Posts the sends of the rank's step once; returns the receivers."""
         index = self.position[rank]
         if self.posted[rank] == index:
             return []
@@ -320,7 +304,7 @@ class _Run:
         return self.sends[rank][index]
 
     def receive(self, rank: int) -> bool:
-        """The receives of the rank's step, all or none; whether they have come."""
+        """Takes the messages of the rank's step if all have come, and returns whether they have."""
         sources = self.receives[rank][self.position[rank]]
         for source in set(sources):
             if len(self.carried.get((source, rank), ())) < sources.count(source):

@@ -1,4 +1,4 @@
-"""Which rank holds which stage of a pipeline: loops of chunks, or a V."""
+"""Stage assignment (which rank holds which stage) and the compute orders of the named schedules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ SHAPES = ("loop", "v")
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Stages over ranks: `chunks` stages on each of `ranks` ranks.
+    """Stage assignment: `chunks` stages on each of `ranks` ranks.
 
-    "loop": stage s lies on rank s mod p as its chunk s // p (Narayanan et al. 2021): what leaves
-    the last rank goes on at the first. "v": every other pass over the ranks runs backwards, so that
-    with two chunks the first rank holds the first stage and the last, and what reaches the turn
-    stays on its rank (Qi et al. 2023, section 6).
+    "loop": stage s is chunk s // p of rank s mod p (Narayanan et al. 2021). "v": every other pass
+    over the ranks runs backwards, so that with two chunks the first rank holds the first and the
+    last stage (Qi et al. 2023, section 6).
 
     Raises ValueError for sizes below one and for another shape.
     """
@@ -39,12 +38,12 @@ class StageAssignment:
         return self.ranks * self.chunks
 
     def place(self, stage: int) -> tuple[int, int]:
-        """(rank, chunk) of `stage`."""
+        """Returns the (rank, chunk) of `stage`."""
         chunk, rank = divmod(stage, self.ranks)
         return (self.ranks - 1 - rank if self._is_upwards(chunk) else rank), chunk
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage that `rank` holds as its `chunk`."""
+        """Returns the stage that is chunk `chunk` of `rank`."""
         return chunk * self.ranks + (self.ranks - 1 - rank if self._is_upwards(chunk) else rank)
 
     def _is_upwards(self, chunk: int) -> bool:
@@ -56,11 +55,11 @@ class StageAssignment:
         return tuple(self.place(stage) for stage in range(self.stages))
 
     def around(self, rank: int) -> tuple[_Around, ...]:
-        """By chunk of `rank`: its stage, and the (rank, chunk) of the stages before and after."""
+        """Returns, by chunk of `rank`, its stage and the (rank, chunk) before and after it."""
         return _around(self, rank)
 
     def neighbour(self, rank: int, chunk: int, offset: int) -> tuple[int, int] | None:
-        """(rank, chunk) of the stage `offset` (+1 or -1) from this one; None beyond the model."""
+        """Returns the (rank, chunk) `offset` (+1 or -1) stages on; None beyond the model."""
         stage = self.stage(rank, chunk) + offset
         return self.places[stage] if 0 <= stage < self.stages else None
 
@@ -81,20 +80,18 @@ def _around(placement: StageAssignment, rank: int) -> tuple[_Around, ...]:
     )
 
 
-# The schedules that are known by name, as each rank's order of computation, without messages.
-#
-# GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B and its interleaved form: Narayanan et al. 2021,
-# section 2.2 (arXiv:2104.04473; 1F1B first as PipeDream-Flush, arXiv:2006.09503). ZB-H1 and ZB-V:
-# Qi et al. 2023, sections 2.2 and 6 (arXiv:2401.10241).
+# Orders of the named schedules, without messages. GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B
+# and interleaved: Narayanan et al. 2021, section 2.2 (arXiv:2104.04473); 1F1B first as
+# PipeDream-Flush (arXiv:2006.09503). ZB-H1, ZB-V: Qi et al. 2023, sections 2.2, 6
+# (arXiv:2401.10241).
 
 
 def gpipe(ranks: int, microbatches: int) -> ComputeSchedule:
-    """All forwards, then all backwards, first micro-batch first.
+    """All forwards, then all backwards, both in the order of micro-batches.
 
-    Last-in-first-out backwards would free no more memory: every stage holds all micro-batches at
-    its peak and frees one per backward in either order. In the forward's order, gradients are
-    summed in the same order as under 1F1B and on a single process, so the sums are bit-identical,
-    and the last backward is the last micro-batch's everywhere, where gradient reduction starts.
+    Backwards in reverse order would free no more memory. In this order gradients are summed as
+    under 1F1B and on a single process, so the sums are bit-identical, and the last micro-batch's
+    backward is the last everywhere, where gradient reduction starts.
     """
     order = [*actions_of(Kind.F, 0, microbatches), *actions_of(Kind.B, 0, microbatches)]
     return [order.copy() for _ in range(ranks)]
@@ -103,8 +100,8 @@ def gpipe(ranks: int, microbatches: int) -> ComputeSchedule:
 def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
     """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
-    A stage never holds more than ranks - rank micro-batches: just as many as it needs to stay busy
-    until the first gradient comes back.
+    A rank holds at most ranks - rank micro-batches, as many as keep it busy until its first
+    gradient.
     """
     return [
         _in_turn(_forwards([microbatches], 1), _backwards(Kind.B, [microbatches], 1), warmup)
@@ -115,9 +112,9 @@ def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
 def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
     """1F1B over chunks: a group of micro-batches passes a chunk before any enters the next one.
 
-    The groups have `ranks` micro-batches where these divide the micro-batches, else up to twice as
-    many, as even as can be; there may be fewer micro-batches than ranks. The warm-up is as long as
-    the way of the first group to the last stage and of its gradient back.
+    Groups have `ranks` micro-batches where that divides their number, else up to twice as many, as
+    even as possible; fewer micro-batches than ranks are allowed. The warm-up lasts until the first
+    group has reached the last stage and its gradient is back.
     """
     groups = _groups(ranks, microbatches)
     return [

@@ -1,29 +1,28 @@
-"""The clock: when each rank of a pipeline computes what, and how long it idles."""
+"""Simulates a pipeline step: start and end of every action, and idle time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
 from parallel3d.schedules.orders import StageAssignment
 
-_ENDED = 1 << 60  # more than any run yields
+_ENDED = 1 << 60  # more than any count that a run yields
 
 
 class ScheduleError(ValueError):
-    """A plan that would hang, or compute something else than the model; says where and why."""
+    """Raised for a plan that would hang or not compute the model; names the place."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per micro-batch: of each stage's forward and of the two halves of its backward.
+    """Seconds per micro-batch: each stage's forward and the two halves of its backward.
 
-    `hop` is the time that a message takes to another rank. Messages cost the sender no time (they
-    overlap with compute), and between the chunks of one rank there is none.
+    `hop`: latency of a message to another rank; messages overlap with compute and cost their sender
+    nothing, and chunks of one rank exchange none.
 
-    Raises ValueError for costs that are not positive and finite, or a hop that is negative.
+    Raises ValueError for costs that are not positive and finite, or a negative hop.
     """
 
     forward: tuple[float, ...]
@@ -47,13 +46,12 @@ class Costs:
         weight: float = 1.0,
         hop: float = 0.0,
     ) -> Costs:
-        """Costs of one rank's layers, spread evenly over its chunks."""
-        n, stages = placement.chunks, placement.stages
-        halves = (tuple(repeat(cost / n, stages)) for cost in (forward, input, weight))
-        return cls(*halves, hop)
+        """Spreads the costs of one rank's layers evenly over its chunks."""
+        f, i, w = ((c / placement.chunks,) * placement.stages for c in (forward, input, weight))
+        return cls(f, i, w, hop)
 
     def of(self, kind: Kind, stage: int) -> float:
-        """Seconds of one compute action."""
+        """Returns the seconds of one compute action."""
         if kind == Kind.F:
             return self.forward[stage]
         both = self.input[stage] + self.weight[stage]
@@ -62,7 +60,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One compute action in time: start and end in seconds since the step began."""
+    """Start and end of one compute action, in seconds since the step began."""
 
     action: Action
     start: float
@@ -71,31 +69,30 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank computes when: `spans[rank]` in order of time."""
+    """Spans of every rank, in order of time."""
 
     spans: tuple[tuple[Span, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """Seconds from the start of the step to the end of the last compute action of any rank."""
+        """Seconds from the start of the step to the end of its last action."""
         return max(spans[-1].end for spans in self.spans)
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """For each rank, the fraction of the makespan in which it computes nothing (0 to 1)."""
+        """Idle fraction of the makespan by rank (0 to 1)."""
         return tuple(1 - _busy(spans) / self.makespan for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """The fraction of all ranks' time, together, in which they compute nothing (0 to 1)."""
+        """Idle fraction of all ranks' time together (0 to 1)."""
         return sum(self.bubble) / len(self.spans)
 
     @property
     def overhead(self) -> float:
-        """What the step takes beyond the compute of its busiest rank, as a fraction of that.
+        """Time of the step beyond the compute of its busiest rank, as a fraction of that compute.
 
-        The step ends when the last rank ends, as the global norm needs all gradients: that every
-        rank but the first starts late is counted, and no update overlaps with it.
+        The step ends with its last rank, as the global gradient norm needs all gradients.
         """
         return self.makespan / max(map(_busy, self.spans)) - 1
 
@@ -110,10 +107,10 @@ def simulate(
     backward_s: float | Sequence[float],
     hop_s: float = 0.0,
 ) -> Timeline:
-    """Time a plan of one chunk per rank, in seconds per micro-batch: one for all stages or each.
+    """Times a plan of one chunk per rank; costs in seconds per micro-batch, one or one per stage.
 
-    `backward_s` is of whole backwards; split ones are halves of it. See `time_orders`, which
-    times all others. Raises as it does, and ValueError for costs that do not fit the plan.
+    `backward_s` is a whole backward's; I and W take half each. `time_orders` times other plans.
+    Raises as `time_orders`, and ValueError for costs that do not fit the plan.
     """
     if hop_s < 0:
         raise ValueError(f"hop_s={hop_s} must not be negative")
@@ -128,13 +125,12 @@ def simulate(
 def time_orders(
     orders: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs
 ) -> Timeline:
-    """When each rank computes what, as early as the order of each rank and its inputs allow.
+    """Times every action as early as its rank's order and its input allow.
 
-    An action starts when its rank is free and its input has come: the result of the stage before
-    (of the one after, for a backward), plus a hop if that lies on another rank. Time is as early as
-    dependencies allow, and a group of messages that blocks its rank could only add to it.
+    The input is the result of the stage before (after, for a backward), plus a hop if that is on
+    another rank. Groups of messages that block their rank are not modelled.
 
-    Raises ScheduleError if ranks wait for each other or a rank has nothing to do.
+    Raises ScheduleError if ranks wait in a circle or a rank has no action.
     """
     starts, ends = clock(orders, placement, costs)
     return Timeline(
@@ -148,13 +144,11 @@ def time_orders(
 def clock(
     orders: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """(starts, ends) of every rank's actions, without the objects around them. See `time_orders`.
-
-    It goes on with a rank until an input is missing, and comes back when others have gone on.
-    """
+    """Returns (starts, ends) by rank and action; `time_orders` without its objects."""
     if not orders or not all(orders):
         raise ScheduleError("the clock needs at least one stage and one action on every stage")
-    made: list[dict[int, float]] = [{} for _ in range(2 * placement.stages)]  # F's, then backwards'
+    # Micro-batch → end, by stage of the forwards, then of the backwards.
+    made: list[dict[int, float]] = [{} for _ in range(2 * placement.stages)]
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
     runs = [
@@ -172,9 +166,9 @@ def clock(
 
 
 def run_all(runs: Iterable[Iterator[int]]) -> bool:
-    """Go on with each rank in turn, down and up again, until all have ended; False: none can.
+    """Advances the runs in turn until all have ended; returns False if none can go on.
 
-    A run yields, whenever it waits, a number that has grown if it has done anything since.
+    A waiting run yields a number that has grown if it made progress since its last yield.
     """
     order = list(runs)
     before, everything = -1, _ENDED * len(order)
@@ -183,13 +177,13 @@ def run_all(runs: Iterable[Iterator[int]]) -> bool:
         if after in (before, everything):
             return after == everything
         before = after
-        order.reverse()  # forwards go down the ranks, backwards up
+        order.reverse()  # forwards go down the ranks, backwards up: alternate to need few rounds
 
 
 def _run(
     order: Sequence[Action], rows: dict[int, _Row], begun: list[float], ended: list[float]
 ) -> Iterator[int]:
-    """One rank's time; waits for inputs that nobody has made yet, for ever if nobody does."""
+    """Times one rank; yields while an input is missing."""
     now = 0.0
     begin, end = begun.append, ended.append
     for step in order:
@@ -213,7 +207,7 @@ def _run(
 
 
 def _describe_waiting(stuck: dict[int, Action], placement: StageAssignment) -> str:
-    """Who waits for what, from one rank to the one that should make it, as far as that waits."""
+    """Describes who waits for whom, from the first stuck rank on."""
     rank = min(stuck)
     sentence = f"rank {rank} waits for ever for the input of {stuck[rank]}"
     seen = {rank}
@@ -229,15 +223,14 @@ def _describe_waiting(stuck: dict[int, Action], placement: StageAssignment) -> s
         seen.add(rank)
 
 
-_Times = dict[int, float]  # when a micro-batch's result was made
+_Times = dict[int, float]  # micro-batch → end of its action
 _Row = tuple[_Times | None, float, _Times | None, _Times | None, float]
 
 
 def _rows(
     rank: int, placement: StageAssignment, costs: Costs, made: Sequence[_Times]
 ) -> dict[int, _Row]:
-    """By kind and chunk: where the input is found and its delay, what of the rank itself must hold
-    the micro-batch, where the result goes, and the cost."""
+    """Returns, by row: inputs and their delay, this rank's results needed first, results, cost."""
     rows: dict[int, _Row] = {}
     forwards, backwards = made[: placement.stages], made[placement.stages :]
     for chunk, (stage, before, after) in enumerate(placement.around(rank)):

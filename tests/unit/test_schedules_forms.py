@@ -11,7 +11,13 @@ import pytest
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.choose import RankWork, choose, fixed_forms, measure, measured_forms
+from parallel3d.schedules.choose import (
+    RankWork,
+    choose,
+    measure,
+    measured_schedules,
+    named_schedules,
+)
 from parallel3d.schedules.messages import add_communication, peak_in_flight
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
@@ -212,10 +218,10 @@ def test_hops_cost_by_hand() -> None:
 @pytest.mark.parametrize(
     ("hop", "memory", "most"), [(0, 1, 0.026), (0.1, 1.25, 0.07), (0.2, 1.25, 0.101)]
 )
-def test_the_choice_beats_all_fixed_forms(hop: float, memory: float, most: float) -> None:
+def test_the_choice_beats_all_named_schedules(hop: float, memory: float, most: float) -> None:
     """p = 8, m = 32, F:I:W = 1:1.2:0.8, up to four chunks."""
     work = RankWork(1, 1.2, 0.8, hop)
-    forms = [measure(form, work) for form in fixed_forms(8, 32, 4)]
+    forms = [measure(form, work) for form in named_schedules(8, 32, 4)]
     best = choose(8, 32, 4, work, memory, forms)
     assert best.overhead <= most
     assert best.peak_live <= memory + 1e-9
@@ -255,7 +261,7 @@ def test_stages_that_weigh_unequally_by_hand() -> None:
 
 def test_placements_without_costs_are_left_out() -> None:
     work = RankWork(weights=lambda p: [(1.0, 0.0, 0.0)] * p.stages if p.chunks == 1 else None)
-    names = {choice.schedule.name for choice in measured_forms(4, 8, 4, work)}
+    names = {choice.schedule.name for choice in measured_schedules(4, 8, 4, work)}
     assert names == {"gpipe", "1f1b", "zb_h1"}
     best = choose(4, 8, 4, work)
     assert best.schedule.placement.chunks == 1

@@ -1,0 +1,829 @@
+"""Analytic peak memory and kernel launches of parallel3d's own code, from the configuration."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.sections import parts_of
+from parallel3d.plan.memory import MemoryEstimate
+from parallel3d.plan.search import LayoutChoice
+from parallel3d.schedules.actions import Kind
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import Schedule, make
+from parallel3d.sizes.balance import (
+    balance_chunks,
+    head_cost,
+    layer_cost,
+    layers_of_stages,
+    placement_of,
+    sends_slices,
+)
+from parallel3d.sizes.model import LocalParameter, loss_chunk_counts, recomputing, stage_parameters
+from parallel3d.sizes.traffic import bucketed_parameters, padded_numel, pipeline_ranks, transfers
+from parallel3d.sizes.transfer import ACTIVATION_BYTES, PipelineRank
+from parallel3d.topology.layout import layout_of
+
+STATE = ("parameters", "gradients", "masters", "optimizer")
+
+
+def configure(config: Config, choice: LayoutChoice) -> Config:
+    """Returns the configuration with a choice in it, and sequence parallelism where there is tp."""
+    return replace(
+        config,
+        tp=choice.tp, pp=choice.pp, dp=choice.dp, vpp=choice.vpp, zero=choice.zero,
+        sp=choice.tp > 1, micro_batch_size=choice.micro_batch, recompute=choice.recompute,
+        schedule=replace(config.schedule, name=choice.schedule),
+    )  # fmt: skip
+
+
+def peak_stage(config: Config) -> tuple[int, RankMemory]:
+    """Returns (index along pp, peak memory) of the rank that needs most.
+
+    Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
+    have
+    more: only the ends, the middle, and the first rank of most layers are looked at.
+    """
+    split, placement = layers_by_stage(config), placement_of(config)
+    counts = [0] * config.pp
+    for stage, layers in enumerate(split):
+        counts[placement.place(stage)[0]] += layers
+    most = counts.index(max(counts))
+    seen = {0, min(1, config.pp - 1), config.pp // 2, config.pp - 1, most}
+    found = ((index, peak_memory(config, index)) for index in sorted(seen))
+    return max(found, key=lambda pair: pair[1].total)
+
+
+def memories(
+    config: Config,
+    choices: Sequence[LayoutChoice],
+    reserve: float,
+    tell: Callable[[str], None] | None = None,
+) -> MemoryEstimate:
+    """Returns the bytes of each choice's fullest GPU plus `reserve`, which no tensor can use;
+    `tell` is called with the progress."""
+    rows = []
+    for done, choice in enumerate(choices):
+        if tell is not None:
+            tell(f"layout {done} of {len(choices)}")
+        rows.append(peak_stage(configure(config, choice)))
+    index = np.array([i for i, _ in rows])
+    total = np.array([h.total for _, h in rows]) + reserve
+    state = np.array([sum(getattr(h, name) for name in STATE) for _, h in rows])
+    activations = np.array([h.activations + h.buffers for _, h in rows])
+    logits = np.array([h.logits for _, h in rows])
+    last = np.array([choice.pp - 1 for choice in choices])
+    stage = np.where(index == 0, 0, np.where(index == last, 2, 1))
+    return MemoryEstimate(total, state, activations, logits, stage, total)
+
+
+def least_memory(
+    config: Config,
+    choices: Sequence[LayoutChoice],
+    reserve: float,
+    enough: float,
+    tell: Callable[[str], None] | None = None,
+) -> float:
+    """Returns the least of `memories`' totals, or one of at most `enough`.
+
+    Looks at choices by their lower bound, and stops where no other can need less.
+    """
+    configs = [configure(config, choice) for choice in choices]
+    bounds = [memory_lower_bound(one) * (1 - 1e-9) + reserve for one in configs]  # sums are rounded
+    found = math.inf
+    for done, i in enumerate(sorted(range(len(configs)), key=bounds.__getitem__)):
+        if found <= enough or found <= bounds[i]:
+            break
+        if tell is not None:
+            tell(f"layout {done} of {len(configs)}")
+        found = min(found, peak_stage(configs[i])[1].total + reserve)
+    return found
+
+
+PHASES = ("forward", "backward", "backward", "weight gradients")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at its peak, by kind as `dryrun` names them."""
+
+    parameters: float
+    gradients: float
+    masters: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    phase: str
+
+    @property
+    def total(self) -> float:
+        kinds = (self.parameters, self.gradients, self.masters, self.optimizer)
+        return sum(kinds) + self.activations + self.logits + self.buffers
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stage of a rank: its layers, how many of them recompute, and its ends."""
+
+    layers: int
+    recomputed: int
+    first: bool
+    last: bool
+    turns: bool  # its input is the output of the rank's other chunk, which is kept there
+
+
+def layers_by_stage(config: Config) -> Sequence[int]:
+    """Returns the layers of each stage; cached, as a search asks often for the same."""
+    if config.schedule.layers_per_stage is not None:
+        return [len(layers) for layers in layers_of_stages(config)]
+    model, cost, head = config.model, layer_cost(config.model), head_cost(config.model)
+    return _balanced(cost, model.num_layers, placement_of(config), 0.0, head)
+
+
+_balanced = functools.lru_cache(maxsize=1024)(balance_chunks)
+
+
+def chunks_of(config: Config, index: int) -> list[Chunk]:
+    """Returns the stages of rank `index` along pp. Raises UserError if a stage would be empty."""
+    placement, split = placement_of(config), layers_by_stage(config)
+    made = []
+    for chunk in range(placement.chunks):
+        stage = placement.stage(index, chunk)
+        count = split[stage]
+        again = recomputing(config.recompute_layers, stage, count)
+        before = placement.neighbour(index, chunk, -1)
+        turns = before is not None and before[0] == index
+        ends = stage == 0, stage == placement.stages - 1
+        made.append(Chunk(count, again, *ends, turns))
+    return made
+
+
+def parameters_of(config: Config, chunks: Sequence[Chunk]) -> ParameterCounts:
+    """Counts the elements that a rank with these stages holds."""
+    model, tp = config.model, config.tp
+    first, last = (any(getattr(c, end) for c in chunks) for end in ("first", "last"))
+    layer = _count(model, tp, range(1), False, False)
+    ends = _count(model, tp, range(0), True, False) if first else 0
+    head = 0
+    if last:
+        head = _count(model, tp, range(0), False, True, borrows=first and len(chunks) > 1)
+        if first and len(chunks) == 1:
+            head = _count(model, tp, range(0), True, True) - ends
+    table = model.padded_vocab_size // tp * model.hidden_size if last else 0
+    layers = sum(c.layers for c in chunks)
+    return ParameterCounts(layer, ends + head, table, layer * layers + ends + head)
+
+
+def _count(
+    model: ModelConfig, tp: int, layers: range, first: bool, last: bool, borrows: bool = False
+) -> int:
+    found = stage_parameters(model, tp, layers, first, last, borrows_table=borrows)
+    return sum(p.numel for p in found)
+
+
+def peak_memory(config: Config, index: int) -> RankMemory:
+    """Returns the peak memory of rank `index` along pp, as `dryrun` finds it.
+
+    `config` is checked, with dp and a named schedule. Dropout of attention probabilities and
+    document masks are not modelled.
+    """
+    chunks, t = chunks_of(config, index), tensors(config)
+    parameters = parameters_of(config, chunks)
+    layer, head = layer_bytes(t, parts_of(config.recompute)), head_bytes(config, t)
+    if config.zero > 1 and (config.dp or 1) > 1:  # each forward computes its lm_head gradient
+        cast = ACTIVATION_BYTES[config.precision.name] * parameters.table
+        head = head._replace(kept=head.kept + cast)
+    name, pp, count = config.schedule.name, config.pp, config.num_microbatches
+    seen = moments(name, pp, len(chunks), count, index)
+    state = _state(config, parameters)
+    extra = (
+        fsdp_memory(config, parameters, chunks[0].layers, chunks[0].first)
+        if config.zero > 1 and (config.dp or 1) > 1
+        else {}
+    )
+    best: RankMemory | None = None
+    for chunk in range(len(chunks)):
+        for made in _peaks(config, chunk, chunks, t, layer, head, seen, state, extra):
+            if best is None or made.total > best.total:
+                best = made
+    assert best is not None
+    return best
+
+
+def memory_lower_bound(config: Config) -> float:
+    """Returns a quick lower bound of the fullest rank's `peak_memory`.
+
+    The state of the rank of most layers, and one micro-batch's activations in all of them.
+    """
+    layers = -(-config.model.num_layers // config.pp)
+    one = _count(config.model, config.tp, range(1), False, False)
+    kept = layers * layer_bytes(tensors(config), parts_of(config.recompute)).kept
+    return _state(config, ParameterCounts(one, 0, 0, one * layers)).total + kept
+
+
+def _state(config: Config, parameters: ParameterCounts) -> RankMemory:
+    """Returns the memory between steps, and during them under zero 0 and 1."""
+    item = ACTIVATION_BYTES[config.precision.name]
+    wide, dp = max(WIDE, item), config.dp or 1
+    numel = parameters.all
+    cut = dp if config.zero > 0 else 1
+    spread = dp if config.zero > 1 else 1
+    moments_ = {"adamw": 2, "sgd": 1}.get(config.optim.name, 2)
+    return RankMemory(
+        parameters=0.0 if spread > 1 else float(item * numel),
+        gradients=wide * numel / spread,
+        masters=0.0 if item >= WIDE and spread == 1 else wide * numel / cut,
+        optimizer=moments_ * wide * numel / cut,
+        activations=0.0,
+        logits=0.0,
+        buffers=rotary_bytes(config.model) * config.vpp,
+        phase="",
+    )
+
+
+def _kept(config: Config, chunk: Chunk, t: Tensors, head: HeadBytes) -> float:
+    """Returns the activation bytes of a chunk between a micro-batch's forward and backward."""
+    how = layer_bytes(t, parts_of(config.recompute)).kept
+    plain = layer_bytes(t, ()).kept
+    layers = chunk.recomputed * how + (chunk.layers - chunk.recomputed) * plain
+    end = head.kept if chunk.last else t.stream
+    return layers + end - (t.stream if chunk.turns else 0.0)
+
+
+def _peaks(
+    config: Config,
+    index: int,
+    chunks: Sequence[Chunk],
+    t: Tensors,
+    layer: LayerBytes,
+    head: HeadBytes,
+    seen: Moments,
+    state: RankMemory,
+    extra: Extra,
+) -> list[RankMemory]:
+    """Returns the peak of each kind of action on one chunk."""
+    kept = np.array([_kept(config, chunk, t, head) for chunk in chunks])
+    waits = np.array([chunk.layers * layer.deferred for chunk in chunks])
+    base = seen.live @ kept + seen.deferred @ waits + seen.sent * t.sent
+    chunk, made = chunks[index], []
+    inner = kept[index] - (head.kept if chunk.last else t.stream)
+    reads = batch_bytes(config) if chunk.first or chunk.last else 0.0
+    for kind in range(3):
+        rows = (seen.kind == kind) & (seen.chunk == index)
+        if not rows.any():
+            continue
+        for begun in (False, True) if extra else (None,):
+            mine = rows if begun is None else rows & (seen.begun == begun)
+            if not mine.any():
+                continue
+            most = float(base[mine].max())
+            for name, activations, logits in _temporary(chunk, kind, inner, t, layer, head):
+                more = extra_memory(extra, name, bool(begun))
+                made.append(
+                    RankMemory(
+                        parameters=state.parameters + more.get("parameters", 0.0),
+                        gradients=state.gradients + more.get("gradients", 0.0),
+                        masters=state.masters,
+                        optimizer=state.optimizer,
+                        activations=most + activations + more.get("activations", 0.0),
+                        logits=logits,
+                        buffers=state.buffers + more.get("buffers", 0.0) + reads,
+                        phase="head and loss" if name in ("head", "cast") else PHASES[kind],
+                    )
+                )
+    return made
+
+
+def _temporary(
+    chunk: Chunk, kind: int, inner: float, t: Tensors, layer: LayerBytes, head: HeadBytes
+) -> list[tuple[str, float, float]]:
+    """Returns (moment, activations, logits) of an action's temporary memory on a chunk."""
+    if kind == 0:
+        found = [("forward", inner + layer.forward, 0.0)]
+        if chunk.last:
+            found.append(("head", inner + head.states, head.logits))
+            found.append(("cast", inner + head.states, 0.0))
+        return found
+    received = t.stream if chunk.last else 0.0  # computed and kept by the head
+    if kind == 1:
+        return [
+            ("backward", layer.backward + layer.again - received, 0.0),
+            ("matmuls", layer.again - t.inner + (1 + 2 * t.sp) * t.whole, 0.0),
+            ("made", t.stream - inner / chunk.layers, 0.0),
+            ("reduction", t.stream - inner / chunk.layers, 0.0),
+            ("later", t.stream - min(2, chunk.layers) * inner / chunk.layers, 0.0),
+            ("ends", 2 * t.stream - inner, 0.0),
+            ("out", 2 * t.stream - inner, 0.0),
+        ]
+    late = (chunk.layers - 1) * (layer.deferred - inner / chunk.layers)
+    return [("backward", layer.halved + layer.again - received + max(late, 0.0), 0.0)]
+
+
+# Memory of FSDP2 beside the shards, by moment of a step (`data_parallel/fully_sharded.py`). The
+# buffer of its last all-gather and the input of its last reduce-scatter live until the next ones.
+
+Extra = dict[str, dict[str, float]]  # moment → kind of memory → bytes
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Elements of a rank: of one layer, of the ends' unit, of the lm_head weight, and all."""
+
+    layer: int
+    ends: int
+    table: int
+    all: int
+
+
+def extra_memory(extra: Extra, name: str, begun: bool) -> dict[str, float]:
+    """Returns FSDP2's bytes at a moment, with those held after the step's first backward."""
+    found: dict[str, float] = {}
+    behind = begun or name in ("reduction", "later", "ends", "out")
+    for key in (name, "begun" if behind else ""):
+        for kind, nbytes in extra.get(key, {}).items():
+            found[kind] = found.get(kind, 0.0) + nbytes
+    return found
+
+
+def fsdp_memory(config: Config, parameters: ParameterCounts, layers: int, first: bool) -> Extra:
+    """Returns FSDP2's bytes by moment on a stage of `layers`, the `first` one or not."""
+    item, one, ends = ACTIVATION_BYTES[config.precision.name], parameters.layer, parameters.ends
+    model, tp, dp = config.model, config.tp, config.dp or 1
+    down = item * model.hidden_size * model.ffn_size // tp
+    up = down * (2 if model.activation == "swiglu" else 1)
+    cast = float(item * parameters.table)  # the weight's gradient, until its reduction
+    every, once = config.ddp.reduces_every_microbatch(config.zero), config.num_microbatches == 1
+    sums, reduced, found = float(WIDE * one), float(WIDE * (ends or one)), Extra()
+    if every:
+        found["begun"] = {"buffers": reduced}
+    elif not once:
+        found["begun"] = {"gradients": float(WIDE * parameters.all)}
+    if config.zero == 2:
+        whole, own = float(item * (parameters.all - one)), float(item * one)
+        gathered = 0.0
+    else:
+        whole, own = float(item * ends), float(item * one)
+        gathered = own
+    ahead = gathered if layers > 1 else 0.0
+    late = gathered if layers > 2 else 0.0
+    before = reduced if every else 0.0  # included in "begun", and free by then
+    head = whole + own - gathered
+    wide = item * one if every or once else 0.0  # the layer's gradients, before the cast to fp32
+    last = float(item * one) if config.zero == 3 or once else 0.0
+    found["forward"] = {"parameters": whole + own, "buffers": last}
+    found["head"] = {"parameters": head, "buffers": last, "activations": 2 * cast}
+    found["cast"] = {"parameters": head, "buffers": last, "activations": 3 * cast}
+    both = first and model.tie_embeddings and cast > 0  # tied: two gradients, summed at the end
+    cast = 0.0 if both else cast
+    for name, gradients in (("backward", down), ("matmuls", down + up)):
+        found[name] = {
+            "parameters": whole + own,
+            "buffers": ahead + gradients,
+            "activations": cast,
+        }
+    found["reduction"] = {
+        "parameters": whole,
+        "buffers": ahead + wide + sums - before,
+        "activations": cast,
+    }
+    found["made"] = {"parameters": whole + own, "buffers": ahead + item * one, "activations": cast}
+    if layers > 1:
+        found["later"] = {
+            "parameters": whole + gathered,
+            "buffers": late + wide + (sums if every or once else 0.0) - before,
+            "activations": cast,
+        }
+    if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients
+        return found
+    table = item * model.hidden_size * model.padded_vocab_size / tp * first
+    scattered = reduced / dp if ends else 0.0
+    start = {"parameters": 0.0 if once else head, "buffers": (reduced if ends else 0.0) - before}
+    found["ends"] = start | {"activations": cast + (1 + both) * table}
+    # The gradients are copied and free, the scattered sums exist.
+    found["out"] = start | {"activations": min(cast, table) + both * table}
+    found["out"]["buffers"] += scattered
+    if not first:  # autograd holds them until its last node is done
+        found["ends"]["buffers"] += scattered
+    return found
+
+
+# Bytes of one layer and of the head for one micro-batch. Each sum names tensors in the order in
+# which `models/transformer.py` and `tensor_parallel/` create them on an accelerator.
+# `benchmarks/plan_dryrun.py` compares the sums with `parallel3d dryrun`, which runs that code.
+
+
+WIDE = 4  # bytes of statistics and sums: fp32
+_OF_TOKEN = 17  # bytes of a token's ids, labels and mask on the device
+
+
+class Tensors(NamedTuple):
+    """Bytes on one rank of a micro-batch's tensors in a layer.
+
+    Attributes:
+        whole: hidden states of all tokens; stream: the residual stream, 1/tp of them under sequence
+            parallelism.
+        qkv, attended, up, inner: outputs of q, k, v; attention; up; the activation function.
+        sums: attention's log-sum-exp. norm: statistics that a norm keeps.
+        head_norms: kept by the norms of q and k.
+        copies: 1 if collectives need a contiguous copy (sp, several sequences a micro-batch).
+        sp: 0 or 1. sent: a message to the next stage.
+    """
+
+    whole: float
+    stream: float
+    qkv: float
+    attended: float
+    up: float
+    inner: float
+    sums: float
+    norm: float
+    head_norms: float
+    copies: int
+    sp: int
+    sent: float
+
+
+def tensors(config: Config) -> Tensors:
+    """Returns the sizes for the configuration's model, layout and micro-batch."""
+    model, tp, b = config.model, config.tp, config.micro_batch_size
+    item, rows = ACTIVATION_BYTES[config.precision.name], b * model.seq_length
+    sp = int(config.sp and tp > 1)
+    share = tp if sp else 1
+    queries = model.num_attention_heads * model.head_size / tp
+    keys = max(model.kv_heads / tp, 1) * model.head_size
+    inner = item * rows * model.ffn_size / tp
+    qkv = item * rows * (queries + 2 * keys)
+    heads = (queries + keys) / model.head_size
+    stream = item * rows * model.hidden_size / share
+    slices = tp if sends_slices(config, on_accelerator=config.device != "cpu") else 1
+    return Tensors(
+        whole=item * rows * model.hidden_size,
+        stream=stream,
+        qkv=qkv,
+        attended=item * rows * queries,
+        up=inner * (2 if model.activation == "swiglu" else 1),
+        inner=inner,
+        sums=WIDE * rows * model.num_attention_heads / tp,
+        norm=WIDE * rows / share * (2 if model.norm == "layernorm" else 1),
+        head_norms=qkv + WIDE * rows * heads if model.qk_norm else 0.0,
+        copies=int(sp and b > 1),
+        sp=sp,
+        # A slice of a single sequence is a view and keeps the full tensor alive.
+        sent=stream / slices if b > 1 else stream,
+    )
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of one layer and micro-batch.
+
+    Attributes:
+        kept: from its forward to its backward.
+        deferred: of deferred weight gradients, from I to W (`parameters/gradients.py`).
+        forward, backward, halved: temporary, at the peak of the stage's last layer: in the forward,
+            in a whole backward, and in I.
+        again: recomputed before that backward.
+    """
+
+    kept: float
+    deferred: float
+    forward: float
+    backward: float
+    halved: float
+    again: float
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_bytes(t: Tensors, parts: Collection[str]) -> LayerBytes:
+    """Returns the bytes of one layer under `recompute`'s parts."""
+    norms = 2 * (t.stream + t.norm)  # outputs and statistics
+    attention = t.attended + t.sums + t.head_norms  # recomputed from the projection
+    activation, mlp = t.inner * bool({"activation", "mlp"} & {*parts}), t.up * ("mlp" in parts)
+    whole = 2 * t.stream + norms + t.qkv + attention + t.up + t.inner
+    kept = whole - norms * ("norm" in parts) - attention * ("attention" in parts)
+    kept -= activation + mlp
+    deferred = 2 * t.stream + t.qkv + t.attended + t.up + t.inner + 2 * t.whole
+    scattered = t.whole * (1 + t.copies) + t.stream * (1 + t.copies) if t.sp else t.whole
+    gathered = t.whole * (1 + t.copies) if t.sp else 0.0
+    # attention's output, the last GEMM's with its reduction, then the sum with the stream
+    ending = t.stream + max(activation + scattered, (t.stream if t.sp else t.whole) + t.stream)
+    if "layer" in parts:
+        inside = 3 * t.stream + max(gathered + t.up, t.up + t.inner, t.inner + scattered)
+        forward = max(inside, ending + t.stream + t.inner)
+        kept, again = t.stream, whole - t.stream
+    else:
+        forward = max(ending, t.stream + activation + mlp)
+        again = activation + mlp + norms / 2 * ({"norm", "mlp"} <= {*parts})
+    received = t.stream
+    first = max(
+        (t.whole + max(t.inner, t.copies * t.whole, t.copies * t.stream)) * t.sp,
+        t.inner,
+        t.up,
+        (t.stream * t.copies + (2 + t.copies) * t.whole + t.stream) * t.sp - t.inner,
+    )
+    kept_whole = t.whole if t.sp else 0.0
+    halved = max(first, kept_whole + t.inner + t.up)
+    return LayerBytes(kept, deferred, forward, received + first, received + halved, again)
+
+
+class HeadBytes(NamedTuple):
+    """Bytes of the last stage's head and loss for one micro-batch.
+
+    Attributes:
+        kept: from the forward, which computes the gradients, to the backward.
+        states: hidden states and their gradient at the peak of the forward.
+        logits: at that peak, with their statistics.
+    """
+
+    kept: float
+    states: float
+    logits: float
+
+
+def head_bytes(config: Config, t: Tensors) -> HeadBytes:
+    """Returns the bytes of `tensor_parallel/loss.py`: the last chunk's logits and the gradient."""
+    model, tp = config.model, config.tp
+    item, rows = ACTIVATION_BYTES[config.precision.name], config.micro_batch_size * model.seq_length
+    columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
+    chunk = max(
+        loss_chunk_counts(
+            rows, columns, config.loss.chunk_tokens, item=item,
+            on_accelerator=config.device != "cpu",
+        )
+    )  # fmt: skip
+    statistics = chunk * (25 + 24 * tp)
+    reduced = t.stream if t.sp else 0.0
+    kept = t.stream + t.norm + t.stream  # the norm's input and its gradient
+    states = t.stream + t.norm + t.stream + t.sp * t.whole + t.whole + t.copies * t.whole
+    return HeadBytes(kept, states, item * chunk * columns + statistics + reduced)
+
+
+def rotary_bytes(model: ModelConfig) -> float:
+    """Returns the bytes of one stage's cos and sin, fp32."""
+    if model.position_embedding != "rope":
+        return 0.0
+    rotated = int(model.head_size * model.rotary_percent) // 2
+    return 2.0 * WIDE * model.seq_length * rotated
+
+
+def batch_bytes(config: Config) -> float:
+    """Returns the bytes of a micro-batch of data, on ranks that read it."""
+    return float(_OF_TOKEN * config.micro_batch_size * config.model.seq_length)
+
+
+# Micro-batches in flight: the schedule's orders walked once, as counts. Bytes are a matmul with the
+# counts, so that one walk serves every model, micro-batch size and recomputation of a search.
+
+
+SENDS = 8  # sends in flight: pipeline/executor.py
+_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """States of one rank before an action; each row is a different one.
+
+    Attributes:
+        kind: index into F, B, I, W. chunk: of the action.
+        live: by chunk, micro-batches between their forward and their backward (or I).
+        deferred: by chunk, micro-batches between I and W. sent: sends that alone hold their tensor.
+        begun: whether a backward of this step is done.
+    """
+
+    kind: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+    live: NDArray[np.float64]
+    deferred: NDArray[np.float64]
+    sent: NDArray[np.float64]
+    begun: NDArray[np.bool_]
+
+
+def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
+    """Returns as many micro-batches as reach the peak: more only repeat the steady state."""
+    if name == "gpipe" or microbatches <= 4 * pp:
+        return microbatches
+    return 3 * pp + microbatches % pp
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(name: str, pp: int, vpp: int, microbatches: int) -> Schedule:
+    return make(name, pp, microbatches, vpp)
+
+
+@functools.lru_cache(maxsize=4096)
+def moments(name: str, pp: int, vpp: int, microbatches: int, rank: int) -> Moments:
+    """Returns the states of `rank` under the schedule `name` with `vpp` chunks."""
+    schedule = _schedule(name, pp, vpp, enough_microbatches(name, pp, microbatches))
+    placement = schedule.placement
+    live, deferred = [0] * vpp, [0] * vpp
+    in_flight: deque[tuple[int, int]] = deque(maxlen=SENDS)  # (chunk, micro-batch); -1: a gradient
+    done: set[tuple[int, int]] = set()  # forwards whose backward is done: their output is free
+    seen: set[tuple[int, ...]] = set()
+    sends = [_sends(placement, rank, chunk) for chunk in range(vpp)]
+    begun = 0
+    for step in schedule.orders[rank]:
+        kind, chunk, mb = step.kind, step.chunk, step.microbatch
+        lone = sum(m < 0 or (c, m) in done for c, m in in_flight)
+        seen.add((_KINDS.index(kind), chunk, lone, begun, *live, *deferred))
+        if kind == Kind.F:
+            live[chunk] += 1
+            if sends[chunk][1]:
+                in_flight.append((chunk, mb))
+        elif kind == Kind.W:
+            deferred[chunk] -= 1
+        else:
+            live[chunk] -= 1
+            deferred[chunk] += kind == Kind.I
+            done.add((chunk, mb))
+            begun = 1
+            if sends[chunk][0]:
+                in_flight.append((chunk, -1))
+    rows = np.array(sorted(seen))
+    return Moments(
+        rows[:, 0],
+        rows[:, 1],
+        rows[:, 4 : 4 + vpp].astype(float),
+        rows[:, 4 + vpp :].astype(float),
+        rows[:, 2].astype(float),
+        rows[:, 3] > 0,
+    )
+
+
+def _sends(placement: StageAssignment, rank: int, chunk: int) -> tuple[bool, bool]:
+    """Whether the stages before and after are on other ranks."""
+    before, after = (placement.neighbour(rank, chunk, offset) for offset in (-1, 1))
+    return before is not None and before[0] != rank, after is not None and after[0] != rank
+
+
+# Kernel launches of a rank in a step, counted line by line in the code; `benchmarks/plan_dryrun.py`
+# compares with `parallel3d dryrun`.
+
+_CHUNK, _CHUNKS = 65536, 320  # elements of a chunk, and chunks of one multi-tensor launch
+_LISTS = {"norm": 110, "adamw": 36, "sgd": 48}  # tensors of one multi-tensor launch
+
+
+def launches(config: Config, index: int) -> dict[str, float]:
+    """Returns launches of rank `index` along pp, with tp and dp rank 0, by the parts of `dryrun`.
+
+    `config` is checked. Launches of dropout, label smoothing and z-loss are not counted.
+    """
+    layout = layout_of(config)
+    rank, t = pipeline_ranks(config, layout)[index], tensors(config)
+    count, sharded = config.num_microbatches, config.zero > 1 and layout.dp > 1
+    layers, again, parts = rank.layer_count, rank.recomputed_layers, rank.recompute
+    matmuls = 3 if "layer" in parts else int("mlp" in parts)
+    attended = bool(parts & {"attention", "layer"})
+    found = {
+        "gemm_layers": count * (12 * layers + matmuls * again),
+        "attention": count * (2 * layers + attended * again),
+        "blocks": count * _blocks(config, rank, t, layers, again, sharded),
+        "other": _other(config, rank, t, count),
+        "optimizer": _optimizer(config, rank, count, sharded),
+        "communication": sum(
+            x.count * (1 + (x.op == "send_recv")) for x in transfers(config, layout, index)
+        ),
+    }
+    if rank.last:
+        chunks = _chunks(config, rank)
+        found["loss"] = count * (5 + 21 * chunks + 4 * t.copies + 2 * sharded)
+        found["gemm_head"] = count * 3 * chunks
+    if sharded:
+        found["sharding"] = _sharding(config, rank, count, layers)
+    return {name: float(value) for name, value in found.items()}
+
+
+def _blocks(
+    config: Config, rank: PipelineRank, t: Tensors, layers: int, again: int, sharded: bool
+) -> int:
+    """Counts launches of one micro-batch between GEMMs: norms, rotary, activation, residuals, each
+    with its backward; biases; contiguous copies. One residual sum is fused with its norm, and the
+    gradients of both residuals with those of the norms."""
+    model = config.model
+    rope, learned = (model.position_embedding == kind for kind in ("rope", "learned"))
+    biased = model.out_bias + model.bias
+    each = 11 + rope + 2 * model.qk_norm + model.qkv_bias + model.bias + 2 * biased + 20 * t.copies
+    ends = (2 + sharded) * rank.last + 2 * (learned + t.copies) * rank.first
+    fused = (layers - again * ("norm" in rank.recompute)) * (model.norm == "rmsnorm")
+    return layers * each - 3 * fused + again * _again(model, t, rank.recompute) + ends
+
+
+def _again(model: ModelConfig, t: Tensors, parts: Collection[str]) -> int:
+    """Counts launches between the GEMMs that a layer's recomputation repeats."""
+    inside = (model.position_embedding == "rope") + model.qk_norm
+    if "layer" in parts:
+        apart = model.norm != "rmsnorm" or "norm" in parts
+        return inside + 3 + apart + model.out_bias + 6 * t.copies
+    activated = bool({"activation", "mlp"} & {*parts})
+    gathered = 2 * t.copies * ("mlp" in parts)
+    return inside * ("attention" in parts) + 2 * ("norm" in parts) + activated + gathered
+
+
+def _other(config: Config, rank: PipelineRank, t: Tensors, count: int) -> int:
+    """Counts launches of batch, embedding, executor and trainer."""
+    placement, model = rank.placement, config.model
+    each = 3 * placement.chunks + 2 * rank.last + (4 if rank.first or rank.last else 1)
+    if rank.first:
+        each += 10 + (model.position_embedding == "learned") + 2 * t.copies
+    if rank.sends_slices and config.micro_batch_size > 1:
+        # A slice is cut out of each message, and two copies join the slices again.
+        each += 3 * (rank.neighbours(1) + rank.neighbours(-1))
+    return count * each + 11 + rank.last + rank.is_tied_to_another
+
+
+def _chunks(config: Config, rank: PipelineRank) -> int:
+    columns = config.model.padded_vocab_size
+    columns //= config.tp if config.model.parallel_output else 1
+    accelerated = config.device != "cpu"
+    item, most = rank.item, config.loss.chunk_tokens
+    counts = loss_chunk_counts(rank.tokens, columns, most, item=item, on_accelerator=accelerated)
+    return sum(counts.values())
+
+
+def _sharding(config: Config, rank: PipelineRank, count: int, layers: int) -> int:
+    """Counts FSDP2's copies of parameters into flat buffers and out of them, and of gradients."""
+    all_of = len(rank.parameters)
+    ends = sum(not p.name.startswith("layers.") for p in rank.parameters)
+    of_layers = all_of - ends + 2 * layers
+    root = ends + 2 if ends else 0
+    every = config.ddp.reduces_every_microbatch(config.zero)
+    units = layers + (ends > 0)
+    gathers = 2 * count * of_layers + root if config.zero == 3 else of_layers + root
+    widened = 0 if every or count == 1 else all_of
+    return gathers + count * all_of + widened + units * (count if every else 1)
+
+
+def _optimizer(config: Config, rank: PipelineRank, count: int, sharded: bool) -> int:
+    """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
+    fixed = 8 + 2 * (config.optim.name == "adamw")
+    if sharded:
+        dp = rank.layout.dp
+        mine = [-(-p.numel // p.columns // dp) * p.columns for p in rank.parameters]
+        decays = [p.columns > 1 for p in rank.parameters]
+        replicated = sum(p.replicated for p in rank.parameters)
+        return fixed + 1 + rank.sp * (1 + replicated) + _steps(config, mine, decays)
+    buckets = [b for chunk in reversed(rank.chunks) for b in bucketed_parameters(rank, chunk)]
+    shards = rank.layout.dp if config.zero else 1
+    segments = [one for bucket in buckets for one in _segments(bucket, shards)]
+    by_autograd = sum(not _is_added_in_place(p) for p in rank.parameters)
+    copies = len(segments) if rank.item < rank.grad_item else 0
+    found = fixed + len(buckets) + copies + count * by_autograd
+    if rank.sp:
+        replicated = sum(alike for _, _, alike in segments)
+        found += 1 + replicated if replicated else 0
+    if _shares(config):
+        found += 2 + sum(not decay and not alike for _, decay, alike in segments)
+    sizes, decays = [numel for numel, _, _ in segments], [decay for _, decay, _ in segments]
+    return found + _steps(config, sizes, decays)
+
+
+def _steps(config: Config, sizes: Sequence[int], decays: Sequence[bool]) -> int:
+    """Counts launches of the norm and of the update over lists of tensors."""
+    found = _over(sizes, _LISTS["norm"]) + 1
+    for kind in (True, False):
+        mine = [size for size, decay in zip(sizes, decays, strict=True) if decay == kind]
+        if mine:
+            found += _over(mine, _LISTS[config.optim.name])
+    return found
+
+
+def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
+    kept = list(sizes)
+    chunks = sum(-(-size // _CHUNK) for size in kept)
+    return max(-(-len(kept) // tensors_a_launch), -(-chunks // _CHUNKS))
+
+
+def _segments(bucket: list[LocalParameter], shards: int) -> list[tuple[int, bool, bool]]:
+    """Returns (elements, decays, replicated) of the flat shards that the first of `shards` ranks
+    steps.
+    """
+    own = padded_numel(sum(p.numel for p in bucket), shards) // shards
+    runs: dict[tuple[bool, bool], int] = {}
+    for p in bucket:
+        kind = p.columns > 1, p.replicated
+        runs[kind] = runs.get(kind, 0) + p.numel
+    found, offset = [], 0
+    for kind in sorted(runs):
+        mine = min(offset + runs[kind], own) - min(offset, own)
+        offset += runs[kind]
+        if mine:
+            found.append((mine, *kind))
+    return found
+
+
+def _is_added_in_place(p: LocalParameter) -> bool:
+    """Whether its matmul adds to the bucket in place (linear layers and word embedding)."""
+    return p.columns > 1 and p.name != "embedding.position"
+
+
+def _shares(config: Config) -> bool:
+    """Whether several tensor ranks hold equal shards whose gradients are summed."""
+    model = config.model
+    return config.tp > 1 and (model.qk_norm or config.tp > model.kv_heads)

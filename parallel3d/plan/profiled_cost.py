@@ -1,0 +1,804 @@
+"""Profiled cost model: prices layouts by the times that `parallel3d calibrate` measured here."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from parallel3d.config.checks.whole import check_config
+from parallel3d.config.schema import Config
+from parallel3d.config.sections import parts_of
+from parallel3d.errors import UserError
+from parallel3d.files import plain, read_bounded
+from parallel3d.plan.analytic_memory import STATE, RankMemory, peak_memory
+from parallel3d.plan.memory import PARALLEL3D, MemoryEstimate
+from parallel3d.plan.search import LayoutChoice, Priced, layouts, simple_first
+from parallel3d.plan.step import StepTime
+from parallel3d.plan.work import Number, sizes_of_model
+from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
+from parallel3d.schedules.simulate import Costs, ScheduleError
+from parallel3d.sizes.balance import layers_of_stages, run_schedule
+from parallel3d.sizes.model import recompute_collectives, recomputing, stage_parameters
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds over a grid of sizes, the last axis fastest.
+
+    Interpolates logarithms linearly, as a kernel's time is a power of its sizes. Beyond an axis'
+    last point the last slope continues; before the first the time is constant: a launch.
+
+    Raises ValueError for axes that do not rise, or times that are too few or not positive.
+    """
+
+    axes: tuple[tuple[float, ...], ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            if not axis or axis[0] <= 0 or any(a >= b for a, b in pairwise(axis)):
+                raise ValueError("an axis must rise from a positive number")
+        if len(self.seconds) != math.prod(map(len, self.axes)):
+            raise ValueError(f"{len(self.seconds)} times do not fill the grid")
+        if not all(0 < s < math.inf for s in self.seconds):
+            raise ValueError("times must be positive and finite")
+
+    def __call__(self, *at: float) -> float:
+        """Returns seconds at these sizes, one an axis; 0 if one is 0."""
+        if not all(at):
+            return 0.0
+        return _between(self, at)
+
+    def _between(self, at: Sequence[float]) -> float:
+        below, weights = [], []
+        for axis, value in zip(self.axes, at, strict=True):
+            low = min(max(bisect_right(axis, value) - 1, 0), max(len(axis) - 2, 0))
+            below.append(low)
+            if len(axis) == 1 or value <= axis[0]:
+                weights.append(0.0)
+            else:
+                weights.append(math.log(value / axis[low]) / math.log(axis[low + 1] / axis[low]))
+        found = 0.0
+        for corner in product((0, 1), repeat=len(at)):
+            share = math.prod(w if up else 1 - w for up, w in zip(corner, weights, strict=True))
+            if share:
+                place = [low + up for low, up in zip(below, corner, strict=True)]
+                found += share * math.log(self._at(place))
+        return math.exp(found)
+
+    def _at(self, index: Sequence[int]) -> float:
+        place = 0
+        for axis, i in zip(self.axes, index, strict=True):
+            place = place * len(axis) + min(i, len(axis) - 1)
+        return self.seconds[place]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _between(table: Table, at: tuple[float, ...]) -> float:
+    return table._between(at)
+
+
+FORMAT = "parallel3d calibration"
+VERSION = 1
+LARGEST = 4 << 20  # bytes of a file; calibrate writes some hundred thousand
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+SHARED = ".shared"  # suffix of a collective: a rank's work, among ranks that share cores
+# Tables of a file, with the number of their axes.
+TABLES = {
+    **{f"gemm.{part}": 3 for part in ("forward", "input", "weight")},  # rows, outputs, inputs
+    # heads of all sequences, tokens of a sequence, width of a head
+    **{f"{name}.{way}": 3 for name in ("attention", "rotary") for way in ("forward", "backward")},
+    **{
+        f"{name}.{way}": 2  # rows, width
+        for name in ("layernorm", "rmsnorm")
+        for way in ("forward", "backward")
+    },
+    **{
+        f"{name}.{way}": 1  # elements of the result
+        for name in ("gelu", "relu", "swiglu", "embedding")
+        for way in ("forward", "backward")
+    },
+    "add": 1,
+    "bias": 1,  # elements that are summed
+    "loss": 2,  # tokens, logits of this rank
+    "adamw": 1,
+    "sgd": 1,
+    **{name + way: 2 for name in COLLECTIVES for way in ("", SHARED)},  # ranks, bytes
+    "together.gemm": 1,  # slow-down by busy ranks, one core each
+    "together.move": 1,
+    "threads": 1,  # slow-down by threads
+}
+# Seconds of the host (a layer's pass, a pipeline action, a step) and bytes of a rank without
+# tensors.
+NUMBERS = (
+    *("launch.forward", "launch.backward", "launch.action", "launch.step"),
+    *("rank_gb", "memory_gb", "peak_tflops"),
+)
+
+
+@dataclass(frozen=True)
+class CalibrationSource:
+    """Device, software and date of a calibration."""
+
+    device: str  # cpu or cuda
+    name: str  # of the device
+    count: int  # cores, or GPUs, of the host
+    type: str  # compute type: fp32, bf16, …
+    host: str
+    torch: str
+    parallel3d: str
+    date: str
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """Tables of seconds by size, a few numbers, and their source."""
+
+    made: CalibrationSource
+    tables: Mapping[str, Table]
+    numbers: Mapping[str, float]
+
+    @property
+    def shares(self) -> bool:
+        """Whether the ranks of a host compute on the same cores."""
+        return self.made.device == "cpu"
+
+    @property
+    def ranks(self) -> int:
+        """The most ranks whose collectives were measured."""
+        return int(self.tables["all_reduce" + SHARED].axes[0][-1])
+
+    def __getitem__(self, name: str) -> Table:
+        return self.tables[name]
+
+    def text(self) -> str:
+        """Returns the contents of the file."""
+        tables = {
+            name: {
+                "axes": [[_short(v) for v in axis] for axis in table.axes],
+                "seconds": [_short(s) for s in table.seconds],
+            }
+            for name, table in self.tables.items()
+        }
+        head = {"format": FORMAT, "version": VERSION, "made": asdict(self.made)}
+        numbers = {name: _short(value) for name, value in self.numbers.items()}
+        content = head | {"numbers": numbers, "tables": tables}
+        return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
+
+
+def _short(value: float) -> float | int:
+    """Rounds to four digits; a timer has no more."""
+    return int(value) if value == int(value) and value < 1e15 else float(f"{value:.4g}")
+
+
+def read(file: str) -> MeasuredMachine:
+    """Reads a machine's file. Raises UserError, in one sentence, if it is not one."""
+    key = f"cluster={plain(file)}"
+    try:
+        content = yaml.load(read_bounded(Path(file), LARGEST), _Loader)
+    except OSError as error:
+        raise UserError(f"{key} cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = plain(" ".join(str(error).split())[:150])
+        raise UserError(f"{key} is no file of parallel3d calibrate: {reason}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{key} must be a file that parallel3d calibrate wrote, and it is not")
+    if content.get("version") != VERSION:
+        raise UserError(
+            f"{key} has version {plain(str(content.get('version')))}, and this parallel3d reads "
+            f"version {VERSION}: calibrate anew"
+        )
+    try:
+        return _machine(content)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        reason = plain(" ".join(str(error).split())[:150])
+        raise UserError(f"{key} is damaged ({reason}): calibrate anew") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Loads plain values and refuses aliases, which could expand without end."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases are not read")
+        return super().compose_node(parent, index)
+
+
+def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
+    made = content["made"]
+    kinds = {name: int if name == "count" else str for name in CalibrationSource.__annotations__}
+    for name, kind in kinds.items():
+        if type(made[name]) is not kind:
+            raise ValueError(f"made.{name} is no {kind.__name__}")
+    if made["count"] < 1:
+        raise ValueError("made.count is below 1")
+    numbers = {name: _number(name, content["numbers"][name]) for name in NUMBERS}
+    tables = {}
+    for name, count in TABLES.items():
+        given = content["tables"][name]
+        axes = tuple(tuple(_number(name, v) for v in axis) for axis in given["axes"])
+        if len(axes) != count:
+            raise ValueError(f"{name} has {len(axes)} axes")
+        tables[name] = Table(axes, tuple(_number(name, v) for v in given["seconds"]))
+    return MeasuredMachine(
+        CalibrationSource(**{name: made[name] for name in kinds}), tables, numbers
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} is no number")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be positive and finite")
+    return float(value)
+
+
+def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
+    """Raises UserError if the file was measured in another type."""
+    if machine.made.type != precision:
+        raise UserError(
+            f"precision={precision} must be {machine.made.type}, in which cluster={plain(file)} "
+            f"was measured; the nearest is parallel3d calibrate precision={precision}"
+        )
+
+
+def check_device(
+    machine: MeasuredMachine, file: str, kind: str, name: str | None, count: int
+) -> None:
+    """Raises UserError if the file is of another device; `name` None: unknown."""
+    made = machine.made
+    here = name or made.name
+    other = made.device != kind or here != made.name
+    if other or (machine.shares and count != made.count):
+        raise UserError(
+            f"cluster={plain(file)} must be of this device, {kind} ({plain(here)} × {count}), and "
+            f"it is of {plain(made.device)} ({plain(made.name)} × {made.count}); the nearest is "
+            "what parallel3d calibrate makes here"
+        )
+
+
+# The costs follow the code: models/transformer.py, tensor_parallel/linear_ops.py and head_loss.py,
+# pipeline/executor.py, data_parallel/, optim/.
+ITEM = {"fp64": 8, "fp32": 4, "tf32": 4}  # bytes; the others have 2
+WIDE = 4  # bytes of gradients and masters
+FEW = 64  # bytes of an all-reduce of a few numbers
+STATISTICS = 12  # bytes a token that each rank contributes to the loss
+
+
+class Pass(NamedTuple):
+    """Seconds of matmuls, and of everything else."""
+
+    matmuls: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matmuls + self.rest
+
+    def plus(self, other: Pass, times: float = 1.0) -> Pass:
+        return Pass(self.matmuls + times * other.matmuls, self.rest + times * other.rest)
+
+
+class Passes(NamedTuple):
+    """Forward, input gradient and weight gradient of one micro-batch."""
+
+    forward: Pass
+    input: Pass
+    weight: Pass
+
+    def plus(self, other: Passes, times: float = 1.0) -> Passes:
+        return Passes(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Passes(Pass(), Pass(), Pass())
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Costs of one rank of the layout of `config`, which is checked, with its dp."""
+
+    config: Config
+    machine: MeasuredMachine
+
+    @property
+    def rows(self) -> int:
+        return self.config.micro_batch_size * self.config.model.seq_length
+
+    @property
+    def message(self) -> int:
+        """Bytes of a micro-batch's full hidden states."""
+        item = ITEM.get(self.config.precision.name, 2)
+        return self.rows * self.config.model.hidden_size * item
+
+    def collective(self, name: str, ranks: int, bytes: float) -> float:
+        """Returns seconds of one collective; of its CPU work, if the run's ranks share cores."""
+        if ranks == 1:
+            return 0.0
+        world = self.config.tp * self.config.pp * (self.config.dp or 1)
+        shares = self.machine.shares and world > self.machine.made.count
+        return self.machine[name + SHARED * shares](ranks, max(bytes, FEW))
+
+    def hop(self) -> float:
+        """Returns seconds of a message to the next stage."""
+        share = self.config.tp if self.config.sp else 1
+        return self.collective("send_recv", 2, self.message / share) if self.config.pp > 1 else 0.0
+
+    def _tensor(self, sums: int, gathers: int, scatters: int) -> float:
+        """Returns seconds of collectives of a micro-batch's hidden states over tp: all-reduces or,
+        under sequence parallelism, all-gathers and reduce-scatters."""
+        names = {"all_reduce": sums}
+        if self.config.sp:
+            names = {"all_gather": gathers, "reduce_scatter": scatters}
+        tp = self.config.tp
+        return sum(n * self.collective(name, tp, self.message) for name, n in names.items())
+
+    def layer(self) -> Passes:
+        """Returns the passes of one transformer layer without recomputation."""
+        model, m, tp = self.config.model, self.machine, self.config.tp
+        h, width = model.hidden_size, model.head_size
+        heads = model.num_attention_heads // tp
+        kv = max(model.kv_heads // tp, 1)
+        ffn = model.ffn_size // tp
+        up = ffn * (2 if model.activation == "swiglu" else 1)
+        shapes = (((heads + 2 * kv) * width, h), (h, heads * width), (up, h), (h, ffn))
+        forward, input, weight = (
+            sum(m[f"gemm.{part}"](self.rows, *sides) for sides in shapes)
+            for part in ("forward", "input", "weight")
+        )
+        biases = sum(out for out, _ in shapes) if model.bias else 0
+        back = self.attend("backward") + self.around("backward") + self._tensor(2, 4, 2)
+        back += m["bias"](self.rows * biases)
+        back += self._launched("backward", input + weight + back)
+        ahead = self.attend("forward") + self.around("forward") + self._tensor(2, 2, 2)
+        ahead += self._launched("forward", forward + ahead)
+        return Passes(Pass(forward, ahead), Pass(input, back), Pass(weight, 0.0))
+
+    def _launched(self, way: str, kernels: float) -> float:
+        """Returns the exposed launches: all of them on a CPU, those beyond its kernels on a GPU."""
+        seconds = self.machine.numbers[f"launch.{way}"]
+        return seconds if self.machine.shares else max(0.0, seconds - kernels)
+
+    def attend(self, way: str) -> float:
+        """Returns seconds of rotary embedding and attention."""
+        model = self.config.model
+        name = "rotary" if model.position_embedding == "rope" else "attention"
+        heads = self.config.micro_batch_size * model.num_attention_heads // self.config.tp
+        return self.machine[f"{name}.{way}"](heads, model.seq_length, model.head_size)
+
+    def around(self, way: str) -> float:
+        """Returns seconds of norms and residuals on the rank's tokens and of the activation."""
+        joined = 2 * self.machine["add"](self._own_rows * self.config.model.hidden_size)
+        return self.norms(way) + joined + self.activation(way)  # backward: gradients of both ways
+
+    @property
+    def _own_rows(self) -> int:
+        return self.rows // (self.config.tp if self.config.sp else 1)
+
+    def norms(self, way: str) -> float:
+        """Returns seconds of both norms of a layer."""
+        model = self.config.model
+        return 2 * self.machine[f"{model.norm}.{way}"](self._own_rows, model.hidden_size)
+
+    def activation(self, way: str) -> float:
+        model = self.config.model
+        kind = "gelu" if model.activation.startswith("gelu") else model.activation
+        return self.machine[f"{kind}.{way}"](self.rows * model.ffn_size // self.config.tp)
+
+    def recomputed(self) -> Pass:
+        """Returns the recomputed part of a layer's backward."""
+        model, tp, parts = self.config.model, self.config.tp, parts_of(self.config.recompute)
+        gemm, h, ffn = self.machine["gemm.forward"], model.hidden_size, model.ffn_size // tp
+        if "layer" in parts:  # up to the last GEMM, whose input is needed
+            last = Pass(-gemm(self.rows, h, ffn), -self._tensor(1, 0, 1))
+            return self.layer().forward.plus(last)
+        up = gemm(self.rows, ffn * (2 if model.activation == "swiglu" else 1), h)
+        rest = self.norms("forward") * ("norm" in parts)
+        rest += self.attend("forward") * ("attention" in parts)
+        rest += self.activation("forward") * bool(parts & {"activation", "mlp"})
+        rest += self._tensor(*recompute_collectives(parts))
+        return Pass(up * ("mlp" in parts), rest)
+
+    def embedding(self) -> Passes:
+        """Returns the passes of the look-up and its gradient."""
+        size = self.rows * self.config.model.hidden_size
+        ahead, back = (self.machine[f"embedding.{way}"](size) for way in ("forward", "backward"))
+        ahead, back = ahead + self._tensor(1, 0, 1), back + self._tensor(0, 1, 0)
+        return Passes(Pass(0.0, ahead), Pass(0.0, back), Pass())
+
+    def head(self) -> Passes:
+        """Returns the passes of final norm, logits and loss; gradients are in the forward."""
+        model, m, tp = self.config.model, self.machine, self.config.tp
+        columns, h = model.padded_vocab_size // tp, model.hidden_size
+        matmuls = sum(m[f"gemm.{p}"](self.rows, columns, h) for p in ("forward", "input", "weight"))
+        rest = m["loss"](self.rows, columns) + m[f"{model.norm}.forward"](self.rows, h)
+        rest += self.collective("all_gather", tp, STATISTICS * tp * self.rows) + self._tensor(
+            1, 1, 1
+        )
+        back = Pass(0.0, m[f"{model.norm}.backward"](self.rows, h))
+        return Passes(Pass(matmuls, rest), back, Pass())
+
+    def elements(self, layers: range, first: bool, last: bool, both: bool) -> int:
+        """Counts a tensor rank's elements of one stage; `both`: it has both ends."""
+        parts = stage_parameters(
+            self.config.model, self.config.tp, layers, first, last, borrows_table=both
+        )
+        return sum(p.numel for p in parts)
+
+    def gradients(self, elements: int) -> float:
+        """Returns seconds of gradient reductions over dp, and of zero's all-gathers."""
+        bytes, dp = WIDE * elements, self.config.dp or 1
+        if not self.config.zero:
+            return self.collective("all_reduce", dp, bytes)
+        item = ITEM.get(self.config.precision.name, 2) * elements
+        found = self.collective("reduce_scatter", dp, bytes)
+        gathers = 1.0
+        if self.config.zero > 1:  # parameters before use, gradients after it
+            gathers = 2.0 * self.config.num_microbatches if self.config.zero > 2 else 1.0
+            if self.config.ddp.reduces_every_microbatch(self.config.zero):
+                found *= self.config.num_microbatches
+        return found + gathers * self.collective("all_gather", dp, item)
+
+    def tied(self) -> float:
+        """Returns seconds of the tied weight's gradient all-reduce between first and last stage."""
+        model = self.config.model
+        if not model.tie_embeddings or self.config.pp == 1:
+            return 0.0
+        table = model.padded_vocab_size * model.hidden_size // self.config.tp
+        return self.collective("all_reduce", 2, WIDE * table)
+
+    def update(self, elements: int) -> float:
+        """Returns seconds to clear and clip gradients and to step the optimizer."""
+        name = self.config.optim.name
+        return self.machine[name](elements / ((self.config.dp or 1) if self.config.zero else 1))
+
+    def fixed(self) -> float:
+        """Returns seconds of every step's small all-reduces and of the host."""
+        dp, world = self.config.dp or 1, self.config.tp * self.config.pp * (self.config.dp or 1)
+        few = self.collective("all_reduce", dp, FEW) + self.collective("all_reduce", world, FEW)
+        return few + self.machine.numbers["launch.step"]
+
+
+# Simulation of pipeline ranks that share cores; `schedules/simulate.py` is for a device per rank.
+
+Made = tuple[bool, int, int]  # (forward, stage, micro-batch)
+
+
+def shared_clock(
+    orders: Sequence[Sequence[Action]],
+    placement: StageAssignment,
+    costs: Costs,
+    replicas: int,
+    speed: Callable[[int], float],
+    ends: Sequence[float] | None = None,
+) -> float:
+    """Returns seconds until the last rank has completed its order and its `ends`.
+
+    Processor sharing: all ranks that compute at a moment are equally fast, and waiting ranks use no
+    core. So progress is one number for all, which grows by `speed` a second, and a rank that begins
+    an action knows at which progress it ends.
+
+    Args:
+        costs: seconds of a rank alone; half of the hop is the sender's work, half the receiver's.
+        replicas: ranks that mirror each rank of the pipeline: tp × dp.
+        speed: number of busy ranks → speed of each, 1 as if alone.
+        ends: seconds of each rank after its order: reductions, the update.
+
+    Raises ScheduleError if ranks wait in a circle.
+    """
+    run = _Run(orders, placement, costs, ends or [0.0] * len(orders))
+    wall = done = 0.0
+    for rank in range(len(orders)):
+        run.begin(rank, done)
+    while run.busy:
+        end, rank = run.busy[0]
+        wall += (end - done) / speed(len(run.busy) * replicas)
+        done = end
+        heapq.heappop(run.busy)
+        run.finish(rank, done)
+    if run.left:
+        raise ScheduleError("ranks wait for each other")
+    return wall
+
+
+class _Run:
+    """Progress at which busy ranks end their action, and inputs that others wait for."""
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Action]],
+        placement: StageAssignment,
+        costs: Costs,
+        ends: Sequence[float],
+    ) -> None:
+        self.orders, self.costs, self.ends = orders, costs, ends
+        self.around = [placement.around(rank) for rank in range(placement.ranks)]
+        self.busy: list[tuple[float, int]] = []
+        self.place = [0] * len(orders)
+        self.left = len(orders)
+        self.made: set[Made] = set()
+        self.waiting: dict[Made, int] = {}
+
+    def begin(self, rank: int, done: float) -> None:
+        """Starts the next action of `rank` if its input is there."""
+        place, order = self.place[rank], self.orders[rank]
+        if place == len(order):
+            heapq.heappush(self.busy, (done + self.ends[rank], rank))
+            return
+        step = order[place]
+        stage, before, after = self.around[rank][step.chunk]
+        forward, count = step.kind == Kind.F, step.microbatch
+        source, work = None, self.costs.of(step.kind, stage)
+        if forward and before is not None:
+            source = (True, stage - 1, count)
+        elif step.kind in (Kind.B, Kind.I) and after is not None:
+            source = (False, stage + 1, count)
+        if step.kind in (Kind.B, Kind.I) and (True, stage, count) not in self.made:
+            return  # deadlock: only this rank could compute it
+        if source is not None and source not in self.made:
+            self.waiting[source] = rank
+            return
+        to, come = (after, before) if forward else (before, after)
+        if step.kind != Kind.W:
+            crossed = (to is not None and to[0] != rank) + (come is not None and come[0] != rank)
+            work += crossed * self.costs.hop / 2
+        heapq.heappush(self.busy, (done + work, rank))
+
+    def finish(self, rank: int, done: float) -> None:
+        """Ends the action of `rank`, and starts those that waited for it."""
+        place, order = self.place[rank], self.orders[rank]
+        self.place[rank] += 1
+        if place == len(order):
+            self.left -= 1
+            return
+        step = order[place]
+        if step.kind != Kind.W:
+            made = (step.kind == Kind.F, self.around[rank][step.chunk][0], step.microbatch)
+            self.made.add(made)
+            if made in self.waiting:
+                self.begin(self.waiting.pop(made), done)
+        self.begin(rank, done)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step by part, as in plan/step.py; `core`: core-seconds of all ranks."""
+
+    compute: float
+    bubble: float
+    messages: float
+    gradients: float
+    optimizer: float
+    fixed: float
+    core: float
+
+    @property
+    def total(self) -> float:
+        return sum(
+            (self.compute, self.bubble, self.messages, self.gradients, self.optimizer, self.fixed)
+        )
+
+
+def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
+    """Returns the seconds of a step of a checked configuration on the machine.
+
+    Raises UserError for an impossible schedule or split.
+    """
+    costs = MeasuredCosts(config, machine)
+    schedule = run_schedule(config)
+    placement = schedule.placement
+    each = _stages(config, costs)
+    sums = [sum((p.total for p in stage), 0.0) for stage in each]
+    held = [
+        [placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(config.pp)
+    ]
+    count, last = config.num_microbatches, placement.stages - 1
+    splits = layers_of_stages(config)
+    elements = [
+        sum(costs.elements(splits[s], s == 0, s == last, 0 in mine and last in mine) for s in mine)
+        for mine in held
+    ]
+    gradients = [costs.gradients(n) for n in elements]
+    updates = [costs.update(n) for n in elements]
+    fixed, tied = costs.fixed(), costs.tied()
+    ends = [
+        g + u + fixed + tied * (0 in mine or last in mine)
+        for g, u, mine in zip(gradients, updates, held, strict=True)
+    ]
+    hop, replicas = costs.hop(), config.tp * (config.dp or 1)
+    speed = speed_of(machine, config.tp * config.pp * (config.dp or 1), _share(each))
+    forward, input, weight = (
+        tuple(max(p.total, 1e-9) for p in way) for way in zip(*each, strict=True)
+    )
+    clock = Costs(forward, input, weight, hop)
+    total = shared_clock(schedule.orders, placement, clock, replicas, speed, ends)
+    messages = 2 * hop * count * max(placement.chunks * (config.pp > 1), 0)
+    busy = [count * sum(sums[s] for s in mine) for mine in held]
+    slowest = max(range(config.pp), key=lambda rank: busy[rank] + ends[rank])
+    alone = 1 / speed(config.pp * replicas)
+    parts = messages, gradients[slowest] + tied * (config.pp > 1), updates[slowest], fixed
+    shown = [part * alone for part in parts]
+    computing = busy[slowest] * alone
+    scale = min(1.0, total / (computing + sum(shown)))  # faster while others wait
+    shown, computing = [part * scale for part in shown], computing * scale
+    work = replicas * (sum(busy) + sum(ends) + messages * config.pp)
+    bubble = total - computing - sum(shown)
+    return Parts(computing, bubble, shown[0], shown[1], shown[2], shown[3], work)
+
+
+def _stages(config: Config, costs: MeasuredCosts) -> list[Passes]:
+    """Returns every stage's passes: its layers, its ends, and the host's work per action."""
+    splits = layers_of_stages(config)
+    layer, again = costs.layer(), costs.recomputed()
+    action = costs.machine.numbers["launch.action"]
+    found = []
+    for stage, layers in enumerate(splits):
+        stage_passes = NOTHING.plus(layer, len(layers))
+        repeated = recomputing(config.recompute_layers, stage, len(layers))
+        more = stage_passes.input.plus(again, repeated)
+        stage_passes = stage_passes._replace(input=more)
+        if stage == 0:
+            stage_passes = stage_passes.plus(costs.embedding())
+        if stage == len(splits) - 1:
+            stage_passes = stage_passes.plus(costs.head())
+        forward, input = (p._replace(rest=p.rest + action) for p in stage_passes[:2])
+        found.append(Passes(forward, input, stage_passes.weight))
+    return found
+
+
+def _share(stages: list[Passes]) -> float:
+    """Returns the fraction of all seconds that are matmuls."""
+    passes = [p for stage in stages for p in stage]
+    return sum(p.matmuls for p in passes) / sum(p.total for p in passes)
+
+
+def speed_of(machine: MeasuredMachine, ranks: int, matmuls: float) -> Callable[[int], float]:
+    """Returns a function: number of busy ranks → speed of each, 1 as if alone with one thread.
+
+    Ranks share the cores, and busy cores slow each other by what they share besides.
+    """
+    if not machine.shares:
+        return lambda busy: 1.0
+    cores = machine.made.count
+    threads = max(1, cores // ranks)
+
+    def speed(busy: int) -> float:
+        working = min(busy, cores)
+        slow = matmuls * machine["together.gemm"](working)
+        slow += (1 - matmuls) * machine["together.move"](working)
+        own = min(1.0, cores / busy)
+        return own / slow / (machine["threads"](threads) if threads > 1 else 1.0)
+
+    return speed
+
+
+SEARCHED = ("1f1b", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
+MOST = 4000  # layouts that are priced: the first ones
+STEP = ("compute", "bubble", "messages", "gradients", "optimizer", "fixed")
+
+
+def measured_layouts(
+    sizes: Mapping[str, float], ranks: int, batch: int, fixed: Mapping[str, int | str]
+) -> Iterator[LayoutChoice]:
+    """Yields `layouts` with every schedule that can be simulated; zero=2 and 3 only if given."""
+    name = fixed.get("schedule")
+    held = {key: value for key, value in fixed.items() if key != "schedule"}
+    for choice in layouts(sizes, ranks, ranks, batch, held):
+        if choice.zero > 1 and "zero" not in fixed:
+            continue
+        if fixed.get("vpp", choice.vpp) != choice.vpp:
+            continue
+        if choice.pp == 1:
+            if name in (None, "1f1b", choice.schedule):
+                yield choice
+            continue
+        if choice.schedule not in ("1f1b", "interleaved"):
+            continue  # one of each number of chunks represents all
+        for schedule in SEARCHED if name is None else (str(name),):
+            if _has_chunks(schedule, choice.vpp):
+                yield replace(choice, schedule=schedule)
+
+
+def _has_chunks(schedule: str, chunks: int) -> bool:
+    if schedule in LOOPED:
+        return chunks > 1
+    return chunks == 1 if schedule in ONE_CHUNK else chunks == 2 and schedule in V_SHAPED
+
+
+def configure(config: Config, choice: LayoutChoice) -> Config:
+    """Returns the configuration with a choice in it."""
+    return replace(
+        config,
+        tp=choice.tp, pp=choice.pp, dp=choice.dp, vpp=choice.vpp, zero=choice.zero,
+        micro_batch_size=choice.micro_batch, recompute=choice.recompute,
+        schedule=replace(config.schedule, name=choice.schedule),
+    )  # fmt: skip
+
+
+def price_measured(
+    choices: list[LayoutChoice],
+    sizes: Mapping[str, float],
+    config: Config,
+    machine: MeasuredMachine,
+) -> Priced:
+    """Returns times and bytes of every choice that can run, and the order of those that fit.
+
+    Recomputation only costs time, so it is priced only where less of it does not fit. Raises
+    UserError if the run would refuse every choice.
+    """
+    available = sizes["memory_bytes"] - machine.numbers["rank_gb"] * 1e9
+    peaks: list[RankMemory | None] = [None] * len(choices)
+    parts: list[Parts | None] = [None] * len(choices)
+    enough: set[LayoutChoice] = set()
+    for i, choice in enumerate(choices):
+        same = replace(choice, recompute="")
+        if same in enough or len(enough) >= MOST:
+            continue
+        checked = _checked(configure(config, choice))
+        if checked is None:
+            continue
+        ranks = [peak_memory(checked, index) for index in range(checked.pp)]
+        peaks[i] = peak = max(ranks, key=lambda rank: rank.total)
+        if peak.total <= available:
+            parts[i] = step_parts(checked, machine)
+            enough.add(same)
+    if choices and not any(peaks):  # refused for a reason that is not the layout
+        first = configure(config, choices[0])
+        check_config(first, first.tp * first.pp * (first.dp or 1), own_samples=True)
+    fits = np.array([p is not None for p in parts])
+    seconds = _column(parts, "total")
+    time = StepTime(*(_column(parts, name) for name in STEP))
+    held = _memory(peaks, machine.numbers["rank_gb"] * 1e9)
+    order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: seconds[i])
+    tight = held.total > PARALLEL3D["memory.tight"] * sizes["memory_bytes"]
+    return Priced(choices, time, seconds, held, fits, tight, simple_first(choices, seconds, order))
+
+
+def _column(found: Sequence[object | None], name: str) -> Number:
+    """Returns one figure of all; infinite for those that were not priced or cannot run."""
+    return np.array([np.inf if one is None else getattr(one, name) for one in found])
+
+
+def _memory(found: Sequence[RankMemory | None], bare: float) -> MemoryEstimate:
+    state = np.sum([_column(found, name) for name in STATE], axis=0)
+    total = _column(found, "total") + bare
+    none = np.zeros(len(found))
+    activations, logits = _column(found, "activations"), _column(found, "logits")
+    return MemoryEstimate(total, state, activations, logits, none, total)
+
+
+def _checked(config: Config) -> Config | None:
+    """Returns the checked configuration, or None if a run would refuse it."""
+    try:
+        world = config.tp * config.pp * (config.dp or 1)
+        return check_config(config, world, own_samples=True)
+    except UserError:
+        return None
+
+
+def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict[str, float]:
+    """Returns the fields of `StepWork` that no layout changes; speeds are placeholders."""
+    model, made = config.model, machine.made
+    memory = machine.numbers["memory_gb"] * 1e9
+    whole = machine.numbers["peak_tflops"] * 1e12
+    each = min(1.0, made.count / ranks) if machine.shares else 1.0
+    return {
+        **sizes_of_model(model),
+        "gpus_per_node": ranks, "flash": 1, "dropout": float(model.dropout > 0), "overlap_dp": 1,
+        "compiled": 1, "grad_bytes": 4,
+        "peak": whole * each, "peak_attention": whole * each, "units": 1,
+        "memory_bytes": memory / ranks if machine.shares else memory, "memory_rate": 1e9,
+        "link_rate": 1e9, "fabric_rate": 1e9, "speed": 0, "fabric": 0,
+    }  # fmt: skip
