@@ -2,8 +2,9 @@
 
 Samples presets × layouts × schedules × zero × recompute, plays one rank of each on tensors without
 values, and prints a row each: what was played, and by how much the planner's formulas
-(`parallel3d/plan/own/`) differ. Models keep their widths and get `--layers` layers a stage, since a
-dry run takes as long as it launches. No GPU is needed; a row takes about a second of one core.
+(`parallel3d/plan/analytic_memory.py`) differ. Models keep their widths and get `--layers` layers a
+stage, since a dry run takes as long as it launches. No GPU is needed; a row takes about a second of
+one core.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig, conf_dir
 from parallel3d.errors import UserError
-from parallel3d.plan.own import launches, peak_memory
+from parallel3d.plan.analytic_memory import launches, peak_memory
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.sizes.traffic import transfers
 from parallel3d.sizes.transfer import group_size, wire_bytes

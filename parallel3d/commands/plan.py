@@ -18,16 +18,22 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import spelled
 from parallel3d.errors import UserError, closest, nearest
-from parallel3d.plan.measured import (
+from parallel3d.plan.analytic_memory import (
+    RankMemory,
+    configure,
+    least_memory,
+    memories,
+    peak_memory,
+)
+from parallel3d.plan.memory import GIB, PARALLEL3D
+from parallel3d.plan.profiled_cost import (
     check_type,
     measured_layouts,
     measured_sizes,
     price_measured,
     read,
 )
-from parallel3d.plan.measured import configure as configured_here
-from parallel3d.plan.memory import GIB, PARALLEL3D
-from parallel3d.plan.own import Held, configure, least_memory, memories, peak_memory
+from parallel3d.plan.profiled_cost import configure as configured_here
 from parallel3d.plan.rates import DEVICES, NETWORKS, SPEEDS, Device, load
 from parallel3d.plan.search import (
     MOST_STAGES,
@@ -41,7 +47,7 @@ from parallel3d.plan.search import (
     reason,
     works,
 )
-from parallel3d.plan.step import inside
+from parallel3d.plan.step import breakdown
 from parallel3d.plan.work import sizes_of_model
 from parallel3d.schedules.choose import RankWork
 from parallel3d.schedules.draw import render_svg
@@ -175,11 +181,11 @@ PARTS = {
 }
 # of what the busiest GPU computes,
 INSIDE = {
-    "matrix products": ("#1f5e9e", "GEMMs of the layers, forward and both of the backward"),
+    "matmuls": ("#1f5e9e", "GEMMs of the layers, forward and both of the backward"),
     "attention": ("#2f8f8a", "scores, softmax and values, forward and backward"),
-    "between the products": ("#7fb3e0", "norms, activations, residuals: bytes through the memory"),
-    "made again": ("#c7a13c", "forwards that run again, as their results were not kept"),
-    "sums over tp": ("#7a5ea8", "waits for the other GPUs of a layer, where no GEMM hides them"),
+    "element-wise": ("#7fb3e0", "norms, activations, residuals: bytes through the memory"),
+    "recomputed": ("#c7a13c", "forwards that run again, as their results were not kept"),
+    "tp collectives": ("#7a5ea8", "waits for the other GPUs of a layer, where no GEMM hides them"),
     "head and embedding": ("#8aa3b8", "logits, loss and table, where the busiest stage has them"),
     "launches": ("#a0522d", "the host, where it is slower than the GPU, and gathers of zero=3"),
 }
@@ -303,7 +309,7 @@ def _step(config: Config, priced: Priced, first: int, sizes: Mapping[str, float]
     parts = _parts(priced, first)
     if sizes:
         work = works([priced.choices[first]], sizes, config.global_batch_size)
-        parts = inside(work, load(), parts.pop("compute")) | parts
+        parts = breakdown(work, load(), parts.pop("compute")) | parts
     total = float(priced.seconds[first])
     rows = [
         [_key([kind]), f"{value:.3g} s", f"{100 * value / total:.1f} %",
@@ -367,7 +373,7 @@ def _memory(best: Config, priced: Priced, first: int, room: float) -> str:
     )
 
 
-def _kinds(one: Held, reserve: float) -> dict[str, float]:
+def _kinds(one: RankMemory, reserve: float) -> dict[str, float]:
     """GB by kind."""
     nbytes = (one.parameters, one.gradients, one.masters + one.optimizer)
     nbytes += (one.activations, one.logits, one.buffers, reserve)

@@ -16,7 +16,7 @@ from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.simulate import Costs, Span, Timeline, time_orders
-from parallel3d.sizes.balance import forwards_again, layers_of_stages
+from parallel3d.sizes.balance import layers_of_stages, recompute_forwards
 from parallel3d.trainer import StepResult, Trainer
 
 LATER = 2  # steps before the drawn one: the first ones allocate and compile
@@ -45,7 +45,7 @@ def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
         _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
             hop = trainer.clock.baseline_latency.get("pp", 0.0)
-            layers, recomputed = layers_of_stages(trainer.config), forwards_again(trainer.config)
+            layers, recomputed = layers_of_stages(trainer.config), recompute_forwards(trainer.config)
             costs = measured_costs(measured, trainer.schedule, layers, recomputed)
             print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
     return result

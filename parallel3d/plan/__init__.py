@@ -1,1 +1,1 @@
-"""What a step takes, in seconds and bytes, from shapes alone: the planner's arithmetic."""
+"""The planner: seconds and bytes of a training step, from shapes alone or from measurements."""

@@ -1,4 +1,4 @@
-"""Bytes of the fullest GPU at the step's peak, and what holds them."""
+"""Peak memory of a layout by fitted formulas, for other frameworks' runs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from parallel3d.plan.work import Number, StepWork
 
 GIB = 2.0**30
 
-# name → (guess, spread of its logarithm); fitted on measured peaks as the times are.
+# name → (guess, spread of its logarithm); fitted on measured peaks.
 GUESSES: dict[str, tuple[float, float]] = {
-    "state.gradients": (1.2, 0.3),  # of a gradient's bytes, which every data rank holds
-    "state.sharded": (12.0, 0.2),  # master and moments, cut by zero 1
+    "state.gradients": (1.2, 0.3),  # of a gradient's bytes, on every data rank
+    "state.sharded": (12.0, 0.2),  # master and moments, sharded by zero 1
     "state.gathered": (2.0, 0.7),  # buffers of zero 1, a parameter
     "layer.whole": (4.0, 0.7),  # bytes a token and hidden element on every tensor rank
-    "layer.cut": (12.0, 0.5),  # the same where sequence parallelism cuts it
+    "layer.cut": (12.0, 0.5),  # the same, sharded by sequence parallelism
     "layer.inner": (2.5, 0.4),  # a token and output of q, k, v, up, gate, activation
-    "layer.selective": (0.5, 0.5),  # share of them that per-operator recomputation keeps
-    "stage.whole": (4.0, 0.8),  # a token and hidden element that a micro-batch under way holds
-    "stage.cut": (8.0, 0.8),  # once a stage, beside its layers; the part that tp's ranks share
+    "layer.selective": (0.5, 0.5),  # fraction of them kept under selective recomputation
+    "stage.whole": (4.0, 0.8),  # a token and hidden element of a micro-batch in flight
+    "stage.cut": (8.0, 0.8),  # the same, sharded over tp
     "logits": (8.0, 0.5),  # a logit of the last stage
-    "scratch": (2.0, 0.7),  # a token and element of a layer, once, while no logits are there
-    "logits_most_gib": (1e6, 0.01),  # where the loss is made in chunks: of one chunk
+    "scratch": (2.0, 0.7),  # a token and element of a layer, once, while there are no logits
+    "logits_most_gib": (1e6, 0.01),  # cap where the loss is computed in chunks
     "slack": (1.05, 0.1),  # of the allocator
     "base_gib": (1.5, 0.5),  # communicators, workspaces
-    "outside_gib": (5.0, 0.5),  # what the driver counts beside the allocator: context, NCCL
-    "tight": (0.85, 0.1),  # share from which on the allocator gives back and asks anew
-    "stall_s": (0.5, 0.5),  # what that takes a micro-batch where a pipeline waits for it
-    "full": (0.92, 0.1),  # share of a GPU's memory at which a run no longer fits
+    "outside_gib": (5.0, 0.5),  # counted by the driver only: context, NCCL
+    "tight": (0.85, 0.1),  # share of memory above which the allocator frees and retries
+    "stall_s": (0.5, 0.5),  # seconds of that per micro-batch of a pipeline
+    "full": (0.92, 0.1),  # share of a GPU's memory above which a run does not fit
 }
 
 
-# parallel3d's own, not fitted but read off its code and `parallel3d dryrun`: weights in 2 bytes,
-# gradients, master and moments in 4; a layer's inputs of GEMMs and norms; chunks of 2 GiB of
-# logits; what its driver and NCCL keep (dryrun.reserve_gb).
+# parallel3d's own constants, read off its code and `parallel3d dryrun`: weights in 2 bytes;
+# gradients, master and moments in 4; inputs of GEMMs and norms; loss chunks of 2 GiB of logits;
+# memory of driver and NCCL (dryrun.reserve_gb).
 PARALLEL3D = {
     "memory.state.gradients": 1.0,
     "memory.state.sharded": 12.0,
@@ -62,7 +62,7 @@ PARALLEL3D = {
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the fullest stage's GPU; `stage` 0 the first, 1 between, 2 the last."""
+    """Bytes of the fullest stage's GPU; `stage`: 0 the first, 1 between, 2 the last."""
 
     total: Number
     state: Number
@@ -73,7 +73,7 @@ class MemoryEstimate:
 
 
 def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
-    """The peak of the fullest GPU. Fields may be arrays: see `Work`."""
+    """Returns the peak memory of the fullest GPU. Fields may be arrays: see `StepWork`."""
     v = {name: values.get(f"memory.{name}", guess) for name, (guess, _) in GUESSES.items()}
     state = [_state(work, v, elements) for elements in stage_parameters(work)]
     kept = _kept(work, v)
@@ -98,14 +98,14 @@ def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
     totals = np.stack([s + a + e for s, a, e in zip(state, live, ends, strict=True)])
     worst = np.argmax(totals, axis=0)
     peaks = totals * v["slack"] + v["base_gib"] * GIB
-    parts = (_pick(worst, of) for of in (state, live, ends))
-    return MemoryEstimate(peaks.max(axis=0), *parts, worst, peaks[0])
+    state, activations, ends = (_pick(worst, of) for of in (state, live, ends))
+    return MemoryEstimate(peaks.max(axis=0), state, activations, ends, worst, peaks[0])
 
 
 def stall(work: StepWork, values: Mapping[str, float], peak: Number) -> Any:
-    """Seconds of a step that a nearly full GPU of a pipeline loses in its allocator.
+    """Returns the seconds that a nearly full GPU of a pipeline loses in its allocator.
 
-    Seen in nanotron's runs; no other published set has rows that could tell.
+    Observed in nanotron's runs; no other published set has rows that could show it.
     """
     share = values.get("memory.tight", GUESSES["tight"][0])
     each = values.get("memory.stall_s", GUESSES["stall_s"][0])
@@ -119,7 +119,7 @@ def _pick(which: Number, of: list[Any]) -> Any:
 
 
 def _state(work: StepWork, v: Mapping[str, float], elements: Number) -> Any:
-    """Weights, gradients, master and moments of one stage."""
+    """Returns weights, gradients, master and moments of one stage."""
     ranks = work.dp * work.cp
     cut = np.where(work.zero > 0, ranks, 1.0)
     kept = np.where(work.zero >= 3, ranks, 1.0)
@@ -130,7 +130,7 @@ def _state(work: StepWork, v: Mapping[str, float], elements: Number) -> Any:
 
 
 def _kept(work: StepWork, v: Mapping[str, float]) -> Any:
-    """Bytes that one layer keeps of one micro-batch between its forward and its backward."""
+    """Returns the activation bytes of one layer and micro-batch, from forward to backward."""
     rows = tokens(work)
     inputs = 2 * work.hidden / np.where(work.sequence_parallel > 0, work.tp, 1.0)
     keep = np.where(work.recompute_attention > 0, v["layer.selective"], 1.0)
@@ -138,7 +138,7 @@ def _kept(work: StepWork, v: Mapping[str, float]) -> Any:
 
 
 def _saved(work: StepWork, v: Mapping[str, float]) -> Any:
-    """Bytes a token that a layer saves where nothing is computed again."""
+    """Returns the activation bytes a token of one layer without recomputation."""
     share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
     qkv, queries, up = sizes(work)
     inner = qkv + queries + up + work.ffn / work.tp
@@ -148,7 +148,7 @@ def _saved(work: StepWork, v: Mapping[str, float]) -> Any:
 
 
 def _working(work: StepWork, v: Mapping[str, float]) -> Any:
-    """What exists once: a layer's own tensors while it is computed (again)."""
+    """Returns the bytes of the one layer that is being computed or recomputed."""
     once = np.where(work.full_recompute > 0, _saved(work, v), 0.0)
     qkv, queries, up = sizes(work)
     elements = work.hidden + qkv + queries + up + work.ffn / work.tp

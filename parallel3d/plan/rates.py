@@ -1,7 +1,7 @@
-"""What is fitted: few numbers, each with a meaning, a first guess and how far to trust that guess.
+"""Fitted constants, devices and fabrics, and the seconds of kernels, collectives and messages.
 
-`constants.json` is made by `benchmarks/published.py`; a device and type without a measured run
-keeps its guess.
+`benchmarks/published.py` writes `constants.json`; a device and type without a measured run keeps
+its guess.
 """
 
 from __future__ import annotations
@@ -38,48 +38,49 @@ SPEEDS = (
 NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
 ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp")
 
-# name → (guess, spread of its logarithm). Times in microseconds, shares of a datasheet's rate.
+# name → (guess, spread of its logarithm). Times in microseconds, rates as fractions of a
+# datasheet's.
 GUESSES: dict[str, tuple[float, float]] = {
     "gemm.ramp": (256.0, 0.7),  # k at which a GEMM reaches half of its rate
-    "gemm.wave": (0.7, 0.5),  # how much of an incomplete wave of tiles is lost
-    "gemm.small_tile": (0.85, 0.15),  # share of the rate with half the tile, once and again
-    "gemm.ragged": (0.75, 0.5),  # share of the rate where a side is no multiple of 64
+    "gemm.wave": (0.7, 0.5),  # fraction of an incomplete wave of tiles that is lost
+    "gemm.small_tile": (0.85, 0.15),  # fraction of the rate for each halving of the tile
+    "gemm.ragged": (0.75, 0.5),  # fraction of the rate where a side is no multiple of 64
     "gemm.gap_us": (4.0, 0.5),
-    "attention.plain": (0.5, 0.5),  # batched products with scores written out
+    "attention.plain": (0.5, 0.5),  # batched matmuls with scores in memory
     "attention.plain_ramp": (100.0, 0.7),
     "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
-    "attention.odd_head": (0.5, 0.5),  # share of the rate with heads of no multiple of 8
+    "attention.odd_head": (0.5, 0.5),  # fraction of the rate with heads of no multiple of 8
     "memory.rate": (0.75, 0.2),
     "memory.width": (1.0, 0.4),  # factor on the bytes of element-wise operations
     "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
     "head.bytes": (16.0, 0.5),  # bytes moved a logit
     "fp8.cast_bytes": (4.0, 0.7),  # bytes moved an element that is made fp8
-    "launch.power": (4.0, 0.5),  # how sharply the larger of host and GPU decides
+    "launch.power": (4.0, 0.5),  # sharpness of the maximum of host and GPU time
     "optimizer.bytes": (34.0, 0.4),
     "link.rate": (0.7, 0.3),
     "link.latency_us": (15.0, 0.6),
     "pp.exposed": (1.0, 0.7),
-    "pp.hidden": (1.5, 1.0),  # odds of a message to be hidden, where that is asked for
-    "dp.hidden": (4.0, 0.7),  # odds of a gradient's bytes
+    "pp.hidden": (1.5, 1.0),  # odds that a message is hidden, with overlap
+    "dp.hidden": (4.0, 0.7),  # odds that a gradient's bytes are
     "fsdp.contention": (1.1, 0.2),
     "cp.exposed": (0.3, 0.7),
     "step.fixed_us": (8000.0, 0.8),
 }
-PER_SPEED = {"rate": (0.8, 0.25)}  # of the datasheet's peak, of a large GEMM
+PER_SPEED = {"rate": (0.8, 0.25)}  # of a large GEMM, as a fraction of the datasheet's peak
 PER_NETWORK = {
     "rate": (0.55, 0.35),
     "latency_us": (25.0, 0.8),
     "crowd_us": (5.0, 1.5),
-    "begin_us": (200.0, 1.5),  # until a message of the pipeline flows to another node
+    "begin_us": (200.0, 1.5),  # until a pipeline message flows to another node
 }
 PER_ENGINE = {
-    "launch_us": (300.0, 0.8),  # host's time for a layer, forward and backward
+    "launch_us": (300.0, 0.8),  # host time for a layer, forward and backward
     "launch_tp_us": (300.0, 1.0),  # more with tp
-    "batch_us": (1000.0, 1.0),  # and for a micro-batch
+    "batch_us": (1000.0, 1.0),  # for a micro-batch
     "hop_us": (200.0, 1.0),  # for a message to the next stage
-    "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where sums wait for the slowest host
-    "flash": (0.45, 0.4),  # of a GEMM's rate that its attention reaches over the causal half
-    "tp_hidden": (0.7, 1.0),  # odds of tp's messages to lie behind GEMMs, where asked for
+    "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where the slowest host counts
+    "flash": (0.45, 0.4),  # attention's fraction of a GEMM's rate over the causal half
+    "tp_hidden": (0.7, 1.0),  # odds that tp's collectives hide behind GEMMs, with overlap
 }
 _FAMILIES = (
     ("speed", SPEEDS, PER_SPEED),
@@ -89,7 +90,7 @@ _FAMILIES = (
 
 
 def guesses() -> dict[str, tuple[float, float]]:
-    """All constants' names with (guess, spread)."""
+    """Returns (guess, spread) of all constants by name."""
     found = dict(GUESSES)
     for family, names, keys in _FAMILIES:
         for name in names:
@@ -100,12 +101,12 @@ def guesses() -> dict[str, tuple[float, float]]:
 
 
 def from_odds(odds: Number | float) -> Number:
-    """A share from its odds: 0.5 from 1, never quite all."""
+    """Converts odds to a fraction: 1 is 0.5."""
     return np.asarray(odds / (1 + odds))
 
 
 class Constants:
-    """Values by name; a family's values as an array in the order of its list."""
+    """Values by name; those of a family also as an array."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self.values = {name: guess for name, (guess, _) in guesses().items()}
@@ -117,24 +118,21 @@ class Constants:
         return self.values[name]
 
     def of(self, family: str, key: str, index: Number) -> Number:
-        """A family's constant for each row's member."""
+        """Returns a family's constant for each row's member."""
         names = next(names for name, names, _ in _FAMILIES if name == family)
         values = np.array([self.values[f"{family}.{name}.{key}"] for name in names])
         return values[np.asarray(index, dtype=int)]
 
 
 def load(path: Path = FILE) -> Constants:
-    """The fitted constants, or the guesses where nothing has been fitted."""
+    """Reads the fitted constants, or returns the guesses if there is no file."""
     return Constants(json.loads(path.read_text())["constants"] if path.exists() else {})
-
-
-# Accelerators and fabrics as the planner knows them: datasheets, nothing fitted.
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU: dense TFLOP/s by type, memory in GiB and GB/s, units that run a tile at a time,
-    and GB/s one way of the link to the GPUs of its domain."""
+    """One GPU's datasheet: dense TFLOP/s by type, memory in GiB and GB/s, multiprocessors, and GB/s
+    one way of its link to the GPUs of its domain."""
 
     peak: dict[str, float]
     memory_gib: float
@@ -147,8 +145,8 @@ _HOPPER = {"fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
 _BLACKWELL = {"fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0, "fp4": 9000.0}
 _GRACE = {"fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0, "fp4": 10000.0}
 
-# NVIDIA's datasheets: V100 SXM3, A100 SXM4, H100 and H200 SXM5, HGX B200, GB200 NVL72; memory as
-# the driver reports it. h100_500w is a part with HBM2e and a power limit: its peak is the H100's.
+# V100 SXM3, A100 SXM4, H100 and H200 SXM5, HGX B200, GB200 NVL72; memory as the driver reports it.
+# h100_500w has HBM2e and a power limit, and the H100's peak.
 DEVICES = {
     "v100": Device({"fp16": 125.0}, 31.7, 900, 80, 150),
     "a100": Device({"fp16": 312.0, "bf16": 312.0}, 79.2, 2039, 108, 300),
@@ -161,7 +159,7 @@ DEVICES = {
     "gb300": Device({**_GRACE, "fp4": 15000.0}, 277.0, 8000, 152, 900),
 }
 
-# GB/s one way of a GPU's share of its node's network.
+# GB/s one way of a GPU's part of its node's network.
 FABRICS = {
     "hdr": 25.0,  # 8 × 200 Gb/s InfiniBand
     "hdr4": 12.5,  # 4 × 200 Gb/s
@@ -173,10 +171,7 @@ FABRICS = {
 }
 
 
-# Seconds of one kernel: a GEMM, attention, operations that only move memory.
-
-
-# rows, columns, parts of k that are summed afterwards, and how often the tile was halved
+# rows, columns, splits of k, number of times that the tile was halved
 _TILES = (
     (256, 128, 1, 0),
     (128, 128, 1, 1),
@@ -187,23 +182,24 @@ _TILES = (
 
 
 def smooth_max(a: Number, b: Number, power: float = 6.0) -> Any:
-    """Nearly max(a, b) of two times, a little more where they are close: neither hides wholly."""
+    """Returns nearly max(a, b) of two times, more where they are close: neither hides fully."""
     big = np.maximum(a, b)
     small = np.minimum(a, b)
     return big * (1 + (small / np.maximum(big, 1e-12)) ** power) ** (1 / power)
 
 
-def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number, times: Number = 1.0) -> Any:
-    """Seconds of an (m, k) × (k, n) product, `times` of them in one launch.
+def gemm(
+    work: StepWork, c: Constants, m: Number, n: Number, k: Number, times: Number | float = 1.0
+) -> Any:
+    """Returns seconds of an (m, k) × (k, n) matmul, `times` of them in one launch.
 
-    Rate: the device's for large products, less for short k (fill and drain of each tile), for
-    tiles that reach over the edge, for a last wave that leaves units idle (cuBLAS picks among
-    tiles, so not all of it), for sides that do not fit a tensor core's rows.
+    The rate of large matmuls, reduced for short k (fill and drain of each tile), tiles that reach
+    over the edge, an incomplete last wave (partly: cuBLAS picks among tiles) and ragged sides.
     """
     ragged = (np.mod(n, 64) != 0) | (np.mod(k, 64) != 0)
     rate = c.of("speed", "rate", work.speed) * work.peak
     rate = rate * np.where(ragged, c["gemm.ragged"], 1.0)
-    compute = np.inf
+    compute: Any = np.inf
     for rows, columns, parts, share in _TILES:
         waves = np.ceil(m / rows) * np.ceil(n / columns) * parts * times / work.units
         wave = (np.ceil(waves) / waves) ** c["gemm.wave"] * waves * work.units
@@ -214,22 +210,23 @@ def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number, times: N
 
 
 def move(work: StepWork, c: Constants, bytes: Number) -> Any:
-    """Seconds of operations that move `bytes` through memory."""
+    """Returns seconds of operations that move `bytes` through memory."""
     return bytes / (work.memory_rate * c["memory.rate"])
 
 
 def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
-    """Seconds of scores, softmax and values of one layer: (forward, backward) of a micro-batch.
+    """Returns (forward, backward) seconds of one layer's scores, softmax and values.
 
-    Flash kernels skip the masked half, and their backward is 2.5 forwards. Plain ones multiply all
-    of the square and write it: forward, twice in the backward.
+    Flash kernels skip the masked half, and their backward is 2.5 forwards. Plain ones compute the
+    full
+    square and write it: forward, twice in the backward.
     """
     queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp  # rows of scores
     keys = np.minimum(work.seq, work.window)
     flops = 4.0 * queries * keys * work.head_size
     odd = np.where(np.mod(work.head_size, 8) != 0, c["attention.odd_head"], 1.0)
     causal = np.where(work.window < work.seq, 1.0, 0.5)
-    width = np.where(work.head_size < 96, 0.75, 1.0)  # half-empty products with narrow heads
+    width = np.where(work.head_size < 96, 0.75, 1.0)  # narrow heads fill half of a tensor core
     base = c.of("speed", "rate", work.speed) * work.peak_attention * odd
     flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
     ramp = 1 + c["attention.plain_ramp"] / work.head_size
@@ -241,17 +238,14 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     return forward, np.where(work.flash > 0, 2.5, 2.0) * forward
 
 
-# Seconds of collectives and messages, from the links that their ring crosses.
-
-
-_RING = 32  # ranks up to which steps are counted as a ring's; more are joined by a tree
+_RING = 32  # ranks up to which latency is a ring's; larger groups add a tree's
 
 
 def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number) -> Any:
-    """Bytes/s of a ring over `ranks` GPUs that are `stride` apart.
+    """Returns bytes/s of a ring over `ranks` GPUs that are `stride` apart.
 
-    Inside a node the link; else what the members of one node have of its network together, since
-    the node's other rings run at the same time.
+    Inside a node that of the link; else at most the network bandwidth of the ring's members in one
+    node, as the node's other rings run at the same time.
     """
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
     link = work.link_rate * c["link.rate"]
@@ -259,35 +253,37 @@ def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number) -> An
     return np.where(members >= ranks, link, np.minimum(link, fabric))
 
 
-def latency(work: StepWork, c: Constants, ranks: Number, stride: Number, steps: Number) -> Any:
-    """Seconds that a collective of `steps` steps over the network takes beside its bytes."""
+def latency(
+    work: StepWork, c: Constants, ranks: Number, stride: Number | int, steps: Number
+) -> Any:
+    """Returns the latency of a collective of `steps` steps over the network."""
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
     network = c.of("network", "latency_us", work.fabric) * steps
     return 1e-6 * (c["link.latency_us"] + np.where(members >= ranks, 0, network))
 
 
-def gather(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
-    """An all-gather or reduce-scatter of `bytes` in all; an all-reduce is two. 0 for one rank."""
+def gather(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
+    """Returns seconds of an all-gather or reduce-scatter of `bytes`; an all-reduce is two."""
     wire = (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
     steps = np.where(ranks > _RING, _RING - 1 + 6 * np.log2(ranks / _RING), ranks - 1)
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
-def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
-    """The sum of `bytes` of gradients over `ranks`, by tree or ring. 0 for one rank."""
+def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
+    """Returns seconds of an all-reduce of `bytes` by tree or ring."""
     wire = 2 * (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
     steps = 2 * np.log2(np.maximum(ranks, 2))
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
 def hop(work: StepWork, c: Constants) -> Any:
-    """One micro-batch's activations to the next stage, which lies tp × cp × dp ranks further on."""
+    """Returns seconds of a micro-batch's activations to the next stage, tp × cp × dp ranks away."""
     stride = work.tp * work.cp * work.dp
     bytes = 2 * work.micro_batch * work.seq / work.cp * work.hidden
     inside = stride * work.pp <= work.gpus_per_node
     cut = np.maximum(work.scatter_gather, work.sequence_parallel)
     share = np.where(cut > 0, work.tp, 1.0)
-    # whole copies on each tensor rank share the node's network, as cut ones do
+    # Full copies from every tensor rank share the node's network as slices do.
     rate = np.where(
         inside,
         work.link_rate * c["link.rate"],

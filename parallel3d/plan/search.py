@@ -1,8 +1,8 @@
-"""Every layout of a model on a cluster, priced at once, and the best of them."""
+"""Search over all layouts of a model on a cluster: prices, ranks and explains them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import product
 
@@ -16,20 +16,20 @@ from parallel3d.plan.work import Number, StepWork, share_left, split_balanced
 from parallel3d.schedules.schedule import V_SHAPED
 
 FULL, NONE = "full", "none"
-# The cheapest seconds first: attention alone costs more of them a byte than norms and activation.
+# By cost: recomputing attention costs more seconds a byte than norms and activation.
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
-WHOLE = ("gpipe", "1f1b", "interleaved")  # whose backwards are not split
+WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules of whole backwards
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
-# Ranks of a pipeline that are looked at: models as deep as people train have no more. Walking one
-# takes a time that grows with their square; V-Half's choice of a pattern takes 2 s for 64 of them.
+# Largest pipelines in the search. Time grows with the square of the ranks; choosing a pattern of
+# V-Half takes 2 s for 64 ranks.
 MOST_STAGES, MOST_V_HALF = 512, 64
-SAME = 1.005  # layouts this close in time are equal: the simpler one stands first
+SAME = 1.005  # layouts within this ratio count as equally fast: the simpler one goes first
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """One layout: what a command line would say."""
+    """One layout, as command-line arguments."""
 
     tp: int
     pp: int
@@ -43,7 +43,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class Priced:
-    """All layouts with their times and bytes; `order` lists those that fit, the best first."""
+    """All layouts with times and bytes; `order`: indices of those that fit, the best first."""
 
     choices: list[LayoutChoice]
     time: StepTime
@@ -57,15 +57,14 @@ class Priced:
 def layouts(
     sizes: Mapping[str, float], gpus: int, node: int, batch: int, fixed: Mapping[str, int | str]
 ) -> Iterator[LayoutChoice]:
-    """Layouts of `gpus` GPUs that the model's sizes and the batch allow; `fixed` are the user's.
+    """Yields the layouts of `gpus` GPUs that fit the sizes and the batch; `fixed` by the user.
 
-    Tensor parallelism stays inside a domain of `node` GPUs unless it is fixed.
+    Tensor parallelism stays inside an NVLink domain of `node` GPUs unless `tp` is fixed.
     """
-    wanted = fixed.get("tp")
-    for tp in [int(wanted)] if wanted else [t for t in divisors(gpus) if t <= node]:
+    for tp in _allowed(fixed, "tp", [t for t in divisors(gpus) if t <= node]):
         if sizes["heads"] % tp or sizes["ffn"] % tp or gpus % tp:
             continue
-        for pp in _allowed(fixed.get("pp"), divisors(gpus // tp)):
+        for pp in _allowed(fixed, "pp", divisors(gpus // tp)):
             if gpus % (tp * pp) or pp > sizes["layers"] or (pp > MOST_STAGES and "pp" not in fixed):
                 continue
             dp = gpus // (tp * pp)
@@ -77,23 +76,23 @@ def layouts(
 def _filled(
     sizes: Mapping[str, float], tp: int, pp: int, dp: int, mine: int, fixed: Mapping[str, int | str]
 ) -> Iterator[LayoutChoice]:
-    """Micro-batch, schedule, recomputation and ZeRO of one tp, pp, dp."""
-    chunks = [v for v in _allowed(fixed.get("vpp"), CHUNKS) if sizes["layers"] % (pp * v) == 0]
+    """Yields micro-batch, schedule, recomputation and ZeRO stage of one tp, pp, dp."""
+    chunks = [v for v in _allowed(fixed, "vpp", CHUNKS) if sizes["layers"] % (pp * v) == 0]
     chunks = chunks if pp > 1 else [1]
-    micro = [b for b in _allowed(fixed.get("micro_batch"), MICRO_BATCHES) if mine % b == 0]
-    kinds = _allowed(fixed.get("recompute"), RECOMPUTE)
-    stages = [z for z in _allowed(fixed.get("zero"), (0, 1, 2, 3)) if dp > 1 or z == 0]
+    micro = [b for b in _allowed(fixed, "micro_batch", MICRO_BATCHES) if mine % b == 0]
+    kinds = [str(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
+    stages = [z for z in _allowed(fixed, "zero", (0, 1, 2, 3)) if dp > 1 or z == 0]
     for v, b, kind, zero in product(chunks or [1], micro, kinds, stages or [0]):
         if v > 1 and mine // b < pp:
             continue
         for schedule in schedules(pp, v, zero):
             too_deep = schedule == "v_half" and pp > MOST_V_HALF
             if fixed.get("schedule", schedule) == schedule and not too_deep:
-                yield LayoutChoice(tp, pp, v, dp, b, schedule, str(kind), int(zero))
+                yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero)
 
 
 def schedules(pp: int, vpp: int, zero: int) -> tuple[str, ...]:
-    """Those that are priced for so many stages and chunks; FSDP2 needs whole backwards."""
+    """Returns the schedules for these stages and chunks; FSDP2 needs whole backwards."""
     if pp == 1:
         return ("1f1b",)
     if zero >= 2:
@@ -104,21 +103,17 @@ def schedules(pp: int, vpp: int, zero: int) -> tuple[str, ...]:
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors, the smallest first."""
-    return [d for d in range(1, n + 1) if n % d == 0] if n < 4096 else _divisors(n)
-
-
-def _divisors(n: int) -> list[int]:
+    """Returns all divisors, the smallest first."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
-def _allowed(fixed: int | str | None, all: object) -> list[int | str]:
-    return list(all) if fixed is None else [fixed]  # type: ignore[call-overload]
+def _allowed(fixed: Mapping[str, int | str], key: str, all: Iterable[int]) -> list[int]:
+    return [int(fixed[key])] if key in fixed else list(all)
 
 
 def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -> StepWork:
-    """The choices as one `Work`; `sizes` are all fields that no choice changes."""
+    """Returns the choices as one `StepWork`; `sizes`: the fields that no choice changes."""
     n = len(choices)
     column = {f.name: np.full(n, float(sizes.get(f.name, 0.0))) for f in fields(StepWork)}
     for name in ("tp", "pp", "dp", "micro_batch", "zero"):
@@ -138,9 +133,9 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     matrices = (2 + sizes["gated"]) * sizes["ffn"] + width
     head = sizes["vocab"] / matrices
     split = {pp: split_balanced(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
-    parts = [split[c.pp] for c in choices]
+    splits = [split[c.pp] for c in choices]
     for name in ("first", "middle", "last", "live_stage", "live_layers"):
-        column[name] = np.array([float(getattr(part, name)) for part in parts])
+        column[name] = np.array([float(getattr(one, name)) for one in splits])
     return StepWork(**column)
 
 
@@ -151,9 +146,9 @@ def price(
     c: Constants,
     held: MemoryEstimate | None = None,
 ) -> Priced:
-    """Times and bytes of every choice, and the order of those that fit.
+    """Returns times and bytes of every choice, and the order of those that fit.
 
-    `held`: what they hold (`own.table.memories`); None: by the form that is fitted to others' code.
+    `held`: peak memory by `analytic_memory.memories`; None: by the fitted formulas.
     """
     work = works(choices, sizes, batch)
     time, held = step(work, c), memory(work, PARALLEL3D) if held is None else held
@@ -173,7 +168,7 @@ def price(
 
 
 def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int]) -> list[int]:
-    """Runs of nearly equal times in the order of simplicity."""
+    """Sorts each run of nearly equal times by simplicity."""
     made: list[int] = []
     while order:
         most = seconds[order[0]] * SAME
@@ -184,14 +179,14 @@ def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int])
 
 
 def complexity(choice: LayoutChoice) -> float:
-    """How much of a layout there is to set up and to go wrong: its dimensions and switches."""
+    """Returns a score of the dimensions and switches that a layout has to set up."""
     found = (choice.tp > 1) + 2 * (choice.pp > 1) + (choice.vpp > 1) + (choice.zero > 0)
     found += (choice.recompute != NONE) + (choice.schedule not in WHOLE) + (choice.zero > 1)
     return found + np.log2(choice.tp * choice.pp) / 16
 
 
 def best(priced: Priced, rows: int) -> list[int]:
-    """The best of each (tp, pp), as many as asked for: variants of one layout are one answer."""
+    """Returns the best layout of each (tp, pp), at most `rows`: its variants are one answer."""
     seen: set[tuple[int, int]] = set()
     made = []
     for i in priced.order:
@@ -202,14 +197,11 @@ def best(priced: Priced, rows: int) -> list[int]:
     return made[:rows]
 
 
-# Why a layout stands where it stands, in one line.
-
-
 STEP_PARTS = ("compute", "bubble", "messages", "gradients", "optimizer")
 
 
 def reason(priced: Priced, index: int, first: int, node: int) -> str:
-    """What the layout gains or loses against the best one, `first`."""
+    """Explains what the layout gains or loses against the best one, `first`."""
     choice, total = priced.choices[index], float(priced.seconds[index])
     shares = {part: _seconds(priced, part, index) / total for part in STEP_PARTS}
     if index == first:
@@ -239,7 +231,7 @@ def _seconds(priced: Priced, part: str, index: int) -> float:
 
 
 def _named(part: str, choice: LayoutChoice) -> str:
-    """The part in words, with the number that makes it."""
+    """Describes the part with the size that causes it."""
     return {
         "bubble": f"bubble of {choice.pp} stages",
         "messages": f"messages between {choice.pp * choice.vpp} pieces of the model",
@@ -250,7 +242,7 @@ def _named(part: str, choice: LayoutChoice) -> str:
 
 
 def _compute(choice: LayoutChoice, best: LayoutChoice, node: int) -> str:
-    """Why computing takes longer than in the best layout."""
+    """Explains why computing takes longer than in the best layout."""
     if choice.recompute == FULL != best.recompute:
         return "forwards run again, as it does not fit without recompute=full"
     if choice.zero >= 3 > best.zero:

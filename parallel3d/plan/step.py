@@ -1,4 +1,4 @@
-"""Seconds of one transformer layer, of the head and of the embedding, for one micro-batch."""
+"""Seconds of a training step by closed formulas: layer, head, embedding, pipeline, gradients."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from parallel3d.plan.work import Number, StepWork, pipeline_time
 
 
 def tokens(work: StepWork) -> Any:
-    """Tokens of a micro-batch on one context rank."""
+    """Returns the tokens of a micro-batch on one context rank."""
     return work.micro_batch * work.seq / work.cp
 
 
 def sizes(work: StepWork) -> tuple[Any, Any, Any]:
-    """Outputs of the fused q, k, v on a tensor rank; their query part; those of up (and gate)."""
+    """Returns a tensor rank's outputs of the fused q, k, v; of q alone; of up (and gate)."""
     queries = work.heads * work.head_size / work.tp
     keys = np.maximum(work.kv_heads / work.tp, 1) * work.head_size
     return queries + 2 * keys, queries, work.ffn * (1 + work.gated) / work.tp
 
 
 def layer_parameters(work: StepWork) -> Any:
-    """Elements of one layer's matrices on a tensor rank (its own experts)."""
+    """Returns the elements of one layer's matrices on a tensor rank (its own experts)."""
     qkv, queries, up = sizes(work)
     local = np.where(work.experts > 1, work.experts / work.ep, 1.0)
     return work.hidden * (qkv + queries + local * (up + work.ffn / work.tp))
@@ -33,33 +33,33 @@ def layer_parameters(work: StepWork) -> Any:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer: what its rank computes and waits for, and the host's launches."""
+    """Seconds of one layer: compute, exposed collectives and the host's launches."""
 
     forward: Number
-    backward: Number  # with what is computed again
-    exposed_tp: Number  # of both
+    backward: Number  # with recomputation
+    exposed_tp: Number  # of forward and backward
     host: Number
     power: float
 
     @property
     def total(self) -> Any:
-        """The GPU's time, or the host's where launches take longer."""
+        """The GPU's time, or the host's if launches take longer."""
         device = self.forward + self.backward + self.exposed_tp
         return rates.smooth_max(device, self.host, self.power)
 
 
 def layer(work: StepWork, c: Constants) -> LayerTime:
-    """One layer's forward and backward."""
-    forward, backward = products(work, c)
+    """Returns the seconds of one layer's forward and backward."""
+    forward, backward = matmuls(work, c)
     (attend, back), rows = attention_and_rows(work, c)
     forward = forward + attend + rows
     backward = backward + back + 2 * rows + recomputed_seconds(work, c, forward)
-    exposed = waits(work, c)
+    exposed = exposed_collectives(work, c)
     return LayerTime(forward, backward, exposed, _host(work, c), c["launch.power"])
 
 
 def recomputed_seconds(work: StepWork, c: Constants, forward: Any) -> Any:
-    """What the backward of a layer computes once more; `forward`: all that its forward does."""
+    """Returns the recomputed seconds of a layer's backward; `forward`: all of its forward."""
     up, mlp = sizes(work)[2], work.recompute_mlp
     routed = tokens(work) * np.where(work.experts > 1, work.active_experts, 1.0)
     parts = work.recompute_attention * rates.attention(work, c)[0]
@@ -71,17 +71,17 @@ def recomputed_seconds(work: StepWork, c: Constants, forward: Any) -> Any:
 
 
 def attention_and_rows(work: StepWork, c: Constants) -> tuple[tuple[Any, Any], Any]:
-    """Attention's (forward, backward), and what stands between the GEMMs of a forward."""
+    """Returns attention's (forward, backward), and a forward's element-wise operations."""
     return rates.attention(work, c), _elementwise(work, c)
 
 
-def waits(work: StepWork, c: Constants) -> Any:
-    """Collectives inside of a layer, forward and backward, that nothing hides."""
+def exposed_collectives(work: StepWork, c: Constants) -> Any:
+    """Returns seconds of a layer's collectives, forward and backward, that nothing hides."""
     return _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
 
 
-def products(work: StepWork, c: Constants) -> tuple[Any, Any]:
-    """The four GEMMs forward; their input and weight gradients."""
+def matmuls(work: StepWork, c: Constants) -> tuple[Any, Any]:
+    """Returns seconds of the four GEMMs forward, and of their input and weight gradients."""
     rows, h = tokens(work), work.hidden
     qkv, queries, up = sizes(work)
     routed = np.where(work.experts > 1, rows * work.active_experts, rows)
@@ -94,7 +94,7 @@ def products(work: StepWork, c: Constants) -> tuple[Any, Any]:
     ):
         forward = forward + rates.gemm(work, c, m, n, k)
         backward = backward + rates.gemm(work, c, m, k, n) + rates.gemm(work, c, k, n, m)
-    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)  # made before it is gathered
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)  # cast before the all-gather
     operands = rows * (2 * h / share + queries + work.ffn / work.tp)
     cast = rates.move(work, c, operands * c["fp8.cast_bytes"]) * work.fp8
     weights = rates.move(work, c, layer_parameters(work) * 3 / work.microbatches) * work.fp8
@@ -102,25 +102,25 @@ def products(work: StepWork, c: Constants) -> tuple[Any, Any]:
 
 
 def _elementwise(work: StepWork, c: Constants) -> Any:
-    """Norms, residuals, dropout on whole tokens; activation, rotary, transposes on shards."""
+    """Returns seconds of norms, residuals, dropout, activation, rotary and transposes."""
     share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
     whole = work.hidden * (20 + 4 * work.dropout) / share
     return _moved(work, c, whole + 4 * sizes(work)[0] + _activation(work))
 
 
 def _activation(work: StepWork) -> Any:
-    """Bytes a token that the MLP's non-linearity reads and writes."""
+    """Returns the bytes a token that the MLP's activation reads and writes."""
     return (2 * sizes(work)[2] + 2 * work.ffn / work.tp) * work.active_experts
 
 
 def _moved(work: StepWork, c: Constants, width: Any) -> Any:
-    """Seconds of passes over `width` bytes a token."""
+    """Returns seconds of passes over `width` bytes a token."""
     factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
     return rates.move(work, c, tokens(work) * width * factor)
 
 
 def _tensor_parallel(work: StepWork, c: Constants) -> Any:
-    """Sums over tp, forward and backward, that no GEMM hides."""
+    """Returns seconds of the tp collectives that no GEMM hides."""
     bytes = 2 * tokens(work) * work.hidden
     one = rates.gather(work, c, bytes, work.tp, 1)
     both = np.where(work.sequence_parallel > 0, 2 * one, rates.reduce(work, c, bytes, work.tp, 1))
@@ -128,28 +128,28 @@ def _tensor_parallel(work: StepWork, c: Constants) -> Any:
     forward = pairs * both
     again = np.where(work.full_recompute > 0, forward, work.recompute_mlp * one)
     again = np.where(work.sequence_parallel + work.full_recompute > 0, again, 0.0)
-    gathered = work.sequence_parallel * pairs * one * 0.5  # inputs again, beside the input's GEMM
+    gathered = work.sequence_parallel * pairs * one * 0.5  # inputs, during the GEMM of dX
     shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
     return shown * (2 * forward + again + gathered)
 
 
 def _context_parallel(work: StepWork, c: Constants) -> Any:
-    """Keys and values over cp, forward and backward."""
+    """Returns exposed seconds of keys and values over cp, forward and backward."""
     width = 2 * np.maximum(work.kv_heads / work.tp, 1) * work.head_size
     bytes = 2 * work.micro_batch * work.seq * width
     return 3 * rates.gather(work, c, bytes, work.cp, work.tp) * c["cp.exposed"]
 
 
 def _experts(work: StepWork, c: Constants) -> Any:
-    """Tokens to their experts and back, forward and backward."""
+    """Returns seconds of tokens to their experts and back, forward and backward."""
     bytes = 2 * tokens(work) * work.hidden * work.active_experts / work.tp
     every = rates.gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
     return np.where(work.experts > 1, 4 * every, 0.0)
 
 
 def _host(work: StepWork, c: Constants) -> Any:
-    """The host's time for a layer's launches: more with tp, and again more where the pipeline's
-    messages and tp's collectives share the hands that drive the network."""
+    """Returns the host's seconds for a layer's launches: more with tp, and more again where
+    pipeline messages and tp's collectives share the threads that drive the network."""
     launches = 1 + work.full_recompute / 3
     own = c.of("engine", "launch_us", work.engine)
     tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
@@ -162,30 +162,27 @@ def _host(work: StepWork, c: Constants) -> Any:
 
 
 def head(work: StepWork, c: Constants) -> Any:
-    """Seconds of the head and the loss, forward and backward."""
+    """Returns seconds of the head and the loss, forward and backward."""
     rows, columns = tokens(work), work.vocab / work.tp
     h = work.hidden
-    products = (
+    matmuls = (
         rates.gemm(work, c, rows, columns, h)
         + rates.gemm(work, c, rows, h, columns)
         + rates.gemm(work, c, h, columns, rows)
     )
     wide = 1 + work.fp8 * (work.peak / work.peak_attention - 1)  # the head stays in 16 bits
-    return products * wide + rates.move(work, c, rows * columns * c["head.bytes"])
+    return matmuls * wide + rates.move(work, c, rows * columns * c["head.bytes"])
 
 
 def embedding(work: StepWork, c: Constants) -> Any:
-    """Seconds of the lookup and its gradient."""
+    """Returns seconds of the look-up and its gradient."""
     share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
     return rates.move(work, c, tokens(work) * work.hidden * 16 / share) + 2e-5
 
 
-# Seconds of one training step, and where they go.
-
-
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by part; `compute` is the slowest stage's, with tp's waits in it."""
+    """Seconds of a step by part; `compute` is the slowest stage's, with exposed tp collectives."""
 
     compute: Number
     bubble: Number
@@ -196,13 +193,12 @@ class StepTime:
 
     @property
     def total(self) -> Any:
-        """Seconds of the step."""
         parts = (self.messages, self.gradients, self.optimizer, self.fixed)
         return self.compute + self.bubble + sum(parts)
 
 
 def step(work: StepWork, c: Constants) -> StepTime:
-    """What one step takes. Fields may be arrays: see `Work`."""
+    """Returns the seconds of one step by part. Fields may be arrays: see `StepWork`."""
     one = layer(work, c)
     ends = head(work, c), embedding(work, c)
     batch = 1e-6 * c.of("engine", "batch_us", work.engine) * np.where(work.graph > 0, 0.1, 1.0)
@@ -226,7 +222,7 @@ def step(work: StepWork, c: Constants) -> StepTime:
 
 
 def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
-    """Elements on a tensor rank of the first, the fullest middle and the last stage."""
+    """Returns a tensor rank's elements of the first, the fullest middle and the last stage."""
     each = layer_parameters(work)
     table = work.vocab * work.hidden / work.tp
     single = work.pp == 1
@@ -236,13 +232,13 @@ def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
 
 
 def largest_stage(work: StepWork) -> Any:
-    """Elements of the stage that holds most."""
+    """Returns the elements of the largest stage."""
     first, middle, last = stage_parameters(work)
     return np.maximum(np.maximum(first, middle), last)
 
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
-    """A layer's time where parameters are gathered for it (zero 3): twice, gradients once."""
+    """Returns a layer's time with zero 3: two all-gathers of parameters, one of gradients."""
     bytes = 2 * layer_parameters(work)
     wire = 3 * rates.gather(work, c, bytes, work.dp, work.tp * work.cp)
     both = rates.smooth_max(each, wire * c["fsdp.contention"], 4)
@@ -250,14 +246,14 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
 
 
 def _messages(work: StepWork, c: Constants) -> Any:
-    """The pipeline's messages that nothing hides: two a micro-batch and chunk, and the fill."""
+    """Returns exposed seconds of pipeline messages: two a micro-batch and chunk, and the fill."""
     shown = c["pp.exposed"] * (1 - work.overlap_pp * from_odds(c["pp.hidden"]))
     trips = 2 * (work.microbatches * work.chunks + work.pp - 1)
     return trips * rates.hop(work, c) * shown
 
 
 def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
-    """Gradients summed over dp (and parameters gathered, zero 1) beyond what a backward hides."""
+    """Returns seconds of gradient reductions (and zero 1's all-gather) beyond a backward."""
     ranks, stride = work.dp * work.cp, work.tp
     elements = largest_stage(work)
     summed = rates.reduce(work, c, work.grad_bytes * elements, ranks, stride)
@@ -273,15 +269,12 @@ def _optimizer(work: StepWork, c: Constants) -> Any:
     return rates.move(work, c, largest_stage(work) / ranks * c["optimizer.bytes"])
 
 
-# What the busiest stage computes, by kind: the parts of `step`'s compute, for one layout.
+def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
+    """Splits the busiest stage's seconds by kind, summing to `compute`; `work` has one row.
 
-
-def inside(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
-    """Seconds of a step by kind, which add up to `compute`; `work` has one row.
-
-    What kernels and waits do not explain is the host's, or zero 3's gathers.
+    The remainder after kernels and exposed collectives is the host's launches, or zero 3's gathers.
     """
-    one, (forward, backward) = layer(work, c), products(work, c)
+    one, (forward, backward) = layer(work, c), matmuls(work, c)
     attend, rows = attention_and_rows(work, c)
     single = work.pp == 1
     stages = np.stack([work.first, work.middle, np.where(single, work.first, work.last)])
@@ -293,15 +286,15 @@ def inside(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
     busiest = int(np.argmax((stages * one.total + ends)[:, 0]))
     layers, count = stages[busiest, 0], float(work.microbatches[0])
     each = {
-        "matrix products": forward + backward,
+        "matmuls": forward + backward,
         "attention": attend[0] + attend[1],
-        "between the products": 3 * rows,
-        "made again": recomputed_seconds(work, c, one.forward),
-        "sums over tp": waits(work, c),
+        "element-wise": 3 * rows,
+        "recomputed": recomputed_seconds(work, c, one.forward),
+        "tp collectives": exposed_collectives(work, c),
     }
     found = {kind: float(count * layers * np.ravel(value)[0]) for kind, value in each.items()}
     found["head and embedding"] = float(count * ends[busiest, 0])
     rest = compute - sum(found.values())
-    if rest < 0:  # the host waits for nobody: kernels are a little faster together
+    if rest < 0:  # no host time is exposed, and kernels overlap a little
         found = {kind: value * compute / sum(found.values()) for kind, value in found.items()}
     return found | {"launches": max(rest, 0.0)}

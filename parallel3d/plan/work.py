@@ -1,7 +1,7 @@
-"""One training step as the planner sees it: a model, a layout, what the software does with them.
+"""One training step as the planner sees it: model, layout, software and hardware as numbers.
 
-Every field is a number or an array of them: all of this room's arithmetic goes element by element,
-so one call prices one layout, a table of measured runs, or a search's million candidates.
+Every field is a number or an array: the planner's arithmetic is element-wise, so that one call
+prices one layout, a table of measured runs, or all candidates of a search.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class StepWork:
     vocab: Number
     tied: Number
     seq: Number
-    window: Number  # keys that a query sees at most
+    window: Number  # the most keys that a query sees
     # layout
     tp: Number
     pp: Number
     dp: Number
     cp: Number
     chunks: Number  # model chunks a rank of the pipeline
-    split: Number  # what backwards in two halves leave of the bubble (zero bubble), 0: whole ones
+    split: Number  # fraction of the bubble that split backwards leave (zero bubble); 0: whole ones
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
-    # stages: layers of the first, the fullest between and the last; see stages.py
+    # stages: layers of the first, the fullest between, and the last
     first: Number
     middle: Number
     last: Number
-    live_stage: Number  # the stage between that holds most activations, by number
+    live_stage: Number  # index of the stage between that holds most activations
     live_layers: Number  # its layers
-    # what the software does
+    # software
     zero: Number
     full_recompute: Number
     recompute_attention: Number
@@ -65,7 +65,7 @@ class StepWork:
     overlap_tp: Number
     overlap_pp: Number
     overlap_dp: Number
-    scatter_gather: Number  # messages of the pipeline cut by tp
+    scatter_gather: Number  # Megatron's scatter_gather_tensors_in_pipeline
     graph: Number  # kernels launched as one graph
     compiled: Number  # element-wise operations in few kernels
     fp8: Number
@@ -81,13 +81,13 @@ class StepWork:
     units: Number
     link_rate: Number  # bytes/s one way
     fabric_rate: Number  # bytes/s one way of one GPU's share
-    # names of constants: device and type, fabric, engine, as indices into their lists
+    # Constants by device and type, fabric, engine: indices into the lists of `rates`.
     speed: Number
     fabric: Number
     engine: Number
 
     def take(self, rows: Number) -> StepWork:
-        """Some rows of a table."""
+        """Returns some rows of a table."""
         return StepWork(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     def __len__(self) -> int:
@@ -95,13 +95,13 @@ class StepWork:
 
 
 def table(rows: list[dict[str, float]]) -> StepWork:
-    """Rows of equal fields as one Work of arrays. Raises KeyError for a field that a row lacks."""
+    """Converts rows to one `StepWork` of arrays. Raises KeyError for a field that a row lacks."""
     names = [f.name for f in fields(StepWork)]
     return StepWork(*(np.array([row[name] for row in rows], dtype=float) for name in names))
 
 
 def sizes_of_model(model: ModelConfig) -> dict[str, float]:
-    """The fields of `Work` that a decoder without experts alone decides."""
+    """Returns the fields of `StepWork` that the model alone decides (no experts)."""
     return {
         "layers": model.num_layers, "hidden": model.hidden_size,
         "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
@@ -112,15 +112,14 @@ def sizes_of_model(model: ModelConfig) -> dict[str, float]:
     }  # fmt: skip
 
 
-# Which layers a stage holds, and how long a pipeline takes, in closed form.
-#
-# `schedules/simulate.py` is the clock of the runs themselves; the tests hold this form to it.
+# Layers of a stage, and the time of a pipeline in closed form (tested against
+# `schedules/simulate.py`).
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Layers of the first stage, of the fullest between, of the last; the stage between that holds
-    most activations (stage s of p keeps up to p - s micro-batches) and its layers."""
+    """Layers of the first stage, the fullest between and the last; and the index and layers of the
+    stage between with most activations (stage s of p holds up to p - s micro-batches)."""
 
     first: int
     middle: int
@@ -130,7 +129,7 @@ class LayerSplit:
 
 
 def split_evenly(layers: int, stages: int, ends: bool = False) -> LayerSplit:
-    """Equal stages, the rest to the first ones; `ends`: embedding and head count as a layer."""
+    """Splits evenly, the rest to the first stages; `ends`: embedding and head count as a layer."""
     slots = layers + 2 * ends
     counts = [slots // stages + (stage < slots % stages) for stage in range(stages)]
     if ends and stages > 1:
@@ -141,10 +140,10 @@ def split_evenly(layers: int, stages: int, ends: bool = False) -> LayerSplit:
 
 
 def split_by_cost(layers: int, head: float, stages: int) -> LayerSplit:
-    """Blocks in order, a new stage as soon as a block ends beyond the stage's share of all costs.
+    """Starts a new stage as soon as a block ends beyond the stage's share of all costs.
 
-    `head` is the head's cost in layers. A block moves on by at most one stage, so a head that is
-    larger than a share leaves the last stages empty.
+    `head` is the head's cost in layers. A block moves on by at most one stage, so a head larger
+    than a share leaves the last stages empty.
     """
     share = (layers + head) / stages
     counts = [0] * stages
@@ -153,15 +152,12 @@ def split_by_cost(layers: int, head: float, stages: int) -> LayerSplit:
         stage += block > share * (stage + 1) * (1 + 1e-9) and stage < stages - 1
         counts[stage] += 1
     stage += layers + head > share * (stage + 1) * (1 + 1e-9) and stage < stages - 1
-    counts[stage:] = [counts[stage]]  # what comes behind the head is empty
+    counts[stage:] = [counts[stage]]  # the stages after the head are empty
     return _of(counts)
 
 
 def split_balanced(layers: int, head: float, stages: int) -> LayerSplit:
-    """Stages whose slowest is as fast as can be, the last with the head; every stage has a layer.
-
-    `head` is the head's cost in layers.
-    """
+    """Minimises the slowest stage, the last with the head (its cost in layers); none is empty."""
     if stages == 1:
         return split_evenly(layers, 1)
     others = stages - 1
@@ -175,7 +171,7 @@ def split_balanced(layers: int, head: float, stages: int) -> LayerSplit:
 
 
 def stages_by_cost(layers: int, head: float, stages: int) -> int:
-    """Stages that `split_by_cost` gives something to do; one more block follows the head."""
+    """Returns the non-empty stages of `split_by_cost`; one more block follows the head."""
     share, stage = (layers + head) / stages, 0
     for end in (*range(1, layers + 1), layers + head, layers + head):
         stage += end > share * (stage + 1) * (1 + 1e-9) and stage < stages - 1
@@ -192,15 +188,15 @@ def _of(counts: list[int]) -> LayerSplit:
     return LayerSplit(counts[0], fullest, counts[-1], live, counts[live] if stages > 2 else 0)
 
 
-# What splitting backwards leaves of the bubble: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8, which
-# the clock of schedules/ gives for zb_h1 and interleaved_zb within 0.02; zbv's is 0.2 of 1F1B's.
+# Bubble left by split backwards: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8, which simulated zb_h1
+# and interleaved_zb match within 0.02; zbv's is 0.2 of 1F1B's.
 SPLIT_BUBBLE = 0.47
 _COSTS = (1.0, 1.2, 0.8)
-_CLOCKED = 16  # ranks up to which V-Half, which has no closed form, is timed
+_CLOCKED = 16  # the most ranks for which V-Half, without a closed form, is simulated
 
 
 def share_left(schedule: str, ranks: int, microbatches: int) -> float:
-    """What a schedule of split backwards leaves of the bubble of as many chunks; 0: not split."""
+    """Returns the fraction of the bubble that split backwards leave; 0: the schedule has none."""
     if schedule == "v_half":
         return _v_half(min(ranks, _CLOCKED), microbatches * min(ranks, _CLOCKED) // ranks)
     return {"zb_h1": SPLIT_BUBBLE, "interleaved_zb": SPLIT_BUBBLE, "zbv": 0.4}.get(schedule, 0.0)
@@ -208,7 +204,7 @@ def share_left(schedule: str, ranks: int, microbatches: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _v_half(ranks: int, microbatches: int) -> float:
-    """By the clock; what it idles between micro-batches grows with their number."""
+    """Simulates V-Half; its idle time between micro-batches grows linearly with their number."""
     if ranks == 1:
         return 1.0
     idle = [_idle(ranks, count) for count in (2 * ranks, 3 * ranks)]
@@ -218,7 +214,7 @@ def _v_half(ranks: int, microbatches: int) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _idle(ranks: int, microbatches: int) -> float:
-    """Micro-batches' worth of a rank's time that V-Half takes beyond its compute."""
+    """Returns V-Half's time beyond compute, in micro-batches."""
     made = make("v_half", ranks, microbatches, 2)
     _, ends = clock(made.orders, made.placement, Costs.even(made.placement, *_COSTS))
     return max(end[-1] for end in ends) / sum(_COSTS) - microbatches
@@ -231,13 +227,14 @@ def pipeline_time(
     total: Number,
     microbatches: Number,
     chunks: Number,
-    split: Number = 0.0,
+    split: Number | float = 0.0,
 ) -> Any:
-    """Seconds from the first forward to the last backward of 1F1B, plain (chunks 1) or interleaved.
+    """Returns seconds of 1F1B's step, plain (chunks 1) or interleaved.
 
     Costs are a micro-batch's forward and backward on the first, the slowest middle and the last
-    stage, and on all together: the slowest works all the time, and the others fill and drain.
-    `split`: what split backwards leave of that (`share_left`), 0 where they are whole.
+    stage,
+    and on all together: the slowest works all the time, the others fill and drain.
+    `split`: the fraction of the bubble that remains (`share_left`), 0 for whole backwards.
     """
     left = np.where(np.asarray(split) > 0, split, 1.0)
     slowest = np.maximum(np.maximum(first, middle), last)

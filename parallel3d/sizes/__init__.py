@@ -1,1 +1,1 @@
-"""What each rank holds, computes and sends: arithmetic on the configuration. No torch."""
+"""Model statistics: what each rank holds, computes and sends, from the configuration. No torch."""

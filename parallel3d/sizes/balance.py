@@ -1,4 +1,4 @@
-"""Which layers go to which pipeline stage: balanced by cost, or as the user says."""
+"""Layers of each pipeline stage, balanced by cost or as configured, and the run's schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel3d.errors import UserError
 from parallel3d.schedules.choose import RankWork, Weights, chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
-from parallel3d.sizes.model import flops_again, layer_flops, recomputing
+from parallel3d.sizes.model import layer_flops, recompute_flops, recomputing
 from parallel3d.topology.layout import Layout, layout_of
 
 
@@ -27,16 +27,14 @@ def balance_chunks(
     first_extra: float = 0.0,
     last_extra: float = 0.0,
 ) -> list[int]:
-    """How many of `layers` layers of one `cost`, in any unit, each stage gets: one at least.
+    """Returns how many of `layers` layers of one `cost` (in any unit) each stage gets, at least 1.
 
-    `first_extra` (embedding) burdens the first stage and `last_extra` (final norm, head, loss) the
-    last one. What counts is the most expensive rank, over all of its chunks. Of the splits that
-    make it cheapest, those with the most even stages (least sum of squares) are taken, then those
-    whose layers lie closest to the middle stages, then to the earlier ones: a layer too many never
-    lands on the last stage, which also holds the logits, when another could take it at the same
-    cost. It is the exact optimum at any size: a layer is worth less to a stage the more it has, and
-    a rank that is full takes no more, so that giving layers away one by one, each to where it does
-    least harm, is best in the end. Raises UserError if there are more stages than layers.
+    `first_extra` (embedding) is added to the first stage's cost, `last_extra` (final norm, head,
+    loss) to the last one's. The result minimises the cost of the most expensive rank over all of
+    its chunks, then the sum of squared costs of stages, then prefers middle stages and earlier
+    ones.
+    Adding layers one by one where each adds least is the exact optimum: a stage's next layer never
+    adds less than its last one did. Raises UserError if there are more stages than layers.
     """
     if not all(math.isfinite(c) and c >= 0 for c in (cost, first_extra, last_extra)):
         raise ValueError("costs of layers must be finite and not negative")
@@ -45,62 +43,61 @@ def balance_chunks(
     stages = placement.stages
     ranks = [rank for rank, _ in placement.places]
     extras = [first * (stage == 0) + last * (stage == stages - 1) for stage in range(stages)]
-    room = _room(unit, layers, placement, ranks, extras)
+    free = _free_layers(unit, layers, placement, ranks, extras)
 
-    def harm(stage: int, count: int) -> tuple[int, int, int]:
-        """What one layer more than `count` adds to a stage's squared cost, and the next best."""
+    def added_cost(stage: int, count: int) -> tuple[int, int, int]:
+        """Returns the increase of a stage's squared cost by layer `count` + 1, and tie-breakers."""
         squares = unit * (2 * (count * unit + extras[stage]) + unit)
         return squares, abs(2 * stage - (stages - 1)), stage
 
     counts = [1] * stages
-    waiting = [harm(stage, 1) for stage in range(stages)]
+    waiting = [added_cost(stage, 1) for stage in range(stages)]
     heapq.heapify(waiting)
     for _ in range(layers - stages):
-        while not room[ranks[waiting[0][-1]]]:
+        while not free[ranks[waiting[0][-1]]]:
             heapq.heappop(waiting)
         stage = waiting[0][-1]
         counts[stage] += 1
-        room[ranks[stage]] -= 1
-        heapq.heapreplace(waiting, harm(stage, counts[stage]))
+        free[ranks[stage]] -= 1
+        heapq.heapreplace(waiting, added_cost(stage, counts[stage]))
     return counts
 
 
-def _room(
+def _free_layers(
     unit: int, layers: int, placement: StageAssignment, ranks: Sequence[int], extras: Sequence[int]
 ) -> list[int]:
-    """How many layers each rank may take beyond one a chunk, if none is to cost more than must be.
+    """Returns how many layers beyond one a chunk each rank can take at the lowest possible limit.
 
-    Args:
-        unit: the cost of a layer. ranks, extras: of each stage, its rank and what else it costs.
+    `unit` is the cost of a layer; `ranks` and `extras` are each stage's rank and other cost.
     """
-    burdens: Counter[int] = Counter()
+    base: Counter[int] = Counter()
     for rank, extra in zip(ranks, extras, strict=True):
-        burdens[rank] += extra + unit
+        base[rank] += extra + unit
     if not unit:
         return [layers] * placement.ranks
 
-    def rooms(limit: int) -> list[int]:
-        return [(limit - burdens[rank]) // unit for rank in range(placement.ranks)]
+    def fitting(limit: int) -> list[int]:
+        return [(limit - base[rank]) // unit for rank in range(placement.ranks)]
 
-    low = max(burdens.values())
+    low = max(base.values())
     high = low + unit * layers
     while low < high:
         middle = (low + high) // 2
-        if sum(rooms(middle)) >= layers - placement.stages:
+        if sum(fitting(middle)) >= layers - placement.stages:
             high = middle
         else:
             low = middle + 1
-    return rooms(low)
+    return fitting(low)
 
 
 def _refuse_empty_stages(layers: int, pp: int, vpp: int = 1) -> None:
     """Raises UserError if there are more stages than layers."""
     if pp * vpp <= layers:
         return
-    said = f"pp={pp} is" if vpp == 1 else f"pp={pp} × vpp={vpp} stages are"
+    asked = f"pp={pp} is" if vpp == 1 else f"pp={pp} × vpp={vpp} stages are"
     enough = f"pp={layers // vpp}" if vpp <= layers else f"pp=1 and vpp={layers}"
     raise UserError(
-        f"{said} more than model.num_layers={layers}, but every stage needs a layer: set {enough} "
+        f"{asked} more than model.num_layers={layers}, but every stage needs a layer: set {enough} "
         "or less."
     )
 
@@ -108,7 +105,7 @@ def _refuse_empty_stages(layers: int, pp: int, vpp: int = 1) -> None:
 def _integers(
     costs: Sequence[float], first_extra: float, last_extra: float
 ) -> tuple[list[int], int, int]:
-    """The same costs as exact integers of a common unit, so that equal sums compare equal."""
+    """Returns the costs as exact integers of a common unit, so that equal sums compare equal."""
     exact = [Fraction(c) for c in (*costs, first_extra, last_extra)]
     unit = math.lcm(*(f.denominator for f in exact))
     scaled = [int(f * unit) for f in exact]
@@ -118,58 +115,52 @@ def _integers(
 def layers_per_stage_given(
     given: Sequence[int], num_layers: int, pp: int, vpp: int = 1
 ) -> list[int]:
-    """The user's `schedule.layers_per_stage`, if it is a split of the model; else UserError."""
+    """Checks `schedule.layers_per_stage`; raises UserError if it does not split the model."""
     _refuse_empty_stages(num_layers, pp, vpp)
-    said = f"schedule.layers_per_stage={list(given)}".replace(" ", "")
+    key = f"schedule.layers_per_stage={list(given)}".replace(" ", "")
     fair = str(balance_chunks(1.0, num_layers, StageAssignment(pp * vpp))).replace(" ", "")
     if len(given) != pp * vpp:
         sizes = f"pp={pp}" if vpp == 1 else f"pp={pp} × vpp={vpp}"
         raise UserError(
-            f"{said} has {len(given)} entries, but {sizes} stages need one each, e.g. {fair}."
+            f"{key} has {len(given)} entries, but {sizes} stages need one each, e.g. {fair}."
         )
     if min(given) < 1:
         stage = next(s for s, count in enumerate(given) if count < 1)
         raise UserError(
-            f"{said} gives stage {stage} {given[stage]} layers, but every stage needs at least "
+            f"{key} gives stage {stage} {given[stage]} layers, but every stage needs at least "
             f"one, e.g. {fair}."
         )
     if sum(given) != num_layers:
         raise UserError(
-            f"{said} adds up to {sum(given)} layers, but model.num_layers={num_layers}, "
-            f"e.g. {fair}."
+            f"{key} adds up to {sum(given)} layers, but model.num_layers={num_layers}, e.g. {fair}."
         )
     return list(given)
 
 
-# What the stages of a pipeline compute, by the sizes of the model.
-
-
-# The head makes its gradients with its loss, in the forward (`tensor_parallel/loss.py`).
-HEAD_PRODUCTS = 3
+# The head computes its gradients in the forward, with its loss (`tensor_parallel/loss.py`).
+HEAD_MATMULS = 3
 
 
 def layer_cost(model: ModelConfig) -> float:
-    """Forward FLOPs of one layer and token."""
+    """Returns forward FLOPs of one layer and token."""
     return sum(layer_flops(model))
 
 
 def head_cost(model: ModelConfig) -> float:
-    """Forward FLOPs of the output head for one token, padding included."""
+    """Returns forward FLOPs of the output head for one token, padding included."""
     return 2.0 * model.hidden_size * model.padded_vocab_size
 
 
 @dataclass(frozen=True)
 class StageWeights:
-    """By placement, what each stage weighs in layers of an average rank (see `choose.Work`).
-
-    A look-up in the embedding takes next to no time.
+    """Computes `choose.Weights` of a stage assignment; the embedding's look-up is taken as free.
 
     Args:
         layer, head: their costs, in one unit. ranks: of the pipeline.
-        again: of a layer's forward, what the backward of one that recomputes makes again.
-        recompute_layers: of each stage (see `recomputing`); of another number of them: all.
-        given: `schedule.layers_per_stage`, if there is one: then no placement with other stages
-            fits, unless `balances` says that those are balanced.
+        given: `schedule.layers_per_stage`, which rules out other numbers of stages
+            unless `balances` is set: then those are balanced.
+        again: the recomputed part of a layer's forward (0 to 1).
+        recompute_layers: by stage (see `recomputing`); all layers where the lengths differ.
     """
 
     layers: int
@@ -184,28 +175,32 @@ class StageWeights:
     @classmethod
     def of_run(cls, config: Config, balances: bool = False) -> StageWeights:
         model, given = config.model, config.schedule.layers_per_stage
-        costs = layer_cost(model), head_cost(model)
-        kept = None if given is None else tuple(given)
-        again = flops_again(model, parts_of(config.recompute)) / costs[0]
-        some = tuple(config.recompute_layers or ())
-        return cls(model.num_layers, *costs, config.pp, kept, balances, again, some)
+        layer = layer_cost(model)
+        return cls(
+            model.num_layers,
+            layer,
+            head_cost(model),
+            config.pp,
+            None if given is None else tuple(given),
+            balances,
+            recompute_flops(model, parts_of(config.recompute)) / layer,
+            tuple(config.recompute_layers or ()),
+        )
 
     def __call__(self, placement: StageAssignment) -> Weights | None:
-        """None: the model cannot be laid out so."""
-        stages, layers = placement.stages, self.layers
-        is_given = self.given is not None and len(self.given) == stages
-        if stages > layers or not (is_given or self.given is None or self.balances):
+        """Returns None if the model has no such stages."""
+        stages, layers, given = placement.stages, self.layers, self.given
+        if stages > layers:
             return None
-        if is_given:
-            sizes = placement.ranks, placement.chunks
-            counts = layers_per_stage_given(self.given, layers, *sizes)
-        else:
+        if given is not None and len(given) == stages:
+            counts = layers_per_stage_given(given, layers, placement.ranks, placement.chunks)
+        elif given is None or self.balances:
             counts = balance_chunks(self.layer, layers, placement, last_extra=self.head)
-        extras = [0.0] * (stages - 1) + [HEAD_PRODUCTS * self.head / self.layer]
-        given = self.recompute_layers if len(self.recompute_layers) in (1, stages) else ()
-        again = [
-            self.again * recomputing(given, stage, count) for stage, count in enumerate(counts)
-        ]
+        else:
+            return None
+        extras = [0.0] * (stages - 1) + [HEAD_MATMULS * self.head / self.layer]
+        some = self.recompute_layers if len(self.recompute_layers) in (1, stages) else ()
+        again = [self.again * recomputing(some, stage, count) for stage, count in enumerate(counts)]
         of_rank = layers / self.ranks
         return [
             (n / of_rank, more / of_rank, twice / of_rank)
@@ -213,13 +208,10 @@ class StageWeights:
         ]
 
 
-# The pipeline schedule of a run, by its configuration.
-
-
 def run_schedule(config: Config, microbatches: int | None = None) -> Schedule:
-    """What `schedule=…` names, for the run's micro-batches or as many as are given.
+    """Returns the schedule of `schedule=…` for the run's micro-batches, or as many as are given.
 
-    Raises UserError where there is no such schedule (see `choose.wanted`).
+    Raises UserError if there is no such schedule (see `choose.wanted`).
     """
     count = config.num_microbatches if microbatches is None else microbatches
     name, file = config.schedule.name, config.schedule.file
@@ -227,8 +219,9 @@ def run_schedule(config: Config, microbatches: int | None = None) -> Schedule:
 
 
 def sends_slices(config: Config, on_accelerator: bool) -> bool:
-    """Whether the ranks of a tensor group, which hold equal hidden states without `sp`, each send
-    a part of them to the next stage (Narayanan et al. 2021 §4.1)."""
+    """Whether each tensor rank sends only its slice of the hidden states to the next stage:
+    Megatron's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1). Needs equal states,
+    so no `sp`."""
     if config.sp or config.tp == 1 or config.pp == 1 or config.model.seq_length % config.tp:
         return False
     wanted = config.schedule.slices
@@ -236,21 +229,19 @@ def sends_slices(config: Config, on_accelerator: bool) -> bool:
 
 
 def why_chosen(config: Config) -> str:
-    """What `schedule=auto` has found, and what it is better than."""
+    """Describes the schedule that schedule=auto found, and the next best ones."""
     return chosen(config.pp, config.num_microbatches, config.vpp, *_costs(config)).why
 
 
 def _costs(config: Config) -> tuple[RankWork, float]:
     keys = config.schedule
-    work = RankWork(*keys.costs, keys.hop, StageWeights.of_run(config))
+    forward, input, weight = keys.costs
+    work = RankWork(forward, input, weight, keys.hop, StageWeights.of_run(config))
     return work, 1.0 if keys.memory is None else keys.memory
 
 
-# The layer numbers of each pipeline stage.
-
-
 def placement_of(config: Config) -> StageAssignment:
-    """Which rank of the pipeline holds which stage: vpp stages each, in loops or as a V."""
+    """Returns the run's stage assignment: vpp stages per rank, in loops or as a V."""
     name = config.schedule.name
     if name not in NAMED_SCHEDULES:
         return run_schedule(config).placement
@@ -258,18 +249,16 @@ def placement_of(config: Config) -> StageAssignment:
 
 
 def layout_with_loops(config: Config) -> Layout:
-    """`layout_of`, and how often the stages of a pipeline go round its ranks."""
+    """Returns `layout_of` with the number of times that the stages loop over the ranks."""
     placement = placement_of(config)
     loops = 1 if placement.shape == "v" else placement.chunks
     return replace(layout_of(config), loops=loops)
 
 
 def layers_of_stages(config: Config) -> list[range]:
-    """Global layer numbers of every stage, in the order of the model:
-    `schedule.layers_per_stage`, or balanced by what each rank's stages cost together.
+    """Returns the global layer numbers of every stage, given or balanced by cost.
 
-    Raises:
-        UserError: the given split does not fit the model, or a stage would be empty.
+    Raises UserError if the given split does not fit the model, or a stage would be empty.
     """
     model, given, placement = config.model, config.schedule.layers_per_stage, placement_of(config)
     if given is not None:
@@ -282,9 +271,9 @@ def layers_of_stages(config: Config) -> list[range]:
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
-def forwards_again(config: Config) -> list[float]:
-    """By stage, how many times its layers' forward their backward computes again."""
-    whole = flops_again(config.model, parts_of(config.recompute)) / layer_cost(config.model)
+def recompute_forwards(config: Config) -> list[float]:
+    """Returns, by stage, how many times its layers' forward its backward recomputes."""
+    whole = recompute_flops(config.model, parts_of(config.recompute)) / layer_cost(config.model)
     counts = map(len, layers_of_stages(config))
     return [
         whole * recomputing(config.recompute_layers, stage, count) / count

@@ -1,7 +1,7 @@
-"""Which parameters a rank of one stage holds, and how large, without making them: no torch here.
+"""Model statistics: parameters of a stage, FLOPs of a layer and a token, sizes of loss chunks.
 
-The list is that of `Stage.named_parameters()`, in its order, which decides the gradient buckets;
-tests/unit/test_traffic.py compares the two.
+Parameters are in the order of `Stage.named_parameters()`, which decides the gradient buckets
+(compared by tests/unit/test_traffic.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from parallel3d.config.schema import ModelConfig
 
 
 class LocalParameter(NamedTuple):
-    """A parameter as one rank holds it; `replicated`: every tp rank holds all of it, with
-    the gradient of the tokens that it saw."""
+    """A parameter as one rank holds it; `replicated`: every tp rank holds all of it, with the
+    gradient of its own tokens."""
 
     name: str
     numel: int
@@ -31,10 +31,11 @@ def stage_parameters(
     *,
     borrows_table: bool = False,
 ) -> list[LocalParameter]:
-    """The parameters of a rank whose stage has `layers`, the embedding if `first`, head if `last`.
+    """Lists the parameters of a rank whose stage has `layers`, the embedding if `first`, the head
+    if `last`; vocabulary padding included.
 
-    A tied table is listed once where one stage has both ends, and not at all where the head's stage
-    `borrows_table` from the first, which lies on the same rank; padding of the vocabulary counts.
+    A tied weight is in the list once if one stage has both ends. It is not in the head's list if
+    the head's stage `borrows_table` from the first stage on the same rank.
     """
     found = list(_embedding(model, tp)) if first else []
     for layer in layers:
@@ -45,8 +46,8 @@ def stage_parameters(
     return found
 
 
-def word_table_numel(model: ModelConfig, tp: int) -> int:
-    """Elements of one rank's part of the word table."""
+def word_embedding_numel(model: ModelConfig, tp: int) -> int:
+    """Returns the elements of one rank's shard of the word embedding."""
     rows = model.padded_vocab_size
     return (rows if model.embedding == "replicated" else rows // tp) * model.hidden_size
 
@@ -56,20 +57,20 @@ def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
         numel = model.max_positions * model.hidden_size
         yield LocalParameter("embedding.position", numel, True, model.hidden_size)
     whole = tp == 1 or model.embedding == "replicated"
-    numel = word_table_numel(model, tp)
+    numel = word_embedding_numel(model, tp)
     yield LocalParameter("embedding.word.weight", numel, whole, model.hidden_size)
 
 
 def _layer(model: ModelConfig, tp: int, name: str) -> Iterator[LocalParameter]:
     queries = model.num_attention_heads * model.head_size
-    # Fewer key-value heads than ranks: each is on several.
+    # With fewer key-value heads than ranks, each head is replicated on several.
     kv_rows = max(model.kv_heads, tp) * model.head_size
     qkv = queries + 2 * kv_rows
     up = model.ffn_size * (2 if model.activation == "swiglu" else 1)
     yield from _norm(model, f"{name}.input_norm")
     yield from _column(model, tp, f"{name}.attention.qkv", qkv, model.qkv_bias)
     if model.qk_norm:
-        # Every rank holds them, with a gradient of its own heads whether sp or not.
+        # Replicated, with a gradient of the rank's own heads, with and without sp.
         for part in ("q", "k"):
             yield LocalParameter(f"{name}.attention.qk_norm.{part}", model.head_size, tp == 1)
     yield from _row(model, tp, f"{name}.attention.out", queries, model.out_bias)
@@ -81,7 +82,7 @@ def _layer(model: ModelConfig, tp: int, name: str) -> Iterator[LocalParameter]:
 def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
     if has_table and model.tie_embeddings:
         whole = tp == 1 or model.embedding == "replicated"
-        numel = word_table_numel(model, tp)
+        numel = word_embedding_numel(model, tp)
         yield LocalParameter("head.table", numel, whole, model.hidden_size)
     elif has_table:
         numel = model.padded_vocab_size // tp * model.hidden_size
@@ -98,7 +99,7 @@ def _norm(model: ModelConfig, name: str) -> Iterator[LocalParameter]:
 def _column(
     model: ModelConfig, tp: int, name: str, outputs: int, bias: bool
 ) -> Iterator[LocalParameter]:
-    """A linear layer whose rows are split."""
+    """Yields a linear layer whose rows are sharded."""
     numel = outputs // tp * model.hidden_size
     yield LocalParameter(f"{name}.weight", numel, tp == 1, model.hidden_size)
     if bias:
@@ -108,21 +109,19 @@ def _column(
 def _row(
     model: ModelConfig, tp: int, name: str, inputs: int, bias: bool
 ) -> Iterator[LocalParameter]:
-    """A linear layer whose columns are split; its bias is replicated."""
+    """Yields a linear layer whose columns are sharded; its bias is replicated."""
     columns = inputs // tp
     yield LocalParameter(f"{name}.weight", model.hidden_size * columns, tp == 1, columns)
     if bias:
         yield LocalParameter(f"{name}.bias", model.hidden_size, True)
 
 
-# What `recompute` costs a layer: FLOPs and collectives that its backward makes again, by part.
-#
-# The clock of schedules, the traffic table and the planner read it here; what the parts are is said
-# in `models/recompute.py`, the bytes that they leave in `plan/own.py`.
+# FLOPs of a layer, and what `recompute` adds. The parts are defined in `models/recompute.py`; the
+# activations that they keep are counted in `plan/analytic_memory.py`.
 
 
 class LayerFlops(NamedTuple):
-    """Forward FLOPs of one layer and token: its four GEMMs, and causal attention's two products."""
+    """Forward FLOPs of one layer and token: its four GEMMs, and causal attention's two matmuls."""
 
     qkv: float
     attention: float
@@ -132,7 +131,7 @@ class LayerFlops(NamedTuple):
 
 
 def layer_flops(model: ModelConfig) -> LayerFlops:
-    """Over all tensor ranks; norms and the like are no products."""
+    """Counts the matmuls over all tensor ranks; norms and activations are not counted."""
     h, ffn = model.hidden_size, model.ffn_size
     queries, keys = (n * model.head_size for n in (model.num_attention_heads, model.kv_heads))
     return LayerFlops(
@@ -144,51 +143,45 @@ def layer_flops(model: ModelConfig) -> LayerFlops:
     )
 
 
-def flops_again(model: ModelConfig, parts: Collection[str]) -> float:
-    """Of one layer and token, beside the forward: a layer's last GEMM is never made again."""
+def recompute_flops(model: ModelConfig, parts: Collection[str]) -> float:
+    """Returns the recomputed FLOPs of one layer and token; its last GEMM never is recomputed."""
     forward = layer_flops(model)
     if "layer" in parts:
         return sum(forward) - forward.down
     return forward.attention * ("attention" in parts) + forward.up * ("mlp" in parts)
 
 
-class CollectivesAgain(NamedTuple):
-    """Of hidden states over tp, by a layer: all-reduces or, under sequence parallelism, all-gathers
-    and reduce-scatters instead."""
+class RecomputeCollectives(NamedTuple):
+    """Collectives of hidden states over tp that a layer's backward repeats: all-reduces, or
+    all-gathers and reduce-scatters under sequence parallelism."""
 
     sums: int
     gathers: int
     scatters: int
 
 
-def collectives_again(parts: Collection[str]) -> CollectivesAgain:
-    """Segments that hold a linear layer whose result is wanted: both of attention, or `up`."""
+def recompute_collectives(parts: Collection[str]) -> RecomputeCollectives:
+    """Counts segments that end with a needed linear output: both of attention, or `up`."""
     if "layer" in parts:
-        return CollectivesAgain(1, 2, 1)
-    return CollectivesAgain(0, int("mlp" in parts), 0)
+        return RecomputeCollectives(1, 2, 1)
+    return RecomputeCollectives(0, int("mlp" in parts), 0)
 
 
 def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
-    """How many of a stage's `layers` layers recompute, by `recompute_layers`."""
+    """Returns how many of a stage's `layers` layers recompute, by `recompute_layers`."""
     if not given:
         return layers
     return min(layers, given[0] if len(given) == 1 else given[stage])
 
 
-# What one training token costs, and how many parameters there are, from the model's shape alone.
+# Conventions of the MFU:
 #
-# Conventions (each changes the MFU that is printed, so they are written down):
-#
-# * Only matrix products count: 2 FLOPs per multiply-add, once forward and twice backward, i.e.
-#   6 per weight and token. Norms, softmax, activations and the optimizer are not model FLOPs.
-# * Attention scores and their product with the values count over the full s × s square, not the
-#   causal half, as in PaLM (Chowdhery et al. 2022, appendix B), Narayanan et al. 2021 (equation 3)
-#   and torchtitan, so that figures can be compared. Causal kernels skip up to half of it, and with
-#   document masks whatever lies between documents. It counts all the same: an MFU with masks can
-#   be compared between layouts on the same data, not with one without masks.
+# * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
+#   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not.
+# * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
+#   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
 # * Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
-# * The output head counts the tokens that exist (`vocab_size`): padded logits are not useful work.
-# * Looking up embeddings is no matrix product and counts nothing.
+# * The output head counts `vocab_size` tokens, without padding.
 
 
 MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
@@ -196,7 +189,7 @@ FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Weights that a token is multiplied with: the layers' matrices and the head, tied or not."""
+    """Returns the weights that multiply a token: the layers' matrices and the head, tied or not."""
     hidden, ffn = model.hidden_size, model.ffn_size
     queries = model.num_attention_heads * model.head_size
     keys = model.kv_heads * model.head_size
@@ -206,17 +199,15 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Model FLOPs of training, forward and backward, on one token of a `seq_length` tokens' sample.
-
-    6 × matmul weights + 12 × layers × heads × head_dim × seq_length; see the conventions above.
-    """
+    """Returns model FLOPs of training (forward and backward) on one token of a `seq_length` sample:
+    FLOPS_FORMULA, by the conventions above."""
     queries = model.num_attention_heads * model.head_size
     attention = 12 * model.num_layers * queries * seq_length
     return float(6 * matmul_parameters(model) + attention)
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Distinct trainable parameters of the unpadded model; a tied table counts once."""
+    """Counts distinct trainable parameters of the unpadded model; a tied weight counts once."""
     hidden, ffn = model.hidden_size, model.ffn_size
     norm = 2 * hidden if model.norm == "layernorm" else hidden
     layers = matmul_parameters(model) - hidden * model.vocab_size + model.num_layers * 2 * norm
@@ -229,7 +220,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def _attention_vectors(model: ModelConfig) -> int:
-    """Elements of a layer's biases and head norms in attention."""
+    """Counts the elements of a layer's biases and head norms in attention."""
     rows = (model.num_attention_heads + 2 * model.kv_heads) * model.head_size
     found = rows if model.qkv_bias else 0
     found += model.hidden_size if model.out_bias else 0
@@ -237,31 +228,25 @@ def _attention_vectors(model: ModelConfig) -> int:
 
 
 def _mlp_matrices(model: ModelConfig) -> int:
-    """up and down, and with swiglu the gate."""
+    """Returns 2 for up and down, 3 with swiglu's gate."""
     return 3 if model.activation == "swiglu" else 2
 
 
-# How many tokens' logits exist at a time: arithmetic without torch, for the loss and its price.
-
-
-CPU_BYTES = 64 << 20  # of the logits in fp32
-# Each chunk reads the whole table twice and adds to its whole gradient: below about this many
-# tokens that takes longer than the multiplications (docs/performance.md).
+CPU_BYTES = 64 << 20  # of a chunk's logits in fp32
+# Each chunk reads the whole output weight twice and adds to its whole gradient: below about this
+# many tokens that takes longer than the matmuls (docs/performance.md).
 CPU_LEAST_TOKENS = 1024
-# Of the logits in the compute type, on an accelerator: 8,372 tokens of Llama 3's vocabulary in
-# bf16. To read the table twice, and read and write its fp32 gradient, takes an H100 as long as the
-# products of 400 tokens (3.35 TB/s and 700 TFLOP/s; the width cancels out): 5 % of such a chunk,
-# 40 % of one of 1,024 tokens. Beyond 2³¹ elements kernels would need 64-bit indices.
+# Of a chunk's logits in the compute type: 8,372 tokens of Llama 3's vocabulary in bf16. Reading the
+# weight twice and accumulating its fp32 gradient takes an H100 as long as the matmuls of 400 tokens
+# (3.35 TB/s, 700 TFLOP/s; the width cancels out): 5 % of such a chunk, 40 % of one of 1,024 tokens.
+# Beyond 2³¹ elements kernels would need 64-bit indices.
 ACCELERATOR_BYTES = 2 << 30
 
 
 def loss_chunks(
     tokens: int, columns: int, chunk_tokens: int | None, *, item: int, on_accelerator: bool
 ) -> list[int]:
-    """The sizes of the chunks, in order, into which the loss cuts the tokens of a micro-batch.
-
-    Arguments as those of `loss_chunk_counts`.
-    """
+    """Returns the sizes of the loss chunks of a micro-batch, in order; see `loss_chunk_counts`."""
     counts = loss_chunk_counts(
         tokens, columns, chunk_tokens, item=item, on_accelerator=on_accelerator
     )
@@ -271,12 +256,12 @@ def loss_chunks(
 def loss_chunk_counts(
     tokens: int, columns: int, chunk_tokens: int | None, *, item: int, on_accelerator: bool
 ) -> dict[int, int]:
-    """How many chunks of which size the loss makes of a micro-batch's tokens, the larger first.
+    """Returns {tokens of a loss chunk: number of such chunks}, the larger size first.
 
     Args:
         columns: of the logits that one rank holds.
-        chunk_tokens: `loss.chunk_tokens`; None: as many as take 64 MiB in fp32 on a CPU, at least
-            1,024, and 2 GiB in the compute type on an accelerator.
+        chunk_tokens: `loss.chunk_tokens`; None: by CPU_BYTES and CPU_LEAST_TOKENS on a CPU, by
+            ACCELERATOR_BYTES on an accelerator.
         item: bytes of the compute type.
     """
     if on_accelerator:
@@ -284,7 +269,7 @@ def loss_chunk_counts(
     else:
         most = chunk_tokens or max(CPU_LEAST_TOKENS, CPU_BYTES // (4 * columns))
     count = -(-tokens // most)
-    # As equal as can be: a short rest would run at half the speed.
+    # As equal as can be: a short last chunk would run at half the speed.
     size, larger = divmod(tokens, count)
     counts = {size + 1: larger, size: count - larger}
     return {size: count for size, count in counts.items() if count}

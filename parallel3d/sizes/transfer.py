@@ -1,7 +1,4 @@
-"""Collectives by name, and how many bytes of each go through the busiest rank's port.
-
-No torch and no cluster: `sizes.traffic` counts with it, `topology.price.costs` turns it into time.
-"""
+"""Collectives by name, their busbw factor, and the calls that a pipeline rank makes in a step."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ OPERATIONS = (
 
 
 def check_sizes(n: int, nbytes: float = 0.0) -> None:
-    """Raises ValueError for fewer than one rank, or less than no bytes."""
+    """Raises ValueError for fewer than one rank or a negative number of bytes."""
     if n < 1:
         raise ValueError(f"a collective of {n} ranks")
     if not nbytes >= 0:
@@ -39,11 +36,11 @@ def check_sizes(n: int, nbytes: float = 0.0) -> None:
 
 
 def bus_factor(op: str, n: int) -> float:
-    """Bytes that the busiest port carries over `nbytes`: bus bandwidth = factor · nbytes / time.
+    """Returns the busbw factor: bus bandwidth = factor · nbytes / time (nccl-tests' busbw).
 
-    Bus bandwidth can be held against the link's own, whatever the operation and n. Source:
-    nccl-tests, doc/PERFORMANCE.md, and src/scatter.cu, src/gather.cu. 0 for one rank, and for a
-    barrier, which moves no data. Raises ValueError for a name that is not in `OPERATIONS`.
+    Bytes through the busiest port over `nbytes`, so that busbw is comparable with the link's
+    bandwidth for any operation and n. Source: nccl-tests, doc/PERFORMANCE.md, src/scatter.cu and
+    src/gather.cu. 0 for one rank and for a barrier. Raises ValueError for an unknown name.
     """
     check_sizes(n)
     if op not in OPERATIONS:
@@ -57,23 +54,20 @@ def bus_factor(op: str, n: int) -> float:
     return (n - 1) / n
 
 
-# A call that a rank makes in a step, and what is known of the rank.
-
-
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-SCALAR_BYTES = 8  # losses, token counts and squared norms travel as float64
+SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """`count` equal calls of one collective, or messages, that one rank makes in a step.
+    """`count` equal calls of one collective, or messages, of one rank in a step.
 
     Attributes:
         dim: the group: tp, cp, dp, pp, embedding or world.
-        op: as in `bus.OPERATIONS`.
-        nbytes: of one call, the whole buffer (see `price.costs`).
+        op: one of OPERATIONS.
+        nbytes: of one call, the whole buffer (see `topology.price.costs`).
         count: calls in a step; of send_recv, messages that the rank sends.
-        what: what travels, in a few words.
+        what: the content, in a few words.
     """
 
     dim: str
@@ -84,12 +78,12 @@ class Transfer:
 
 
 def wire_bytes(transfer: Transfer, n: int) -> float:
-    """What one rank sends for all calls of `transfer` in a ring (or chain) of n ranks."""
+    """Returns the bytes that one rank sends for all calls in a ring (or chain) of n ranks."""
     return transfer.count * transfer.nbytes * bus_factor(transfer.op, n)
 
 
 def group_size(dim: str, layout: Layout) -> int:
-    """Ranks of a group that a `Transfer` names."""
+    """Returns the ranks of a group that a `Transfer` names."""
     if dim == "world":
         return layout.world_size
     if dim == "embedding":
@@ -99,12 +93,12 @@ def group_size(dim: str, layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """One rank of a pipeline, with all stages that it holds.
+    """One rank of a pipeline with all of its stages.
 
     Attributes:
         config: its tp, pp and dp are `layout`'s.
         index: along pp.
-        placement, split: where the stages of the pipeline lie, and the layers of each.
+        placement, split: the pipeline's stage assignment and the layers of each stage.
     """
 
     config: Config
@@ -115,12 +109,10 @@ class PipelineRank:
 
     @property
     def stages(self) -> list[int]:
-        """By chunk."""
         return [self.placement.stage(self.index, c) for c in range(self.placement.chunks)]
 
     @property
     def layers(self) -> list[range]:
-        """By chunk."""
         return [self.split[stage] for stage in self.stages]
 
     @property
@@ -129,12 +121,12 @@ class PipelineRank:
 
     @property
     def recompute(self) -> frozenset[str]:
-        """Parts of those layers that the backward makes again."""
+        """Parts of the layers that the backward recomputes."""
         return parts_of(self.config.recompute)
 
     @property
     def recomputed_layers(self) -> int:
-        """Layers of which the backward makes something again."""
+        """Number of layers that recompute."""
         if not self.recompute:
             return 0
         given = self.config.recompute_layers
@@ -142,21 +134,19 @@ class PipelineRank:
 
     @property
     def first(self) -> bool:
-        """Whether it holds the embedding."""
         return 0 in self.stages
 
     @property
     def last(self) -> bool:
-        """Whether it holds the head."""
         return self.placement.stages - 1 in self.stages
 
     @property
     def is_tied_to_another(self) -> bool:
-        """Whether it is one of two ranks that each have a copy of a tied table."""
+        """Whether two ranks hold a copy of the tied weight each, and this is one of them."""
         return self.config.model.tie_embeddings and self.first != self.last
 
     def neighbours(self, offset: int) -> int:
-        """Of how many of its stages the next (+1) or the one before (-1) lies on another rank."""
+        """Counts its stages whose next (+1) or previous (-1) stage is on another rank."""
         around = (
             self.placement.neighbour(self.index, chunk, offset)
             for chunk in range(self.placement.chunks)
@@ -169,32 +159,32 @@ class PipelineRank:
 
     @property
     def sends_slices(self) -> bool:
-        # Where the run has yet to find out (device=auto), a topology is one of accelerators.
+        # device=auto: a topology describes accelerators.
         return sends_slices(self.config, on_accelerator=self.config.device != "cpu")
 
     @property
     def item(self) -> int:
-        """Bytes of one activation."""
+        """Bytes of an element of the activations."""
         return ACTIVATION_BYTES[self.config.precision.name]
 
     @property
     def grad_item(self) -> int:
-        """Bytes of one accumulated gradient: fp32 or better."""
+        """Bytes of an element of the accumulated gradients: fp32 or better."""
         return max(4, self.item)
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.config.micro_batch_size * self.config.model.seq_length
 
     @property
     def hidden(self) -> int:
-        """Bytes of a micro-batch's whole hidden states (b, s, h)."""
+        """Bytes of a micro-batch's full hidden states (b, s, h)."""
         return self.tokens * self.config.model.hidden_size * self.item
 
     @cached_property
     def chunks(self) -> list[list[LocalParameter]]:
-        """The parameters of each of its chunks."""
+        """Parameters by chunk."""
         model, tp, last = self.config.model, self.layout.tp, self.placement.stages - 1
         return [
             stage_parameters(

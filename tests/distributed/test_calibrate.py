@@ -8,7 +8,7 @@ from parallel3d.commands.calibrate.command import calibrate
 from parallel3d.commands.calibrate.measure import Grids
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.plan.measured import TABLES, MeasuredMachine, read, step_parts
+from parallel3d.plan.profiled_cost import TABLES, MeasuredMachine, read, step_parts
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 

@@ -11,7 +11,7 @@ import pytest
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.plan.measured import (
+from parallel3d.plan.profiled_cost import (
     Table,
     check_device,
     check_type,

@@ -12,8 +12,14 @@ from parallel3d.commands.plan import IN_LOG_S, SearchProgress
 from parallel3d.config.composing import compose
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.plan import own
-from parallel3d.plan.own import configure, fullest_stage, held_at_least, least_memory, memories
+from parallel3d.plan import analytic_memory
+from parallel3d.plan.analytic_memory import (
+    configure,
+    least_memory,
+    memories,
+    memory_lower_bound,
+    peak_stage,
+)
 from parallel3d.plan.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts
 
 
@@ -30,8 +36,10 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
-    looked_at, held = [], own.peak_memory
-    monkeypatch.setattr(own, "peak_memory", lambda c, i: looked_at.append(i) or held(c, i))
+    looked_at, real = [], analytic_memory.peak_memory
+    monkeypatch.setattr(
+        analytic_memory, "peak_memory", lambda c, i: looked_at.append(i) or real(c, i)
+    )
     words = plan._nodes_that_fit(config, plan.sizes_of(config), {}, 1, float("inf"))
     assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"
     # 3,296 ranks of pipelines; there are 23,208 layouts on 2, 4, … 64 nodes, of up to five each.
@@ -44,7 +52,7 @@ def test_nothing_holds_less_than_it_must_and_the_least_is_the_least(model: str) 
     choices = choices_of(config, 16, 32)[::11]
     for choice in choices:
         one = configure(config, choice)
-        assert held_at_least(one) * (1 - 1e-9) <= fullest_stage(one)[1].total, choice
+        assert memory_lower_bound(one) * (1 - 1e-9) <= peak_stage(one)[1].total, choice
     all_of = memories(config, choices, 5e9).total
     assert least_memory(config, choices, 5e9, 0.0) == all_of.min()
     enough = sorted(all_of)[len(choices) // 2]

@@ -9,13 +9,13 @@ import re
 import pytest
 
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
-from parallel3d.plan.own import (
-    few,
-    fullest_stage,
+from parallel3d.plan.analytic_memory import (
+    enough_microbatches,
     launches,
     layer_bytes,
     moments,
     peak_memory,
+    peak_stage,
     tensors,
 )
 from parallel3d.schedules.schedule import make
@@ -75,7 +75,7 @@ def test_moments_hold_as_many_micro_batches_as_the_schedule(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zbv", "v_half"])
 def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
     vpp = 1 if name in ("1f1b", "zb_h1") else 2
-    assert few(name, 4, 64) < 64
+    assert enough_microbatches(name, 4, 64) < 64
     all_of = make(name, 4, 64, vpp).orders[0]
     live, most = 0, 0
     for step in all_of:
@@ -106,7 +106,7 @@ def test_zero_cuts_what_it_says() -> None:
 def test_the_fullest_rank_is_the_fullest_of_all() -> None:
     for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
         config = configured(PIPELINE | {"schedule": schedule, "vpp": vpp})
-        index, most = fullest_stage(config)
+        index, most = peak_stage(config)
         everyone = [peak_memory(config, i).total for i in range(4)]
         assert most.total == max(everyone) == everyone[index]
 

@@ -14,12 +14,12 @@ from parallel3d.schedules.choose import RankWork, choose, measure
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.sizes.balance import (
     StageWeights,
-    forwards_again,
     layers_of_stages,
+    recompute_forwards,
     run_schedule,
     why_chosen,
 )
-from parallel3d.sizes.model import flops_again, layer_flops
+from parallel3d.sizes.model import layer_flops, recompute_flops
 
 
 def config(
@@ -87,7 +87,7 @@ def test_what_is_made_again_is_of_the_input_gradients_time() -> None:
         more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
         assert more == pytest.approx([share, share / 2, 0, 0])  # of two layers' forward, 1.0
         assert (costs.forward, costs.weight) == (plain.forward, plain.weight)
-        assert forwards_again(replace(made, vpp=1, schedule=ScheduleConfig())) == pytest.approx(
+        assert recompute_forwards(replace(made, vpp=1, schedule=ScheduleConfig())) == pytest.approx(
             more
         )
 
@@ -100,5 +100,5 @@ def test_flops_made_again_are_those_that_dry_runs_count() -> None:
     )  # fmt: skip
     tera = 32 * 16 * 8192 / 1e12
     for recompute, flops in (("full", 8506), ("selective", 7169), ("[norm,activation]", 6887)):
-        again = tera * flops_again(model, parts_of(recompute))
+        again = tera * recompute_flops(model, parts_of(recompute))
         assert again == pytest.approx(flops - 6887, abs=1)  # both are rounded

@@ -25,7 +25,13 @@ from parallel3d.errors import print_line
 from parallel3d.files import replace_durably
 from parallel3d.host.devices import cores, device_name
 from parallel3d.metrics.provenance import version_of
-from parallel3d.plan.measured import COLLECTIVES, SHARED, CalibrationSource, MeasuredMachine, Table
+from parallel3d.plan.profiled_cost import (
+    COLLECTIVES,
+    SHARED,
+    CalibrationSource,
+    MeasuredMachine,
+    Table,
+)
 from parallel3d.run.launch import Worker
 
 # `parallel3d calibrate` on every rank: pieces on the first, collectives on the first 2, 4, ….

@@ -30,7 +30,7 @@ from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
-from parallel3d.plan.measured import (
+from parallel3d.plan.profiled_cost import (
     COLLECTIVES,
     SHARED,
     CalibrationSource,

@@ -17,7 +17,7 @@ from parallel3d.config.schema import Config
 from parallel3d.metrics.text import encodable, percent, si, three_digits
 from parallel3d.schedules.choose import RankWork, measure
 from parallel3d.schedules.schedule import IN_ORDER
-from parallel3d.sizes.balance import forwards_again, run_schedule
+from parallel3d.sizes.balance import recompute_forwards, run_schedule
 from parallel3d.sizes.model import flops_per_token, parameter_count
 from parallel3d.topology.layout import Layout
 
@@ -96,7 +96,7 @@ def stretch(config: Config) -> float:
     if config.schedule.name in IN_ORDER:
         return (count + config.pp - 1) / count
     forward, gradient, weight = config.schedule.costs
-    again = forward * fmean(forwards_again(config))
+    again = forward * fmean(recompute_forwards(config))
     return 1 + measure(run_schedule(config), RankWork(forward, gradient + again, weight)).overhead
 
 
