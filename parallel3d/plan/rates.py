@@ -241,7 +241,7 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
 _RING = 32  # ranks up to which latency is a ring's; larger groups add a tree's
 
 
-def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number) -> Any:
+def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number | int) -> Any:
     """Returns bytes/s of a ring over `ranks` GPUs that are `stride` apart.
 
     Inside a node that of the link; else at most the network bandwidth of the ring's members in one

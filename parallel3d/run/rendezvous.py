@@ -76,7 +76,7 @@ def assign_rank(
         store.add(RANKS_SEEN_KEY, 1)
     if message.startswith(b"error:"):
         raise UserError(message.removeprefix(b"error:").decode())
-    ranks, worker.placement = placed_ranks.from_word(message, layout_of(config))
+    ranks, worker.placement = placed_ranks.from_message(message, layout_of(config))
     worker.rank = ranks[launch_rank]
 
 
@@ -98,7 +98,7 @@ def _decide(
         wait_for_readers(store, RANKS_SEEN_KEY, worker.world_size - 1)
         return
     if moves:
-        _store_bytes(store, RANKS_KEY, sign(RANKS_KEY, placed_ranks.to_word(placed)))
+        _store_bytes(store, RANKS_KEY, sign(RANKS_KEY, placed_ranks.to_message(placed)))
     if placed.note:
         print_line(placed.note)
     placed_ranks.save(placed, worker.run_dir / PLACEMENT_FILE)

@@ -1,1 +1,1 @@
-"""Where ranks sit and which groups they form."""
+"""Clusters, rank mappings, and the price of a step's communication on them."""

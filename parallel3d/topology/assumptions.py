@@ -14,20 +14,20 @@ from parallel3d.config.fields import show
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.errors import UserError
 
-MODEL = "llama3_70b"
-MICROBATCHES_PER_STAGE = 4  # the bubble of 1F1B is then under a quarter of a step
+MODEL = "llama3_70b"  # assumed if none is given: the default model has too few layers to show
+MICROBATCHES_PER_STAGE = 4  # the bubble of 1F1B is then less than a quarter of a step
 HEAD_DIM = 128
 
 
 def chosen_keys(typed: Sequence[str]) -> set[str]:
-    """The keys and groups that overrides as typed give: `+model=gpt_tiny` -> `model`."""
+    """Returns the keys and groups of overrides: `+model=gpt_tiny` -> `model`."""
     return {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in typed}
 
 
 def assume_model(config: Config, typed: Sequence[str]) -> tuple[Config, list[str]]:
-    """A model and a micro-batch for a configuration that chose none, and what was assumed.
+    """Returns the configuration with a model and a micro-batch, and the assumptions as overrides.
 
-    `typed`: the overrides of the command line. An experiment counts as having chosen everything.
+    `typed`: the overrides of the command line; an experiment counts as choosing everything.
     """
     keys = chosen_keys(typed)
     if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):
@@ -42,7 +42,7 @@ def assume_model(config: Config, typed: Sequence[str]) -> tuple[Config, list[str
 
 
 def assume_batch(config: Config, dp: int, typed: Sequence[str]) -> tuple[Config, list[str]]:
-    """A global batch with enough micro-batches to fill the pipeline, where none was chosen."""
+    """Returns the configuration with a global batch that fills the pipeline, and assumptions."""
     if {"experiment", "global_batch_size"} & chosen_keys(typed):
         return config, []
     microbatches = MICROBATCHES_PER_STAGE * config.pp
@@ -52,39 +52,36 @@ def assume_batch(config: Config, dp: int, typed: Sequence[str]) -> tuple[Config,
 
 
 def _fitting(tp: int, stages: int, sp: bool) -> tuple[ModelConfig, dict[str, int]]:
-    """Llama 3 70B, and what had to be changed for `tp` to split it and for `stages` to fill."""
+    """Returns Llama 3 70B, changed to fit `tp` and the number of `stages`, and the changes."""
     preset = OmegaConf.load(conf_dir() / "model" / f"{MODEL}.yaml")
     model = ModelConfig(**OmegaConf.to_container(preset))  # type: ignore[arg-type]
     groups = math.lcm(model.kv_heads, tp)
     heads = _multiple(model.num_attention_heads, math.lcm(groups, tp))
-    wanted = {
-        "num_layers": max(model.num_layers, stages),
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "hidden_size": _multiple(heads * HEAD_DIM, tp),
-        "ffn_hidden_size": _multiple(model.ffn_size, tp),
-        "vocab_multiple": model.vocab_multiple
-        if model.padded_vocab_size % tp == 0
-        else math.lcm(model.vocab_multiple, tp),
-        "seq_length": _multiple(model.seq_length, tp) if sp else model.seq_length,
-    }
-    changes = {k: v for k, v in wanted.items() if v != getattr(model, k)}
-    return dataclasses.replace(model, **changes), changes
+    vocab = model.vocab_multiple
+    fitted = dataclasses.replace(
+        model,
+        num_layers=max(model.num_layers, stages),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        hidden_size=_multiple(heads * HEAD_DIM, tp),
+        ffn_hidden_size=_multiple(model.ffn_size, tp),
+        vocab_multiple=vocab if model.padded_vocab_size % tp == 0 else math.lcm(vocab, tp),
+        seq_length=_multiple(model.seq_length, tp) if sp else model.seq_length,
+    )
+    names = ["num_layers", "num_attention_heads", "num_query_groups", "hidden_size"]
+    names += ["ffn_hidden_size", "vocab_multiple", "seq_length"]
+    return fitted, {k: getattr(fitted, k) for k in names if getattr(fitted, k) != getattr(model, k)}
 
 
 def _multiple(value: int, unit: int) -> int:
-    """`value` rounded up to a multiple of `unit`."""
+    """Rounds `value` up to a multiple of `unit`."""
     return -(-value // unit) * unit
 
 
-# Files that a command was asked to write: what it did not write itself stays as it is.
-
-
 def check_free(name: str, wanted: str | None, mark: str, made_by: str) -> None:
-    """Refuse to overwrite what this command did not write, before any work is done.
+    """Raises UserError if `wanted`, the value of key `name`, cannot or must not be written.
 
-    `name` is the key whose value is `wanted`; `mark` is near the beginning of each file that the
-    command `made_by` wrote.
+    A file that the command `made_by` wrote has `mark` in its first 1,000 characters.
     """
     if wanted is None:
         return
@@ -110,7 +107,7 @@ def check_free(name: str, wanted: str | None, mark: str, made_by: str) -> None:
 
 
 def write(name: str, wanted: str, text: str) -> None:
-    """The whole file or none of it. Raises UserError where it cannot be written."""
+    """Writes the whole file or none of it. Raises UserError if it cannot be written."""
     path = Path(wanted)
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

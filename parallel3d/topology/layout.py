@@ -1,8 +1,4 @@
-"""Rank arithmetic: which (pp, dp, cp, tp) coordinates a rank has, and which ranks form each group.
-
-Pure Python without torch, so that process groups, the planner, checkpoints, error messages and
-tests all read one object, for 8 ranks or a million.
-"""
+"""Rank arithmetic: the (pp, dp, cp, tp) coordinates of a rank and the ranks of each group."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ DEFAULT_ORDER = "tp-cp-dp-pp"
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in the grid, slowest dimension of the default order first."""
+    """Coordinates of a rank, slowest dimension of the default order first."""
 
     pp: int
     dp: int
@@ -28,7 +24,7 @@ class Coordinates(NamedTuple):
     tp: int
 
     def __str__(self) -> str:
-        """`pp 1, dp 0, tp 3`; cp is named only where it is used."""
+        """Formats as `pp 1, dp 0, tp 3`; cp is named only if it is not 0."""
         cp = f", cp {self.cp}" if self.cp else ""
         return f"pp {self.pp}, dp {self.dp}{cp}, tp {self.tp}"
 
@@ -40,12 +36,10 @@ class Layout:
     rank = Σ index(d) · stride(d); the first name in `order` has stride 1 (Narayanan et al. 2021,
     §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
 
-    `loops`: how often the stages of a pipeline go round its ranks, which the wires between them
-    depend on (`sizes.stages.layout_with_loops`): with more than one the last sends to the first.
+    `loops`: how often a pipeline's stages loop over its ranks (`sizes.balance.layout_with_loops`);
+    with more than one the last rank sends to the first.
 
-    Raises:
-        ValueError: a size or a number of loops below one, or an order that does not name each
-            dimension once.
+    Raises ValueError for a size or number of loops below one, or another `order`.
     """
 
     tp: int = 1
@@ -70,14 +64,14 @@ class Layout:
 
     @property
     def wraps(self) -> bool:
-        """Whether the last rank of a pipeline and the first are neighbours for its loops alone."""
+        """Whether the last rank of a pipeline sends to the first only because of loops."""
         return self.loops > 1 and self.pp > 2
 
     def size(self, dim: str) -> int:
         return getattr(self, dim)
 
     def stride(self, dim: str) -> int:
-        """Distance in ranks between neighbours along `dim`."""
+        """Returns the distance in ranks between neighbours along `dim`."""
         names = self.order.split("-")
         return math.prod(self.size(name) for name in names[: names.index(dim)])
 
@@ -94,13 +88,13 @@ class Layout:
         return sum(index * self.stride(dim) for dim, index in place._asdict().items())
 
     def group_of(self, rank: int, *dims: str) -> list[int]:
-        """The ranks that differ from `rank` along `dims` alone, ascending."""
+        """Returns the ranks that differ from `rank` only along `dims`, ascending."""
         place = self.coordinates(rank)
         base = rank - sum(getattr(place, d) * self.stride(d) for d in dims)
         return self._spread(base, dims)
 
     def groups(self, *dims: str) -> list[list[int]]:
-        """Every group along `dims`: a partition of all ranks. Groups are ordered by first rank."""
+        """Returns every group along `dims`, ordered by first rank."""
         others = tuple(d for d in DIMENSIONS if d not in dims)
         return [self._spread(base, dims) for base in self._spread(0, others)]
 
@@ -111,5 +105,5 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """The layout that a checked configuration describes; without `dp` that of one pipeline."""
+    """Returns the layout of a checked configuration; without `dp` that of one pipeline."""
     return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)

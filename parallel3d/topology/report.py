@@ -1,7 +1,7 @@
-"""A finished report as plain data: what topology.json holds, and what the text is made of.
+"""`parallel3d topology`: finds the cluster, places ranks, prices a step; facts as plain data.
 
-Units: bytes and seconds of one optimizer step, 1e9 bytes a second, microseconds of latency. None
-stands for a time that does not exist because no wire leads there.
+Units of the facts: bytes and seconds of one optimizer step, 1e9 bytes a second, microseconds of
+latency. A time of None: no wire leads there. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,40 @@ from parallel3d.topology.svg import cluster_svg
 from parallel3d.topology.text import cluster_line, job_line, write_report
 from parallel3d.topology.tiling import RankMapping
 
-SCALARS = 4096  # bytes up to which a message is all latency: a loss, a norm
+MADE_BY = "parallel3d topology"
+READER_LEFT = 128 + signal.SIGPIPE
+SCALARS = 4096  # bytes up to which a message is pure latency: a loss, a norm
 WIRES = (LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE)
 
 
+@dataclass(frozen=True)
+class TopologyReport:
+    """Results of the command, shown as text, JSON and picture."""
+
+    config: Config
+    assumed: list[str]
+    placement: RankMapping
+    transfers: list[Transfer]
+    links: dict[str, DimLinks]
+    price: StepPrice
+    candidates: list[Candidate]
+    warnings: list[str]
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.placement.cluster
+
+    @property
+    def layout(self) -> Layout:
+        return self.placement.layout
+
+    @property
+    def rank(self) -> int:
+        return self.config.topology.rank
+
+
 def facts_of(report: TopologyReport, made_by: str) -> dict[str, Any]:
-    """Everything that the command shows, and the members of the chosen rank's groups."""
+    """Returns everything that text and topology.json contain."""
     price = report.price
     ports = {"nic": price.nic, "uplink": price.leaf_up}
     return {
@@ -119,7 +147,7 @@ def _job(report: TopologyReport) -> dict[str, Any]:
 
 
 def _group(report: TopologyReport, dim: str) -> dict[str, Any]:
-    """One dimension: what its groups are, which links they use, what they move and cost."""
+    """Returns one dimension's groups, links, bytes and seconds."""
     priced, links = report.price.dims[dim], report.links.get(dim)
     fact: dict[str, Any] = {
         "dim": dim,
@@ -149,7 +177,7 @@ def _group(report: TopologyReport, dim: str) -> dict[str, Any]:
 
 
 def _search(report: TopologyReport) -> list[dict[str, Any]]:
-    """The first `topology.search` candidates, and the default order wherever it stands."""
+    """Returns the first `topology.search` candidates, and the default order in any case."""
     rows = report.config.topology.search
     return [
         {
@@ -176,14 +204,11 @@ def _rank(report: TopologyReport) -> dict[str, Any]:
     }
 
 
-# --- between rails ---------------------------------------------------------------------------
-
-
 def _routes(report: TopologyReport) -> dict[str, Any] | None:
-    """The ways of one message between rails, cheapest first; None where nothing has two rails.
+    """Returns the ways of one message between rails, cheapest first; None on a single rail.
 
-    The message is the largest that this job sends between rails or, where it sends none, one from
-    the first GPU to another rail of another domain, as long as a pipeline message.
+    The largest message of this job between rails or, if there is none, one from the first GPU to
+    another rail and domain, as large as a pipeline message.
     """
     cluster = report.cluster
     found = _crossing(report) or _example(report)
@@ -208,25 +233,22 @@ def _routes(report: TopologyReport) -> dict[str, Any] | None:
 
 
 def _crossing(report: TopologyReport) -> tuple[int, int, int, str | None] | None:
-    """The largest message between two rails that this job sends: bytes, from, to, what.
-
-    None where there is none, or nothing but scalars.
-    """
+    """Returns (bytes, from, to, content) of the job's largest message between two rails; None if
+    there are only scalars."""
     found = []
     rail, slots = report.cluster.rail_of, report.placement.slots
     for dim, links in report.links.items():
         priced = report.price.dims.get(dim)
         pairs = ([int(slots[rank]) for rank in pair.ranks] for pair in links.offending)
-        # The first neighbours that are on different rails and in different domains.
+        # The first neighbours on different rails and domains.
         ends = next(((a, b) for a, b in pairs if rail[a] != rail[b]), None)
         if priced is None or ends is None:
             continue
         for p in priced.transfers:
-            # In two levels the bytes stay on their rails. A ring passes the buffer on in as many
-            # pieces as it has members.
+            # In two levels the bytes stay on their rails. A ring sends the buffer in `size` shards.
             if p.algorithm != "hierarchical":
-                pieces = 1 if p.transfer.op == "send_recv" else links.size
-                found.append((-(-p.transfer.nbytes // pieces), *ends, f"{dim}: {p.transfer.what}"))
+                shards = 1 if p.transfer.op == "send_recv" else links.size
+                found.append((-(-p.transfer.nbytes // shards), *ends, f"{dim}: {p.transfer.what}"))
     largest = max(found, default=None)
     return largest if largest and largest[0] >= SCALARS else None
 
@@ -242,49 +264,12 @@ def _example(report: TopologyReport) -> tuple[int, int, int, None] | None:
     return max(sent, default=1_000_000), 0, int(slots[0]), None
 
 
-# `parallel3d topology`: what the cluster is, where the ranks go, what a step moves and costs.
-#
-# Nothing here imports torch: the answer for 16,384 GPUs takes less than a second.
-
-
-MADE_BY = "parallel3d topology"
-READER_LEFT = 128 + signal.SIGPIPE
-
-
-@dataclass(frozen=True)
-class TopologyReport:
-    """Everything that the command found out; the text, the JSON and the picture show this."""
-
-    config: Config
-    assumed: list[str]
-    placement: RankMapping
-    transfers: list[Transfer]
-    links: dict[str, DimLinks]
-    price: StepPrice
-    candidates: list[Candidate]
-    warnings: list[str]
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.placement.cluster
-
-    @property
-    def layout(self) -> Layout:
-        return self.placement.layout
-
-    @property
-    def rank(self) -> int:
-        return self.config.topology.rank
-
-
 def topology(config: Config, typed: Sequence[str] | None = None) -> int:
-    """Print the groups, their price and what to know; write the files asked for.
+    """Prints the groups, their price and warnings; writes the files asked for.
 
-    `typed`: the overrides of the command line, which tell what the user chose himself; None (a
-    caller with a configuration of its own) for: everything.
-
-    Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
-    what cannot work.
+    `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
+    Returns the exit code: 0, or 141 if the reader of a pipe left. Raises UserError for what cannot
+    work.
     """
     svg, json_file = config.topology.svg, config.topology.json
     check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
@@ -298,7 +283,7 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     try:
         write_report(facts, [name for name in (svg, json_file) if name], sys.stdout)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
     return 0
@@ -307,11 +292,7 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
 def make_report(
     config: Config, typed: Sequence[str] | None, environ: Mapping[str, str]
 ) -> TopologyReport:
-    """Find out everything, print and write nothing.
-
-    Raises:
-        UserError: a cluster, layout, placement or model that cannot work together.
-    """
+    """Finds and prices everything without output. Raises UserError for what cannot work."""
     check_fields(config)
     typed = ("experiment",) if typed is None else typed
     config, assumed = assume_model(config, typed)
@@ -339,7 +320,7 @@ def make_report(
 
 
 def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
-    """The cluster as configured or, with another `cluster.source`, as discovered here."""
+    """Returns the cluster as configured or, with another `cluster.source`, as discovered here."""
     world = None
     if config.dp is not None:
         world = config.tp * config.pp * config.cp * config.dp
@@ -347,7 +328,7 @@ def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
 
 
 def _data_parallel(config: Config, cluster: Cluster) -> int:
-    """dp as given, or as many replicas as the cluster holds; raises UserError if none fits."""
+    """Returns dp as given, or as many replicas as fit; raises UserError if none does."""
     replica = config.tp * config.pp * config.cp
     factors = f"tp={config.tp} · pp={config.pp} · cp={config.cp}"
     if replica * (config.dp or 1) <= cluster.size:
@@ -365,8 +346,8 @@ def _data_parallel(config: Config, cluster: Cluster) -> int:
 
 
 def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
-    """The placement of `rank_file` over the GPUs of the cluster, named by node and local index."""
-    path = Path(config.rank_file or "")  # check_config wants it named
+    """Returns the rank mapping of `rank_file` over the cluster's GPUs by node and local index."""
+    path = Path(config.rank_file or "")  # check_config requires it
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -381,7 +362,7 @@ def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
 
 
 def picture_of(report: TopologyReport, facts: dict[str, Any]) -> str:
-    """The map as an SVG document; `facts` are those of the report."""
+    """Returns the map as an SVG document; `facts` are those of the report."""
     loads = loads_of(report.placement, report.price)
     sizes, _, job = job_line(facts).partition("; ")
     title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"

@@ -1,4 +1,4 @@
-"""Draws shapes and words into an SVG document whose borders follow what is drawn."""
+"""SVG of a cluster with its ranks, domains, rails and spine, and a canvas that measures text."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from parallel3d.topology.tiling import RankMapping
 BACKGROUND = "#ffffff"
 INK = "#212529"
 GREY, NVLINK, SPINE, WARNING = "#868e96", "#495057", "#343a40", "#c92a2a"
-# Of the chosen rank and of its groups.
+# Colours of the chosen rank and of its groups.
 GROUPS = {"rank": INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
-# Of rails, and of text on them; after eight they come again.
+# Colours of rails, and of text on them; they repeat after eight.
 RAILS = (
     *(("#4e79a7", "#ffffff"), ("#f28e2b", INK), ("#59a14f", "#ffffff"), ("#e15759", "#ffffff")),
     *(("#3aa6a0", "#ffffff"), ("#d9b520", INK), ("#b07aa1", "#ffffff"), ("#9c755f", "#ffffff")),
 )
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 MARGIN = 24
-# Widths in em, on the wide side, so that another font than the one at hand still fits.
+# Widths in em, overestimated, so that any common font fits.
 NARROW, WIDE = "ijlt.,:;'|!()[] ", "mwMW@—…"
 
 
 class Canvas:
-    """Collects elements; `right` and `bottom` are the borders of all that is drawn so far."""
+    """Collects elements; `right` and `bottom` are the borders of everything drawn so far."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -39,13 +39,13 @@ class Canvas:
 
     @staticmethod
     def measure(text: str, size: float) -> float:
-        """About the width of `text` in pixels, never less than what common fonts take."""
+        """Estimates the width of `text` in pixels, never below that of common fonts."""
         widths = (0.36 if c in NARROW else 0.95 if c in WIDE else 0.64 for c in text)
         return size * sum(widths)
 
     @staticmethod
     def wrap(text: str, width: float, size: float) -> list[str]:
-        """Words in lines of at most `width` pixels."""
+        """Breaks words into lines of at most `width` pixels."""
         lines: list[str] = []
         for word in text.split():
             longer = f"{lines[-1]} {word}" if lines else word
@@ -69,7 +69,7 @@ class Canvas:
         fill: str = INK,
         weight: int = 400,
     ) -> None:
-        """Words whose baseline begins, or has its middle, at (x, y)."""
+        """Draws words whose baseline begins at, or is centred on, (x, y)."""
         wide = self.measure(words, size) * (1.06 if weight > 400 else 1)
         self._grow(x + (wide / 2 if anchor == "middle" else wide), y + 0.3 * size)
         align = "" if anchor == "start" else f" text-anchor='{anchor}'"
@@ -93,10 +93,7 @@ class Canvas:
         tip: str = "",
         **marks: object,
     ) -> None:
-        """A box; `tip` is what a browser shows under the pointer.
-
-        `marks`, of every shape: its class, `cls`, and what it stands for, as `data-` words.
-        """
+        """Draws a rectangle; `tip` is its tooltip; `marks`: its class as `cls`, data-…."""
         self._grow(x + width, y + height)
         edge = f" stroke='{stroke}' stroke-width='1.2'" if stroke else ""
         edge += f" stroke-dasharray='{dash}'" if dash else ""
@@ -110,7 +107,7 @@ class Canvas:
     def line(
         self, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, **marks: object
     ) -> None:
-        """A straight line; a hairline (under 1) is dashed."""
+        """Draws a straight line; a hairline (under 1) is dashed."""
         self._grow(max(x1, x2) + width / 2, max(y1, y2) + width / 2)
         dash = " stroke-dasharray='2 2'" if width < 1 else ""
         self.parts.append(
@@ -119,14 +116,14 @@ class Canvas:
         )
 
     def path(self, commands: str, colour: str, width: float, **marks: object) -> None:
-        """A path that lies inside what other elements span; width 0 fills it."""
+        """Draws a path within what other elements span; width 0 fills it."""
         ink = f"fill='{colour}'"
         if width:
             ink = f"fill='none' stroke='{colour}' stroke-width='{width:g}'"
         self.parts.append(f"<path d='{commands}' {ink}{_attributes(marks)}/>")
 
     def svg(self, title: str) -> str:
-        """The document, with a background of its own and a margin around everything."""
+        """Returns the document, with a background and a margin around everything."""
         width, height = round(self.right) + MARGIN, round(self.bottom) + MARGIN
         head = (
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' "
@@ -142,26 +139,21 @@ def _attributes(marks: Mapping[str, object]) -> str:
     return "".join(f" {name}='{escape(str(mark))}'" for name, mark in words.items())
 
 
-# Draws a placed cluster as one SVG: nodes with GPUs, NVLink domains, leaf switches, the spine.
-#
-# A row is a node, a cell a GPU with its rank, in the colour of the group that it shares with the
-# chosen rank. Down from a cell is its NVLink, to its right its NIC and the line to its rail's leaf
-# switch, above a leaf switch one of its uplinks; each is as wide as its bytes of a step. Of more
-# than `MAX_NODES` nodes those are drawn that tell most about the chosen rank; the others are
-# counted.
-
-
-CHOSEN = "rank"  # the mark of the chosen rank itself
+# A row is a node, a cell a GPU with its rank, in the colour of its group with the chosen rank.
+# Below a cell is its NVLink, to its right its NIC and the line to its rail's leaf switch, above a
+# leaf switch one of its uplinks; widths grow with bytes. Of more than MAX_NODES nodes the most
+# relevant to the chosen rank are drawn, the others counted.
+CHOSEN = "rank"  # mark of the chosen rank itself
 GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
 MAX_NODES = 40
-MAX_WIDTH = 1700  # of units beside each other
+MAX_WIDTH = 1700  # pixels of a row of units
 
 CELL_H, GAP, STUB, ROW, LEAF = 22, 28, 9, 50, 18  # pixels; GAP between the cells of a row
 THICKEST = 9.0
 
 
 def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, subtitle: str) -> str:
-    """The whole picture. `title` and `subtitle` stand above it; `loads` gives the widths."""
+    """Returns the SVG; `loads` gives the line widths."""
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)
     for line, words in enumerate(canvas.wrap(subtitle, 1000, size=13)):
@@ -173,16 +165,14 @@ def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, sub
 
 
 def marks(layout: Layout, rank: int) -> dict[int, str]:
-    """The ranks to highlight: rank -> the dimension whose group it shares with the chosen one."""
+    """Returns rank -> the dimension whose group it shares with the chosen rank."""
     shared = ((dim, layout.group_of(rank, dim)) for dim in GROUP_NAMES if layout.size(dim) > 1)
     return {member: dim for dim, group in shared for member in group} | {rank: CHOSEN}
 
 
 def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> list[int]:
-    """At most `limit` nodes to draw, ascending: all, or the rank's own, its groups' and the ends.
-
-    Of a large cp, pp or dp group some.
-    """
+    """Returns at most `limit` nodes to draw, ascending: all, or the rank's own, its groups' and the
+    first and last; of a large cp, pp or dp group only some."""
     cluster, layout = placement.cluster, placement.layout
     if cluster.nodes <= limit:
         return list(range(cluster.nodes))
@@ -199,7 +189,7 @@ def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> li
 
 
 class _Picture:
-    """One drawing under way."""
+    """State of one drawing."""
 
     def __init__(self, canvas: Canvas, placement: RankMapping, rank: int, loads: Loads) -> None:
         self.canvas, self.placement, self.rank, self.loads = canvas, placement, rank, loads
@@ -208,7 +198,7 @@ class _Picture:
         self.cell = max(30, 8 * len(str(placement.layout.world_size - 1)) + 12)
         shown = shown_nodes(placement, rank)
         self.label = 18 + max(Canvas.measure(self.cluster.node_name(n), 12) for n in shown)
-        # The units that are drawn, each with its nodes in the order of their domains.
+        # Units that are drawn, each with its nodes in the order of their domains.
         first = np.minimum(self.cluster.first_slot, self.cluster.size - 1)
         self.unit_of, domain = self.cluster.unit[first], self.cluster.domain[first]
         self.units: dict[int, list[int]] = {}
@@ -216,7 +206,7 @@ class _Picture:
             self.units.setdefault(int(self.unit_of[node]), []).append(node)
 
     def draw(self, top: float) -> None:
-        """All units, as many beside each other as fit, each row under the spine."""
+        """Draws all units, as many in a row as fit, each row under the spine."""
         row: list[int] = []
         right = 24.0
         for unit, nodes in self.units.items():
@@ -233,7 +223,7 @@ class _Picture:
             self.canvas.text(24, top + 4, text, size=12, fill=NVLINK)
 
     def row(self, units: list[int], top: float) -> float:
-        """Units beside each other and the spine above them; returns where the next row begins."""
+        """Draws a row of units under the spine; returns the top of the next row."""
         x = 24.0
         for unit in units:
             self.unit(unit, self.units[unit], x, top + 26)
@@ -242,7 +232,7 @@ class _Picture:
         return self.canvas.bottom + 24
 
     def spine(self, x: float, y: float, width: float) -> None:
-        """The spine as a bar, or the hole where there is none."""
+        """Draws the spine as a bar, or an empty frame if there is none."""
         over = self.cluster.oversubscription
         sent = byte_text(float(self.loads.uplink.sum()))
         long, short = "no spine: nothing joins the rails, others are reached by NVLink", "no spine"
@@ -252,24 +242,21 @@ class _Picture:
             short = f"spine {over:g}:1; {sent} a step"
         words = long if Canvas.measure(long, 12) < width - 16 else short
         fill, edge, ink = (SPINE, "", "#ffffff") if over is not None else ("none", WARNING, WARNING)
-        look = {"radius": 6, "dash": "6 5" if edge else "", "tip": long}
-        look |= {"cls": "spine" if over is not None else "no-spine"}
-        self.canvas.rect(x, y, width, 26, fill, edge, **look)
+        kind, dash = ("spine", "") if over is not None else ("no-spine", "6 5")
+        self.canvas.rect(x, y, width, 26, fill, edge, radius=6, dash=dash, tip=long, cls=kind)
         self.canvas.text(x + width / 2, y + 17.5, words, size=12, anchor="middle", fill=ink)
 
-    # --- a unit ------------------------------------------------------------------------------
-
     def gpus(self, node: int) -> np.ndarray:
-        """The slots of a node."""
+        """Returns the slots of a node."""
         return np.arange(*np.searchsorted(self.cluster.node, (node, node + 1)))
 
     def column(self, local: int) -> float:
-        """Offset of a GPU's cell from its node's first; domains inside a node stand apart."""
+        """Returns the offset of a GPU's cell from its node's first; domains of a node are apart."""
         inside = min(self.cluster.domain_gpus, self.cluster.gpus_per_node)
         return 12 + local * (self.cell + GAP) + local // inside * 16
 
     def levels(self, nodes: list[int]) -> int:
-        """Heights that the leaf switches need: one where every rail is a single column."""
+        """Returns the rows that leaf switches need: one if every rail is a single column."""
         most = max(len(self.gpus(node)) for node in nodes)
         return 1 if most <= self.cluster.rails else self.cluster.rails
 
@@ -279,15 +266,15 @@ class _Picture:
         return self.label + self.column(most) + 2 + uplinks
 
     def unit(self, unit: int, nodes: list[int], x: float, spine: float) -> None:
-        """A unit's nodes below each other, its leaf switches above them, its wires to the spine.
+        """Draws a unit's nodes, its leaf switches above them, and its wires to the spine.
 
-        A leaf switch is as wide as the columns of its rail. Where they overlap, each has a height
-        of its own, the lower ones longer, so that no uplink crosses another switch.
+        A leaf switch spans the columns of its rail. Where they overlap, each has its own row, the
+        lower ones longer, so that no uplink crosses another switch.
         """
         levels, left = self.levels(nodes), x + self.label
         first = spine + 24 + levels * (LEAF + 6) + 40
         self.domains(nodes, x, left, first)
-        ends: dict[int, dict[float, float]] = {}  # rail -> where each of its lines is, and ends
+        ends: dict[int, dict[float, float]] = {}  # rail -> x of its lines -> their lower end
         for row, node in enumerate(nodes):
             top = first + row * ROW
             self.canvas.text(x + 8, top + 15, self.cluster.node_name(node), size=12)
@@ -302,8 +289,10 @@ class _Picture:
             half = min(17.0, (self.cell + GAP) / 2 - 3)
             end = max(lines) + half if levels == 1 else right + rail * 12 + 14
             for line, bottom in lines.items():
-                place = {"cls": "rail", "unit": unit, "rail": rail}
-                self.canvas.line(line, leaf + LEAF, line, bottom, RAILS[rail % 8][0], 2, **place)
+                colour = RAILS[rail % 8][0]
+                self.canvas.line(
+                    line, leaf + LEAF, line, bottom, colour, 2, cls="rail", unit=unit, rail=rail
+                )
             uplink = max(lines) if levels == 1 else end - 6
             self.leaf(unit, rail, min(lines) - half, leaf, end, uplink, spine)
         self.canvas.text(x, first - 20, f"unit {unit}", size=13, weight=600)
@@ -312,7 +301,7 @@ class _Picture:
             self.canvas.text(left + 12, first + len(nodes) * ROW + 4, text, size=12, fill=NVLINK)
 
     def domains(self, nodes: list[int], x: float, left: float, first: float) -> None:
-        """Boxes around NVLink domains, inside a node or around several, and the links in them."""
+        """Draws frames around NVLink domains, inside a node or around several, and their links."""
         found: dict[int, list[tuple[int, list[int]]]] = {}  # domain -> (row, local indices)
         for row, node in enumerate(nodes):
             slots = self.gpus(node)
@@ -326,10 +315,18 @@ class _Picture:
             wide = len(np.unique(self.cluster.node[self.cluster.domain == domain])) > 1
             begin = x if wide else starts[0] - 8
             end = max(stops) + (GAP / 2 + 6 if wide else 8)
-            box = (begin, tops[0] - 8, end - begin, tops[-1] - tops[0] + ROW - 6)
-            tip = f"NVLink domain {domain}"
-            edge = {"cls": "domain", "domain": domain, "tip": tip, "radius": 7}
-            self.canvas.rect(*box, "#f1f3f5", "#adb5bd", **edge)
+            self.canvas.rect(
+                begin,
+                tops[0] - 8,
+                end - begin,
+                tops[-1] - tops[0] + ROW - 6,
+                "#f1f3f5",
+                "#adb5bd",
+                radius=7,
+                tip=f"NVLink domain {domain}",
+                cls="domain",
+                domain=domain,
+            )
             bus = left + 4 if wide else starts[0]
             for top, stop, (_, local) in zip(tops, stops, parts, strict=True):
                 if wide or len(local) > 1:
@@ -351,11 +348,14 @@ class _Picture:
             f"{rail}: NVLink {byte_text(sent)}, NIC {byte_text(network)} a step"
         )
         fill = GROUPS[kind] if kind else "#ffffff"
-        edge = {"cls": f"gpu {kind or ''}".strip(), "rank": rank, "tip": tip, "radius": 4}
-        self.canvas.rect(x, y, self.cell, CELL_H, fill, fill if kind else GREY, **edge)
-        look = {"fill": "#ffffff" if kind else INK, "weight": 600 if kind else 400}
+        name = f"gpu {kind or ''}".strip()
+        edge = fill if kind else GREY
+        self.canvas.rect(
+            x, y, self.cell, CELL_H, fill, edge, radius=4, tip=tip, cls=name, rank=rank
+        )
         words = str(rank) if rank >= 0 else "–"
-        self.canvas.text(middle, y + 15.5, words, size=12, anchor="middle", **look)
+        ink, weight = ("#ffffff", 600) if kind else (INK, 400)
+        self.canvas.text(middle, y + 15.5, words, size=12, anchor="middle", fill=ink, weight=weight)
 
     def leaf(
         self, unit: int, rail: int, x: float, y: float, end: float, uplink: float, spine: float
@@ -368,25 +368,26 @@ class _Picture:
             f"leaf switch of rail {rail}, unit {unit}: {byte_text(sent)} a step to the spine, "
             f"{byte_text(port)} an uplink"
         )
-        place = {"cls": "leaf", "unit": unit, "rail": rail, "tip": tip, "radius": 4}
-        self.canvas.rect(x, y, end - x, LEAF, colour, **place)
+        self.canvas.rect(
+            x, y, end - x, LEAF, colour, radius=4, tip=tip, cls="leaf", unit=unit, rail=rail
+        )
         at = x + min((end - x) / 2, 34)
         self.canvas.text(at, y + 13, f"r{rail}", size=11, anchor="middle", fill=ink, weight=600)
 
     def wire(
         self, kind: str, x1: float, y1: float, x2: float, y2: float, colour: str, nbytes: float
     ) -> None:
-        """A line as wide as its bytes of a step say."""
-        place = {"cls": f"wire {kind}", "bytes": f"{nbytes:.0f}"}
-        self.canvas.line(x1, y1, x2, y2, colour, self.thickness(nbytes), **place)
+        """Draws a line as wide as its bytes of a step."""
+        width = self.thickness(nbytes)
+        self.canvas.line(x1, y1, x2, y2, colour, width, cls=f"wire {kind}", bytes=f"{nbytes:.0f}")
 
     def thickness(self, nbytes: float) -> float:
-        """Pixels: a hairline for nothing, then with the square root of the bytes."""
+        """Returns pixels: a hairline for nothing, else by the square root of the bytes."""
         share = nbytes / self.loads.largest if nbytes > 0 else 0.0
         return 1.2 + (THICKEST - 1.2) * share**0.5 if share else 0.6
 
     def legend(self, y: float) -> None:
-        """What colours and widths mean, with units."""
+        """Draws the legend of colours and widths."""
         layout, canvas, x = self.placement.layout, self.canvas, 24.0
         entries = {CHOSEN: f"rank {self.rank} ({layout.coordinates(self.rank)})"}
         for dim, word in GROUP_NAMES.items():

@@ -1,8 +1,4 @@
-"""What `parallel3d topology` takes for granted where the user chose no model or no batch.
-
-The default model of a first training run has four layers: no pipeline of eight stages, no bytes
-worth a picture. A map of a cluster is about a model that needs one.
-"""
+"""Text of `parallel3d topology`, the model and batch that it assumes, and files that it writes."""
 
 from __future__ import annotations
 
@@ -13,17 +9,16 @@ from typing import Any, TextIO
 
 from parallel3d.topology.layout import DIMENSIONS, Coordinates
 
-# Writes a report as text for a terminal, a pipe or a log: every number comes out of its facts.
 
 
 Facts = dict[str, Any]
 LABEL = 11  # columns of the words at the left
 LEAST_WIDTH = 40
-WORTH_SAYING = 0.005  # of the communication: less is lost in what the model leaves out
+WORTH_SAYING = 0.005  # of the communication: smaller differences are within the model's error
 
 
 def write_report(facts: Facts, written: Sequence[str], stream: TextIO) -> None:
-    """Prints everything in the terminal's columns (or COLUMNS), else 80; `written`: the files."""
+    """Writes everything in the terminal's columns (or COLUMNS), else 80; `written`: the files."""
     width = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     tables = (heading, group_table, search_table, route_lines, warning_lines)
     parts = [*(table(facts, width) for table in tables), [f"wrote {name}" for name in written]]
@@ -33,7 +28,7 @@ def write_report(facts: Facts, written: Sequence[str], stream: TextIO) -> None:
 
 
 def cluster_line(facts: Facts) -> str:
-    """`16 nodes of 8 GPUs = 128 GPUs, 16 NVLink domains of 8, 8 rails, ...`"""
+    """Formats `16 nodes of 8 GPUs = 128 GPUs, 16 NVLink domains of 8, 8 rails, ...`"""
     c = facts["cluster"]
     spine = "no spine"
     if c["oversubscription"] is not None:
@@ -48,7 +43,7 @@ def cluster_line(facts: Facts) -> str:
 
 
 def job_line(facts: Facts) -> str:
-    """`tp=8 pp=4 dp=4 on 128 GPUs, default order; llama3_70b in fp32, 64 sequences a step ...`"""
+    """Formats `tp=8 pp=4 dp=4; llama3_70b in fp32; 64 sequences a step ...; placement: ...`"""
     job = facts["job"]
     shown = [d for d in ("tp", "cp", "pp", "vpp", "dp") if d not in ("cp", "vpp") or job[d] > 1]
     sizes = " ".join(f"{d}={job[d]}" for d in shown)
@@ -64,7 +59,7 @@ def job_line(facts: Facts) -> str:
 
 
 def heading(facts: Facts, width: int) -> list[str]:
-    """What the cluster is, its wires, the job, what was assumed, and the chosen rank's groups."""
+    """Returns cluster, wires, job, assumptions, and the chosen rank's groups."""
     cluster, job, rank = facts["cluster"], facts["job"], facts["rank"]
     origin = f" ({cluster['origin']})" if cluster["origin"] != "the configuration" else ""
     wires = ", ".join(
@@ -90,7 +85,7 @@ def heading(facts: Facts, width: int) -> list[str]:
 
 
 def group_table(facts: Facts, width: int) -> list[str]:
-    """One row a dimension: size, groups, links of its neighbours, algorithm, bytes, time."""
+    """Returns a row per dimension: size, groups, links, algorithm, bytes, time."""
     rows = [("group", "size", "groups", "links of neighbours", "algorithm", "bytes", "ms")]
     for group in facts["groups"]:
         sizes = (f"{group['size']:,}", f"{group['groups']:,}")
@@ -119,7 +114,7 @@ def _pairs(group: Facts) -> str:
 
 
 def search_table(facts: Facts, width: int) -> list[str]:
-    """The best placements found, against the default order."""
+    """Returns the best placements found, against the default order."""
     rows = facts["search"]
     if not rows:
         return []
@@ -143,7 +138,7 @@ def _share(row: Facts, default: float | None) -> str:
 
 
 def route_lines(facts: Facts, width: int) -> list[str]:
-    """A message between rails, both ways priced."""
+    """Returns the priced ways of a message between rails."""
     route = facts["routes"]
     if route is None:
         return []
@@ -151,21 +146,17 @@ def route_lines(facts: Facts, width: int) -> list[str]:
     ends = f"from {route['from']} (rail {a}) to {route['to']} (rail {b})"
     lines = _wrap(f"between rails, {route['what'] or 'as an example'}, {size} {ends}:", width)
     for way in route["ways"]:
-        text = f"{_ms(way['seconds'])} ms  {way['path']}"
-        lines += _wrap(text, width, initial_indent="  ", subsequent_indent="    ")
+        lines += _wrap(f"{_ms(way['seconds'])} ms  {way['path']}", width, "  ", "    ")
     return lines if route["ways"] else [*lines, "  no way leads there"]
 
 
 def warning_lines(facts: Facts, width: int) -> list[str]:
     warnings = (f"warning: {text}" for text in facts["warnings"])
-    return [line for text in warnings for line in _wrap(text, width, subsequent_indent="  ")]
-
-
-# --- numbers and columns ---------------------------------------------------------------------
+    return [line for text in warnings for line in _wrap(text, width, rest="  ")]
 
 
 def byte_text(nbytes: float) -> str:
-    """`1.25 GB`: three digits, decimal units."""
+    """Formats `1.25 GB`: three digits, decimal units."""
     sizes = (1e18, 1e15, 1e12, 1e9, 1e6, 1e3)
     for unit, size in zip(("EB", "PB", "TB", "GB", "MB", "kB"), sizes, strict=True):
         if nbytes >= 0.9995 * size:
@@ -176,7 +167,7 @@ def byte_text(nbytes: float) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    """Milliseconds in three digits or more; what has no wire has no time."""
+    """Formats milliseconds in three digits or more; None: there is no path."""
     if seconds is None:
         return "no path"
     ms = seconds * 1e3
@@ -184,7 +175,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _percent(share: float) -> str:
-    """Whole percents, but nothing that exists is 0 % and only the whole is 100 %."""
+    """Formats whole percents, but with two digits near 0 % and 100 %."""
     if 0 < share < 0.005 or 0.995 <= share < 1:
         return f"{100 * share:.2f} %"
     return f"{100 * share:.0f} %"
@@ -196,23 +187,24 @@ def _count(number: int, word: str) -> str:
 
 
 def _members(group: Sequence[int]) -> str:
-    """`0 8 16 … 56`"""
+    """Formats `0 8 16 … 56`."""
     shown = [*group[:4], "…", group[-1]] if len(group) > 8 else group
     return " ".join(map(str, shown))
 
 
 def _labelled(label: str, text: str, width: int) -> list[str]:
-    first = label.ljust(LABEL - 1) + " "
-    return _wrap(text, width, initial_indent=first, subsequent_indent=" " * LABEL)
+    return _wrap(text, width, label.ljust(LABEL - 1) + " ", " " * LABEL)
 
 
-def _wrap(text: str, width: int, **indents: str) -> list[str]:
-    """Lines of at most `width` columns; words such as tp-cp-pp-dp stay whole where they fit."""
-    return textwrap.wrap(text, width, break_on_hyphens=False, **indents)
+def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Wraps to `width` columns after the indents; words such as tp-cp-pp-dp stay whole."""
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Columns two blanks apart."""
+    """Aligns columns, two blanks apart."""
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{a}{n}}" for cell, a, n in zip(row, align, sizes, strict=True)).rstrip()

@@ -1,8 +1,7 @@
-"""Which GPU of a cluster holds which rank.
+"""Rank mapping: the GPU of a cluster that holds each rank.
 
-A rank is a place in the layout (`Layout` in its default order), a slot is a GPU of the cluster. A
-placement is the map between the two. Because only the map changes, every group holds the same ranks
-in the same order under every placement, and so training gives the same bits.
+A rank is a place in `Layout`'s default order, a slot a GPU of the cluster. Every group holds the
+same ranks in the same order under every mapping, so training gives the same bits.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ SNAKED = ("dp", "pp")
 class Tiling:
     """Mixed-radix digits of a slot number, fastest first: `tp8-dp2-pp4-dp16`.
 
-    A dimension may come more than once: here dp is split, two neighbours inside a domain and 16
-    outside. Its index counts the earlier digits as the faster ones.
+    A dimension may occur more than once: here dp is split, two neighbours inside a domain and 16
+    outside. The earlier digits of a dimension are the faster ones of its index.
 
-    `snake` (written `tp4-dp2-dp8-snake`): an earlier digit of dp or pp runs backwards in every
-    other turn of the later ones, as in a reflected Gray code. Neighbours then differ in one digit
-    alone: where the inner digit would start over, a ring leaves a domain on the rail on which it is
-    and enters the next one there. NCCL turns its rings round on every other node for the same
-    reason (NVIDIA/nccl, NCCL_CROSS_NIC).
+    `snake` (`tp4-dp2-dp8-snake`): an earlier digit of dp or pp runs backwards in every other turn
+    of the later ones, as in a reflected Gray code. Neighbours then differ in one digit only, so
+    that a ring leaves a domain and enters the next one on the same rail. NCCL reverses its rings on
+    every other node for the same reason (NCCL_CROSS_NIC).
     """
 
     digits: tuple[tuple[str, int], ...]
@@ -41,15 +39,14 @@ class Tiling:
 
     @classmethod
     def from_order(cls, order: str, layout: Layout) -> Tiling:
-        """The plain orders, `tp-cp-dp-pp` and its like: each dimension once, fastest first."""
+        """Makes a plain order, such as `tp-cp-dp-pp`: each dimension once, fastest first."""
         return cls(tuple((d, layout.size(d)) for d in order.split("-")))
 
     @classmethod
     def parse(cls, text: str, layout: Layout) -> Tiling:
-        """An order (`tp-dp-pp`; a dimension left out must have size 1) or a tiling (`tp4-dp2-pp2`).
+        """Parses an order (`tp-dp-pp`; a missing dimension has size 1) or a tiling (`tp4-dp2-pp2`).
 
-        Raises:
-            ValueError: it cannot be read, or its factors do not multiply to the layout's sizes.
+        Raises ValueError for malformed text, or factors that do not multiply to the layout's sizes.
         """
         digits: list[tuple[str, int]] = []
         plain = text.removesuffix(SNAKE)
@@ -69,12 +66,12 @@ class Tiling:
         return digits + SNAKE if self.snake else digits
 
     def rank_of_slot(self, layout: Layout) -> Slots:
-        """(world,): the rank at each place of the grid that the digits count through."""
+        """Returns (world,): the rank at each place of the grid that the digits count through."""
         place = self.coordinates(np.arange(layout.world_size))
-        return sum(place[d] * layout.stride(d) for d in DIMENSIONS)
+        return np.sum([place[d] * layout.stride(d) for d in DIMENSIONS], axis=0)
 
     def coordinates(self, positions: Slots) -> dict[str, Slots]:
-        """The index along each dimension at some places of the grid."""
+        """Returns the index along each dimension at some places of the grid."""
         strides = [1, *itertools.accumulate((n for _, n in self.digits), operator.mul)]
         place = {d: np.zeros_like(positions) for d in DIMENSIONS}
         for (dim, factor), stride in reversed(list(zip(self.digits, strides, strict=False))):
@@ -87,10 +84,9 @@ class Tiling:
 
 @dataclass(frozen=True)
 class RankMapping:
-    """`slots[rank]` is the GPU of `rank`; `how` says in a few words where the map comes from.
+    """Rank mapping: `slots[rank]` is the GPU of `rank`; `how` describes its source.
 
-    Raises:
-        ValueError: not one slot for each rank, or a slot used twice or not there.
+    Raises ValueError unless every rank has one slot of its own.
     """
 
     cluster: Cluster
@@ -117,7 +113,7 @@ class RankMapping:
         slots: Slots | None = None,
         how: str | None = None,
     ) -> RankMapping:
-        """`tiling` counted over `slots` (all of the cluster's, in order, where None)."""
+        """Counts `tiling` over `slots` (default: all of the cluster's, in order)."""
         free = np.arange(cluster.size) if slots is None else slots
         if free.size < layout.world_size:
             raise ValueError(f"{free.size} GPUs for {layout.world_size} ranks")
@@ -127,7 +123,7 @@ class RankMapping:
 
     @cached_property
     def ranks(self) -> Slots:
-        """(cluster.size,): the rank at each slot, -1 where none is."""
+        """(cluster.size,): the rank at each slot, -1 for none."""
         found = np.full(self.cluster.size, -1, dtype=np.int64)
         found[self.slots] = np.arange(self.layout.world_size)
         return found

@@ -19,7 +19,7 @@ from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement import placed_ranks
 from parallel3d.topology.placement.placed_ranks import (
     Process,
-    from_word,
+    from_message,
     hosts_in_order,
     launch_ranks_by_file,
     parse_rank_file,
@@ -27,7 +27,7 @@ from parallel3d.topology.placement.placed_ranks import (
     rank_of_launch,
     save,
     slots_of,
-    to_word,
+    to_message,
     with_rank_0_at,
 )
 from parallel3d.topology.tiling import RankMapping, Tiling
@@ -201,7 +201,7 @@ def test_the_map_survives_the_store_and_the_disk(tmp_path: Path) -> None:
     processes = launched("h1", "h3", "h2", "h4")
     run = config("tp-cp-pp-dp", tp=2, pp=2, dp=2)
     placed = place_processes(run, processes, cluster(4, 2, unit_nodes=2))
-    ranks, placement = from_word(to_word(placed), placed.layout)
+    ranks, placement = from_message(to_message(placed), placed.layout)
     assert ranks == placed.rank_of_launch
     assert placement is not None and placed.placement is not None
     assert placement.cluster == placed.placement.cluster
@@ -232,7 +232,7 @@ def test_a_map_of_16384_ranks_is_made_and_packed_small() -> None:
     run.model.num_layers = 8
     placed = place_processes(run, launched(*hosts, gpus=8), cluster(2048, 8, unit_nodes=32))
     assert sorted(placed.launch_ranks) == list(range(16384))
-    assert len(to_word(placed)) < 200_000
+    assert len(to_message(placed)) < 200_000
 
 
 # --- rank files -------------------------------------------------------------------------------

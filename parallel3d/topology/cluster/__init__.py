@@ -1,1 +1,1 @@
-"""What a cluster is made of, and how it is found."""
+"""Clusters: nodes, NVLink domains, rails and switches, and their discovery."""

@@ -1,4 +1,4 @@
-"""Finds the cluster where it is: in the configuration, in Slurm, or by asking the GPUs."""
+"""Finds the cluster: from the configuration, from Slurm, or from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel3d.topology.cluster.gpus import local_cluster
 from parallel3d.topology.cluster.parts import Cluster, cluster_from_config
 from parallel3d.topology.cluster.slurm import slurm_cluster
 
-PATIENCE_S = 30  # scontrol asks a controller that may be busy
+PATIENCE_S = 30  # scontrol may wait for a busy controller
 
 
 def discover(
@@ -21,16 +21,15 @@ def discover(
     world_size: int | None = None,
     addresses: Mapping[str, tuple[str, str]] | None = None,
 ) -> Cluster:
-    """The cluster by `config.source`: config, slurm or local, with the configured speeds.
+    """Returns the cluster by `config.source` (config, slurm or local), with the configured speeds.
 
     Args:
-        environ: of this process.
-        run: runs a command and returns what it prints, as `run_command` does.
-        world_size: ranks that must fit, None where unknown.
+        run: runs a command and returns its output, as `run_command` does.
+        world_size: ranks that must fit, None: unknown.
         addresses: for slurm, SLURM_TOPOLOGY_ADDR and its pattern of each node, if gathered.
 
     Raises:
-        UserError: what was found cannot be read, contradicts itself or does not fit.
+        UserError: the result cannot be read, contradicts itself or does not fit.
     """
     if config.source == "config":
         return cluster_from_config(config, world_size)
@@ -46,7 +45,7 @@ def discover(
 
 
 def run_command(command: list[str]) -> str:
-    """What `command` prints. Raises UserError if it is not there, fails or does not answer."""
+    """Returns the output of `command`. Raises UserError if it is missing, fails or times out."""
     line = " ".join(command)
     try:
         done = subprocess.run(

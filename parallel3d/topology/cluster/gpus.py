@@ -1,7 +1,7 @@
-"""What nvidia-smi says of a node: the matrix of `topo -m`.
+"""The cluster that `nvidia-smi topo -m` describes: NVLink domains, and the NIC nearest to each GPU.
 
-It has a code for each pair of GPUs and NICs: NV# for # NVLinks, and from near to far
-PIX (one PCIe bridge), PXB (several), PHB (host bridge), NODE (one NUMA node), SYS (another socket).
+The matrix has a code for each pair of GPUs and NICs: NV# for # NVLinks, and from near to far PIX
+(one PCIe bridge), PXB (several), PHB (host bridge), NODE (one NUMA node), SYS (another socket).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from parallel3d.topology.cluster.slurm import shortened
 TOPO = "nvidia-smi topo -m"
 NEAR_TO_FAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
 NVLINK = re.compile(r"NV[1-9][0-9]?")
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the head of the matrix
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the matrix' header
 
 
 @dataclass(frozen=True)
 class GpuMatrix:
-    """The matrix of `nvidia-smi topo -m`: codes from each GPU to all GPUs, and to all NICs."""
+    """The matrix: codes from each GPU to all GPUs, and to all NICs."""
 
     gpus: tuple[tuple[str, ...], ...]
     nics: tuple[tuple[str, ...], ...]
 
     def select(self, chosen: list[int]) -> GpuMatrix:
-        """The matrix of some of the GPUs, in that order, as CUDA_VISIBLE_DEVICES takes them."""
+        """Returns the matrix of some of the GPUs, in that order, as CUDA_VISIBLE_DEVICES does."""
         gpus = tuple(tuple(self.gpus[a][b] for b in chosen) for a in chosen)
         return GpuMatrix(gpus, tuple(self.nics[a] for a in chosen))
 
     def domains(self) -> tuple[int, ...]:
-        """For each GPU the number of its island: GPUs that NVLink joins, directly or in steps."""
+        """Returns each GPU's NVLink domain: GPUs that NVLink connects, directly or indirectly."""
         island = list(range(len(self.gpus)))
         for a, codes in enumerate(self.gpus):
             for b, code in enumerate(codes):
@@ -47,11 +47,11 @@ class GpuMatrix:
         return tuple(numbers[i] for i in island)
 
     def rails(self) -> tuple[int, ...] | None:
-        """For each GPU the number of its NIC's rail; None where the matrix does not tell.
+        """Returns the rail of each GPU's NIC; None if the matrix cannot decide it.
 
-        Each GPU takes a nearest NIC, the least taken one where several are as near; the GPUs with
-        the nearest choose first. The NICs in use are the rails, in their order. A GPU whose NICs
-        are all on another socket (all of them on a GB200) has no nearest one.
+        GPUs choose in the order of their distance to the nearest NIC; among equally near NICs, the
+        least taken one. The NICs in use are the rails, in their order. A GPU with all NICs on
+        another socket (every GPU of a GB200) has no nearest one.
         """
         taken: Counter[int] = Counter()
         nic_of: dict[int, int] = {}
@@ -71,11 +71,10 @@ def _distance(code: str) -> int:
 
 
 def parse_gpu_matrix(text: str) -> GpuMatrix:
-    """Read `nvidia-smi topo -m`.
+    """Parses `nvidia-smi topo -m`.
 
-    Raises:
-        UserError: no matrix in it, a row that is missing, cut off or unreadable, or one half of
-            the matrix that contradicts the other.
+    Raises UserError if there is no matrix, if a row is missing, cut off or unreadable, or if the
+    halves of the matrix contradict each other.
     """
     lines = [COLOURS.sub("", line).split() for line in text.splitlines()]
     head = next((number for number, words in enumerate(lines) if words[:1] == ["GPU0"]), None)
@@ -105,9 +104,9 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
 
 
 def _columns(words: list[str]) -> list[str]:
-    """GPU0…, then the NICs: `NIC0` with a legend below, or `mlx5_0` itself in older drivers.
+    """Returns GPU0…, then the NICs, named `NIC0` or, by older drivers, `mlx5_0`.
 
-    The columns after them are `CPU Affinity` and the like.
+    Later columns (`CPU Affinity`…) are left out.
     """
     columns = words[: words.index("CPU")] if "CPU" in words else words
     count = sum(bool(re.fullmatch(r"GPU[0-9]+", name)) for name in columns)
@@ -128,15 +127,12 @@ def _check_cells(gpu: int, cells: list[str], count: int) -> None:
             )
 
 
-# The cluster that the GPUs themselves tell of: NVLink domains and the NIC nearest to each GPU.
-
-
 Run = Callable[[list[str]], str]
 TOPO_COMMAND = ["nvidia-smi", "topo", "-m"]
 
 
 def _visible(environ: Mapping[str, str], count: int) -> list[int]:
-    """The GPUs of CUDA_VISIBLE_DEVICES, or all of them."""
+    """Returns the GPUs of CUDA_VISIBLE_DEVICES, or all of them."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return list(range(count))
@@ -154,13 +150,12 @@ def _visible(environ: Mapping[str, str], count: int) -> list[int]:
 def local_cluster(
     config: ClusterConfig, environ: Mapping[str, str], run: Run, world_size: int | None = None
 ) -> Cluster:
-    """A cluster of nodes like this one: `config.nodes`, or as many as `world_size` needs.
+    """Returns a cluster of nodes like this one: `config.nodes`, or as many as `world_size` needs.
 
-    Speeds, `unit_nodes` and the spine come from the configuration, and so does `domain_gpus` where
-    it is more than a node, as one node cannot tell which others share its NVLink domain.
+    Speeds, `unit_nodes` and the spine are the configuration's, and so is a `domain_gpus` of more
+    than a node, which a single node cannot know.
 
-    Raises:
-        UserError: nvidia-smi fails or prints what cannot be read, or the sizes do not fit.
+    Raises UserError if nvidia-smi fails or is unreadable, or if the sizes do not fit.
     """
     matrix = parse_gpu_matrix(run(TOPO_COMMAND))
     matrix = matrix.select(_visible(environ, len(matrix.gpus)))
@@ -188,7 +183,7 @@ def local_cluster(
 
 
 def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
-    """`domain_gpus` of a node by itself, and `local_domain` where its islands are not alike."""
+    """Returns `domain_gpus` of a single node, and `local_domain` if its domains are uneven."""
     islands = matrix.domains()
     size = islands.count(0)
     if islands == tuple(gpu // size for gpu in range(len(islands))) and len(islands) % size == 0:
@@ -197,7 +192,7 @@ def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
 
 
 def _rails(config: ClusterConfig, matrix: GpuMatrix) -> dict[str, Any]:
-    """`rails` and `local_rail`: the configured number, else the nearest NICs, else one a GPU."""
+    """Returns `rails` and `local_rail`: as configured, else nearest NICs, else one a GPU."""
     count = len(matrix.gpus)
     if config.rails is not None:
         check_rails(config.rails, count)

@@ -1,8 +1,6 @@
-"""What a cluster is made of: NVLink domains, one NIC a GPU on its rail, leaf switches, a spine.
+"""A cluster: NVLink domains, one NIC a GPU on its rail, leaf switches, a spine.
 
-Pure Python and numpy, for two GPUs or a million. GPUs are counted as *slots*, node by node: slot =
-the GPUs of all nodes before + the local index. `configured` fills the object from the
-configuration, `discover` from Slurm or from the GPUs themselves.
+GPUs are counted as *slots*, node by node: the GPUs of all nodes before, plus the local index.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Slots = npt.NDArray[np.int64]
 
 
 class LinkClass(IntEnum):
-    """What the bytes between two GPUs pass, cheapest first; `NONE`: no wire leads there."""
+    """Class of the link between two GPUs, cheapest first; `NONE`: no wire leads there."""
 
     SELF = 0
     NVLINK = 1
@@ -40,9 +38,8 @@ class LinkClass(IntEnum):
 class Link:
     """One GPU's share of a link class, in each direction.
 
-    `gb_per_s` is the datasheet's rate one way: half of what NVIDIA prints for NVLink (900 GB/s of
-    an H100 are 450 here), an eighth of a NIC's Gb/s. What of it programs reach belongs to the cost
-    model, not here.
+    `gb_per_s` is the datasheet's rate one way: half of NVIDIA's figure for NVLink (450 for an
+    H100's 900 GB/s), an eighth of a NIC's Gb/s. Achievable fractions are in the cost model.
     """
 
     gb_per_s: float  # 1e9 bytes a second
@@ -53,18 +50,18 @@ class Link:
 class Cluster:
     """Nodes of GPUs, their NVLink domains, rails and switches.
 
-    `domain_gpus` GPUs are joined by NVLink: a part of a node, a node, or several nodes (NVL72).
-    Local GPU g has its NIC on rail g mod `rails`. A *unit* (NVIDIA's scalable unit) is
-    `unit_nodes` nodes with one leaf switch a rail; leaf switches meet in the spine, which carries
-    1/`oversubscription` of what the NICs could send. `oversubscription` None: there is no spine.
+    `domain_gpus` GPUs share NVLink: a part of a node, a node, or several nodes (NVL72). Local GPU g
+    has its NIC on rail g mod `rails`. A *unit* (NVIDIA's scalable unit) is `unit_nodes` nodes with
+    one leaf switch a rail; the spine joins the leaf switches and carries 1/`oversubscription` of
+    the NICs'
+    bandwidth. `oversubscription` None: there is no spine.
 
-    Nodes differ where `node_gpus`, `node_domain` or `node_unit` say so; left empty they follow from
-    the sizes. `node_domain` names the domain of a node (then a domain is whole nodes).
-    `local_rail` and `local_domain` are for boxes wired otherwise: the rail, and which of the node's
-    own domains, of each local GPU. `origin` says in a few words where this was found.
+    `node_gpus`, `node_domain` and `node_unit` are for uneven nodes; empty, they follow from the
+    sizes.
+    A domain of `node_domain` is whole nodes. `local_rail` and `local_domain`: each local GPU's rail
+    and domain in unusual nodes. `origin` describes the source.
 
-    Raises:
-        ValueError: sizes that do not fit each other.
+    Raises ValueError for sizes that do not fit each other.
     """
 
     name: str
@@ -115,7 +112,7 @@ class Cluster:
 
     @cached_property
     def size(self) -> int:
-        """GPUs in all."""
+        """Number of GPUs."""
         return int(self._gpus.sum())
 
     @cached_property
@@ -156,14 +153,13 @@ class Cluster:
         return self.node // (self.unit_nodes or self.nodes)
 
     def sorted_slots(self) -> Slots:
-        """(size,): all slots, those joined by the fastest wires next to each other.
+        """Returns (size,): all slots, those with the fastest wires next to each other.
 
-        Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In this order a
-        domain is in one piece, and so are the domains of a unit; a domain that reaches into other
-        units counts to the unit of its first slot. Whole domains come before smaller ones and full
-        units before others, so that a GPU that is missing puts only the groups of the tail out of
-        step. Among equals the first seen is first: an even cluster in order stays as it is, and
-        slot 0 stays first unless its own domain or unit is one of the smaller ones.
+        Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In this order
+        domains and units are contiguous; a domain in several units belongs to that of its first
+        slot. Whole domains and full units come first, so that a missing GPU only affects the groups
+        of the tail. The sort is
+        stable: an even cluster in order stays as it is.
         """
         domain_first, domain_size = _first_and_size(self.domain)
         unit_first, unit_size = _first_and_size(self.unit)
@@ -172,10 +168,9 @@ class Cluster:
         return np.lexsort((np.arange(self.size), unit_first, *keys))
 
     def link_class(self, a: Slots | int, b: Slots | int) -> npt.NDArray[np.int8]:
-        """The `LinkClass` between slots `a` and `b`, element by element.
+        """Returns the `LinkClass` between slots `a` and `b`, element by element.
 
-        `RAIL` is one leaf switch: same rail, same unit. Everything else between domains passes the
-        spine, also the same rail of another unit.
+        `RAIL` is one leaf switch: same rail, same unit. All other pairs of domains use the spine.
         """
         a, b = np.asarray(a), np.asarray(b)
         one_leaf = (self.rail_of[a] == self.rail_of[b]) & (self.unit[a] == self.unit[b])
@@ -185,9 +180,9 @@ class Cluster:
         return np.where(a == b, np.int8(LinkClass.SELF), found).astype(np.int8)
 
     def link(self, kind: LinkClass) -> Link:
-        """Speed of a link class for one GPU; the spine's bandwidth is its share when all use it.
+        """Returns the speed of a link class for one GPU; the spine's when all GPUs use it.
 
-        Raises ValueError for `SELF` and `NONE`, which are no wires.
+        Raises ValueError for `SELF` and `NONE`.
         """
         if kind is LinkClass.NVLINK:
             return self.nvlink
@@ -201,12 +196,12 @@ class Cluster:
         return self.node_names[node] if self.node_names else f"node{node}"
 
     def slot_name(self, slot: int) -> str:
-        """`node3 GPU 5`."""
+        """Formats `node3 GPU 5`."""
         return f"{self.node_name(int(self.node[slot]))} GPU {int(self.local[slot])}"
 
 
 def _first_and_size(group: Slots) -> tuple[Slots, Slots]:
-    """For each slot: the first slot of its group, and how many slots the group has."""
+    """Returns, for each slot, the first slot and the size of its group."""
     _, first, inverse, counts = np.unique(
         group, return_index=True, return_inverse=True, return_counts=True
     )
@@ -214,27 +209,22 @@ def _first_and_size(group: Slots) -> tuple[Slots, Slots]:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sorting key by which node2 comes before node10."""
+    """Returns a sorting key that has node2 before node10."""
     parts = [part for part in re.split(r"(\d+)", name) if part]
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
 
 
-# The cluster that the `cluster` section of the configuration describes.
-
-
-USUAL_NODE = 8  # GPUs of a node where neither the configuration nor the ranks tell
+USUAL_NODE = 8  # GPUs of a node if neither the configuration nor the ranks decide
 
 
 def cluster_from_config(config: ClusterConfig, world_size: int | None = None) -> Cluster:
-    """The cluster of the configured sizes, large enough for `world_size` ranks (None: unknown).
+    """Returns the cluster of the configured sizes, large enough for `world_size` ranks (None: any).
 
-    Left out (null): `nodes` are as many as the ranks need, else one domain; `gpus_per_node` shares
-    the ranks out evenly, else 8; `domain_gpus` is a node; `rails` one a GPU; `unit_nodes` all
-    nodes. The last domain and the last unit are smaller where the nodes do not fill them.
-    `config.source` is not looked at.
+    Defaults: `nodes` as many as the ranks need, else one domain; `gpus_per_node` divides the ranks
+    evenly, else 8; `domain_gpus` a node; `rails` one a GPU; `unit_nodes` all nodes. The last domain
+    and unit may be smaller.
 
-    Raises:
-        UserError: sizes that contradict each other, or fewer GPUs than ranks.
+    Raises UserError for sizes that contradict each other, or fewer GPUs than ranks.
     """
     nodes, gpus = _nodes_and_gpus(config, world_size)
     domain = gpus if config.domain_gpus is None else config.domain_gpus
@@ -253,7 +243,7 @@ def cluster_from_config(config: ClusterConfig, world_size: int | None = None) ->
 
 
 def wires(config: ClusterConfig) -> dict[str, Any]:
-    """The keywords of `Cluster` that are no sizes: name, speeds, and whether there is a spine."""
+    """Returns the keywords of `Cluster` that are no sizes: name, speeds, spine."""
     return {
         "name": config.name,
         "nvlink": Link(config.nvlink_gb_per_s, config.nvlink_latency_us),
@@ -281,7 +271,7 @@ def _nodes_and_gpus(config: ClusterConfig, world_size: int | None) -> tuple[int,
 
 
 def check_domain(domain: int, gpus: int) -> None:
-    """Raises UserError if nodes of `gpus` GPUs cannot have NVLink domains of `domain`."""
+    """Raises UserError unless nodes of `gpus` GPUs can have NVLink domains of `domain`."""
     small, large = sorted((domain, gpus))
     if large % small == 0:
         return
@@ -297,13 +287,13 @@ def check_domain(domain: int, gpus: int) -> None:
 
 
 def nearest_multiple(value: int, unit: int) -> int:
-    """The multiple of `unit`, at least one, that is closest to `value` (ties: the smaller)."""
+    """Returns the multiple of `unit`, at least one, closest to `value` (ties: the smaller)."""
     below = max(unit, value // unit * unit)
     return below if value - below <= below + unit - value else below + unit
 
 
 def check_rails(rails: int, gpus: int) -> None:
-    """Raises UserError if a node of `gpus` GPUs cannot have `rails` rails."""
+    """Raises UserError unless a node of `gpus` GPUs can have `rails` rails."""
     if rails > gpus:
         raise UserError(
             f"cluster.rails={rails} must be at most cluster.gpus_per_node={gpus}, as each rail "

@@ -1,6 +1,8 @@
-"""Slurm's short forms: node lists and tasks per node.
+"""The cluster of a Slurm job: node lists, topology, leaf switches and NVLink domains.
 
-The grammar was tried on `scontrol show hostnames` of Slurm 22.05; what that refuses is refused.
+Slurm knows the nodes, their ranks and what connects them; the speeds are the configuration's.
+Without switches or domains from Slurm, the configuration's sizes count through the nodes in Slurm's
+order. The grammar of node lists follows `scontrol show hostnames` of Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -18,20 +20,19 @@ from parallel3d.errors import UserError
 from parallel3d.topology.cluster import parts
 from parallel3d.topology.cluster.parts import Cluster
 
-MOST_NODES = 1_000_000  # a list that is longer is a slip, and would fill the memory
+MOST_NODES = 1_000_000  # a longer list is a mistake, and would fill the memory
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hostlist(text: str, what: str = "node list") -> list[str]:
-    """The names of a node list, in its order: `n[01-03,7],rack[1-2]node[1-2]`.
+    """Expands a node list, in order: `n[01-03,7],rack[1-2]node[1-2]`.
 
-    Leading zeros are part of a name, several brackets count through like an odometer, and a name
-    may come twice. `what` names the list in messages.
+    Leading zeros are part of a name, the last brackets count fastest, and a name may occur twice.
+    `what` names the list in messages.
 
-    Raises:
-        UserError: brackets that do not match, ranges that do not count up, no name at all.
+    Raises UserError for unmatched brackets, ranges that do not count up, or no name.
     """
     names: list[str] = []
     for entry in _split_outside_brackets(text.strip(), what, text):
@@ -67,7 +68,7 @@ def _split_outside_brackets(text: str, what: str, whole: str) -> list[str]:
 
 
 def _numbers(ranges: str, what: str, whole: str) -> list[str]:
-    """`01-03,7` as 01, 02, 03, 7."""
+    """Expands `01-03,7` to 01, 02, 03, 7."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = RANGE.fullmatch(part.strip())
@@ -89,13 +90,13 @@ def _unreadable(what: str, text: str, why: str) -> UserError:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """The beginning of a text, on one line, for a message."""
+    """Returns the beginning of a text, on one line, for a message."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def expand_tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """Tasks of each node: `8(x3),4` is 8, 8, 8, 4. Raises UserError if it cannot be read."""
+    """Expands the tasks of each node: `8(x3),4` is 8, 8, 8, 4. Raises UserError if malformed."""
     tasks: list[int] = []
     for part in text.split(","):
         match = REPEATED.fullmatch(part.strip())
@@ -110,12 +111,9 @@ def expand_tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list
     return tasks
 
 
-# What Slurm says of the network: `scontrol show topology`, topology.conf, SLURM_TOPOLOGY_ADDR.
-#
-# Formats: SchedMD/slurm doc/man/man5/topology.conf.5, src/plugins/topology/{tree,block}; outputs of
-# `scontrol show topology` as the plugins print them. topology/tree names leaf switches,
-# topology/block names blocks, which on multi-node NVLink systems are the NVLink domains.
-
+# Formats: SchedMD/slurm doc/man/man5/topology.conf.5, src/plugins/topology/{tree,block}.
+# topology/tree names leaf switches; topology/block names blocks, the NVLink domains of multi-node
+# NVLink systems.
 
 HEADS = ("switchname", "blockname", "aggregatedblock", "blocksizes")
 KEYS = (*HEADS, "nodes", "switches", "level", "linkspeed", "blockindex", "blocksize")
@@ -124,21 +122,20 @@ FORMS = "SwitchName=… Nodes=… or Switches=…, or BlockName=… Nodes=…"
 
 @dataclass(frozen=True)
 class SlurmTopology:
-    """The leaf switch and the block of each node that has one, by name."""
+    """Leaf switch and block by node name, for nodes that have one."""
 
     unit: dict[str, str] = field(default_factory=dict)
     block: dict[str, str] = field(default_factory=dict)
 
 
 def parse_topology(text: str, what: str) -> SlurmTopology:
-    """Read what `scontrol show topology` prints, or a topology.conf, of trees, blocks or both.
+    """Parses the output of `scontrol show topology`, or a topology.conf, of trees, blocks or both.
 
-    A leaf switch is one without switches below it. Aggregated blocks (several racks) are passed
-    over. `what` names the text in messages.
+    A leaf switch has no switches below it. Aggregated blocks (several racks) are ignored. `what`
+    names the text in messages.
 
-    Raises:
-        UserError: no line of it, a line that cannot be read, a switch that is named and not
-            described (a truncated text), a node under two leaf switches or in two blocks.
+    Raises UserError for an empty or malformed text, a switch that is named but not described (a
+    truncated text), or a node under two leaf switches or in two blocks.
     """
     topology = SlurmTopology()
     described: set[str] = set()
@@ -168,7 +165,7 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
-    """(number, line) without comments and empty lines; a backslash continues a line."""
+    """Returns (number, line) without comments and empty lines; a backslash continues a line."""
     lines: list[tuple[int, str]] = []
     open_line = ""
     for number, raw in enumerate(text.splitlines(), start=1):
@@ -182,7 +179,7 @@ def _lines(text: str) -> list[tuple[int, str]]:
 
 
 def _fields(line: str, where: str) -> dict[str, str]:
-    """The keys of a line, in small letters, and their values."""
+    """Returns the values of a line by key in lower case."""
     fields: dict[str, str] = {}
     for word in line.split():
         name, sign, value = word.partition("=")
@@ -216,14 +213,13 @@ def _put(found: dict[str, str], nodes: list[str], name: str, kind: str, where: s
 
 
 def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, str]:
-    """(leaf switch, block, node) of SLURM_TOPOLOGY_ADDR and SLURM_TOPOLOGY_ADDR_PATTERN.
+    """Returns (leaf switch, block, node) of SLURM_TOPOLOGY_ADDR and SLURM_TOPOLOGY_ADDR_PATTERN.
 
-    `spine.leaf1.node2` with `switch.switch.node` is leaf1; `rack3.node7` with `block.node` is in
-    block rack3; a plain `node` is under no switch that Slurm knows. The top of a tree may be empty
-    (`.core.leaf.node` has been seen), and a node's name may hold dots.
+    `spine.leaf1.node2` with `switch.switch.node` is leaf1; `rack3.node7` with `block.node` is block
+    rack3; a plain `node` has neither. The top of a tree may be empty (`.core.leaf.node`), and a
+    node's name may have dots.
 
-    Raises:
-        UserError: another pattern, or an address that does not have its parts.
+    Raises UserError for another pattern, or an address that does not match it.
     """
     kinds = pattern.split(".")
     if kinds[-1] != "node" or not set(kinds[:-1]) <= {"switch", "block"}:
@@ -243,9 +239,9 @@ def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, s
 
 
 def topology_of_addresses(addresses: Mapping[str, tuple[str, str]]) -> SlurmTopology:
-    """The same from each node's SLURM_TOPOLOGY_ADDR and its pattern, by node name.
+    """Returns the topology from each node's SLURM_TOPOLOGY_ADDR and pattern.
 
-    Raises UserError for an address that cannot be read or is another node's.
+    Raises UserError for an address that is malformed or another node's.
     """
     topology = SlurmTopology()
     for node, (address, pattern) in addresses.items():
@@ -261,16 +257,9 @@ def topology_of_addresses(addresses: Mapping[str, tuple[str, str]]) -> SlurmTopo
     return topology
 
 
-# The cluster of a Slurm job: its nodes and ranks, their leaf switches and NVLink domains.
-#
-# Slurm tells which nodes there are, how many ranks each has, and what joins them; the speeds come
-# from the configuration. Where Slurm says nothing of switches or domains, the sizes of the
-# configuration count through the nodes in Slurm's order.
-
-
 Run = Callable[[list[str]], str]
 SHOW_TOPOLOGY = ["scontrol", "show", "topology"]
-# Steps that Slurm makes for itself (batch script, interactive shell, …) have ids from here on.
+# Steps of Slurm itself (batch script, interactive shell, …) have ids from here on.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
@@ -280,19 +269,19 @@ def slurm_cluster(
     run: Run,
     addresses: Mapping[str, tuple[str, str]] | None = None,
 ) -> Cluster:
-    """The cluster of the job whose environment this is.
+    """Returns the cluster of the job with this environment.
 
     Args:
-        config: speeds, `rails`, `topology_file`; `domain_gpus` and `unit_nodes` where Slurm names
-            no blocks or leaf switches. A `domain_gpus` of at most a node says that Slurm's blocks
-            are not NVLink domains; they count as units then. `gpus_per_node` is not read.
+        config: speeds, `rails`, `topology_file`; `domain_gpus` and `unit_nodes` if Slurm names no
+            blocks or leaf switches. A `domain_gpus` of at most a node makes Slurm's blocks units
+            instead of NVLink domains. `gpus_per_node` is ignored.
         environ: of any process of the job.
-        run: runs `scontrol show topology`; not called if the topology is known without.
-        addresses: SLURM_TOPOLOGY_ADDR and its pattern of every node, for those who gathered them.
+        run: runs `scontrol show topology`, if nothing else gives the topology.
+        addresses: SLURM_TOPOLOGY_ADDR and its pattern of every node, if gathered.
 
     Raises:
-        UserError: no job, variables that contradict each other, a topology that cannot be read or
-            knows none of the nodes, sizes that do not fit.
+        UserError: no job, contradictory variables, a topology that cannot be read or has none of
+            the nodes, or sizes that do not fit.
     """
     names, gpus = job_nodes(environ)
     if config.nodes not in (None, len(names)):
@@ -329,13 +318,12 @@ def slurm_cluster(
 
 
 def job_nodes(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
-    """The nodes of the step, or else of the job, and the GPUs that it uses on each.
+    """Returns the nodes of the step, else of the job, and the GPUs of each.
 
-    A task is a GPU, but where there is one task a node and Slurm gave the node several GPUs: then
-    the task is a launcher (torchrun) and starts a rank for each.
+    A task is a GPU, except with one task a node and several GPUs: then the task is a launcher
+    (torchrun) that starts a rank for each GPU.
 
-    Raises:
-        UserError: no job, or lists that contradict each other.
+    Raises UserError if there is no job, or if the lists contradict each other.
     """
     prefix = "SLURM_STEP" if _in_users_step(environ) else "SLURM_JOB"
     tasks_key = "SLURM_STEP_TASKS_PER_NODE" if prefix == "SLURM_STEP" else "SLURM_TASKS_PER_NODE"
@@ -363,7 +351,7 @@ def job_nodes(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
 
 
 def _in_users_step(environ: Mapping[str, str]) -> bool:
-    """Whether this is a step of srun's, which may have fewer nodes and tasks than its job."""
+    """Whether this is a step of srun, which may have fewer nodes and tasks than its job."""
     step = environ.get("SLURM_STEP_ID", "")
     known = environ.get("SLURM_STEP_NODELIST") and environ.get("SLURM_STEP_TASKS_PER_NODE")
     return bool(known) and step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
@@ -383,14 +371,14 @@ def _topology(
     run: Run,
     addresses: Mapping[str, tuple[str, str]] | None,
 ) -> tuple[SlurmTopology, str]:
-    """What is known of the network, and where from: a file, addresses, or scontrol."""
+    """Returns the topology and its source: a file, addresses, or scontrol."""
     if config.topology_file is not None:
         return _from_file(config.topology_file), f"cluster.topology_file={config.topology_file}"
     own = (environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""))
     if addresses is not None:
         known = {node: addresses[node] for node in names if node in addresses}
         return topology_of_addresses(known), "SLURM_TOPOLOGY_ADDR"
-    if own[1] == "node":  # topology/flat: there is nothing to ask for
+    if own[1] == "node":  # topology/flat has nothing to query
         return SlurmTopology(), "Slurm"
     if len(names) == 1 and all(own):
         return topology_of_addresses({names[0]: own}), "SLURM_TOPOLOGY_ADDR"
@@ -411,9 +399,9 @@ def _from_file(name: str) -> SlurmTopology:
 
 
 def _numbered(names: list[str], group: Mapping[str, str]) -> tuple[int, ...]:
-    """A number for each node's group, in order of appearance; a node without one is alone.
+    """Numbers the nodes' groups in order of appearance; a node without one is alone.
 
-    Empty where no node has a group.
+    Returns () if no node has a group.
     """
     if not any(name in group for name in names):
         return ()
@@ -425,7 +413,7 @@ def _numbered(names: list[str], group: Mapping[str, str]) -> tuple[int, ...]:
 def _domains(
     config: ClusterConfig, names: list[str], domains: Mapping[str, str], most: int
 ) -> tuple[tuple[int, ...], int]:
-    """`node_domain` and `domain_gpus` of the cluster; `most` GPUs are on its fullest node."""
+    """Returns the cluster's `node_domain` and `domain_gpus`; `most`: GPUs of the largest node."""
     node_domain = _numbered(names, domains)
     if not node_domain:
         size = most if config.domain_gpus is None else config.domain_gpus
@@ -444,7 +432,7 @@ def _domains(
 
 
 def _origin(source: str, units: Mapping[str, str], domains: Mapping[str, str]) -> str:
-    """`units from scontrol show topology, domains from the configuration`."""
+    """Formats `units from scontrol show topology, domains from the configuration`."""
     unit = source if units else "the configuration"
     domain = source if domains else "the configuration"
     if unit == domain:

@@ -1,1 +1,1 @@
-"""Which rank goes on which GPU: searched, or as the user says."""
+"""Rank mappings: searched, or given by the user."""

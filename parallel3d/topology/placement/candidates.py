@@ -1,9 +1,9 @@
-"""The price of a tiling from a sample of its ranks, for the placement search.
+"""Candidates of the rank-mapping search, and their price from a sample of ranks.
 
-A tiling repeats itself over the cluster, so a few stretches of whole domains or units show which
-wires each dimension uses and how many flows each leaf switch has. The model is that of `price`,
-except that only what leaves a NIC or leaf is counted, not what arrives. The search prices its
-winners in full.
+A candidate is a tiling over a base (the GPU at each position). A tiling repeats itself over the
+cluster, so a few stretches of whole domains or units show which wires each dimension uses and how
+many flows each leaf switch has. The model is that of `price`, except that only outgoing flows of
+NICs and leaves count. The search prices its winners in full.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from parallel3d.topology.cluster.parts import Link
 
 
-SAMPLE = 2048  # GPUs looked at, and the most of a stretch
-STRETCH = 256  # GPUs of a stretch, rounded up to whole domains, where units are not smaller
+SAMPLE = 2048  # GPUs of the sample, and the most of a stretch
+STRETCH = 256  # GPUs of a stretch, rounded up to whole domains, unless units are larger
 
 Coordinates = dict[str, Slots]
 
 
 @dataclass(frozen=True)
 class Digit:
-    """One digit of a tiling: its place in the dimension's index and in the position."""
+    """One digit of a tiling: its weights in the dimension's index and in the position."""
 
     dim: str
     factor: int
@@ -45,7 +45,7 @@ class Digit:
     snake: bool = False
 
     def of(self, index: Slots) -> Slots:
-        """This digit of the position, where the dimension has `index`."""
+        """Returns this digit of the position for an index of the dimension."""
         digit = index // self.weight % self.factor
         if not self.snake:
             return digit
@@ -54,7 +54,7 @@ class Digit:
 
 
 def digits_of(tiling: Tiling) -> tuple[Digit, ...]:
-    """The tiling's digits, each with what it counts."""
+    """Returns the tiling's digits with their weights."""
     found, stride = [], 1
     weight = dict.fromkeys(DIMENSIONS, 1)
     for dim, factor in tiling.digits:
@@ -69,7 +69,7 @@ def digits_of(tiling: Tiling) -> tuple[Digit, ...]:
 class RankSample:
     """Stretches of the positions 0..world-1 of `slots`, the same for all tilings over them.
 
-    `domain`, `unit`: positions of most domains and units.
+    `domain`, `unit`: positions of the usual domain and unit.
     """
 
     layout: Layout
@@ -99,7 +99,7 @@ class RankSample:
     def seconds(
         self, tiling: Tiling, transfers: list[Transfer], exposed: Mapping[str, float]
     ) -> float:
-        """Predicted seconds a step, `exposed` of each dimension; infinity where one has no path."""
+        """Predicts seconds a step, weighed by `exposed`; infinity if a dimension has no path."""
         digits = digits_of(tiling)
         cut = digits_of(cut_at(tiling, self.domain))
         place = tiling.coordinates(self.positions)
@@ -118,10 +118,10 @@ class RankSample:
     def _paths(
         self, dim: str, digits: tuple[Digit, ...], cut: tuple[Digit, ...], place: Coordinates
     ) -> Paths | None:
-        """The wires of `dim`; None for groups of one.
+        """Returns the wires of `dim`; None for groups of one.
 
-        `cut` are the digits with a border at the domain's; which positions a group has does not
-        depend on the direction in which a snake runs through them.
+        `cut`: the digits, split at the domain's border. A snake's direction does not change which
+        positions a group has.
         """
         dims = {"world": ("tp", "cp", "dp", "pp"), "embedding": ("pp",)}.get(dim, (dim,))
         n = math.prod(self.layout.size(d) for d in dims)
@@ -141,16 +141,16 @@ class RankSample:
     def _slowest(
         self, dim: str, dims: tuple[str, ...], own: list[Digit], place: Coordinates
     ) -> Link | None:
-        """The slowest flow of the ring (or between stages), sampled."""
+        """Returns the slowest sampled flow of the ring (or between stages)."""
         now, goes = _next(dim, dims, place, self.layout)
         to = self.positions + _shift(own, place, now)
         return self._wire(self.positions[goes], to[goes])
 
     def _outer(self, outside: list[Digit]) -> Link | None:
-        """The slowest flow to the same member of the next domain, sampled."""
+        """Returns the slowest sampled flow to the same member of the next domain."""
         step = np.zeros_like(self.positions)
         carry = np.ones_like(self.positions)
-        for x in outside:  # add one to the number that the outside digits form
+        for x in outside:  # add one to the number that the outer digits form
             digit = self.positions // x.stride % x.factor
             following = (digit + carry) % x.factor
             step += (following - digit) * x.stride
@@ -158,7 +158,7 @@ class RankSample:
         return self._wire(self.positions, self.positions + step)
 
     def _wire(self, at: Slots, to: Slots) -> Link | None:
-        """The wire of the slowest of these flows."""
+        """Returns the wire of the slowest of these flows."""
         flows = Flows(self.wiring[at], self.wiring[to])
         nic_flows, leaf_load = 1, 0.0
         if self.fabric.shares_nics:
@@ -172,7 +172,7 @@ class RankSample:
 
 
 def _shift(own: list[Digit], was: Coordinates, now: Coordinates) -> Slots:
-    """How far the position moves when the coordinates of these digits change."""
+    """Returns how far the position moves when the coordinates of these digits change."""
     moved: Slots | int = 0
     for x in own:
         moved = moved + (x.of(now[x.dim]) - x.of(was[x.dim])) * x.stride
@@ -182,7 +182,7 @@ def _shift(own: list[Digit], was: Coordinates, now: Coordinates) -> Slots:
 def _next(
     dim: str, dims: tuple[str, ...], was: Coordinates, layout: Layout
 ) -> tuple[Coordinates, np.ndarray]:
-    """The coordinates of each rank's next neighbour, and which ranks have one."""
+    """Returns the coordinates of each rank's next neighbour, and which ranks have one."""
     if dim == "embedding":
         ends = (was["pp"] == 0) | (was["pp"] == layout.pp - 1)
         return {"pp": layout.pp - 1 - was["pp"]}, ends
@@ -195,29 +195,25 @@ def _next(
     return now, goes
 
 
-# The maps that the placement search compares: what to lay over the cluster, and over which GPUs.
-#
-# A candidate is a tiling (digits of a position) over a base (the GPU at each position).
-
-
 @dataclass(frozen=True)
 class Base:
-    """The GPU at each position; most domains and units have so many positions. `note`: why."""
+    """The GPU at each position, and the positions of the usual domain and unit; `note`: why."""
 
     slots: Slots
     domain: int
     unit: int
     note: str = ""
-    whole: bool = True  # every domain and unit has as many positions as the others
+    whole: bool = True  # all domains and units have equally many positions
 
 
 def bases(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> list[Base]:
-    """The lists of GPUs worth trying; the launcher's own order is first.
+    """Returns the lists of GPUs worth trying, the launcher's own order first.
 
-    `slots` (all GPUs where None) may be in any order, have holes and uneven nodes, and be more than
-    the layout needs. All bases begin with slots[0], because rank 0 stays where the launcher is. The
-    others: sorted so that domains and units are in one piece; and, with GPUs to spare, the same
-    number of GPUs of each domain, a multiple of what a replica, or its inner part, takes.
+    `slots` (default: all GPUs) may be in any order, with holes and uneven nodes, and more than the
+    layout needs. All bases begin with slots[0], as rank 0 stays with the launcher. The others are
+    sorted, so that domains and units are contiguous, or, with GPUs to spare, have the same number
+    of GPUs in
+    each domain: a multiple of a replica or of its inner part.
     """
     given = np.arange(cluster.size) if slots is None else np.asarray(slots)
     uneven = (cluster.node_gpus, cluster.node_domain, cluster.node_unit, cluster.local_domain)
@@ -244,7 +240,7 @@ def _base(cluster: Cluster, layout: Layout, slots: Slots, note: str, even: bool)
 
 
 def _usual_count(numbers: Slots) -> int:
-    """How often most of the numbers occur; of equally usual counts the larger."""
+    """Returns the most frequent count of the numbers; the larger one on a tie."""
     counts = np.bincount(numbers)
     counts = counts[counts > 0]
     sizes, times = np.unique(counts, return_counts=True)
@@ -252,10 +248,10 @@ def _usual_count(numbers: Slots) -> int:
 
 
 def _sorted(cluster: Cluster, given: Slots) -> Iterator[tuple[str, Slots]]:
-    """`given` by unit, domain and node, slots[0] in front: moved with all of its domain, or alone.
+    """Yields `given` by unit, domain and node, slots[0] first: moved with its domain, or alone.
 
-    Moving the domain keeps it in one piece; where it is smaller than others that shifts the rest,
-    and exchanging one GPU may be the lesser evil.
+    With its domain, which stays contiguous, a smaller domain shifts the others; exchanging a single
+    GPU may be cheaper.
     """
     mine = np.zeros(cluster.size, dtype=bool)
     mine[given] = True
@@ -263,11 +259,11 @@ def _sorted(cluster: Cluster, given: Slots) -> Iterator[tuple[str, Slots]]:
     order = order[mine[order]]
     first = given[0]
     local, domain, node = cluster.local[order], cluster.domain[order], cluster.node[order]
-    home = cluster.unit[order[_first_place(domain)]]  # a domain counts to one unit
+    home = cluster.unit[order[_first_place(domain)]]  # a domain belongs to one unit
     turned = (local - cluster.local[first]) % min(cluster.gpus_per_node, cluster.domain_gpus)
-    piece = _first_place(domain * cluster.nodes + node)
+    place = _first_place(domain * cluster.nodes + node)
     here = np.flatnonzero(order == first)[0]
-    keys = (piece, node != node[here], domain != domain[here], home != home[here])
+    keys = (place, node != node[here], domain != domain[here], home != home[here])
     yield "sorted by domain", order[np.lexsort((local, turned, *keys))]
     if order[0] != first:
         order = order.copy()
@@ -276,15 +272,15 @@ def _sorted(cluster: Cluster, given: Slots) -> Iterator[tuple[str, Slots]]:
 
 
 def _first_place(numbers: Slots) -> Slots:
-    """For each element the place at which its number occurs first."""
+    """Returns, for each element, the first place of its number."""
     _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def _segments(cluster: Cluster, layout: Layout, slots: Slots, domain: int) -> list[Base]:
-    """Only a multiple of a block of ranks from each domain, where there are GPUs to spare.
+    """Returns bases with a multiple of a block of ranks from each domain, if there are spare GPUs.
 
-    Slurm gives the same with --segment: tp·cp·pp = 64 of the 72 GPUs of a rack.
+    Slurm's --segment does the same: tp·cp·pp = 64 of the 72 GPUs of a rack.
     """
     if slots.size <= layout.world_size or layout.world_size < domain:
         return []
@@ -306,13 +302,13 @@ def _segments(cluster: Cluster, layout: Layout, slots: Slots, domain: int) -> li
 
 
 def permutations(layout: Layout) -> list[Tiling]:
-    """Every order of the dimensions in use; the default order first."""
+    """Returns every order of the dimensions in use; the default order first."""
     used = [d for d in DEFAULT_ORDER.split("-") if layout.size(d) > 1]
     return [Tiling(tuple((d, layout.size(d)) for d in p)) for p in itertools.permutations(used)]
 
 
 def every_tiling(layout: Layout, most: int) -> list[Tiling]:
-    """All orders of the dimensions' prime factors, or none where they would be over `most`."""
+    """Returns all orders of the dimensions' prime factors; none if there are more than `most`."""
     left = Counter((d, p) for d in DIMENSIONS for p in _primes(layout.size(d)))
     orders = math.factorial(left.total())
     for times in left.values():
@@ -334,7 +330,7 @@ def _arrangements(left: Counter[tuple[str, int]]) -> Iterator[list[tuple[str, in
 
 
 def inside_splits(layout: Layout, domain: int) -> list[dict[str, int]]:
-    """The ways to fill a domain: a factor of each dimension, their product `domain`."""
+    """Returns the ways to fill a domain: a factor of each dimension, with product `domain`."""
     found: list[dict[str, int]] = [{}]
     for dim in DIMENSIONS:
         found = [
@@ -354,19 +350,21 @@ def _product(split: dict[str, int]) -> int:
 
 
 def tilings(layout: Layout, inside: dict[str, int]) -> list[Tiling]:
-    """`inside` in the default order, then the rest of each dimension in every order."""
+    """Returns `inside` in the default order, then the rest of each dimension in every order."""
     first = [(d, n) for d, n in inside.items() if n > 1]
     rest = [(d, layout.size(d) // n) for d, n in inside.items() if n < layout.size(d)]
     return [merged([*first, *p]) for p in itertools.permutations(rest)]
 
 
 def split_at(tiling: Tiling, start: int, boundary: int) -> list[Tiling]:
-    """Tilings in which two dimensions together fill the positions from `start` to `boundary`.
+    """Returns tilings in which two dimensions fill the positions from `start` to `boundary`.
 
-    `start` is where the inner digits of `tiling` end (a domain); `boundary` a node of several
+    `start`: where the inner digits of `tiling` end (a domain); `boundary`: a node of several
     domains, or a unit. The order of the rest stays.
     """
-    inner, outer, stride = [], [], 1
+    inner: list[tuple[str, int]] = []
+    outer: list[tuple[str, int]] = []
+    stride = 1
     for dim, factor in tiling.digits:
         (inner if stride * factor <= start else outer).append((dim, factor))
         stride *= factor
@@ -389,7 +387,7 @@ def _product_of(digits: list[tuple[str, int]]) -> int:
 
 
 def cut_at(tiling: Tiling, boundary: int) -> Tiling:
-    """The same map, the digit that spans position `boundary` as two, where it can be."""
+    """Returns the same map with the digit that spans position `boundary` split, if possible."""
     digits: list[tuple[str, int]] = []
     stride = 1
     for dim, factor in tiling.digits:
@@ -401,14 +399,14 @@ def cut_at(tiling: Tiling, boundary: int) -> Tiling:
 
 
 def snaked(tiling: Tiling, domain: int) -> Tiling | None:
-    """`tiling` as a snake, cut at the domain's border; None where that changes nothing."""
+    """Returns `tiling` as a snake, split at the domain's border; None if that changes nothing."""
     cut = cut_at(tiling, domain).digits
     repeated = any(sum(d == dim for d, _ in cut) > 1 for dim in SNAKED)
     return Tiling(cut, snake=True) if repeated else None
 
 
 def merged(digits: list[tuple[str, int]]) -> Tiling:
-    """Neighbouring digits of one dimension are one digit; those of size one go."""
+    """Joins neighbouring digits of one dimension and drops those of size one."""
     kept: list[tuple[str, int]] = []
     for dim, factor in digits:
         if factor > 1 and kept and kept[-1][0] == dim:

@@ -1,7 +1,13 @@
-"""Rank files: a map from ranks to processes that the user wrote by hand.
+"""Ranks of launched processes: by rank file or by rank mapping, before torch.distributed starts.
 
-A line is `rank host local_index`, or OpenMPI's `rank 0=host slot=0`; `#` starts a comment. The
-local index is the process's number on its host (LOCAL_RANK, SLURM_LOCALID).
+A launcher numbers processes arbitrarily: the *launch rank*. Each process has a *slot*, a GPU of the
+cluster, and a rank mapping decides which slot holds which rank. Ranks are permuted, never groups:
+training gives the same bits under every mapping. The launcher's first process stays rank 0, as the
+store, the run directory and the records are with it. The store is anything with `set`, `get` and
+`multi_get`; no torch here.
+
+A line of a rank file is `rank host local_index`, or OpenMPI's `rank 0=host slot=0`; `#` starts a
+comment. The local index is the process's number on its host (LOCAL_RANK, SLURM_LOCALID).
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,11 +40,7 @@ OPENMPI_FORM = re.compile(r"rank\s+(\d+)\s*=\s*(\S+)\s+slots?\s*=\s*(\d+)", re.I
 
 
 class Process(NamedTuple):
-    """A launched process: where it runs, in the order in which the launcher numbered them.
-
-    `address` and `pattern` are Slurm's SLURM_TOPOLOGY_ADDR, the switches above the node, and
-    SLURM_TOPOLOGY_ADDR_PATTERN, what each part of it is; "" where unknown.
-    """
+    """A launched process. `address` and `pattern`: SLURM_TOPOLOGY_ADDR and its pattern, or ""."""
 
     host: str
     local: int
@@ -56,7 +58,7 @@ class Entry(NamedTuple):
 
 
 def parse_rank_file(text: str, name: str) -> list[Entry]:
-    """The lines of a rank file, `name` for messages. Raises UserError at the first odd line."""
+    """Parses a rank file, `name` for messages. Raises UserError at the first malformed line."""
     entries = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split("#", 1)[0].strip()
@@ -74,20 +76,20 @@ def parse_rank_file(text: str, name: str) -> list[Entry]:
 
 
 def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> list[int]:
-    """The launch rank of each rank, as a rank file says it.
+    """Returns the launch rank of each rank by a rank file.
 
     Args:
-        text, name: the file's content, and its name for messages.
+        name: the file's name, for messages.
         processes: all that were launched, by launch rank.
 
     Raises:
-        UserError: a line that cannot be read or names a rank, host or index that is not there, a
-            rank or process named twice or never, or a rank 0 that is not launch rank 0.
+        UserError: a malformed line, an unknown rank, host or index, a rank or process named twice
+            or never, or a rank 0 that is not launch rank 0.
     """
     world = len(processes)
     at = {(process.host, process.local): i for i, process in enumerate(processes)}
     found: dict[int, int] = {}
-    lines: dict[int, str] = {}  # of each launch rank
+    lines: dict[int, str] = {}  # launch rank → its line
     for entry in parse_rank_file(text, name):
         if entry.rank >= world:
             raise UserError(
@@ -119,7 +121,7 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
 
 
 def _host_called(entry: Entry, processes: Sequence[Process]) -> str:
-    """The host that a line means: by its name, its first label, or `localhost` for the only one."""
+    """Returns the host of a line: by name, by first label, or `localhost` for the only one."""
     hosts = list(dict.fromkeys(process.host for process in processes))
     if entry.host in hosts:
         return entry.host
@@ -138,7 +140,7 @@ def _host_called(entry: Entry, processes: Sequence[Process]) -> str:
 def _complete(
     found: dict[int, int], lines: dict[int, str], name: str, processes: Sequence[Process]
 ) -> list[int]:
-    """`found` as a list, once every rank has its process and rank 0 the first one."""
+    """Returns `found` as a list; raises UserError unless every rank has a process."""
     missing = [rank for rank in range(len(processes)) if rank not in found]
     if missing:
         launch = next(i for i in range(len(processes)) if i not in lines)
@@ -157,32 +159,20 @@ def _complete(
     return [found[rank] for rank in range(len(processes))]
 
 
-# From launched processes to ranks: who sits on which GPU, and which rank that makes them.
-#
-# A launcher numbers processes as it likes: the *launch rank*. Each process sits on a *slot*, a GPU
-# of the cluster. A placement says which slot holds which rank, and so each process learns its rank
-# before torch.distributed starts. The ranks are permuted, never the groups: training gives the
-# same bits under every placement. The launcher's first process stays rank 0, because the store,
-# the run directory and the records are with it.
-#
-# No torch here: the store is anything with `set`, `get` and `multi_get`.
-
-
 DEFAULT, FILE = "default", "file"
 
 
 @dataclass(frozen=True)
 class PlacedRanks:
-    """The finished map.
+    """The ranks of all processes.
 
     Attributes:
         processes: by launch rank.
         launch_ranks: the launch rank of each rank.
-        layout: which coordinates a rank has.
-        how: where the map comes from, in a few words.
-        placement: the same on the cluster; None where nobody asked for the cluster.
-        predicted_s: seconds of communication a step by the price, where it was computed.
-        note: what the user should hear once, or None.
+        how: the source of the map, in a few words.
+        placement: the rank mapping on the cluster; None if the cluster is not needed.
+        predicted_s: predicted seconds of communication a step, if computed.
+        note: a message for the user, or None.
     """
 
     processes: tuple[Process, ...]
@@ -203,7 +193,7 @@ class PlacedRanks:
 
 
 def wants_cluster(config: Config) -> bool:
-    """Whether this run must know where its ranks sit in the cluster; the default need not."""
+    """Whether this run needs its rank mapping on the cluster; the default does not."""
     searched = config.placement not in (DEFAULT, FILE)
     interfaces = config.cluster.nvlink_interface or config.cluster.rail_interface
     return bool(searched or interfaces or config.preflight or config.ddp.hierarchical)
@@ -212,12 +202,12 @@ def wants_cluster(config: Config) -> bool:
 def place_processes(
     config: Config, processes: Sequence[Process], cluster: Cluster | None
 ) -> PlacedRanks:
-    """Decide which process becomes which rank.
+    """Decides which process becomes which rank.
 
     Args:
         config: checked.
         processes: by launch rank.
-        cluster: where they run; None for the default and for rank files where nobody needs it.
+        cluster: None if it is not needed (default order, rank files).
 
     Raises:
         UserError: a rank file, an order or a tiling that does not fit.
@@ -225,7 +215,7 @@ def place_processes(
     layout = layout_of(config)
     chosen = list(range(len(processes)))
     if config.placement == FILE:
-        chosen = _from_file(Path(config.rank_file), processes)
+        chosen = _from_file(Path(config.rank_file or ""), processes)  # checked: there is one
     if cluster is None:
         return PlacedRanks(tuple(processes), tuple(chosen), layout, config.placement)
     layout = layout_with_loops(config)
@@ -254,7 +244,7 @@ def _from_file(rank_file: Path, processes: Sequence[Process]) -> list[int]:
 
 
 def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) -> RankMapping:
-    """The placement that `config.placement` names, over the slots that have a process."""
+    """Returns the rank mapping that `config.placement` names, over slots with a process."""
     used = set(slots.tolist())
     free = np.array([slot for slot in cluster.sorted_slots() if int(slot) in used])
     placement = place(config, cluster, layout, transfers(config, layout), free)
@@ -266,10 +256,10 @@ def _predicted_seconds(config: Config, placement: RankMapping) -> float:
 
 
 def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
-    """The same groups, counted so that `slot` holds rank 0.
+    """Returns the same groups, renumbered so that `slot` holds rank 0.
 
-    Along tp, cp and dp the ranks turn, which leaves every ring as it is. Along pp a last stage that
-    must become the first turns the pipeline round; a middle one cuts it there and joins its ends.
+    Along tp, cp and dp ranks rotate, which keeps every ring. Along pp a last stage that must become
+    the first reverses the pipeline; a middle one cuts it and joins its ends.
     """
     layout = placement.layout
     start = layout.coordinates(int(placement.ranks[slot]))
@@ -285,31 +275,25 @@ def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
     return dataclasses.replace(placement, slots=placement.slots[old])
 
 
-# --- where the processes are ------------------------------------------------------------------
-
-
 def hosts_in_order(processes: Sequence[Process]) -> list[str]:
-    """Host names, those under one switch next to each other (by Slurm's address), node2 < node10.
-
-    Where the cluster has no names of its own this is taken for the order of its nodes.
-    """
+    """Returns host names in node order: those under one switch (by Slurm's address) next to each
+    other, node2 before node10."""
     address = {process.host: process.address for process in processes}
 
-    def above(host: str) -> list[str]:  # the switches, without the node itself
+    def above(host: str) -> list[str]:  # switches, without the node itself
         return address[host].split(".")[:-1] if address[host] else []
 
     return sorted(address, key=lambda host: (above(host), natural(host)))
 
 
 def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, Slots, str | None]:
-    """(cluster with its nodes named, slot of each launch rank, a note for the user or None).
+    """Returns (cluster with named nodes, slot of each launch rank, a note for the user or None).
 
-    A process sits on GPU `local` of its host. Where that cannot be (more processes on a host than
-    it has GPUs, as when six ranks of a made-up cluster run on one laptop, or hosts that the cluster
-    does not have), slots are taken in launch order, and the note says so.
+    A process sits on GPU `local` of its host. If that is impossible (more processes on a host than
+    GPUs, or hosts that the cluster lacks), slots are taken in launch order, and the note explains
+    it.
 
-    Raises:
-        UserError: more processes than the cluster has GPUs.
+    Raises UserError for more processes than the cluster has GPUs.
     """
     if len(processes) > cluster.size:
         raise UserError(
@@ -328,7 +312,7 @@ def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, S
 
 
 def _named(cluster: Cluster, hosts: list[str]) -> tuple[Cluster, dict[str, int]]:
-    """The cluster with the hosts' names on its nodes, and the node of each host that has one."""
+    """Returns the cluster with the hosts' names on its nodes, and the node of each known host."""
     if cluster.node_names:
         short = {name.split(".")[0]: node for node, name in enumerate(cluster.node_names)}
         known = {host: short.get(host.split(".")[0]) for host in hosts}
@@ -341,7 +325,7 @@ def _named(cluster: Cluster, hosts: list[str]) -> tuple[Cluster, dict[str, int]]
 
 
 def _misfit(cluster: Cluster, nodes: dict[str, int], processes: Sequence[Process]) -> str | None:
-    """Why the processes cannot sit where their host and local index say; None if they can."""
+    """Explains why the processes cannot sit on their host and local index; None if they can."""
     hosts = dict.fromkeys(process.host for process in processes)
     strangers = [host for host in hosts if host not in nodes]
     if strangers:
@@ -356,32 +340,31 @@ def _misfit(cluster: Cluster, nodes: dict[str, int], processes: Sequence[Process
     return None
 
 
-# --- the map on its way and on disk -----------------------------------------------------------
-
-
-def to_word(placed: PlacedRanks) -> bytes:
-    """What the other processes need of the map, for the store: small also for many thousands."""
-    word: dict[str, object] = {"ranks": placed.rank_of_launch, "how": placed.how}
+def to_message(placed: PlacedRanks) -> bytes:
+    """Serialises the map for the other processes, small even for many thousands."""
+    message: dict[str, object] = {"ranks": placed.rank_of_launch, "how": placed.how}
     if placed.placement is not None:
-        word["slots"] = placed.placement.slots.tolist()
-        word["cluster"] = dataclasses.asdict(placed.placement.cluster)
-    return zlib.compress(json.dumps(word).encode())
+        message["slots"] = placed.placement.slots.tolist()
+        message["cluster"] = dataclasses.asdict(placed.placement.cluster)
+    return zlib.compress(json.dumps(message).encode())
 
 
-def from_word(word: bytes, layout: Layout) -> tuple[list[int], RankMapping | None]:
-    """(rank of each launch rank, the placement if the map has one)."""
-    said = json.loads(zlib.decompress(word))
-    if "cluster" not in said:
-        return said["ranks"], None
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in said["cluster"].items()}
+def from_message(message: bytes, layout: Layout) -> tuple[list[int], RankMapping | None]:
+    """Returns (rank of each launch rank, the rank mapping if there is one)."""
+    content: dict[str, Any] = json.loads(zlib.decompress(message))
+    if "cluster" not in content:
+        return content["ranks"], None
+    fields: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in content["cluster"].items()
+    }
     for wire in ("nvlink", "rail", "spine"):
         fields[wire] = Link(**fields[wire])
-    slots = np.array(said["slots"], dtype=np.int64)
-    return said["ranks"], RankMapping(Cluster(**fields), layout, slots, said["how"])
+    slots = np.array(content["slots"], dtype=np.int64)
+    return content["ranks"], RankMapping(Cluster(**fields), layout, slots, content["how"])
 
 
 def save(placed: PlacedRanks, path: Path) -> None:
-    """Write the map as JSON, a line for each rank."""
+    """Writes the map as JSON, a line for each rank."""
     rows = []
     for rank, launch in enumerate(placed.launch_ranks):
         host, local, *_ = placed.processes[launch]
@@ -407,7 +390,7 @@ def save(placed: PlacedRanks, path: Path) -> None:
 
 
 def rank_of_launch(path: Path, launch_rank: int) -> int:
-    """The rank that a saved map gave to a launch rank; the same number where no map can be read."""
+    """Returns the rank of a launch rank in a saved map; the same number if it cannot be read."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["ranks"]
         return next(row["rank"] for row in rows if row["launch_rank"] == launch_rank)

@@ -1,18 +1,17 @@
-"""Which rank goes on which GPU: the placement of the configuration, or the cheapest one found.
+"""Rank-mapping search: the configured mapping, or the one with the least predicted communication.
 
-`search` compares orders of the dimensions and tilings by predicted communication time:
+`search` compares, over each base of `candidates.bases`:
 
-1. every order of the dimensions in use, the default order among them;
+1. every order of the dimensions in use, with the default order;
 2. every way to fill a domain with a factor of each dimension, the rest outside in every order. A
-   bound (each dimension alone, with the network to itself) leaves the best `BEAM` ways;
+   lower bound (each dimension alone on the network) leaves the best `BEAM` ways;
 3. for the best of these, two dimensions that share a unit (or a node of several domains);
 4. the best of all these, and the default order, as snakes (see `Tiling`);
-5. in small worlds every tiling there is, where they are `EVERY` at most.
+5. in small worlds every tiling, if there are at most `EVERY`.
 
-All that over each base of `candidates.bases`. Small or uneven worlds are priced in full; larger
-ones by `estimate.Sample`, and then the best few and the default in full, so that the first in the
-list never costs more than the default. Uneven and large (over `FULL` ranks): the sample sees the
-usual domain and may miss the odd one, which the full price of the winners shows.
+Small or uneven worlds are priced in full; larger ones by `RankSample`, then the best few and the
+default in full, so that the first never costs more than the default. In uneven worlds of over
+`FULL_UNEVEN` ranks the sample may miss an odd domain; the full price of the winners has it.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ if TYPE_CHECKING:
 
 
 BEAM = 10  # ways to fill a domain that are priced
-REFINED = 3  # tilings whose units are split
+REFINED = 3  # tilings whose units are split in step 3
 EVERY = 200  # tilings
 FULL = 512  # ranks up to which every candidate is priced in full
 FULL_UNEVEN = 4096  # the same for uneven clusters
-PRICED = 3  # candidates of larger worlds that are priced in full
+PRICED = 3  # candidates of larger worlds that are then priced in full
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class _Task:
-    """What all candidates have in common."""
+    """Common inputs of all candidates."""
 
     cluster: Cluster
     layout: Layout
     transfers: list[Transfer]
     fabric: Fabric
-    exposed: Mapping[str, float]  # by dimension, 1 where it is not named
+    exposed: Mapping[str, float]  # by dimension, default 1
 
     def placed(self, tiling: Tiling, base: Base, is_default: bool = False) -> Candidate:
-        """The candidate priced in full; infinity where a needed wire is missing."""
+        """Returns the candidate priced in full; infinity if a needed wire is missing."""
         named = Candidate(tiling, base, math.inf, is_default)
         placement = RankMapping.tiled(self.cluster, self.layout, tiling, base.slots, str(named))
         price = price_step(placement, self.transfers, fabric=self.fabric)
@@ -94,7 +93,7 @@ class _Task:
         return replace(named, seconds=seconds, placement=placement, price=price)
 
     def bound(self, dim: str, factor: int) -> float:
-        """Seconds of `dim` with `factor` of it inside a domain and the network to itself."""
+        """Returns seconds of `dim` with `factor` of it in a domain, alone on the network."""
         n, cluster = self.layout.size(dim), self.cluster
         outside = cluster.rail
         if cluster.oversubscription is not None and cluster.spine.gb_per_s > outside.gb_per_s:
@@ -115,18 +114,17 @@ def search(
     priced: int = PRICED,
     exposed: Mapping[str, float] | None = None,
 ) -> list[Candidate]:
-    """The maps of `layout` over `slots` (all GPUs where None), cheapest first.
+    """Returns rank mappings of `layout` over `slots` (default: all GPUs), cheapest first.
 
-    The default order over the slots as they come is always among them and never cheaper than the
-    first; of equal ones it comes first, then fewer digits. The first `priced` are priced in full;
-    the estimates of the rest follow; of several with one price the simplest stands for all. Where
-    no candidate has all the wires it needs, all cost infinity.
+    The default order over the slots as they come is among them, and never cheaper than the first.
+    Ties go to the default, then to fewer digits; of equal prices only the simplest is kept. The
+    first `priced` are priced in full, the rest are estimates. If no candidate has all wires that it
+    needs, all cost infinity.
 
-    `exposed`: the part of a dimension's seconds that a step waits for, 1 where it is not named;
-    less where it is known to hide behind compute, as gradient buckets can behind a backward pass.
+    `exposed`: the fraction of a dimension's seconds that a step waits for, default 1; less if it is
+    known to overlap with compute.
 
-    Raises:
-        ValueError: fewer slots than ranks.
+    Raises ValueError for fewer slots than ranks.
     """
     task = _Task(cluster, layout, transfers, Fabric(cluster), exposed or {})
     tried = bases(cluster, layout, slots)
@@ -143,7 +141,7 @@ def search(
 
 
 def _rank(candidate: Candidate) -> tuple:
-    """Cheaper, then the default, fewer digits, no other GPUs, the order most like the default."""
+    """Sorts by cost, default, digits, snake, other GPUs, similarity to the default order."""
     order = [DIMENSIONS.index(d) for d, _ in candidate.tiling.digits]
     note, name = candidate.base.note, str(candidate.tiling)
     plain = (len(order), candidate.tiling.snake, bool(note))
@@ -151,11 +149,11 @@ def _rank(candidate: Candidate) -> tuple:
 
 
 def _cost(candidate: Candidate) -> float:
-    return float(f"{candidate.seconds:.9g}")  # prices that differ by rounding are equal
+    return float(f"{candidate.seconds:.9g}")  # ignores rounding differences
 
 
 def _simplest(ranked: list[Candidate]) -> list[Candidate]:
-    """The first of those with one price over one base: most differ inside the domain alone."""
+    """Keeps the first of those with one price over one base: most differ only inside a domain."""
     first: dict[tuple, Candidate] = {}
     for candidate in ranked:
         first.setdefault((_cost(candidate), candidate.base.note), candidate)
@@ -163,7 +161,7 @@ def _simplest(ranked: list[Candidate]) -> list[Candidate]:
 
 
 def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
-    """All tilings over one base with their seconds."""
+    """Scores all tilings over one base."""
     layout = task.layout
     sample = (
         None if in_full else RankSample(layout, base.slots, base.domain, base.unit, task.fabric)
@@ -201,7 +199,7 @@ def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
 
 
 def _best_insides(task: _Task, domain: int) -> list[dict[str, int]]:
-    """The `BEAM` ways to fill a domain with the lowest bound."""
+    """Returns the `BEAM` ways to fill a domain with the lowest bound."""
     splits = inside_splits(task.layout, domain)
     bounds = {(d, f): task.bound(d, f) for d in DIMENSIONS for f in sorted({s[d] for s in splits})}
     return sorted(splits, key=lambda s: math.fsum(bounds[d, s[d]] for d in s))[:BEAM]
@@ -214,15 +212,14 @@ def place(
     transfers: list[Transfer],
     slots: Slots | None = None,
 ) -> RankMapping:
-    """The placement that `config.placement` asks for; rank 0 is on the first of `slots`.
+    """Returns the rank mapping of `config.placement`; rank 0 is on the first of `slots`.
 
     `default`: the default order over the slots as they come. `auto`: the first of `search`. An
-    order or a tiling: over the slots as they come, or sorted, or over equal segments of the
-    domains, whichever is cheapest.
+    order or a tiling: over the slots as they come, sorted, or in equal segments of the domains,
+    whichever is cheapest.
 
-    Raises:
-        UserError: it cannot be read, there are fewer GPUs than ranks, or a group of it would need
-            a wire that the cluster lacks.
+    Raises UserError if it is malformed, if there are fewer GPUs than ranks, or if a group needs a
+    wire that the cluster lacks.
     """
     free = cluster.size if slots is None else slots.size
     if free < layout.world_size:
@@ -241,7 +238,7 @@ def _chosen(
     wanted: str, cluster: Cluster, layout: Layout, transfers: list[Transfer], slots: Slots | None
 ) -> RankMapping:
     if wanted == "auto":
-        return search(cluster, layout, transfers, slots, priced=2)[0].placement
+        return _mapping(search(cluster, layout, transfers, slots, priced=2)[0])
     if wanted == "default":
         return RankMapping.tiled(cluster, layout, permutations(layout)[0], slots, "default order")
     tiling = _readable(wanted, layout)
@@ -249,11 +246,16 @@ def _chosen(
     tried = bases(cluster, layout, slots)
     if len(tried) == 1:
         return RankMapping.tiled(cluster, layout, tiling, slots)
-    return min((task.placed(tiling, base) for base in tried), key=_rank).placement
+    return _mapping(min((task.placed(tiling, base) for base in tried), key=_rank))
+
+
+def _mapping(candidate: Candidate) -> RankMapping:
+    assert candidate.placement is not None, "candidates that win are priced in full"
+    return candidate.placement
 
 
 def _readable(wanted: str, layout: Layout) -> Tiling:
-    """Raises UserError for what is no order and no tiling of `layout`."""
+    """Parses an order or a tiling; raises UserError if it is neither."""
     try:
         return Tiling.parse(wanted, layout)
     except ValueError as error:
@@ -271,22 +273,16 @@ def _readable(wanted: str, layout: Layout) -> Tiling:
         ) from error
 
 
-# What a placement does badly, in sentences, and what to do about it.
-
-
-TRIED_RANKS = 65_536  # worlds up to which other orders are tried for a refused one
+TRIED_RANKS = 65_536  # largest world in which alternatives to a refused order are tried
 
 
 def warnings_for(
     placement: RankMapping, links: dict[str, DimLinks], transfers: list[Transfer] | None = None
 ) -> list[str]:
-    """What the user should know before the job starts, worst first; empty if all is well.
+    """Returns warnings about a rank mapping, worst first.
 
-    `links` is `classify(placement)`. With `transfers` (one step's) the cost is in the sentence, and
-    groups that send nothing are not counted.
-
-    Raises:
-        UserError: a group has no path but forwarding (see `refuse_unreachable`).
+    `links` is `classify(placement)`. With `transfers` (of one step) the cost is in the sentence,
+    and silent groups are ignored. Raises UserError as `refuse_unreachable`.
     """
     refuse_unreachable(placement, links, transfers)
     found = [_leaves_domain(placement, links[d], transfers) for d in ("tp", "cp")]
@@ -304,10 +300,10 @@ def warnings_for(
 def refuse_unreachable(
     placement: RankMapping, links: dict[str, DimLinks], transfers: list[Transfer] | None = None
 ) -> None:
-    """Raises UserError where neighbours have no wire between them, with what does work.
+    """Raises UserError, with an alternative, if neighbours have no wire between them.
 
-    Forwarding through an NVLink peer (PXN) would reach them, on NCCL alone and at the price of both
-    hops for every message, so it is not counted as a path.
+    Forwarding by an NVLink peer (PXN) would reach them, but only with NCCL and at the price of both
+    hops for every message, so it does not count as a path.
     """
     for dim, of_dim in links.items():
         silent = transfers is not None and not any(t.dim == dim for t in transfers)
@@ -323,7 +319,7 @@ def refuse_unreachable(
 
 
 def _what_works(placement: RankMapping, transfers: list[Transfer] | None) -> str:
-    """The nearest layout or order whose neighbours all have wires, tried out."""
+    """Returns the nearest layout or order that has wires for all neighbours, by trial."""
     layout, cluster = placement.layout, placement.cluster
     if layout.world_size <= TRIED_RANKS:
         orders = permutations(layout)
@@ -380,7 +376,7 @@ def _leaves_domain(
 
 
 def _off_rail(links: DimLinks) -> int:
-    """Pairs that change rail."""
+    """Counts the pairs that change rail."""
     return links.pairs.get(LinkClass.SPINE, 0) - links.between_units
 
 
@@ -408,7 +404,7 @@ def _alternates_rails(placement: RankMapping, links: DimLinks) -> str | None:
 
 
 def _snake_on_rails(placement: RankMapping, dim: str) -> Tiling | None:
-    """The default order as a snake over the same GPUs, where that keeps `dim` on its rails."""
+    """Returns the default order as a snake over the same GPUs, if it keeps `dim` on its rails."""
     cluster, layout = placement.cluster, placement.layout
     snake = snaked(permutations(layout)[0], cluster.domain_gpus)
     if snake is None or layout.world_size > TRIED_RANKS:
@@ -429,7 +425,7 @@ def _between_units(placement: RankMapping, links: DimLinks) -> str | None:
 
 
 def _replica_and_domain(placement: RankMapping) -> str | None:
-    """Domains of several nodes (NVL72): one replica in each, and the Slurm segment for it."""
+    """Advises on domains of several nodes (NVL72): one replica in each, and the Slurm segment."""
     layout, cluster = placement.layout, placement.cluster
     replica = layout.tp * layout.cp * layout.pp
     several = cluster.domain_gpus > cluster.gpus_per_node
@@ -450,7 +446,7 @@ def _replica_and_domain(placement: RankMapping) -> str | None:
 
 
 def _pp_inside_dp(placement: RankMapping) -> str | None:
-    """Single-node domains (H100): runs that were measured keep pp outermost."""
+    """Advises on single-node domains (H100): measured runs keep pp outermost."""
     layout, cluster = placement.layout, placement.cluster
     if cluster.domain_gpus > cluster.gpus_per_node or layout.pp == 1 or layout.dp == 1:
         return None

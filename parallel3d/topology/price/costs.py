@@ -1,12 +1,10 @@
-"""Seconds that a collective takes by the α–β model: α for each message, bytes / B for their size.
+"""Price of a step's communication under a rank mapping, by the α–β model.
 
-`n` ranks, each with one full-duplex port of `link.gb_per_s` (B) and `link.latency_us` (α) for each
-message. `nbytes` is the whole buffer, as nccl-tests counts it: what a rank holds before an
-all-reduce, a broadcast or a send; all that is gathered by all-gather and gather; all that is there
-before reduce-scatter, scatter and all-to-all. Arithmetic on the data costs nothing here. Every
-function gives 0 for one rank, and raises ValueError for fewer, or for less than no bytes.
-
-docs/collectives.md draws what each collective does.
+The formulas are for `n` ranks, each with one full-duplex port of `link.gb_per_s` (B) and
+`link.latency_us` (α) a message. `nbytes` is the whole buffer as nccl-tests counts it: the input of
+all-reduce, broadcast, send, reduce-scatter, scatter and all-to-all, the output of all-gather and
+gather. Reductions cost no arithmetic. Every function returns 0 for one rank, and raises ValueError
+for fewer ranks or a negative size.
 """
 
 from __future__ import annotations
@@ -44,17 +42,17 @@ def _message(nbytes: float, link: Link) -> float:
 
 
 def send_recv(nbytes: float, link: Link) -> float:
-    """One message: α + N/B (Hockney 1994)."""
+    """Seconds of one message: α + N/B (Hockney 1994)."""
     check_sizes(2, nbytes)
     return _message(nbytes, link)
 
 
 def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
-    """Along a chain, in `segments` pieces that follow each other: (S + n − 2)(α + N/(S·B)).
+    """Seconds of a chain in `segments` pipelined segments: (S + n − 2)(α + N/(S·B)).
 
-    Whole (S = 1) it is store and forward, (n − 1)(α + N/B); with many pieces every link of the
-    chain works at once and the time tends to N/B, whatever n is. Source: Woolley, "NCCL:
-    Accelerated Multi-GPU Collective Communications", 2015, with α added.
+    S = 1 is store and forward, (n − 1)(α + N/B); with many segments the time tends to N/B for any
+    n.
+    Source: Woolley, "NCCL: Accelerated Multi-GPU Collective Communications", 2015, with α added.
     """
     check_sizes(n, nbytes)
     if segments < 1:
@@ -65,10 +63,9 @@ def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
 
 
 def best_segments(n: int, nbytes: float, link: Link) -> int:
-    """The S that makes `broadcast` fastest: √((n − 2)·N / (α·B)), to the better whole number.
+    """Returns the S that makes `broadcast` fastest, √((n − 2)·N / (α·B)) rounded to the better one.
 
-    At least 1, and at most one segment a byte (α = 0 would make it endless). From the derivative of
-    (S + n − 2)(α + N/(S·B)) in S.
+    At least 1 and at most one segment a byte.
     """
     check_sizes(n, nbytes)
     most = max(1, int(nbytes))
@@ -83,39 +80,38 @@ def best_segments(n: int, nbytes: float, link: Link) -> int:
 
 
 def reduce(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
-    """A broadcast run backwards: each rank of the chain adds its own part and passes the sum on."""
+    """Seconds of a broadcast run backwards: each rank adds its input and passes the sum on."""
     return broadcast(n, nbytes, link, segments)
 
 
 def reduce_scatter(n: int, nbytes: float, link: Link) -> float:
-    """Ring: n − 1 messages of N/n: (n − 1)·α + (n − 1)/n · N/B.
+    """Seconds of a ring of n − 1 messages of N/n: (n − 1)·α + (n − 1)/n · N/B.
 
-    Source: nccl-tests, doc/PERFORMANCE.md (the factor); Patarasuk and Yuan 2009 (the ring).
+    Source: nccl-tests, doc/PERFORMANCE.md; Patarasuk and Yuan 2009.
     """
     check_sizes(n, nbytes)
     return (n - 1) * _message(nbytes / n, link)
 
 
 def all_gather(n: int, nbytes: float, link: Link) -> float:
-    """Ring: n − 1 messages of N/n, as `reduce_scatter`; `nbytes` is the gathered buffer."""
+    """Seconds of a ring of n − 1 messages of N/n, as `reduce_scatter`."""
     return reduce_scatter(n, nbytes, link)
 
 
 def ring_all_reduce(n: int, nbytes: float, link: Link) -> float:
-    """A reduce-scatter and an all-gather: 2(n − 1)·α + 2(n − 1)/n · N/B.
+    """Seconds of a reduce-scatter and an all-gather: 2(n − 1)·α + 2(n − 1)/n · N/B.
 
-    No algorithm that adds on the ranks sends less (Patarasuk and Yuan 2009), but α counts
-    2(n − 1) times.
+    Bandwidth-optimal among algorithms that add on the ranks (Patarasuk and Yuan 2009).
     """
     return reduce_scatter(n, nbytes, link) + all_gather(n, nbytes, link)
 
 
 def tree_all_reduce(n: int, nbytes: float, link: Link) -> float:
-    """Double binary tree, pipelined: 2⌈log₂ n⌉·α + 2·N/B.
+    """Seconds of a pipelined double binary tree: 2⌈log₂ n⌉·α + 2·N/B.
 
-    Two trees carry half of the bytes each, a rank that is a leaf in one is inner in the other, so
-    all ports are busy (Sanders, Speck and Träff 2009; NCCL since 2.4). α counts log n times: for
-    many ranks and little data this beats the ring, for much data it sends n/(n − 1) times as much.
+    Two trees carry half of the bytes each, and a leaf in one is an inner node in the other, so all
+    ports are busy (Sanders, Speck and Träff 2009; NCCL since 2.4). Faster than the ring for many
+    ranks and little data; it sends n/(n − 1) times as much.
     """
     check_sizes(n, nbytes)
     if n == 1:
@@ -130,12 +126,11 @@ def _free(link: Link) -> Link:
 def hierarchical_all_reduce(
     inner: int, outer: int, nbytes: float, inner_link: Link, outer_link: Link
 ) -> float:
-    """Reduce-scatter inside, all-reduce of each N/inner between, all-gather inside.
+    """Seconds of a reduce-scatter inside, an all-reduce of N/inner between, an all-gather inside.
 
-    For `inner` ranks of one NVLink domain and `outer` domains: each rank reduces its own part along
-    its own rail, so the network carries N/inner a NIC and no rail is crossed:
-    2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)). Source: the hierarchical form in
-    ml-engineering's network notes; Jia et al. 2018 (arXiv:1807.11205) §3.
+    For `inner` ranks in each of `outer` NVLink domains: each rank reduces its shard along its own
+    rail: 2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)). Source: Jia et al. 2018
+    (arXiv:1807.11205) §3; ml-engineering's network notes.
     """
     check_sizes(inner, nbytes)
     inside = reduce_scatter(inner, nbytes, inner_link) + all_gather(inner, nbytes, inner_link)
@@ -143,46 +138,42 @@ def hierarchical_all_reduce(
 
 
 def all_to_all(n: int, nbytes: float, link: Link) -> float:
-    """n − 1 messages of N/n, each to another rank: (n − 1)·α + (n − 1)/n · N/B.
+    """Seconds of n − 1 messages of N/n to different ranks: (n − 1)·α + (n − 1)/n · N/B.
 
-    Source: nccl-tests, doc/PERFORMANCE.md. It takes a network on which all pairs can talk at once.
+    Assumes a network on which all pairs can talk at once. Source: nccl-tests, doc/PERFORMANCE.md.
     """
     return reduce_scatter(n, nbytes, link)
 
 
 def scatter(n: int, nbytes: float, link: Link) -> float:
-    """The root sends n − 1 messages of N/n through its one port, which is what takes the time.
+    """Seconds of the root's n − 1 messages of N/n: (n − 1)·α + (n − 1)/n · N/B.
 
-    (n − 1)·α + (n − 1)/n · N/B. Source: nccl-tests, src/scatter.cu (the factor).
+    Source: nccl-tests, src/scatter.cu.
     """
     return reduce_scatter(n, nbytes, link)
 
 
 def gather(n: int, nbytes: float, link: Link) -> float:
-    """A scatter run backwards: the root receives n − 1 messages of N/n.
-
-    Source: nccl-tests, src/gather.cu (the factor).
-    """
+    """Seconds of a scatter run backwards. Source: nccl-tests, src/gather.cu."""
     return scatter(n, nbytes, link)
 
 
 def barrier(n: int, link: Link) -> float:
-    """Dissemination: in round k a rank signals the one 2ᵏ further on; ⌈log₂ n⌉·α.
+    """Seconds of a dissemination barrier, ⌈log₂ n⌉·α: in round k a rank signals the one 2ᵏ on.
 
-    Source: Hensgen, Finkel and Manber 1988, which gloo's barrier follows. On NCCL PyTorch's barrier
-    is an all-reduce of one element instead.
+    Source: Hensgen, Finkel and Manber 1988 (gloo). NCCL all-reduces one element instead.
     """
     check_sizes(n)
     return math.ceil(math.log2(n)) * link.latency_us * 1e-6
 
 
 def all_reduce(n: int, nbytes: float, link: Link) -> float:
-    """The faster of ring and tree."""
+    """Seconds of the faster of ring and tree."""
     return min(ring_all_reduce(n, nbytes, link), tree_all_reduce(n, nbytes, link))
 
 
 def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
-    """Any of `OPERATIONS` by name; broadcast and reduce in their best number of segments.
+    """Seconds of any of `OPERATIONS`; broadcast and reduce with their best number of segments.
 
     Raises ValueError for another name.
     """
@@ -195,36 +186,32 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
         return broadcast(n, nbytes, link, best_segments(n, nbytes, link))
     if op == "all_reduce":
         return all_reduce(n, nbytes, link)
-    if op in OPERATIONS:  # the rest: n − 1 messages of N/n through the busiest port
+    if op in OPERATIONS:  # the others: n − 1 messages of N/n through the busiest port
         return reduce_scatter(n, nbytes, link)
     raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
 
 
-# The ways from one GPU to another: straight, or forwarded by a GPU of the same domain.
-
-
 @dataclass(frozen=True)
 class Route:
-    """One way: the GPUs passed, sender and receiver included, and the wire of each hop."""
+    """One route: the GPUs, sender and receiver included, and the wire of each hop."""
 
     slots: tuple[int, ...]
     hops: tuple[LinkClass, ...]
     seconds: float
 
     def describe(self, cluster: Cluster) -> str:
-        """`node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1`."""
+        """Formats `node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1`."""
         names = [cluster.slot_name(s) for s in self.slots]
         hops = (f" -{h.label}- {n}" for h, n in zip(self.hops, names[1:], strict=True))
         return names[0] + "".join(hops)
 
 
 def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
-    """The routes for one message from slot `a` to slot `b`, cheapest first; empty if there is none.
+    """Returns the routes for one message from slot `a` to slot `b`, cheapest first.
 
-    A pair in one domain or on one leaf switch has one. Others may go over the spine, or be
-    forwarded: over NVLink to the GPU of a's domain that is under b's leaf switch, then along that
-    rail. That is what NCCL calls PXN (NVIDIA/nccl, NCCL_P2P_PXN_LEVEL); here as store and forward,
-    the sum of two messages, each with its wire to itself.
+    Without a common domain or leaf switch: over the spine, or forwarded by the GPU of a's domain
+    that is under b's leaf switch (NCCL's PXN; NCCL_P2P_PXN_LEVEL), priced as store and forward,
+    each message with its wire to itself.
     """
     kind = LinkClass(int(cluster.link_class(a, b)))
     if kind is LinkClass.SELF:
@@ -240,7 +227,7 @@ def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
 
 
 def _relay(cluster: Cluster, a: int, b: int) -> int | None:
-    """A GPU of a's domain on b's rail and in b's unit, on a's node where there is one."""
+    """Returns a GPU of a's domain on b's rail and unit, preferably on a's node."""
     near = cluster.domain == cluster.domain[a]
     near &= (cluster.rail_of == cluster.rail_of[b]) & (cluster.unit == cluster.unit[b])
     found = np.flatnonzero(near)
@@ -250,31 +237,24 @@ def _relay(cluster: Cluster, a: int, b: int) -> int | None:
     return int((same_node if same_node.size else found)[0])
 
 
-# What the communication of one step costs under a placement.
+# Model of a step:
 #
-# The model, on half a page. It is the α–β model (a message takes latency + bytes / bandwidth), with
-# bandwidth shared where flows meet:
+# 1. The groups of one dimension communicate at once, the dimensions one after another, and nothing
+# overlaps with compute: the seconds are an upper bound of what a step waits. 2. A flow is the
+# traffic of one rank to its neighbour. Inside a domain it has the GPU's NVLink for    itself
+# (NVSwitch does not block). Between domains it has its GPU's NIC, divided by the flows through
+# that NIC in one direction. Over the spine it also shares the leaf switch's uplinks: bandwidth of
+# the    NICs under the leaf / oversubscription, divided by the flows going up (or down). 3. A ring
+# runs at its slowest flow, a dimension at its slowest ring: lowest bandwidth and highest    latency
+# of any pair. A tree, for small messages, has the same wire. 4. In two levels (reduce-scatter
+# inside the domain, all-reduce along the rails with 1/inner of the    bytes, all-gather inside) the
+# outer rings all run at once and share as in 2. 5. The stages of a pipeline are a chain of ranks.
+# With loops the last rank sends to the first, in all    loops but one, at the same time as the
+# others to their next. 6. For each transfer the cheapest of ring, tree and two levels counts. A
+# ring over a pair without a    wire costs infinity.
 #
-# 1. The groups of one dimension all communicate at once, the dimensions one after another. Nothing
-#    is hidden behind compute, so the seconds are an upper bound of what a step may wait.
-# 2. A flow is what one rank sends to its neighbour. Inside a domain it has the GPU's NVLink for
-#    itself (NVSwitch does not block). Between domains it has its GPU's NIC, divided by the flows
-# that
-#    leave or enter that NIC at once. Over the spine it also shares the leaf switch's uplinks: the
-#    NICs under the leaf × their bandwidth / oversubscription, divided by the flows going up (or
-#    down) there. Few flows are not slowed by a thin spine; all of them at once are.
-# 3. A ring runs at its slowest flow, and a dimension at its slowest ring: lowest bandwidth and
-#    highest latency of any pair. A tree, for small messages, is given the same wire.
-# 4. In two levels (reduce-scatter inside the domain, all-reduce along the rails with 1/inner of the
-#    bytes, all-gather inside) the outer rings all run at once and share as in 2.
-# 5. The stages of a pipeline are a chain of ranks. Where they go round in loops, its last rank
-# sends
-#    to its first, in all rounds but one, at the same time as the others to their next.
-# 6. For each transfer the cheapest of ring, tree and two levels counts, and is named. A ring over a
-#    pair without a wire costs infinity.
-#
-# Sources: `costs` for the formulas; Wang et al. 2023 (arXiv 2307.12169) for rails and
-# domains; the DGX SuperPOD reference architecture for leaf switches, units and uplinks.
+# Sources: Wang et al. 2023 (arXiv:2307.12169) for rails and domains; the DGX SuperPOD reference
+# architecture for leaf switches, units and uplinks.
 
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
@@ -283,7 +263,7 @@ IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Paths:
-    """The wires of one dimension: `flat` for rings and trees, `outer` between domains."""
+    """Wires of one dimension: `flat` for rings and trees, `outer` between domains."""
 
     n: int
     flat: Link | None
@@ -304,7 +284,7 @@ class PricedTransfer:
 
 @dataclass(frozen=True)
 class DimPrice:
-    """One dimension's share of a step. `nbytes`: sent by all ranks, on each class."""
+    """Price of one dimension in a step. `nbytes`: sent by all ranks, by link class."""
 
     dim: str
     paths: Paths
@@ -322,7 +302,7 @@ class DimPrice:
 
 @dataclass(frozen=True)
 class StepPrice:
-    """One step's communication: `dims` in the order of the transfers; ports None where unused."""
+    """Price of one step: `dims` in the order of the transfers; ports None if unused."""
 
     dims: dict[str, DimPrice]
     nic: Port | None
@@ -334,15 +314,12 @@ class StepPrice:
 
     @property
     def reachable(self) -> bool:
-        """Whether all neighbours have a wire between them, as the groups' rings need it.
-
-        `world` carries a few scalars, and any algorithm and route will do.
-        """
+        """Whether all neighbours in rings have a wire; `world`'s scalars can take any route."""
         return all(d.paths.flat is not None for d in self.dims.values() if d.dim != "world")
 
     @property
     def nbytes(self) -> dict[LinkClass, float]:
-        """Bytes that all ranks send in a step, on each class."""
+        """Bytes that all ranks send in a step, by link class."""
         return {
             k: math.fsum(d.nbytes[k] for d in self.dims.values())
             for k in LinkClass
@@ -353,7 +330,7 @@ class StepPrice:
 def price_transfer(
     transfer: Transfer, paths: Paths, cluster: Cluster, algorithms: tuple[str, ...] = ALGORITHMS
 ) -> PricedTransfer:
-    """The cheapest of the allowed algorithms for one kind of transfer."""
+    """Returns the cheapest of the allowed algorithms for one kind of transfer."""
     n, nbytes, link, op = paths.n, transfer.nbytes, paths.flat, transfer.op
     options = {}
     if link is not None and op == "all_reduce":
@@ -364,19 +341,19 @@ def price_transfer(
         name = "send_recv" if op == "send_recv" else "ring"
         options[name] = collective_time(op, n, nbytes, link)
     if op in IN_TWO_LEVELS and paths.outer is not None and "hierarchical" in algorithms:
-        options["hierarchical"] = _two_levels(op, nbytes, paths, cluster.nvlink)
+        options["hierarchical"] = _two_levels(op, nbytes, paths, paths.outer, cluster.nvlink)
     if not options:
         return PricedTransfer(transfer, math.inf, "no path")
     name = min(options, key=lambda k: options[k])
     return PricedTransfer(transfer, options[name] * transfer.count, name)
 
 
-def _two_levels(op: str, nbytes: float, paths: Paths, nvlink: Link) -> float:
-    """Inside the domain with all bytes, between domains with 1/inner of them."""
+def _two_levels(op: str, nbytes: float, paths: Paths, outer: Link, nvlink: Link) -> float:
+    """Returns seconds with all bytes inside the domains, and 1/inner of them between."""
     if op == "all_reduce":
-        return hierarchical_all_reduce(paths.inner, paths.domains, nbytes, nvlink, paths.outer)
+        return hierarchical_all_reduce(paths.inner, paths.domains, nbytes, nvlink, outer)
     inside = collective_time(op, paths.inner, nbytes, nvlink)
-    return inside + collective_time(op, paths.domains, nbytes / paths.inner, paths.outer)
+    return inside + collective_time(op, paths.domains, nbytes / paths.inner, outer)
 
 
 def price_step(
@@ -386,11 +363,10 @@ def price_step(
     fabric: Fabric | None = None,
     algorithms: tuple[str, ...] = ALGORITHMS,
 ) -> StepPrice:
-    """Seconds a step per dimension, bytes per link class, busiest ports; the model is above.
+    """Returns seconds by dimension, bytes by link class and the busiest ports of one step.
 
-    `transfers` is what one rank does, the busiest of its kind; those of pp are what passes between
-    two neighbours, half of it each way. Dimensions of size one are left out. `algorithms` limits
-    what a reduction may use, `("ring",)` for one that has nothing else.
+    `transfers` are the busiest rank's; those of pp are the traffic between two neighbours, half of
+    it each way. Dimensions of size one are left out. `algorithms` limits those of reductions.
     """
     fabric = fabric or Fabric(placement.cluster)
     wiring = Wiring.of(placement.cluster, placement.slots)
@@ -433,7 +409,7 @@ def _count(
     ports: Ports,
     both_ways: bool,
 ) -> dict[LinkClass, float]:
-    """Bytes that all ranks send on each class; the ports get theirs."""
+    """Returns the bytes that all ranks send by link class, and adds them to the ports."""
     flat, inside, between = flow_bytes(priced, paths)
     nbytes = {k: count * flat for k, count in ring.counts.items() if flat}
     ports.add(ring, flat, both_ways)
@@ -447,10 +423,8 @@ def _count(
 
 
 def flow_bytes(priced: tuple[PricedTransfer, ...], paths: Paths) -> tuple[float, float, float]:
-    """Bytes of one flow in a step: in the flat ring or chain; in two levels, inside and between.
-
-    A tree is counted like a ring: it sends at most n / (n − 1) times as much.
-    """
+    """Returns the bytes of one flow in a step: in the flat ring or chain; in two levels, inside and
+    between. A tree counts as a ring: it sends at most n / (n − 1) times as much."""
     flat = inside = between = 0.0
     for p in priced:
         op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
@@ -462,16 +436,12 @@ def flow_bytes(priced: tuple[PricedTransfer, ...], paths: Paths) -> tuple[float,
     return flat, inside, between
 
 
-# What one step sends over each single wire of a priced placement: the widths of the picture.
-
-
 @dataclass(frozen=True)
 class Loads:
-    """Bytes that one step sends over each wire, one way.
+    """Bytes that one step sends over each wire, one way: the line widths of the picture.
 
-    `nvlink` and `nic` are (size,): what each GPU sends inside its domain and through its NIC.
-    `uplink` is (units, rails): what each leaf switch sends up to the spine, and `port` the share of
-    one of its uplinks.
+    `nvlink` and `nic`: (size,), from each GPU into its domain and through its NIC. `uplink`:
+    (units, rails), from each leaf switch to the spine; `port`: over one of its uplinks.
     """
 
     nvlink: npt.NDArray[np.float64]
@@ -481,21 +451,21 @@ class Loads:
 
     @property
     def largest(self) -> float:
-        """Bytes on the busiest wire of all."""
+        """Bytes on the busiest wire."""
         return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
 
 
 def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
-    """Bytes sent by every GPU into its domain and its NIC, and by every leaf to the spine.
+    """Returns the bytes from every GPU into its domain and NIC, and from every leaf to the spine.
 
-    The flows are those of `price`: its busiest NIC and uplink are maxima of these.
+    The flows are those of `price`, whose busiest ports are the maxima.
     """
     cluster = placement.cluster
     nvlink, nic = np.zeros(cluster.size), np.zeros(cluster.size)
     leaf = np.zeros((int(cluster.unit.max()) + 1) * cluster.rails)
 
     def add(flows: Flows, ranks: Slots, nbytes: float) -> None:
-        """`nbytes` from each of `ranks`, which are the flows' senders."""
+        """Adds `nbytes` from each of `ranks`, the senders of the flows."""
         slots, kinds = placement.slots[ranks], flows.kinds
         inside, spine = kinds == LinkClass.NVLINK, kinds == LinkClass.SPINE
         sent = np.full(slots.size, nbytes)

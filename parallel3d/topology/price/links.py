@@ -1,11 +1,11 @@
-"""Which wires the groups of a placement use: every pair of neighbours, classified.
+"""Links of a rank mapping: pairs of neighbours classified, and flows that share NICs and uplinks.
 
-numpy throughout: a million ranks take a fraction of a second.
+All numpy: a million ranks take a fraction of a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from parallel3d.topology.layout import Layout
 from parallel3d.topology.tiling import RankMapping
 
 CLASSIFIED = ("tp", "cp", "dp", "pp", "embedding")
-OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, but in loops of a pipeline
+OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
 SHOWN_PAIRS = 4
 
 Numbers = npt.NDArray[np.int32]
@@ -25,13 +25,10 @@ Matrix = npt.NDArray[np.int64]  # (groups, members)
 
 
 def members(layout: Layout, dim: str) -> Matrix:
-    """(groups, n): the ranks of every group of `dim`, in the order in which the group holds them.
+    """Returns (groups, n): the ranks of every group of `dim`, in the group's order.
 
-    `dim` is tp, cp, dp or pp; `embedding` (first and last stage); `world` (all
-    ranks, for loss and gradient norm).
-
-    Raises:
-        ValueError: another `dim`.
+    `dim`: tp, cp, dp, pp, `embedding` (first and last stage) or `world` (loss and gradient norm).
+    Raises ValueError for another `dim`.
     """
     known = {**{d: (d,) for d in ("tp", "cp", "dp", "pp")}, "world": ("tp", "cp", "dp", "pp")}
     if dim == "embedding":
@@ -48,11 +45,10 @@ def members(layout: Layout, dim: str) -> Matrix:
 
 
 def neighbours(layout: Layout, dim: str) -> tuple[Slots, Slots]:
-    """(pairs,), (pairs,): the ranks that exchange data along `dim`, from and to.
+    """Returns (pairs,), (pairs,): ranks that exchange data along `dim`, from and to.
 
-    Rings for tp, cp and dp: each member with the next, the last with the first; two members are one
-    pair. Rank k with rank k + 1 for pp, and the last with the first where its stages go round in
-    loops; for `embedding` the first with the last.
+    Rings for tp, cp and dp; two members are one pair. For pp rank k with rank k + 1, and the last
+    with the first if stages loop; for `embedding` the first with the last.
     """
     ranks = members(layout, dim)
     first, second = ranks[:, :-1], ranks[:, 1:]
@@ -67,7 +63,7 @@ def _is_ring(layout: Layout, dim: str, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks that are neighbours in a group, and the GPUs that hold them."""
+    """Two neighbouring ranks of a group, and their GPUs."""
 
     ranks: tuple[int, int]
     names: tuple[str, str]
@@ -79,11 +75,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A reduction in two levels: `inner` members of one domain, then `outer` domains.
+    """Two-level (hierarchical) reduction: `inner` members of one domain, then `outer` domains.
 
-    Every group has `inner` members in each of `outer` domains, so the shards of the inner level
-    line up. The j-th members of all domains, in the order of their rails, form an outer group.
-    `one_rail`: no outer group leaves its rail; `kind` is `RAIL` where none leaves its leaf switch.
+    Every group has `inner` members in each of `outer` domains, so inner shards line up. The j-th
+    members of all domains, in the order of their rails, form an outer group.
+    `one_rail`: no outer group leaves its rail; `kind` is `RAIL` if none leaves its leaf switch.
     """
 
     inner: int
@@ -94,13 +90,13 @@ class Hierarchy:
 
 @dataclass(frozen=True)
 class DimLinks:
-    """The links of all groups of one dimension.
+    """Links of all groups of one dimension.
 
-    `in_domain` groups lie in one NVLink domain, `on_rail` ones leave it but have all members under
-    one leaf switch, `crossing` is the rest; the three add up to `groups`. `rails` is the number of
-    rails under the first crossing group. `between_units` counts pairs that go over the spine though
-    they are on one rail. `offending` are the first pairs worse than they should be: tp and cp
-    belong on NVLink, the others on one rail.
+    `in_domain`: groups in one NVLink domain; `on_rail`: other groups under one leaf switch;
+    `crossing`: the rest. `rails`: number of rails of the first crossing group. `between_units`:
+    pairs
+    on one rail that need the spine. `offending`: the first pairs worse than they should be (tp and
+    cp belong on NVLink, the others on one rail).
     """
 
     dim: str
@@ -117,7 +113,7 @@ class DimLinks:
 
     @property
     def worst(self) -> LinkClass:
-        """The slowest class that any pair uses; `SELF` where there are no pairs."""
+        """The slowest class that any pair uses; `SELF` if there are no pairs."""
         return max((k for k, count in self.pairs.items() if count), default=LinkClass.SELF)
 
     @property
@@ -128,7 +124,7 @@ class DimLinks:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The switches over a set of GPUs, one number each: equal numbers share the thing."""
+    """Switch numbers of a set of GPUs: equal numbers are the same switch."""
 
     domain: Numbers
     leaf: Numbers  # one rail of one unit
@@ -141,29 +137,30 @@ class Wiring:
         rail = cluster.rail_of[slots]
         leaf = cluster.unit[slots] * cluster.rails + rail
         nic = cluster.node[slots] * cluster.rails + rail
+        has_spine = cluster.oversubscription is not None
+        # int32 halves the memory traffic at a million ranks.
         arrays = (cluster.domain[slots], leaf, rail, nic)
-        small = (a.astype(np.int32) for a in arrays)  # half the memory traffic at a million
-        return cls(*small, cluster.oversubscription is not None)
+        domains, leaves, rails, nics = (numbers.astype(np.int32) for numbers in arrays)
+        return cls(domains, leaves, rails, nics, has_spine)
+
+    def _each(self, change: Callable[[Numbers], Numbers]) -> Wiring:
+        domain, leaf, rail, nic = map(change, (self.domain, self.leaf, self.rail, self.nic))
+        return Wiring(domain, leaf, rail, nic, self.has_spine)
 
     def __getitem__(self, index: Slots) -> Wiring:
-        arrays = (self.domain, self.leaf, self.rail, self.nic)
-        return Wiring(*(a[index] for a in arrays), self.has_spine)
+        return self._each(lambda numbers: numbers[index])
 
     def take(self, order: Matrix) -> Wiring:
-        """(groups, n) reordered along each group."""
-        arrays = (self.domain, self.leaf, self.rail, self.nic)
-        return Wiring(*(np.take_along_axis(a, order, axis=1) for a in arrays), self.has_spine)
+        """Returns (groups, n) reordered along each group."""
+        return self._each(lambda numbers: np.take_along_axis(numbers, order, axis=1))
 
-    def flat(self, index: tuple) -> Wiring:
-        """The part `index` of (groups, n), as one row."""
-        arrays = (self.domain, self.leaf, self.rail, self.nic)
-        return Wiring(*(a[index].ravel() for a in arrays), self.has_spine)
+    def flat(self, index: tuple[slice, slice | Slots]) -> Wiring:
+        """Returns the part `index` of (groups, n), flattened."""
+        return self._each(lambda numbers: numbers[index].ravel())
 
     def to(self, other: Wiring) -> npt.NDArray[np.int8]:
-        """`Cluster.link_class` of each of these GPUs with the one at its place in `other`.
-
-        The two are never the same GPU.
-        """
+        """Returns `Cluster.link_class` of each GPU with the GPU at the same place in `other`; no
+        GPU may meet itself."""
         far = LinkClass.SPINE if self.has_spine else LinkClass.NONE
         found = np.where(self.leaf == other.leaf, np.int8(LinkClass.RAIL), np.int8(far))
         found[self.domain == other.domain] = LinkClass.NVLINK
@@ -171,7 +168,7 @@ class Wiring:
 
 
 def classify(placement: RankMapping) -> dict[str, DimLinks]:
-    """The links of tp, cp, dp, pp and `embedding` under `placement`."""
+    """Classifies the links of tp, cp, dp, pp and `embedding`."""
     wiring = Wiring.of(placement.cluster, placement.slots)
     return {dim: _classify(placement, wiring, dim) for dim in CLASSIFIED}
 
@@ -206,12 +203,12 @@ def _classify(placement: RankMapping, wiring: Wiring, dim: str) -> DimLinks:
 
 
 def _pair(placement: RankMapping, a: int, b: int, kind: int) -> Pair:
-    names = (placement.cluster.slot_name(int(placement.slots[r])) for r in (a, b))
-    return Pair((int(a), int(b)), tuple(names), LinkClass(kind))
+    first, second = (placement.cluster.slot_name(int(placement.slots[r])) for r in (a, b))
+    return Pair((int(a), int(b)), (first, second), LinkClass(kind))
 
 
 def hierarchy_of(groups: Wiring) -> Hierarchy | None:
-    """The two levels of groups (groups, n); None where there are no two, or not alike in all."""
+    """Returns the two levels of groups (groups, n); None if groups have none or differ."""
     order = outer_order(groups)
     if order is None:
         return None
@@ -225,16 +222,13 @@ def hierarchy_of(groups: Wiring) -> Hierarchy | None:
 
 
 def inner_size(groups: Wiring) -> int:
-    """How many members of the first group are in its first member's domain."""
+    """Counts the members of the first group in the domain of its first member."""
     return int((groups.domain[0] == groups.domain[0, 0]).sum())
 
 
 def outer_order(groups: Wiring) -> Matrix | None:
-    """(groups, n): members by domain number, in it by leaf switch; None unless tiled alike.
-
-    Alike: each group has `inner_size` members, more than one, in each domain that it touches, and
-    touches more than one.
-    """
+    """Returns (groups, n): members by domain, then by leaf switch; None unless all groups have
+    `inner_size` > 1 members in each of several domains."""
     size, inner = groups.domain.shape[1], inner_size(groups)
     if inner in (1, size) or size % inner:
         return None
@@ -246,11 +240,11 @@ def outer_order(groups: Wiring) -> Matrix | None:
 
 
 def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
-    """The inner and the outer groups of ranks that reduce `dim` in two levels (`Hierarchy`).
+    """Returns the inner and outer groups of ranks that reduce `dim` in two levels (`Hierarchy`).
 
     The j-th members of the inner groups are an outer group, and hold the same shard between the
-    levels. None where there are no two levels, and where the order of the ranks inside a domain is
-    not that of their rails (a snake), as members of a process group stand in rank order.
+    levels. None without two levels, or if ranks inside a domain are not in the order of their rails
+    (snake), as the members of a process group are in rank order.
     """
     ranks = members(placement.layout, dim)
     wired = Wiring.of(placement.cluster, placement.slots)[ranks]
@@ -265,20 +259,15 @@ def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[
     return tiled.reshape(-1, tiled.shape[2]).tolist(), outer.reshape(-1, tiled.shape[1]).tolist()
 
 
-# Which flows meet where: in a NIC, in a leaf switch's uplinks.
-#
-# The rules are those of `price`.
-
-
 @dataclass(frozen=True)
 class Fabric:
-    """The cluster's shared capacities, made once and used for many placements."""
+    """Shared capacities of a cluster, computed once for many rank mappings."""
 
     cluster: Cluster
 
     @cached_property
     def leaf_nics(self) -> Slots:
-        """(leaf switches,): NICs under each; a NIC is counted at its first GPU."""
+        """(leaf switches,): NICs under each; a NIC counts at its first GPU."""
         cluster = self.cluster
         first = np.flatnonzero(cluster.local < cluster.rails)
         if cluster.local_rail:
@@ -293,10 +282,10 @@ class Fabric:
         return len(set(rails)) < len(rails) or int(self.cluster.local.max()) >= self.cluster.rails
 
     def slowest(self, kinds: Iterable[LinkClass], nic_flows: int, leaf_load: float) -> Link | None:
-        """The wire of the slowest flow; None where one of `kinds` is no wire.
+        """Returns the wire of the slowest flow; None if one of `kinds` is no wire.
 
-        `nic_flows`: most flows through one NIC. `leaf_load`: most flows up one leaf switch, divided
-        by the NICs under it.
+        `nic_flows`: the most flows through one NIC. `leaf_load`: the most flows up one leaf switch,
+        over the NICs under it.
         """
         found = []
         for kind in kinds:
@@ -306,7 +295,7 @@ class Fabric:
                 found.append(self.cluster.nvlink)
                 continue
             rail, spine = self.cluster.rail, self.cluster.spine
-            wire, flows = (rail, nic_flows)
+            wire, flows = rail, float(nic_flows)
             if kind is LinkClass.SPINE:
                 thin = leaf_load * (self.cluster.oversubscription or 1.0)
                 wire, flows = spine, max(nic_flows, thin)
@@ -316,10 +305,8 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Flows:
-    """What ranks send at the same time, from `here` to `there`, element by element.
-
-    `weights`: how much of what is one flow's each of them sends; None: all of it.
-    """
+    """Simultaneous flows from `here` to `there`, element by element; `weights`: the fraction of a
+    flow's bytes that each sends, None: 1."""
 
     here: Wiring
     there: Wiring
@@ -327,7 +314,7 @@ class Flows:
 
     @property
     def back(self) -> Flows:
-        """The same the other way."""
+        """The flows in the other direction."""
         return Flows(self.there, self.here, self.weights)
 
     @cached_property
@@ -336,17 +323,17 @@ class Flows:
 
     @cached_property
     def counts(self) -> dict[LinkClass, float]:
-        """How many flows use each class, by their weights."""
+        """Number of flows in each link class, by weight."""
         found = np.bincount(self.kinds, self.weights, minlength=len(LinkClass))
         return {k: found[k].item() for k in LinkClass if found[k]}
 
-    def per(self, numbers: Slots, chosen: np.ndarray, size: int) -> np.ndarray:
-        """(size,): how many of the `chosen` flows have each of `numbers`, by their weights."""
+    def per(self, numbers: Numbers, chosen: np.ndarray, size: int) -> np.ndarray:
+        """Returns (size,): the `chosen` flows with each of `numbers`, by weight."""
         weights = None if self.weights is None else self.weights[chosen]
         return np.bincount(numbers[chosen], weights, minlength=size)
 
     def slowest(self, fabric: Fabric) -> Link | None:
-        """The wire that the slowest of these flows sees, sharing counted."""
+        """Returns the wire of the slowest of these flows, with sharing."""
         nic_flows, leaf_load = 1, 0.0
         if fabric.shares_nics:
             outside = self.kinds > LinkClass.NVLINK
@@ -360,23 +347,23 @@ class Flows:
         return fabric.slowest(self.counts, nic_flows, leaf_load)
 
 
-def _most(numbers: Slots) -> int:
+def _most(numbers: Numbers) -> int:
     return int(np.bincount(numbers).max()) if numbers.size else 1
 
 
 @dataclass(frozen=True)
 class Port:
-    """A switch port and the bytes that it passes in one step, one way."""
+    """A switch port and its bytes in one step, one way."""
 
     name: str
     nbytes: float
 
 
 def flows_of(dim: str, groups: Wiring, loops: int = 1) -> tuple[Flows, Flows | None]:
-    """The flows of all groups' rings (or of the stages), and between domains in two levels.
+    """Returns the flows of all groups' rings (or stages), and in two levels those between domains.
 
-    `groups`: (groups, n). Of a chain of stages the way forward; backward is its mirror image. Where
-    it goes round in `loops`, the last rank sends to the first, in all rounds but one.
+    `groups`: (groups, n). A chain of stages has its forward flows only; backward is the mirror
+    image. With `loops` the last rank sends to the first in all loops but one.
     """
     size = groups.domain.shape[1]
     if dim == "pp" and (loops == 1 or size == 2):
@@ -397,7 +384,7 @@ def flows_of(dim: str, groups: Wiring, loops: int = 1) -> tuple[Flows, Flows | N
 
 
 class Ports:
-    """Bytes through every NIC and up every leaf switch, added up over the dimensions."""
+    """Bytes through every NIC and up every leaf switch, summed over the dimensions."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -406,7 +393,7 @@ class Ports:
         self.leaves = np.zeros(fabric.leaf_nics.size)
 
     def add(self, flows: Flows, nbytes: float, both_ways: bool = False) -> None:
-        """`nbytes` on each flow; `both_ways`: half of them in the other direction."""
+        """Adds `nbytes` to each flow; `both_ways`: half of them in the other direction."""
         ends = (flows.here, flows.there) if both_ways else (flows.here,)
         outside, spine = flows.kinds > LinkClass.NVLINK, flows.kinds == LinkClass.SPINE
         for end in ends:
@@ -422,7 +409,7 @@ class Ports:
         return Port(f"NIC of {cluster.node_name(node)} on rail {rail}", float(self.nics[nic]))
 
     def busiest_uplink(self) -> Port | None:
-        """A leaf has its NICs / oversubscription uplinks, which share its bytes evenly."""
+        """Returns the busiest uplink; a leaf has NICs / oversubscription of them, evenly loaded."""
         cluster = self.fabric.cluster
         per_port = self.leaves / np.maximum(self.fabric.leaf_nics, 1)
         per_port *= cluster.oversubscription or 1.0
