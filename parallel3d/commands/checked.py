@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel3d.commands.calibrate.start import CALIBRATE, calibrate_config
+from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.plan import check_divides, fits_nowhere, held, searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields

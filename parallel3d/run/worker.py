@@ -51,7 +51,7 @@ APPS = {
     "train": ("parallel3d.commands.train", "train"),
     "verify": ("parallel3d.commands.verify", "verify"),
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
-    "calibrate": ("parallel3d.commands.calibrate.command", "calibrate"),
+    "calibrate": ("parallel3d.commands.calibrate.measure", "calibrate"),
     "generate": ("parallel3d.commands.generate.sample", "generate"),
 }
 

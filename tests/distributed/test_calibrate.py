@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parallel3d.commands.calibrate.command import calibrate
-from parallel3d.commands.calibrate.measure import Grids
+from parallel3d.commands.calibrate.measure import Grids, calibrate
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.plan.profiled_cost import TABLES, MeasuredMachine, read, step_parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from parallel3d.commands.calibrate import command, measure
+from parallel3d.commands.calibrate import measure
 from parallel3d.config.schema import Config
 from parallel3d.run.launch import Worker
 from tests.distributed.test_calibrate import FEW
@@ -16,4 +16,4 @@ def calibrate(config: Config, worker: Worker) -> int:
         patch.multiple(measure, STEPS=1, ROUNDS=1),
         patch.object(measure, "peak_tflops", lambda *_: 1.0),  # of products of 8192²
     ):
-        return command.calibrate(config, worker, FEW)
+        return measure.calibrate(config, worker, FEW)

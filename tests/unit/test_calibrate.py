@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.commands.calibrate import command, measure
+from parallel3d.commands.calibrate import measure
 from parallel3d.commands.calibrate.measure import Kernels
 from parallel3d.config.schema import Config
 from parallel3d.optim import optimizer
@@ -49,8 +49,8 @@ def test_other_ranks_wait_for_rank_0_at_the_store() -> None:
         patch.object(measure, "slowing", lambda *_: {}),
         ThreadPoolExecutor() as threads,
     ):
-        code = threads.submit(command.calibrate, Config(device="cpu"), worker)
+        code = threads.submit(measure.calibrate, Config(device="cpu"), worker)
         with pytest.raises(TimeoutError):
             code.result(0.2)
-        store.set(command.MEASURED_KEY, "")
+        store.set(measure.MEASURED_KEY, "")
         assert code.result(60) == 0

@@ -1,1 +1,1 @@
-"""`parallel3d calibrate`: this machine measured into a cluster file."""
+"""`parallel3d calibrate`: measures this machine into a cluster file."""
