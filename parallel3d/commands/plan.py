@@ -1,5 +1,8 @@
-"""How far a search has come, on stderr: a line that is written over on a terminal, else one in a
-log now and then."""
+"""`parallel3d plan`: the ten best layouts of a model on a cluster, in a table and an HTML page.
+
+Typed keys are fixed (tp, pp, vpp, dp, micro_batch_size, schedule, recompute, zero), the others
+searched. No torch.
+"""
 
 from __future__ import annotations
 
@@ -59,33 +62,33 @@ from parallel3d.topology.assumptions import assume_model, check_free, chosen_key
 from parallel3d.topology.report import MADE_BY as MAP_MADE_BY
 from parallel3d.topology.report import facts_of, make_report, picture_of
 
-IN_LOG_S, ON_TERMINAL_S = 10.0, 0.2  # seconds between what is told
+IN_LOG_S, ON_TERMINAL_S = 10.0, 0.2  # seconds between progress messages
 
 
 class SearchProgress:
-    """Tells the latest of what it is called with, if enough time has gone by.
+    """Shows a search's progress on stderr: an overwritten line on a terminal, else log lines.
 
-    Nothing is said in a log before `IN_LOG_S` seconds: most searches have ended by then.
+    Most searches end before the first log line, after `IN_LOG_S` seconds.
     """
 
     def __init__(
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.stream = sys.stderr if stream is None else stream  # None itself: stderr is closed
+        self.stream = sys.stderr if stream is None else stream  # sys.stderr is None if closed
         self.clock = clock
         self.on_terminal = self.stream is not None and self.stream.isatty()
         self.every = ON_TERMINAL_S if self.on_terminal else IN_LOG_S
-        self.next, self.told = clock() + self.every, False
+        self.next, self.shown = clock() + self.every, False
 
     def __call__(self, where: str) -> None:
         if self.stream is None or self.clock() < self.next:
             return
-        self.next, self.told = self.clock() + self.every, True
+        self.next, self.shown = self.clock() + self.every, True
         start, end = ("\r\x1b[K", "") if self.on_terminal else ("", "\n")
         print(f"{start}plan: {where} …", end=end, file=self.stream, flush=True)
 
     def at(self, nodes: int) -> Callable[[str], None]:
-        """The same for what is looked at on so many nodes."""
+        """Returns a function that shows progress of the search on so many nodes."""
         return lambda where: self(f"does it fit cluster.nodes={nodes}: {where}")
 
     def __enter__(self) -> SearchProgress:
@@ -97,11 +100,8 @@ class SearchProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.told and self.on_terminal:
+        if self.shown and self.on_terminal:
             print("\r\x1b[K", end="", file=self.stream, flush=True)
-
-
-# The table that `parallel3d plan` prints.
 
 
 ROWS = 10
@@ -112,12 +112,12 @@ UNMEASURED = (
 
 
 def caution(config: Config) -> str:
-    """Returns what to say of a plan's times; nothing where the machine itself was measured."""
+    """Returns the caveat about a plan's times; none if the machine itself was measured."""
     return "" if config.cluster.file else UNMEASURED
 
 
 def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
-    """The lines that are printed."""
+    """Returns the lines of the table."""
     rows = best(priced, ROWS)
     where = f"{gpus} GPUs of {config.cluster.name}"
     if config.cluster.file is not None:
@@ -143,14 +143,14 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
 
 
 def mfu(config: Config, sizes: Mapping[str, float], gpus: int, seconds: float) -> float:
-    """Useful work of the peak, per cent."""
+    """Returns the model FLOPs utilisation in per cent."""
     tokens = config.global_batch_size * config.model.seq_length
     useful = tokens * flops_per_token(config.model, config.model.seq_length)
     return 100 * useful / (seconds * gpus * sizes["peak"])
 
 
 def command(priced: Priced, index: int) -> str:
-    """What to type for a layout."""
+    """Returns the command line of a layout."""
     c: Any = priced.choices[index]
     words = [f"tp={c.tp}", f"pp={c.pp}", f"dp={c.dp}", f"micro_batch_size={c.micro_batch}"]
     words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
@@ -159,18 +159,13 @@ def command(priced: Priced, index: int) -> str:
     return "parallel3d train … " + " ".join(words)
 
 
-# Writes what `parallel3d plan` has found as one HTML page: `plan.html=FILE`.
-#
-# The page needs nothing else, no script and no network, and is light or dark as the browser is.
-
-
 MADE_BY = "parallel3d plan"
 MARK = "data-by='parallel3d plan'"
-SHARES = (1 / 3, 0.4, 0.8 / 3)  # of forward, input's and weights' gradient (schedule.costs)
-BOXES = 7900  # of a pipeline, that are drawn with their names
-MOST_RANKS = 16  # of a pipeline, whose memory is shown
+SHARES = (1 / 3, 0.4, 0.8 / 3)  # forward, input and weight gradient (schedule.costs)
+BOXES = 7900  # of a pipeline's drawing, with their names
+MOST_RANKS = 16  # of a pipeline's memory chart
 
-# kind -> (colour, what it is): parts of a step,
+# kind -> (colour, explanation): parts of a step,
 PARTS = {
     "compute": ("#3b7dc4", "the busiest GPU computes, with waits inside of its layers"),
     "bubble": ("#8d9299", "waiting for the pipeline to fill and to drain"),
@@ -179,8 +174,8 @@ PARTS = {
     "optimizer": ("#6f9f4f", "the optimizer's pass over its state"),
     "fixed": ("#9b8bb8", "what a step takes whatever its size"),
 }
-# of what the busiest GPU computes,
-INSIDE = {
+# parts of the busiest GPU's compute,
+COMPUTE_PARTS = {
     "matmuls": ("#1f5e9e", "GEMMs of the layers, forward and both of the backward"),
     "attention": ("#2f8f8a", "scores, softmax and values, forward and backward"),
     "element-wise": ("#7fb3e0", "norms, activations, residuals: bytes through the memory"),
@@ -189,7 +184,7 @@ INSIDE = {
     "head and embedding": ("#8aa3b8", "logits, loss and table, where the busiest stage has them"),
     "launches": ("#a0522d", "the host, where it is slower than the GPU, and gathers of zero=3"),
 }
-# and of a rank's memory.
+# and parts of a rank's memory.
 KINDS = {
     "parameters": ("#1f5e9e", "parameters in the type that is computed with"),
     "weight gradients": ("#2f8f8a", "gradients, fp32"),
@@ -199,7 +194,9 @@ KINDS = {
     "buffers": ("#9b8bb8", "buffers of collectives and tables"),
     "reserve": ("#8d9299", "kept for the driver, NCCL and fragments"),
 }
-COLOURS = {kind: colour for kinds in (PARTS, INSIDE, KINDS) for kind, (colour, _) in kinds.items()}
+COLOURS = {
+    kind: colour for kinds in (PARTS, COMPUTE_PARTS, KINDS) for kind, (colour, _) in kinds.items()
+}
 
 STYLE = """
 :root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;margin:0}
@@ -218,7 +215,7 @@ margin:0 6px 0 14px} .paper{background:#fff;padding:8px;overflow:auto;max-height
 
 
 def check_page(config: Config) -> None:
-    """Refuse a file that cannot be written, before any work is done; raises UserError."""
+    """Raises UserError, before any work is done, if the file cannot be written."""
     check_free("plan.html", config.plan.html, MARK, MADE_BY)
 
 
@@ -232,20 +229,20 @@ def write_page(
     command: str,
     assumed: Sequence[str],
 ) -> None:
-    """Write the page. `rows` are those of the table, `mfu` theirs; raises UserError."""
+    """Writes a single HTML page. `rows`: of the table, `mfu` theirs; raises UserError."""
     first, is_measured = rows[0], config.cluster.file is not None
     best = (configured_here if is_measured else configure)(config, priced.choices[first])
-    room = float(sizes["memory_bytes"])
+    memory = float(sizes["memory_bytes"])
     title = f"{config.model.name} on {gpus:,} GPUs of {config.cluster.name}"
     parts = [
         f"<!DOCTYPE html><html lang='en' {MARK}><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width,initial-scale=1'>",
         f"<title>Plan: {escape(title)}</title><style>{STYLE}</style></head><body><main>",
-        _best(config, priced, first, mfu[0], room, title, command),
-        _table_of_ten(config, priced, rows, mfu, room, int(sizes["gpus_per_node"])),
+        _best(config, priced, first, mfu[0], memory, title, command),
+        _table_of_ten(config, priced, rows, mfu, memory, int(sizes["gpus_per_node"])),
         _step(config, priced, first, {} if is_measured else sizes),
         _pipeline(best, priced, first) if best.pp > 1 else "",
-        _memory(best, priced, first, room),
+        _memory(best, priced, first, memory),
         _cluster(best),
         "<footer>Times are priced with constants that are fitted to published runs, memory is what "
         "parallel3d's own code holds; how right both are: docs/planner.md. "
@@ -256,14 +253,14 @@ def write_page(
 
 
 def _best(
-    config: Config, priced: Priced, first: int, mfu: float, room: float, title: str, command: str
+    config: Config, priced: Priced, first: int, mfu: float, memory: float, title: str, command: str
 ) -> str:
-    """The best layout: its time, its memory and what to type."""
+    """Returns the best layout with time, memory and command line."""
     seconds, used = float(priced.seconds[first]), float(priced.memory.total[first])
     rate = config.global_batch_size * config.model.seq_length / seconds
     words = (
         f"{seconds:.3g} s a step, {rate:,.0f} tokens a second, MFU{_at_most(config)} {mfu:.1f} %, "
-        f"{used / 1e9:.1f} of {room / 1e9:.1f} GB on the fullest GPU. {len(priced.order):,} of "
+        f"{used / 1e9:.1f} of {memory / 1e9:.1f} GB on the fullest GPU. {len(priced.order):,} of "
         f"{len(priced.choices):,} layouts fit."
     )
     return (
@@ -282,7 +279,7 @@ def _table_of_ten(
     priced: Priced,
     rows: Sequence[int],
     mfu: Sequence[float],
-    room: float,
+    memory: float,
     domain: int,
 ) -> str:
     slowest = max(float(priced.seconds[i]) for i in rows)
@@ -293,7 +290,7 @@ def _table_of_ten(
         c, why = priced.choices[i], reason(priced, i, rows[0], domain)
         sizes = (place + 1, c.tp, c.pp, c.vpp, c.dp, c.micro_batch)
         ways = (c.schedule if c.pp > 1 else "–", c.recompute, c.zero)
-        share = float(priced.memory.total[i]) / room
+        share = float(priced.memory.total[i]) / memory
         figures = (f"{float(priced.seconds[i]):.3g} s", f"{mfu[place]:.1f} %", f"{share:.0%}")
         bar = _bar(_parts(priced, i), slowest, "s")
         cells.append([*map(str, (*sizes, *ways, *figures)), bar, escape(why)])
@@ -305,7 +302,7 @@ def _table_of_ten(
 
 
 def _step(config: Config, priced: Priced, first: int, sizes: Mapping[str, float]) -> str:
-    """The best layout's time by kind; with `sizes` what is computed is told apart."""
+    """Returns the best layout's time by kind; `sizes` split its compute."""
     parts = _parts(priced, first)
     if sizes:
         work = works([priced.choices[first]], sizes, config.global_batch_size)
@@ -313,7 +310,7 @@ def _step(config: Config, priced: Priced, first: int, sizes: Mapping[str, float]
     total = float(priced.seconds[first])
     rows = [
         [_key([kind]), f"{value:.3g} s", f"{100 * value / total:.1f} %",
-         escape((PARTS | INSIDE)[kind][1])]
+         escape((PARTS | COMPUTE_PARTS)[kind][1])]
         for kind, value in parts.items()
     ]  # fmt: skip
     return (
@@ -324,9 +321,9 @@ def _step(config: Config, priced: Priced, first: int, sizes: Mapping[str, float]
 
 
 def _pipeline(best: Config, priced: Priced, first: int) -> str:
-    """The pipeline by the clock, of as many micro-batches as show how it fills, runs and drains."""
+    """Draws the pipeline with as many micro-batches as show how it fills, runs and drains."""
     count = best.num_microbatches
-    seconds = float(priced.time.compute[first]) / count  # of one on the busiest rank
+    seconds = float(priced.time.compute[first]) / count  # of a micro-batch on the busiest rank
     most = max(BOXES // (3 * best.pp * best.vpp), best.pp)
     shown = min(count, max(3 * best.pp, 8), most)
     schedule = make(best.schedule.name, best.pp, shown, best.vpp)
@@ -344,44 +341,45 @@ def _pipeline(best: Config, priced: Priced, first: int) -> str:
 def _costs(config: Config, schedule: Schedule, seconds: float) -> Costs:
     weights = StageWeights.of_run(config)(schedule.placement)
     if weights is None:
-        return Costs.even(schedule.placement, *(share * seconds for share in SHARES))
+        forward, input, weight = (share * seconds for share in SHARES)
+        return Costs.even(schedule.placement, forward, input, weight)
     busy: dict[int, float] = {}
     for (rank, _), (part, *more) in zip(schedule.placement.places, weights, strict=True):
         busy[rank] = busy.get(rank, 0.0) + part + sum(more) * SHARES[0]
     unit = seconds / max(busy.values())
-    work = RankWork(*(share * unit for share in SHARES), weights=lambda _: weights)
-    return work.costs(schedule.placement)
+    forward, input, weight = (share * unit for share in SHARES)
+    return RankWork(forward, input, weight, weights=lambda _: weights).costs(schedule.placement)
 
 
-def _memory(best: Config, priced: Priced, first: int, room: float) -> str:
-    """What each rank of the pipeline holds at its fullest moment."""
+def _memory(best: Config, priced: Priced, first: int, memory: float) -> str:
+    """Returns the peak memory of each rank of the pipeline."""
     stages = [peak_memory(best, index) for index in range(best.pp)]
     reserve = float(priced.memory.total[first]) - max(h.total for h in stages)
-    longest = max(room, *(h.total + reserve for h in stages)) * 1.02 / 1e9
+    longest = max(memory, *(h.total + reserve for h in stages)) * 1.02 / 1e9
     shown = list(enumerate(stages))
     if len(shown) > MOST_RANKS:
         shown = [*shown[: MOST_RANKS // 2], *shown[-MOST_RANKS // 2 :]]
     rows = [
-        [f"rank {index}", _bar(_kinds(one, reserve), longest, "GB", room / 1e9),
+        [f"rank {index}", _bar(_kinds(one, reserve), longest, "GB", memory / 1e9),
          f"{(one.total + reserve) / 1e9:.1f} GB", f"peaks in {escape(one.phase)}"]
         for index, one in shown
     ]  # fmt: skip
     return (
         "<section><h2>Memory along the pipeline</h2><p>Each rank at its fullest moment of a step. "
-        f"The red line is the GPU's memory, {room / 1e9:.1f} GB.</p>{_key(KINDS)}"
+        f"The red line is the GPU's memory, {memory / 1e9:.1f} GB.</p>{_key(KINDS)}"
         f"{_table(('along pp', 'memory', 'in all', ''), rows)}</section>"
     )
 
 
 def _kinds(one: RankMemory, reserve: float) -> dict[str, float]:
-    """GB by kind."""
-    nbytes = (one.parameters, one.gradients, one.masters + one.optimizer)
-    nbytes += (one.activations, one.logits, one.buffers, reserve)
+    """Returns GB by kind."""
+    nbytes = [one.parameters, one.gradients, one.masters + one.optimizer, one.activations]
+    nbytes += [one.logits, one.buffers, reserve]
     return {kind: value / 1e9 for kind, value in zip(KINDS, nbytes, strict=True)}
 
 
 def _cluster(best: Config) -> str:
-    """The picture of `parallel3d topology`, or why there is none."""
+    """Returns the picture of `parallel3d topology`, or the reason why there is none."""
     try:
         shown = replace(best.topology, search=0)
         report = make_report(replace(best, topology=shown), None, {})
@@ -392,16 +390,13 @@ def _cluster(best: Config) -> str:
     return f"<section><h2>Where the ranks sit</h2>{picture}</section>"
 
 
-# --- bars and tables -----------------------------------------------------------------------------
-
-
 def _parts(priced: Priced, index: int) -> dict[str, float]:
-    """Seconds of a step by part."""
+    """Returns seconds of a step by part."""
     return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in PARTS}
 
 
 def _bar(parts: Mapping[str, float], whole: float, unit: str, limit: float | None = None) -> str:
-    """A bar as long as the sum of `parts` is of `whole`, and a line at `limit`."""
+    """Returns a bar as long as the sum of `parts` is of `whole`, and a line at `limit`."""
     made = "".join(
         f"<i style='width:{100 * value / whole:.2f}%;background:{COLOURS[kind]}' "
         f"title='{escape(f'{kind}: {value:.3g} {unit}')}'></i>"
@@ -418,21 +413,15 @@ def _key(kinds: Sequence[str] | Mapping[str, tuple[str, str]]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """Returns a table whose cells are HTML already."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
     return f"<div class='wide'><table><tr>{top}</tr>{body}</table></div>"
 
 
-# `parallel3d plan`: the ten best layouts of a model on a cluster, before anything is launched.
-#
-# Nothing here imports torch. Keys that are typed hold (tp, pp, vpp, dp, micro_batch_size, schedule,
-# recompute, zero); the others are searched.
-
-
 TYPES = ("bf16", "fp16", "fp8")
-_MOST_NODES = 1 << 16  # looked through for a cluster that a model would fit
-_STILL = 0.98  # of a rank's memory: with twice the nodes it still needs as much
+_MOST_NODES = 1 << 16  # searched for a cluster that the model would fit
+_STILL = 0.98  # of a rank's memory: if twice the nodes still need as much, the search ends
 _HELD = {
     "tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "zero": "zero", "recompute": "recompute",
     "micro_batch_size": "micro_batch",
@@ -440,7 +429,7 @@ _HELD = {
 
 
 def plan(config: Config, typed: Sequence[str]) -> int:
-    """Print the table. Returns the exit code, 0. Raises UserError for what cannot work."""
+    """Prints the table. Returns the exit code, 0. Raises UserError for what cannot work."""
     keys = chosen_keys(typed)
     check_page(config)
     config, assumed = assume_model(config, typed)
@@ -469,7 +458,7 @@ def plan(config: Config, typed: Sequence[str]) -> int:
 
 
 def held(config: Config, keys: set[str]) -> dict[str, int | str]:
-    """What the user holds, by the names of `plan.search.Choice`."""
+    """Returns the user's choices by the names of `plan.search.LayoutChoice`."""
     found = {name: getattr(config, key) for key, name in _HELD.items() if key in keys}
     if "recompute" in found:
         found["recompute"] = spelled(config.recompute)
@@ -483,8 +472,8 @@ def held(config: Config, keys: set[str]) -> dict[str, int | str]:
 def searched(
     config: Config, fixed: Mapping[str, int | str], ranks: int
 ) -> tuple[Priced, dict[str, float]]:
-    """Every layout of `ranks`, priced by the cluster's datasheet or its measured file, and what all
-    of them share. Raises UserError for a cluster that cannot be priced."""
+    """Returns every layout of `ranks`, priced by the cluster's datasheet or its measured file, and
+    the sizes that they share. Raises UserError for a cluster that cannot be priced."""
     file, batch = config.cluster.file, config.global_batch_size
     if fixed.get("schedule") == "v_half" and int(fixed.get("pp", 1)) > MOST_V_HALF:
         raise UserError(
@@ -514,23 +503,23 @@ def searched(
 def priced_by_shapes(
     config: Config, choices: list[LayoutChoice], sizes: Mapping[str, float]
 ) -> Priced:
-    """Times by the datasheet's constants, bytes by what parallel3d's own code holds."""
+    """Prices times by the datasheet's constants, memory by parallel3d's own code."""
     with SearchProgress() as tell:
         held = memories(config, choices, 1e9 * config.dryrun.reserve_gb, tell)
     return price(choices, sizes, config.global_batch_size, load(), held)
 
 
 def _gpus(config: Config) -> tuple[int, int]:
-    """(nodes, GPUs of a node)."""
+    """Returns (nodes, GPUs of a node)."""
     if config.cluster.file is not None:
         return 1, config.cluster.gpus_per_node or read(config.cluster.file).made.count
     return config.cluster.nodes or 1, config.cluster.gpus_per_node or 8
 
 
 def card_of(config: Config) -> tuple[str, Device]:
-    """The cluster's GPU among those whose constants are known.
+    """Returns the cluster's GPU among those whose constants are known.
 
-    Raises UserError where the cluster names none, one that is not known, or one without the type.
+    Raises UserError if the cluster names none, an unknown one, or one without the type.
     """
     named = config.cluster.gpu
     if named is None:
@@ -557,11 +546,11 @@ def card_of(config: Config) -> tuple[str, Device]:
 
 
 def sizes_of(config: Config) -> dict[str, float]:
-    """All fields of `plan.work.Work` that no layout changes."""
+    """Returns the fields of `StepWork` that no layout changes."""
     model, cluster, type = config.model, config.cluster, config.precision.name
     name, card = card_of(config)
     like = name.replace("b300", "b200")
-    # A card has one of bf16 and fp16 fitted, which run alike.
+    # A card has constants for one of bf16 and fp16, which are equally fast.
     speed = next(s for s in (f"{like}/{type}", f"{like}/bf16", f"{like}/fp16") if s in SPEEDS)
     domain = cluster.domain_gpus or cluster.gpus_per_node or 8
     memory = cluster.gpu_memory_gb * 1e9 if cluster.gpu_memory_gb else card.memory_gib * GIB
@@ -580,7 +569,7 @@ def sizes_of(config: Config) -> dict[str, float]:
 
 
 def check_divides(fixed: Mapping[str, int | str], count: int, of: str) -> None:
-    """Raises UserError for a tp, pp or dp that was typed and that does not divide so many."""
+    """Raises UserError if the given tp, pp or dp do not divide `count`."""
     product = 1
     for name in ("tp", "pp", "dp"):
         value = int(fixed.get(name, 1))
@@ -594,7 +583,7 @@ def check_divides(fixed: Mapping[str, int | str], count: int, of: str) -> None:
 
 
 def check_fixed(config: Config, fixed: Mapping[str, int | str], gpus: int) -> None:
-    """Refuse sizes that were typed and that the GPUs, the heads or the batch do not allow."""
+    """Raises UserError for given sizes that the GPUs, the heads or the batch do not allow."""
     check_divides(fixed, gpus, "GPUs of the cluster")
     heads = config.model.num_attention_heads
     tp = int(fixed.get("tp", 1))
@@ -611,7 +600,7 @@ def check_fixed(config: Config, fixed: Mapping[str, int | str], gpus: int) -> No
 
 
 def no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
-    """The sentence for a batch, or a node count, that no layout divides."""
+    """Returns the error message for a batch, or a node count, that no layout divides."""
     batch = config.global_batch_size
     model = int(fixed.get("tp", 1)) * int(fixed.get("pp", 1))
     most = gpus // model
@@ -631,16 +620,16 @@ def fits_nowhere(
     fixed: Mapping[str, int | str],
     nodes: int,
 ) -> str:
-    """The sentence for a model that no layout fits: by how much, and the nearest that would."""
+    """Returns the error message for a model that fits no layout: by how much, and what would."""
     least = int(np.argmin(priced.memory.total))
-    choice, room = priced.choices[least], float(sizes["memory_bytes"])
-    over = (float(priced.memory.total[least]) - room) / GIB
+    choice, memory = priced.choices[least], float(sizes["memory_bytes"])
+    over = (float(priced.memory.total[least]) - memory) / GIB
     if config.cluster.file is not None:
         return (
             f"model={config.model.name} fits no layout of the ranks of cluster="
             f"{config.cluster.file}: the one that needs least (tp={choice.tp} pp={choice.pp} "
             f"micro_batch_size={choice.micro_batch} recompute={choice.recompute} "
-            f"zero={choice.zero}) misses by {over:.1f} GiB of {room / GIB:.1f} a rank; "
+            f"zero={choice.zero}) misses by {over:.1f} GiB of {memory / GIB:.1f} a rank; "
             f"{_fewer_layers(config, choice, sizes)}"
         )
     words = _nodes_that_fit(config, sizes, fixed, nodes, float(priced.memory.total[least]))
@@ -648,7 +637,7 @@ def fits_nowhere(
         f"model={config.model.name} fits no layout on cluster.nodes={nodes}: the one that needs "
         f"least (tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "
         f"recompute={choice.recompute} zero={choice.zero}) misses by {over:.1f} GiB of "
-        f"{room / GIB:.0f}; cluster.nodes must be larger, {words}"
+        f"{memory / GIB:.0f}; cluster.nodes must be larger, {words}"
     )
 
 
@@ -659,9 +648,9 @@ def _nodes_that_fit(
     nodes: int,
     needed: float,
 ) -> str:
-    """What fits_nowhere says of the cluster that would hold the model: nodes are doubled until one
-    does. `needed`: bytes of the layout of `nodes` that needs least."""
-    node, room = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
+    """Returns the end of that message: the nodes, doubled until a layout fits. `needed`: bytes of
+    the best layout of `nodes`."""
+    node, memory = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
     full = PARALLEL3D["memory.full"]
     with SearchProgress() as tell:
         while True:
@@ -671,22 +660,22 @@ def _nodes_that_fit(
             grown = replace(config, global_batch_size=batch)
             before = needed
             if tried:
-                # How long a step takes is not asked: bytes alone say whether one fits.
+                # Only bytes decide whether a layout fits: times are not priced.
                 least = least_memory(
-                    grown, tried, 1e9 * config.dryrun.reserve_gb, full * room, tell.at(nodes)
+                    grown, tried, 1e9 * config.dryrun.reserve_gb, full * memory, tell.at(nodes)
                 )
-                if least / room <= full:
+                if least / memory <= full:
                     words = f"the nearest that would is cluster.nodes={nodes}"
                     more = batch != config.global_batch_size
                     return words + (f" global_batch_size={batch}" if more else "")
                 needed = min(needed, least)
-            # Where twice the GPUs save nothing, what is left is shared out as far as it can be.
+            # If twice the GPUs save nothing, the rest is sharded as far as possible.
             if 2 * nodes > _MOST_NODES or (tried and needed > _STILL * before):
                 return f"none was found up to {nodes} nodes"
 
 
 def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
-    """The deepest model of the same kind that would fit in the layout that needs least."""
+    """Returns the deepest model of the same kind that would fit in the layout that needs least."""
     machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
         smaller = replace(config, model=replace(config.model, num_layers=layers))

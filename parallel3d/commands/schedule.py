@@ -1,7 +1,4 @@
-"""`parallel3d schedule`: one schedule drawn and checked, and what all of them take.
-
-Nothing here imports torch, and no model is needed: a schedule is a list of actions.
-"""
+"""`parallel3d schedule`: draws and checks one schedule, and compares all of them. No torch."""
 
 from __future__ import annotations
 
@@ -38,13 +35,13 @@ from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
 READER_LEFT = 128 + signal.SIGPIPE
-# What the table shows beside 1F1B's memory where the user gives no cap.
+# Memory caps that the table shows besides 1F1B's, if the user gives none.
 MORE_MEMORY = (1.25, 1.5)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The schedule that is drawn, what it costs, and the rows of the table."""
+    """The drawn schedule, its costs, and the rows of the table."""
 
     choice: ScheduleChoice
     report: ScheduleReport
@@ -54,10 +51,10 @@ class Shown:
 
 
 def schedule(config: Config) -> int:
-    """Print the timeline and the table; write the files that were asked for.
+    """Prints the timeline and the table; writes the files asked for.
 
-    Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
-    what cannot work.
+    Returns the exit code: 0, or 141 if the reader of a pipe left. Raises UserError for what cannot
+    work.
     """
     check_fields(config)
     keys = config.schedule
@@ -77,14 +74,14 @@ def schedule(config: Config) -> int:
         write("schedule.svg", keys.svg, picture(config, found))
     try:
         print(encodable(text(config, found), sys.stdout.encoding or "ascii"), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
     return 0
 
 
 def find(config: Config) -> Shown:
-    """Make, check and time the schedule asked for and all others; prints and writes nothing."""
+    """Makes, checks and times the schedule asked for and all others."""
     work, count = _work(config), microbatches(config)
     ranks, chunks = config.pp, config.vpp
     if ranks * chunks * count > LARGEST:
@@ -97,13 +94,13 @@ def find(config: Config) -> Shown:
     given = _given(config, count) if name != "auto" else None
     if given is not None:
         _check_fits(config, work, given)
-    forms = measured_schedules(ranks, count, chunks, work)
+    named = measured_schedules(ranks, count, chunks, work)
     cap = config.schedule.memory
-    best = choose(ranks, count, chunks, work, 1.0 if cap is None else cap, forms)
-    rows = [*forms, best]
+    best = choose(ranks, count, chunks, work, 1.0 if cap is None else cap, named)
+    rows = [*named, best]
     if cap is None:
         for more in MORE_MEMORY:
-            faster = choose(ranks, count, chunks, work, more, forms)
+            faster = choose(ranks, count, chunks, work, more, named)
             if faster.seconds < rows[-1].seconds:
                 rows.append(faster)
     choice = best if given is None else measure(given, work)
@@ -118,7 +115,7 @@ def find(config: Config) -> Shown:
 
 
 def microbatches(config: Config) -> int:
-    """As given, or what the batch makes; raises UserError where that does not divide."""
+    """Returns the given number, or that of the batch; raises UserError if it does not divide."""
     given = config.schedule.num_microbatches
     if given is not None:
         return given
@@ -135,11 +132,12 @@ def _work(config: Config) -> RankWork:
     check_work(config)
     keys = config.schedule
     weights = StageWeights.of_run(config, balances=True) if keys.of_model else None
-    return RankWork(*keys.costs, keys.hop, weights)
+    forward, input, weight = keys.costs
+    return RankWork(forward, input, weight, keys.hop, weights)
 
 
 def _check_fits(config: Config, work: RankWork, made: Schedule) -> None:
-    """Every stage of the schedule asked for has a layer of the model; raises UserError."""
+    """Raises UserError unless every stage of the schedule has a layer of the model."""
     layers, stages = config.model.num_layers, made.placement.stages
     if not work.fits(made.placement):
         raise UserError(
@@ -150,14 +148,14 @@ def _check_fits(config: Config, work: RankWork, made: Schedule) -> None:
 
 
 def _given(config: Config, count: int) -> Schedule:
-    """The schedule asked for by name or as a file."""
+    """Returns the schedule asked for by name or as a file."""
     name, file = config.schedule.name, config.schedule.file
     chunks = 1 if name in ONE_CHUNK else config.vpp  # vpp is then for the other rows of the table
     return wanted(name, config.pp, count, chunks, file)
 
 
 def text(config: Config, found: Shown) -> str:
-    """What the terminal shows."""
+    """Returns the terminal's text."""
     choice, report = found.choice, found.report
     placed = choice.schedule.placement
     width = shutil.get_terminal_size((120, 40)).columns
@@ -180,7 +178,7 @@ def text(config: Config, found: Shown) -> str:
 
 
 def heading(config: Config, found: Shown) -> str:
-    """Name, sizes and costs in one line."""
+    """Formats name, sizes and costs in one line."""
     made, keys = found.choice.schedule, config.schedule
     placed = made.placement
     shape = "as a V" if placed.shape == "v" else "in loops"
@@ -208,14 +206,14 @@ def _table(found: Shown) -> list[str]:
 
 
 def row_name(row: ScheduleChoice) -> str:
-    """auto's rows say what they chose."""
+    """Names the schedule; auto's rows with their choice."""
     if not row.why:
         return row.schedule.name
     return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"
 
 
 def facts(config: Config, found: Shown) -> dict[str, Any]:
-    """The table for programs: `schedules` has a row a schedule."""
+    """Returns the table as plain data: `schedules` has a row a schedule."""
     keys = config.schedule
     return {
         "made_by": MADE_BY,
@@ -242,7 +240,7 @@ def facts(config: Config, found: Shown) -> dict[str, Any]:
 
 
 def picture(config: Config, found: Shown) -> str:
-    """The timeline as an SVG document."""
+    """Draws the timeline as an SVG document."""
     placed = found.choice.schedule.placement
     return render_svg(
         found.timeline, heading(config, found), placement=placed, hop=config.schedule.hop, unit=""

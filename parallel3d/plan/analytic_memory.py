@@ -328,7 +328,7 @@ def _temporary(
     return [("backward", layer.halved + layer.again - received + max(late, 0.0), 0.0)]
 
 
-# Memory of FSDP2 beside the shards, by moment of a step (`data_parallel/fully_sharded.py`). The
+# Memory of FSDP2 in addition to shards, by moment of a step (`data_parallel/fully_sharded.py`). The
 # buffer of its last all-gather and the input of its last reduce-scatter live until the next ones.
 
 Extra = dict[str, dict[str, float]]  # moment → kind of memory → bytes

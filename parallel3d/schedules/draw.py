@@ -193,9 +193,9 @@ def render_text(
     digits = len(str(len(timeline.spans) - 1))
     margin = len("rank ") + digits + len(" || 100.0%")
     columns = _column(timeline.makespan, scale)
-    room = columns if width is None else width - margin
-    cut = _cut(columns, room)
-    is_overview = whole and columns > room
+    available = columns if width is None else width - margin
+    cut = _cut(columns, available)
+    is_overview = whole and columns > available
     words = ", ".join(f"{kind} {_KINDS[kind]}" for kind in _kinds(timeline))
     heading = (
         " " * (len("rank ") + digits + 2)
@@ -204,7 +204,7 @@ def render_text(
 
     def line(spans: Sequence[Span]) -> str:
         if is_overview:
-            return _overview_line(spans, timeline.makespan, max(room, 2))
+            return _overview_line(spans, timeline.makespan, max(available, 2))
         return _text_line(spans, scale, columns, cut)
 
     rows = [

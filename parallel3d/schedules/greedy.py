@@ -1,4 +1,4 @@
-"""Greedy list scheduler: a free rank starts the next ready action, under a cap on activations.
+"""A greedy list scheduler: a free rank starts the next ready action, under a cap on activations.
 
 Each rank has three queues, forwards, input gradients and weight gradients, in the order of a
 schedule that cannot deadlock. A free rank takes the head of one that is ready; weight gradients

@@ -1,1 +1,1 @@
-"""What `parallel3d bench` measures."""
+"""`parallel3d bench` and the preflight check: measure collectives and find slow wires."""

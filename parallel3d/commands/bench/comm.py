@@ -1,4 +1,9 @@
-"""`bench comm` on the screen: a table a dimension, and what it all comes to."""
+"""`parallel3d bench comm`: times every collective in every group of the user's layout.
+
+Like nccl-tests for one group: time, algorithm bandwidth and bus bandwidth (busbw) over message
+sizes, with the price of the cluster's model, for the groups of a dimension one at a time and all at
+once. A probe of pairs names slow ranks and wires. Needs no data and no model.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +32,8 @@ from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import LinkClass
 
-PIPED = 120  # columns where nobody looks at them
-# Columns that the table takes with everything, and with bus bandwidth alone.
+PIPED = 120  # columns without a terminal
+# Columns of the table with everything, and with bus bandwidth only.
 FULL, MEDIUM = 116, 98
 SHORT = {"shared memory": "shared", "pair exchange": "pair"}
 
@@ -36,13 +41,13 @@ Column = tuple[str, Callable[[dict[str, dict]], str]]  # heading, cell
 
 
 def make_console() -> Console:
-    """Of the terminal's width, or wide enough for the tables where nobody looks at it."""
+    """Returns a console of the terminal's width, or wide enough for the tables without one."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPED)
 
 
 def table(dim: str, rows: list[dict], width: int) -> Table:
-    """The rows of one dimension; both modes of an operation side by side."""
+    """Returns the table of one dimension; both modes of an operation side by side."""
     first = next(row for row in rows if "not_offered" not in row)
     count = first["groups_of_the_dimension"]
     groups = f"{count} group{'s' if count > 1 else ''} of {first['ranks_of_a_group']}"
@@ -75,7 +80,7 @@ def table(dim: str, rows: list[dict], width: int) -> Table:
 
 
 def columns(both: bool, width: int) -> list[Column]:
-    """What there is room for; the JSON file has everything."""
+    """Returns the columns that fit; the JSON file has all of them."""
     found: list[Column] = [("bytes", lambda modes: size(modes[ALONE]["bytes"]))]
     for mode in (ALONE, TOGETHER) if both else (ALONE,):
         head = f"{mode}\n" if both else ""
@@ -104,7 +109,7 @@ def _times_the_price(modes: dict[str, dict]) -> str:
 
 
 def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
-    """(op, reduction, training's way, size) → mode → row."""
+    """Groups rows: (op, reduction, training's path, size) → mode → row."""
     found: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         key = (row["op"], row["reduction"], row["training_path"], row["size"])
@@ -113,7 +118,7 @@ def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit: `12.3 ms`."""
+    """Formats three digits and a unit: `12.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -121,7 +126,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: int) -> str:
-    """`4 MiB` where it is a whole number of them, else with thousands apart."""
+    """Formats `4 MiB` if it is a whole number of them, else bytes with thousands separators."""
     if nbytes == 0:
         return ""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -130,18 +135,10 @@ def size(nbytes: int) -> str:
     return f"{nbytes:,}"
 
 
-# `parallel3d bench comm`: every collective in every group of the user's own layout, timed.
-#
-# As nccl-tests does for one group: time, algorithm bandwidth and bus bandwidth over message sizes,
-# here beside the price of the cluster's model, with the groups of a dimension one at a time and all
-# at once. A probe of pairs names what is slow. Needs no data and no model.
-
-
 def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int:
-    """Measures, prints and writes `bench.json`; collective. Returns 0, also when something is slow.
+    """Measures, prints and writes `bench.json`; collective. Returns 0, even if something is slow.
 
-    `send` is how the probe exchanges a message with a rank. Raises WrongResult where a collective
-    gives a wrong number.
+    `send` exchanges the probe's messages. Raises WrongResult if a collective gives a wrong number.
     """
     console = make_console() if worker.rank == 0 else None
     device = torch.device(worker.device)
@@ -185,14 +182,14 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
 
 
 def _seconds_since_start(worker: Worker) -> float:
-    """Since the command line was accepted and the run directory made, as the budget counts."""
+    """Returns seconds since the command line was accepted, as the budget counts."""
     accepted = worker.run_dir / CONFIG_FILE
     return max(0.0, time.time() - accepted.stat().st_mtime) if accepted.exists() else 0.0
 
 
 @contextmanager
 def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
-    """What is told before each row: the phase of this rank, and on rank 0's terminal a bar."""
+    """Yields a function that sets this rank's phase, and shows a bar on rank 0's terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = console is not None and console.is_terminal
     with Bar(*columns, console=console, transient=True) if shown else nullcontext() as bar:
@@ -200,17 +197,14 @@ def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
 
         def tell(what: str, done: int, of: int) -> None:
             worker.phase = f"bench comm: {what}"
-            if bar is not None:
+            if bar is not None and task is not None:
                 bar.update(task, description=what, completed=done, total=of)
 
         yield tell
 
 
 def fits(results: list[dict]) -> dict[str, Fit]:
-    """Link class → the speeds that would have priced it right.
-
-    From what training calls, by the way that it takes, with all groups at work as in training.
-    """
+    """Fits each link class by the collectives of training, on its path and with all groups busy."""
     samples: dict[str, dict[tuple, MeasuredOperation]] = {}
     for row in results:
         if "not_offered" in row or not is_trainings(row["dim"], row["op"], row["reduction"]):
@@ -236,7 +230,7 @@ def conclusions(
     fitted: dict[str, Fit],
     results: list[dict],
 ) -> list[str]:
-    """What the tables come to, a sentence a line."""
+    """Returns the conclusions, a sentence a line."""
     lines = [finding.sentence(where) for finding in findings]
     if len(pairs) == 1:
         lines.append("One pair of ranks: nothing to compare it with, so nothing is called slow.")
@@ -270,7 +264,7 @@ def report(
     fitted: dict[str, Fit],
     seconds: float,
 ) -> dict:
-    """What bench.json holds."""
+    """Returns the content of bench.json."""
     layout = where.placement.layout
     return {
         "layout": {name: layout.size(name) for name in ("tp", "pp", "dp", "cp")},

@@ -1,4 +1,4 @@
-"""Which latency and bandwidth would have priced the measured times right."""
+"""Fits latency and bandwidth to measured times, and finds slow ranks and pairs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from parallel3d.topology.cluster.parts import Link, LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.price import costs
 
-LIMIT = 30.0  # natural logarithm of what no link is beyond, in microseconds or ns a byte
+LIMIT = 30.0  # natural logarithm of microseconds, or ns a byte, that no link exceeds
 
-# Of these the cost is a·α + b/B with a and b that do not depend on the link, and training sends
-# nearly all of its bytes by them.
+# Their cost is a·α + b/B with a and b independent of the link, and training sends nearly all of its
+# bytes by them.
 FITTED = {
     "all_reduce": costs.ring_all_reduce,
     "all_gather": costs.all_gather,
@@ -38,14 +38,14 @@ class MeasuredOperation:
 
 @dataclass(frozen=True)
 class Fit:
-    """`link` prices half of the samples within a factor of `typical_factor` of the measured."""
+    """A fitted link; it prices half of the samples within a factor of `typical_factor`."""
 
     link: Link
     samples: int
     typical_factor: float
 
     def overrides(self, kind: LinkClass, rail_gb_per_s: float) -> dict[str, float]:
-        """The keys of `cluster` that say so; the spine's speed is told by its oversubscription."""
+        """Returns the keys of `cluster`; the spine's bandwidth is given by its oversubscription."""
         speed, latency = _round(self.link.gb_per_s), _round(self.link.latency_us)
         if kind is not LinkClass.SPINE:
             return {
@@ -59,17 +59,16 @@ class Fit:
 
 
 def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
-    """The link whose prices are off by the least factors; None without two sizes.
+    """Returns the link whose prices are off by the smallest factors; None without two sizes.
 
-    Factors, not seconds: twice too much and half as much are equally wrong, for small messages as
-    for large ones. (Relative differences would favour prices that are too low: one that is too low
-    is at most 100 % off.) Where larger messages take no longer, the bandwidth cannot be told and
-    comes out as very high.
+    Factors treat prices that are too high and too low alike, for all message sizes; relative
+    differences would favour low prices. If larger messages take no longer, the bandwidth comes out
+    as very high.
     """
     samples = [s for s in samples if s.op in FITTED and s.nbytes > 0]
     if len({s.nbytes for s in samples}) < 2:
         return None
-    # Seconds for each microsecond of latency, and for each nanosecond a byte (1 / (GB/s)).
+    # Seconds per microsecond of latency, and per nanosecond a byte (1 / (GB/s)).
     each = np.array([[_cost(s, Link(1e30, 1.0)), _cost(s, Link(1.0, 0.0))] for s in samples])
     seconds = np.array([s.seconds for s in samples])
 
@@ -83,11 +82,8 @@ def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
 
 
 def _least(off: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
-    """Where `off` is least: a pattern search, which takes ever smaller steps along both axes.
-
-    It also steps along the diagonal on which one rises as the other falls, as latency and
-    bandwidth do for messages of middling size.
-    """
+    """Minimises `off` by pattern search with shrinking steps along both axes and their diagonal, as
+    latency and bandwidth trade off for messages of medium size."""
     best, least, step = start, off(start), 2.0
     directions = np.array([[1, 0], [-1, 0], [0, 1], [0, -1], [1, -1], [-1, 1]])
     while step > 1e-7:
@@ -104,11 +100,8 @@ def _cost(sample: MeasuredOperation, link: Link) -> float:
 
 
 def _round(value: float) -> float:
-    """To three digits."""
+    """Rounds to three digits."""
     return float(f"{value:.3g}")
-
-
-# Which exchanges are slow beside the others, and what is said of them.
 
 
 Pair = tuple[int, int]
@@ -117,9 +110,9 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Finding:
-    """A slow rank (`ranks` has one) or pair (two).
+    """A slow rank (one entry in `ranks`) or pair (two).
 
-    seconds, median_s: its exchange of `nbytes`, and the median that it was compared with.
+    seconds, median_s: its exchange of `nbytes`, and the median of the others.
     """
 
     ranks: tuple[int, ...]
@@ -132,7 +125,7 @@ class Finding:
         return self.seconds / self.median_s
 
     def sentence(self, where: Where) -> str:
-        """Names it by rank, coordinates, host, GPU, rail and groups."""
+        """Describes it by rank, coordinates, host, GPU, rail and groups."""
         slower = (
             f"{self.times:.1f} times the median, {self.seconds * 1e3:.3g} against "
             f"{self.median_s * 1e3:.3g} ms for {self.nbytes:,} bytes"
@@ -145,7 +138,7 @@ class Finding:
         return f"slow pair: {where.name(a)} and {where.name(b)}, by {wire}: {slower}"
 
     def facts(self, where: Where) -> dict[str, object]:
-        """For JSON."""
+        """Returns plain data for JSON."""
         layout = where.placement.layout
         return {
             "kind": "rank" if len(self.ranks) == 1 else "pair",
@@ -160,13 +153,13 @@ class Finding:
 
 
 def groups_of(layout: Layout, rank: int) -> list[str]:
-    """`tp group [4, 5]`, … of a rank; groups of one are left out."""
+    """Formats `tp group [4, 5]`, … of a rank, without groups of one."""
     groups = {dim: layout.group_of(rank, dim) for dim in ("tp", "dp", "pp")}
     return [f"{dim} group {shown(ranks)}" for dim, ranks in groups.items() if len(ranks) > 1]
 
 
 def shown(ranks: list[int]) -> str:
-    """The ranks of a group, the middle of long ones left out."""
+    """Formats the ranks of a group, without the middle of long ones."""
     if len(ranks) <= 8:
         return str(ranks)
     return f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
@@ -177,13 +170,13 @@ Slow = tuple[tuple[int, ...], float, float]  # ranks, seconds, the median's seco
 
 @dataclass(frozen=True)
 class Judging:
-    """Which times are slow beside the others.
+    """Outlier detection.
 
     Attributes:
         pairs: as probed; classes: (pairs,) the `LinkClass` of each.
         sizes: bytes of each message size.
-        outlier: from how many times the median on something is slow.
-        floor_s: by how many seconds at least.
+        outlier: multiple of the median that counts as slow.
+        floor_s: and seconds above the median, at least.
     """
 
     pairs: list[Pair]
@@ -193,9 +186,9 @@ class Judging:
     floor_s: float
 
     def findings(self, times: Seconds) -> list[Finding]:
-        """Of times (sizes, pairs): slow ranks, then slow pairs of ranks that are not.
+        """Finds, in times (sizes, pairs), slow ranks, and slow pairs of other ranks.
 
-        With two ranks there is one pair and nothing to compare it with: nothing is found.
+        Two ranks are a single pair without a comparison: nothing is found.
         """
         found: dict[tuple[int, ...], Finding] = {}
         ends = np.array(self.pairs).reshape(-1, 2)
@@ -210,9 +203,9 @@ class Judging:
         return list(found.values())
 
     def _slow_ranks(self, times: Seconds, ends: npt.NDArray[np.int64]) -> Iterator[Slow]:
-        """By each rank's fastest pair, over every kind of wire that it has.
+        """Yields ranks whose fastest pair is slow over every link class.
 
-        A rank that is slow over one kind alone has a slow wire, and its pairs are named.
+        A rank that is slow over one class only has a slow wire, found as a pair.
         """
         verdicts: dict[int, list[tuple[float, float] | None]] = {}
         for kind in np.unique(self.classes):
@@ -227,8 +220,9 @@ class Judging:
             for rank, own in fastest.items():
                 verdicts.setdefault(rank, []).append(self._evidence(own, median))
         for rank, evidence in verdicts.items():
-            if all(evidence):
-                yield (rank,), *max(evidence, key=lambda e: e[0] / e[1])
+            slow = [one for one in evidence if one is not None]
+            if len(slow) == len(evidence):
+                yield (rank,), *max(slow, key=lambda e: e[0] / e[1])
 
     def _slow_pairs(
         self, times: Seconds, ends: npt.NDArray[np.int64], healthy: npt.NDArray[np.int64]
@@ -243,6 +237,6 @@ class Judging:
                     yield tuple(ends[i].tolist()), *evidence
 
     def _evidence(self, own: float, median: float) -> tuple[float, float] | None:
-        """Both, if `own` is slow beside `median`."""
+        """Returns both times if `own` is slow against `median`."""
         slow = own > max(self.outlier * median, median + self.floor_s)
         return (own, median) if slow else None

@@ -1,4 +1,4 @@
-"""Where the ranks of a run sit, and by what wires: what a finding is named by, and priced by."""
+"""Rows of `bench comm`: the operations of each dimension, their measurement, and their ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,17 @@ from parallel3d.topology.tiling import RankMapping, Tiling
 
 @dataclass(frozen=True)
 class Where:
-    """The placement of the run, and the host name of every rank."""
+    """Rank mapping of the run, and the host name of every rank."""
 
     placement: RankMapping
     hosts: tuple[str, ...]
 
     @classmethod
     def find(cls, config: Config, worker: Worker, layout: Layout) -> Where:
-        """Collective over the world: every rank says its host.
+        """Gathers all hosts; collective over the world.
 
-        Without a placement of the worker's own the ranks sit in their order on the configured
-        cluster. Raises UserError if that has too few GPUs.
+        Without a rank mapping of the worker, ranks are in order on the configured cluster. Raises
+        UserError if that has too few GPUs.
         """
         placement = worker.placement
         if placement is None:
@@ -61,15 +61,12 @@ class Where:
         return cls(placement, tuple(hosts))
 
     def link_class(self, a: int, b: int) -> LinkClass:
-        """Of the wire between two ranks."""
+        """Returns the class of the link between two ranks."""
         slots = self.placement.slots
         return LinkClass(int(self.placement.cluster.link_class(slots[a], slots[b])))
 
     def slowest_link(self, ranks: Sequence[int], chain: bool) -> tuple[LinkClass, Link | None]:
-        """The worst wire between neighbours of a ring (of a chain, where it is not closed).
-
-        The link is None where no wire leads from one to the other.
-        """
+        """Returns the worst link between neighbours of a ring or chain; None: there is no wire."""
         ends = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
         worst = max(self.link_class(a, b) for a, b in (ends[:-1] if chain else ends))
         return worst, None if worst is LinkClass.NONE else self.placement.cluster.link(worst)
@@ -81,10 +78,8 @@ class Where:
         return self.placement.cluster.slot_name(int(self.placement.slots[rank]))
 
     def name(self, rank: int) -> str:
-        """`rank 5 (pp 1, dp 0, tp 1) on web12 GPU 5, rail 5`.
-
-        The host comes first where the cluster does not call the node by its name.
-        """
+        """Formats `rank 5 (pp 1, dp 0, tp 1) on web12 GPU 5, rail 5`, with the host in front if the
+        cluster has another name for the node."""
         place, gpu = self.placement.layout.coordinates(rank), self.gpu(rank)
         host = self.hosts[rank]
         known = gpu.split(" GPU ")[0].split(".")[0] == host.split(".")[0]
@@ -93,7 +88,7 @@ class Where:
         )
 
     def facts(self, rank: int) -> dict[str, object]:
-        """The same for JSON."""
+        """Returns plain data for JSON."""
         return {
             "rank": rank,
             **self.placement.layout.coordinates(rank)._asdict(),
@@ -103,11 +98,8 @@ class Where:
         }
 
 
-# The rows of `bench comm`: which there are, who takes part in each, and what comes of them.
-
-
 ALONE, TOGETHER = "alone", "together"
-MOST_ALONE = 16  # groups of a dimension that are measured alone; of more, evenly spread ones
+MOST_ALONE = 16  # groups of a dimension that are measured alone, evenly spread
 WORLD = "world"
 
 
@@ -124,7 +116,7 @@ class BenchRow(NamedTuple):
 
     @property
     def label(self) -> str:
-        """`dp all-reduce sum, 4096 bytes, together`, for errors and progress."""
+        """Formats `dp all-reduce sum, 4096 bytes, together`."""
         size = f", {self.size} bytes" if self.size else ""
         own = ", training's way" if self.operation.own else ""
         return f"{self.dim} {self.operation.label}{size}{own}, {self.mode}"
@@ -132,7 +124,7 @@ class BenchRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank saw of one row: its group's number, the path, and its time of each call."""
+    """One rank's result of one row: number of its group, path, and seconds of each call."""
 
     row: int
     group: int
@@ -145,7 +137,7 @@ def groups_of(layout: Layout, dim: str) -> list[list[int]]:
 
 
 def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
-    """(what to measure, and why each of the others is left out)."""
+    """Returns (dimensions to measure, reason why each of the others is left out)."""
     left_out = {dim: f"{dim}=1: no groups" for dim in ("tp", "dp", "pp") if layout.size(dim) == 1}
     dims = [dim for dim in ("tp", "dp", "pp") if dim not in left_out]
     same = next((dim for dim in dims if layout.size(dim) == layout.world_size), None)
@@ -155,7 +147,7 @@ def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
 
 
 def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> dict[str, Site]:
-    """This rank's group of each dimension; collective, as the stages may share memory."""
+    """Returns this rank's group of each dimension; collective, as stages may share memory."""
     found = {}
     for dim in dimensions(groups.layout)[0]:
         group, boxes = getattr(groups, dim), None
@@ -166,9 +158,9 @@ def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> 
 
 
 def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> list[BenchRow]:
-    """Every row, the same list on every rank; collective over the world.
+    """Returns every row, equal on every rank; collective over the world.
 
-    Training's own way is a row where any rank has one that is not the backend's.
+    Training's path is a row if any rank has one that is not the backend's.
     """
     special = {
         (dim, operation, size)
@@ -178,8 +170,8 @@ def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> lis
         if operation.own and site.path(operation, size) != site.backend
     }
     device = next(iter(mine.values())).device
-    said = all_gather_json(list(special), dist.group.WORLD, device)
-    special = {(dim, BenchOperation(*op), size) for of_rank in said for dim, op, size in of_rank}
+    gathered = all_gather_json(list(special), dist.group.WORLD, device)
+    special = {(dim, BenchOperation(*op), n) for of_rank in gathered for dim, op, n in of_rank}
     rows = []
     for dim in mine:
         modes = (ALONE, TOGETHER) if len(groups_of(layout, dim)) > 1 else (ALONE,)
@@ -191,7 +183,7 @@ def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> lis
 
 
 def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
-    """Numbers of the groups of the row's dimension that work at the same time, turn by turn."""
+    """Returns the numbers of the groups that work at the same time, turn by turn."""
     count = len(groups_of(layout, row.dim))
     if row.mode == TOGETHER:
         return [list(range(count))]
@@ -199,17 +191,19 @@ def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
     return [[turn * count // taken] for turn in range(taken)]
 
 
-def result(row: BenchRow, calls: int, seen: list[list[Measured]], site: Site, where: Where) -> dict:
-    """The row for JSON; `seen` holds what the ranks of each measured group saw, in their order.
+def result(
+    row: BenchRow, calls: int, seen: list[list[Measured]], site: Site, where: Where
+) -> dict[str, Any]:
+    """Returns the row for JSON; `seen`: results of each measured group's ranks, in order.
 
-    Seconds are those of the slowest group, and of a group those of the slowest rank: the median
-    over the calls. Bytes are counted as nccl-tests does, and so are both bandwidths, in 1e9 B/s.
+    Seconds are the median over calls of the slowest rank, in the slowest group. Bytes and
+    bandwidths (busbw: bus_gb_per_s, 1e9 B/s) are nccl-tests'.
     """
     layout = where.placement.layout
     groups = groups_of(layout, row.dim)
     nbytes = site.whole_bytes(row.size) if row.size else 0
     name, n = row.operation.name, site.group.size
-    found = []
+    found: list[dict[str, Any]] = []
     for members in seen:
         ranks = groups[members[0].group]
         kind, link = where.slowest_link(ranks, chain=site.chain and name == "send_recv")
@@ -243,8 +237,8 @@ def result(row: BenchRow, calls: int, seen: list[list[Measured]], site: Site, wh
     }
 
 
-def described(row: BenchRow) -> dict:
-    """What identifies the row in JSON."""
+def described(row: BenchRow) -> dict[str, Any]:
+    """Returns the identity of the row for JSON."""
     return {
         "dim": row.dim,
         "op": row.operation.name,
@@ -255,21 +249,18 @@ def described(row: BenchRow) -> dict:
     }
 
 
-# Measures the rows of `bench comm` on every rank: checked first, then timed within the budget.
-
-
-Progress = Callable[[str, int, int], None]  # what is done now, how many of how many
+Progress = Callable[[str, int, int], None]  # (description, rows done, of rows)
 
 
 @dataclass
 class Measurement:
-    """All rows on one rank; every method is collective over the world.
+    """Measures all rows on one rank: checks, then times within a budget; methods are collective.
 
     Attributes:
-        rows: the same list on every rank.
+        rows: equal on every rank.
         sites: this rank's groups.
-        warmup, calls: of each row, as long as `budget_s` from now allows.
-        progress: told before each row.
+        warmup, calls: of each row, as far as `budget_s` from now allows.
+        progress: called before each row.
     """
 
     rows: list[BenchRow]
@@ -291,7 +282,7 @@ class Measurement:
         self.refused = self._why_no_average()
 
     def results(self) -> Iterator[tuple[str, list[dict]]]:
-        """(dimension, its rows for JSON; on rank 0 alone, else empty), as they are done.
+        """Yields (dimension, its rows for JSON on rank 0, else none).
 
         Raises WrongResult on a rank that finds a wrong number.
         """
@@ -324,7 +315,7 @@ class Measurement:
         self.rows_cut = plan.cut
 
     def _why_no_average(self) -> str | None:
-        """None where the backend can average (gloo could not before torch 2.13)."""
+        """Returns None if the backend can average (gloo cannot before torch 2.13)."""
         site = next(iter(self.sites.values()))
         try:
             dist.all_reduce(torch.ones(1, device=self.device), REDUCTIONS["avg"], site.group.handle)
@@ -338,10 +329,9 @@ class Measurement:
         return self.refused is not None and row.operation.reduction == "avg"
 
     def _plan(self, rows: list[BenchRow]) -> CallCounts:
-        """Calls every operation once, all groups together, and looks at the clock.
+        """Calls every operation once, all groups together, to connect and to estimate seconds.
 
-        That also makes the connections. A row that lets the groups work one after another is
-        taken to last as many times as long.
+        A row whose groups take turns is estimated to take as many times as long.
         """
         first: dict[tuple, float] = {}
         for number, row in enumerate(rows):
@@ -361,10 +351,10 @@ class Measurement:
         return CallCounts(estimates, left, self.warmup, self.calls)
 
     def _agreed(self, plan: CallCounts) -> tuple[int, int]:
-        """Rank 0's plan for the next row, on every rank."""
-        word = torch.tensor(plan.next(), device=self.device)
-        dist.broadcast(word, 0)
-        warmup, timed = word.tolist()
+        """Returns rank 0's plan for the next row on every rank."""
+        calls = torch.tensor(plan.next(), device=self.device)
+        dist.broadcast(calls, 0)
+        warmup, timed = calls.tolist()
         return warmup, timed
 
     def _measure(self, row: BenchRow, number: int, warmup: int, timed: int) -> list[Measured]:
@@ -384,7 +374,7 @@ class Measurement:
         return seen
 
     def _gathered(self, seen: list[Measured]) -> dict[int, list[list[Measured]]]:
-        """On rank 0: row number → groups → members in the order of their ranks."""
+        """Returns, on rank 0, row number → groups → members in the order of ranks."""
         facts = [dataclasses.astuple(measured) for measured in seen]
         found: dict[int, dict[int, list[Measured]]] = defaultdict(lambda: defaultdict(list))
         for of_rank in gather_json(facts, dist.group.WORLD, self.device):

@@ -1,4 +1,8 @@
-"""Timing calls of a group, and sharing out a time budget over rows that are not known yet."""
+"""Operations of `bench comm` with known results, timed calls, and calls within a time budget.
+
+Member m of a group of n holds `pattern(m)`: small whole numbers, so that sums are exact in fp32,
+with a prime period, so that a misplaced shard is noticed.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ from parallel3d.pipeline.shared_memory import SharedMemoryP2P
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 
-# Of the budget; the rest is for the probe of pairs, and for ending.
+# Of the budget; the rest is for the probe of pairs and the end.
 MEASURING_SHARE = 0.75
 
 
 def finisher(device: torch.device) -> Callable[[], None]:
-    """What waits until the device has done what was asked of it."""
+    """Returns a function that waits for the device."""
     return lambda: accelerator.synchronize(device)
 
 
@@ -37,7 +41,7 @@ def timed_calls(
     warmup: int,
     calls: int,
 ) -> list[float]:
-    """Seconds of each of `calls` calls on this rank, every one started behind a barrier."""
+    """Returns seconds of each of `calls` calls on this rank, each after a barrier."""
     seconds = []
     for number in range(warmup + calls):
         barrier()
@@ -51,18 +55,18 @@ def timed_calls(
 
 
 def slowest_rank(by_rank: Sequence[Sequence[float]]) -> float:
-    """Median over the calls of the time of each call's slowest rank: [rank][call] → seconds."""
+    """Returns the median over calls of each call's slowest rank: [rank][call] → seconds."""
     return statistics.median(max(call) for call in zip(*by_rank, strict=True))
 
 
 @dataclass
 class CallCounts:
-    """How often each row is called so that all end in time; no row is left out.
+    """Shares a time budget out over rows: how often each is called; at least one timed call.
 
     Attributes:
-        estimates: seconds that one call of each row takes, in the order of the rows.
-        seconds: for all of them, from now on.
-        warmup, calls: for every row as long as time allows. At least one timed call remains.
+        estimates: seconds of one call of each row, in the order of the rows.
+        seconds: for all rows, from now on.
+        warmup, calls: of every row, as far as time allows.
     """
 
     estimates: Sequence[float]
@@ -70,12 +74,12 @@ class CallCounts:
     warmup: int
     calls: int
     row: int = 0
-    foreseen: float = 0.0  # what the rows so far should have taken, and did
+    foreseen: float = 0.0  # estimated seconds of the rows so far; `spent`: measured
     spent: float = 0.0
     cut: int = field(default=0)  # rows that had fewer calls
 
     def next(self) -> tuple[int, int]:
-        """(warm-up, timed) calls of the next row."""
+        """Returns the (warm-up, timed) calls of the next row."""
         ahead = sum(self.estimates[self.row :])
         full = self.warmup + self.calls
         affordable = (self.seconds - self.spent) / max(ahead * self._pace, 1e-9)
@@ -87,20 +91,14 @@ class CallCounts:
 
     @property
     def _pace(self) -> float:
-        """How much longer rows take than foreseen; cautious until a few have been seen."""
+        """Measured over estimated time; 1 until a few rows have been measured."""
         return self.spent / self.foreseen if self.row >= 8 and self.foreseen > 0 else 1.0
 
     def done(self, total_calls: int, seconds: float) -> None:
-        """The row took `seconds` for all of its calls."""
+        """Records that all calls of the row took `seconds`."""
         self.foreseen += self.estimates[self.row] * total_calls
         self.spent += seconds
         self.row += 1
-
-
-# What `bench comm` times: every collective, with inputs whose results are known.
-#
-# Member m of a group of n holds `pattern(m)`: small whole numbers, so that sums are exact in fp32,
-# with a period that is prime, so that a part that lands in the wrong place is noticed.
 
 
 PERIOD = 251
@@ -109,20 +107,20 @@ ITEM = 4  # bytes of an fp32
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 PLAIN = ("all_gather", "broadcast", "scatter", "gather", "all_to_all", "send_recv", "barrier")
-# By what training sends its activations and gradients, with sums where it reduces.
+# Sent by training's own path: activations and gradients, summed where they are reduced.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 TRAINING = {"tp": COLLECTIVES, "dp": COLLECTIVES, "pp": ("send_recv",)}
 
 
 class WrongResult(RuntimeError):
-    """A collective left something else than the sum, the maximum or the parts that it should."""
+    """A collective's result is not the expected sum, maximum or shards."""
 
 
 class BenchOperation(NamedTuple):
     """A collective, and whose code runs it.
 
-    name: as in `topology.collective_costs`. reduction: sum, avg, max, or None where nothing is
-    reduced. own: training's own way for CPU ranks (shared memory and its like), not the backend's.
+    name: one of `sizes.transfer.OPERATIONS`. reduction: sum, avg, max, or None. own: training's own
+    path for CPU ranks (such as shared memory) instead of the backend's.
     """
 
     name: str
@@ -131,7 +129,7 @@ class BenchOperation(NamedTuple):
 
     @property
     def label(self) -> str:
-        """`all-reduce sum`, `send/receive`."""
+        """Formats `all-reduce sum`, `send/receive`."""
         name = "send/receive" if self.name == "send_recv" else self.name.replace("_", "-")
         return f"{name} {self.reduction}" if self.reduction else name
 
@@ -142,7 +140,7 @@ def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
 
 
 def operations(dim: str) -> list[BenchOperation]:
-    """All of them, each way of reducing apart; where training calls one, its own way beside."""
+    """Returns all operations, one per reduction, and training's own paths."""
     found = []
     for name in (*REDUCING, *PLAIN):
         for reduction in REDUCTIONS if name in REDUCING else (None,):
@@ -154,10 +152,10 @@ def operations(dim: str) -> list[BenchOperation]:
 
 @dataclass(frozen=True)
 class Site:
-    """Where an operation runs on this rank: the group, its device, and how messages travel.
+    """Group of this rank, its device, and the transport of its messages.
 
-    boxes: the shared memory of a pipeline, if it has any. chain: send/receive goes from each stage
-    to the next, as in a pipeline, not round a ring.
+    boxes: the pipeline's shared memory, if any. chain: send/receive goes from stage to stage
+    instead of round a ring.
     """
 
     group: Group
@@ -171,12 +169,12 @@ class Site:
         return "gloo" if name == GLOO_ON else name
 
     def whole_bytes(self, size: int) -> int:
-        """`size` in bytes, cut so that every member has an equal part of whole numbers."""
+        """Returns `size` in bytes, rounded down to equal shards of whole numbers."""
         unit = ITEM * self.group.size
         return max(unit, size // unit * unit)
 
     def path(self, operation: BenchOperation, size: int) -> str:
-        """Which way the bytes take: the backend's name, or that of our own where it has one."""
+        """Returns the transport: the backend's name, or our own's."""
         if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
         nbytes, shared = self.whole_bytes(size), self.group.shared
@@ -184,16 +182,16 @@ class Site:
             fits = self.boxes is not None and self.boxes.fits(torch.empty(nbytes // ITEM))
             return "mailbox" if fits else self.backend
         part = nbytes // self.group.size if operation.name == "all_gather" else nbytes
-        in_pieces = operation.name == "all_reduce"  # of any size
-        if shared is not None and (in_pieces or shared.fits(torch.empty(part // ITEM))):
+        splits = operation.name == "all_reduce"  # sends buffers of any size in chunks
+        if shared is not None and (splits or shared.fits(torch.empty(part // ITEM))):
             return "shared memory"
         return "pair exchange" if self.group.size == 2 else self.backend
 
 
 @dataclass
 class Call:
-    """One operation on its buffers. `run` may be called again and again; after `fill` and one
-    `run`, `result` (None: nothing to see on this rank) must equal `expected`."""
+    """One operation on its buffers. `run` may be repeated; after `fill` and one `run`, `result`
+    (None: nothing to check on this rank) must equal `expected`."""
 
     run: Callable[[], object]
     fill: Callable[[], object] = lambda: None
@@ -201,7 +199,7 @@ class Call:
     expected: Tensor | None = None
 
     def check(self, what: str) -> None:
-        """Runs once and compares. Raises WrongResult, which names `what` and the first wrong."""
+        """Runs once and compares. Raises WrongResult with `what` and the first wrong number."""
         self.fill()
         self.run()
         got = self.result()
@@ -220,19 +218,19 @@ class Call:
 
 
 def pattern(member: int, count: int, start: int = 0) -> Tensor:
-    """(count,) fp32: what `member` holds from number `start` on."""
+    """Returns (count,) fp32: the input of `member` from number `start` on."""
     ramp, begin = torch.arange(1.0, PERIOD + 1), start % PERIOD
     return ramp.repeat((begin + count) // PERIOD + 1)[begin : begin + count] * (member + 1)
 
 
 def reduced(reduction: str, n: int, count: int, start: int = 0) -> Tensor:
-    """(count,) fp32: the reduction of `pattern` over n members."""
+    """Returns (count,) fp32: the reduction of `pattern` over n members."""
     factor = {"sum": n * (n + 1) / 2, "avg": (n + 1) / 2, "max": n}[reduction]
     return pattern(0, count, start) * factor
 
 
 def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
-    """The operation on buffers of `size` bytes (the whole buffer, as nccl-tests counts it)."""
+    """Prepares the operation on buffers of `size` bytes (the whole buffer, as in nccl-tests)."""
     count = site.whole_bytes(size) // ITEM
     if operation.name in REDUCING:
         return _reducing(operation, site, count)
@@ -246,6 +244,7 @@ def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
 def _reducing(operation: BenchOperation, site: Site, count: int) -> Call:
     group, device = site.group, site.device
     n, me, handle = group.size, group.index, group.handle
+    assert operation.reduction is not None
     own, op = operation.own, REDUCTIONS[operation.reduction]
     mine = pattern(me, count).to(device)
     expected = reduced(operation.reduction, n, count)
@@ -289,7 +288,7 @@ def _all_gather(out: Tensor, tensor: Tensor, handle: object) -> None:
 
 
 def _moving(operation: BenchOperation, site: Site, count: int) -> Call:
-    """Broadcast, all-gather, scatter, gather and all-to-all: nothing is added."""
+    """Prepares broadcast, all-gather, scatter, gather or all-to-all."""
     group, device, name = site.group, site.device, operation.name
     n, me, handle, root = group.size, group.index, group.handle, group.ranks[0]
     part = count // n
@@ -302,7 +301,7 @@ def _moving(operation: BenchOperation, site: Site, count: int) -> Call:
         )
     if name == "scatter":
         out = torch.empty(part, device=device)
-        first = [pattern(0, part, i * part).to(device) for i in range(n)]  # what the root deals out
+        first = [pattern(0, part, i * part).to(device) for i in range(n)]  # the root's input
         return Call(
             lambda: dist.scatter(out, first if me == 0 else None, root, handle),
             result=lambda: out,
@@ -337,9 +336,9 @@ def _moving(operation: BenchOperation, site: Site, count: int) -> Call:
 
 
 def _messages(operation: BenchOperation, site: Site, count: int) -> Call:
-    """Every member sends to the next and hears from the one before, all at the same time.
+    """Prepares a message from every member to the next, all at once.
 
-    Along a pipeline the last stage only receives, and messages go out as the executor's do.
+    Along a pipeline the last stage only receives, and messages are posted as by the executor.
     """
     group, device = site.group, site.device
     n, me = group.size, group.index

@@ -1,8 +1,8 @@
-"""`preflight=true`: a short look at every wire of a run before its first step.
+"""`preflight=true`: probes every wire of a run before its first step.
 
-Pairs are probed as in `bench comm`. Then all groups of a dimension, at the same time, do what they
-do in training: sums for tp and dp, messages between stages for pp. What is slow is said in one
-line each and written to preflight.json; the run goes on.
+Pairs are probed as in `bench comm`. Then all groups of a dimension at once do their work of
+training: all-reduces for tp and dp, messages between stages for pp. Slow wires are logged, a line
+each, and written to preflight.json; the run goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CALLS = 5
 
 @dataclass(frozen=True)
 class GroupTime:
-    """The fastest of some calls in one group, at its slowest rank, and what the model says."""
+    """Fastest of some calls in one group, at its slowest rank, and the price by the model."""
 
     dim: str
     ranks: tuple[int, ...]
@@ -53,7 +53,7 @@ class GroupTime:
         return self.seconds / self.priced_s if self.priced_s else None
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns plain data for JSON."""
         return {
             "dim": self.dim,
             "ranks": list(self.ranks),
@@ -67,13 +67,13 @@ class GroupTime:
 
 @dataclass(frozen=True)
 class SlowGroup:
-    """A group that is slow beside the others of its dimension, each held against its price."""
+    """A group that is slow against the others of its dimension, relative to their prices."""
 
     group: GroupTime
     times: float
 
     def sentence(self, where: Where) -> str:
-        """Names the group and where its ranks sit."""
+        """Describes the group and where its ranks sit."""
         group = self.group
         ranks = group.ranks if len(group.ranks) <= 8 else (group.ranks[0], group.ranks[-1])
         return (
@@ -88,12 +88,12 @@ def preflight(
     config: Config,
     groups: ProcessGroups,
     worker: Worker,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     send: Exchange = exchange,
 ) -> None:
-    """Probes, says what is slow on rank 0 and writes preflight.json; collective over the world.
+    """Probes, logs slow wires on rank 0 and writes preflight.json; collective over the world.
 
-    A world of one rank has no wires. `send` is how the pair probe exchanges a message.
+    `send` exchanges the pair probe's messages.
     """
     if groups.layout.world_size == 1:
         return
@@ -113,7 +113,7 @@ def preflight(
     if accelerator.is_accelerator(device):  # the cluster's speeds are those of GPUs
         lines += [line for of_dim in times for line in off_the_price(of_dim, outlier)]
     for line in lines:
-        say(f"preflight: {line}")
+        log(f"preflight: {line}")
     write_json(
         worker.run_dir / "preflight.json",
         {
@@ -130,13 +130,13 @@ def preflight(
 def _probe_groups(
     groups: ProcessGroups, where: Where, device: torch.device, config: Config
 ) -> tuple[list[list[GroupTime]], list[SlowGroup]]:
-    """(times of every group by dimension, what is slow among them), on every rank."""
+    """Returns (times of every group by dimension, the slow groups) on every rank."""
     outlier, floor_s = config.bench.outlier, floor_of(device)
     mine = {dim: site for dim, site in sites(groups, device, config.launch).items() if dim != WORLD}
     times = [_fastest(site, dim, where) for dim, site in mine.items()]
     slow = [found for of_dim in times for found in judge(of_dim, outlier, floor_s)]
     for pause in PAUSES_S:
-        if not slow:  # the same on every rank, as the times are
+        if not slow:  # equal on every rank, as the times are
             break
         time.sleep(pause)
         again = [_fastest(site, dim, where) for dim, site in mine.items()]
@@ -152,7 +152,7 @@ def _probe_groups(
 
 
 def _fastest(site: Site, dim: str, where: Where) -> list[GroupTime]:
-    """Of all groups of the dimension, working at the same time; the same list on every rank."""
+    """Times all groups of the dimension at once; the same list on every rank."""
     layout = where.placement.layout
     groups = groups_of(layout, dim)
     name = "send_recv" if dim == "pp" else "all_reduce"
@@ -168,30 +168,29 @@ def _fastest(site: Site, dim: str, where: Where) -> list[GroupTime]:
     nbytes, found = site.whole_bytes(NBYTES), []
     for ranks, own in zip(groups, fastest, strict=True):
         _, link = where.slowest_link(ranks, chain=dim == "pp")
-        priced = link and collective_time(name, len(ranks), nbytes, link)
+        priced = None if link is None else collective_time(name, len(ranks), nbytes, link)
         found.append(GroupTime(dim, tuple(ranks), operation, nbytes, own, priced))
     return found
 
 
 def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[SlowGroup]:
-    """Groups that take more than `outlier` times the median multiple of the price.
+    """Finds groups that take more than `outlier` times the median multiple of their price.
 
-    Two groups have no median to speak of: nothing is found.
+    Fewer than three groups have no meaningful median.
     """
-    priced = [group for group in groups if group.times_the_price is not None]
+    priced = [(g, price, g.seconds / price) for g in groups if (price := g.priced_s)]
     if len(priced) < 3:
         return []
-    multiples = [group.times_the_price for group in priced]
-    usual = float(np.median(multiples))
+    usual = float(np.median([times for _, _, times in priced]))
     return [
-        SlowGroup(group, multiple / usual)
-        for group, multiple in zip(priced, multiples, strict=True)
-        if multiple > outlier * usual and group.seconds > usual * group.priced_s + floor_s
+        SlowGroup(group, times / usual)
+        for group, price, times in priced
+        if times > outlier * usual and group.seconds > usual * price + floor_s
     ]
 
 
 def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
-    """A line if even the median group of a dimension is much slower than the model says."""
+    """Returns a line if even the median group of a dimension is much slower than its price."""
     multiples = [group.times_the_price for group in groups if group.times_the_price is not None]
     if not multiples or np.median(multiples) <= outlier:
         return []

@@ -1,10 +1,9 @@
-"""Finds the rank or the pair of ranks that is slow: pairs exchange a message, each pair alone.
+"""Probe of pairs: finds slow ranks and pairs by exchanging messages, each pair alone.
 
-A rank is slow if even its fastest pair is slower than `outlier` times what the median rank's is; a
-pair is slow if it is slower than `outlier` times the median pair while its ranks are not. Times
-are compared within a link class. A busy machine makes anything slow for a moment: of all exchanges
-of a pair the fastest counts, and what is found must be found again after ever longer pauses, until
-three of them have passed. What is slow only now and then is not named.
+A rank is slow if its fastest pair is slower than `outlier` times the median rank's; a pair is slow
+if it is slower than `outlier` times the median pair while its ranks are not. Times are compared
+within a link class. As a busy machine is slow at times, the fastest exchange of a pair counts, and
+a finding must be confirmed after three pauses of growing length.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from parallel3d.topology.layout import Layout
 ROUNDS = 3  # over all pairs
 PINGS = 5  # exchanges of a pair in one round
 PAUSES_S = (0.2, 0.4, 0.8)  # before rounds that confirm a finding
-ALL_PAIRS = 8  # ranks of a group of which every pair is probed; beyond, neighbours alone
+ALL_PAIRS = 8  # largest group whose pairs are all probed; in larger ones only neighbours
 
 Exchange = Callable[[Tensor, Tensor, int, Group], None]
 
 
 def sizes_of(device: torch.device) -> tuple[int, ...]:
-    """Bytes of the messages: one shows latency, the other bandwidth."""
+    """Returns bytes of the messages: one for latency, one for bandwidth."""
     return (4096, 32 << 20) if accelerator.is_accelerator(device) else (4096, 1 << 20)
 
 
 def floor_of(device: torch.device) -> float:
-    """Seconds below which a difference is the operating system's, not the wire's."""
+    """Returns seconds below which a difference is the operating system's."""
     return 5e-6 if accelerator.is_accelerator(device) else 1e-3
 
 
 def exchange(sent: Tensor, received: Tensor, peer: int, group: Group) -> None:
-    """Sends to world rank `peer` of the group while receiving as much from it."""
+    """Exchanges a message with world rank `peer` of the group."""
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, peer, group.handle),
@@ -57,7 +56,8 @@ def exchange(sent: Tensor, received: Tensor, peer: int, group: Group) -> None:
 
 
 def pairs_to_probe(layout: Layout) -> list[Pair]:
-    """Every pair of the groups up to 8 ranks, ring neighbours of larger ones and of the world."""
+    """Returns all pairs of groups up to ALL_PAIRS ranks, and ring neighbours of larger ones and the
+    world."""
     found = set(_ring(list(range(layout.world_size))))
     for dim in ("tp", "dp", "pp"):
         for ranks in layout.groups(dim):
@@ -72,10 +72,9 @@ def _ring(ranks: list[int]) -> list[Pair]:
 
 
 def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]:
-    """Rounds of pairs that do not disturb each other: no two of a round share anything.
+    """Returns rounds of pairs that do not disturb each other.
 
-    share: what a rank occupies. Ranks on CPU take turns by host, as they share its cores; those
-    with a GPU each only by rank.
+    `share` returns what a rank occupies exclusively: on CPUs its host's cores, else only itself.
     """
     waiting, rounds = pairs, []
     while waiting:
@@ -100,12 +99,12 @@ def probe(
     outlier: float,
     send: Exchange = exchange,
 ) -> tuple[list[Finding], dict[Pair, list[float]]]:
-    """Collective over the world: (what is slow, seconds of each pair by size), on every rank.
+    """Returns (findings, seconds of each pair by size) on every rank; collective over the world.
 
     Args:
-        groups: those of the run, by whose wires its pairs are probed.
-        outlier: from how many times the median on something is slow.
-        send: how a message is exchanged with a rank.
+        groups: of the run; its own communicators are probed.
+        outlier: multiple of the median that counts as slow.
+        send: exchanges a message with a rank.
     """
     layout = where.placement.layout
     pairs = pairs_to_probe(layout)
@@ -119,7 +118,7 @@ def probe(
     fastest = _rounds(pairs, order, groups, device, send)
     findings = judging.findings(fastest)
     for pause in PAUSES_S:
-        if not findings:  # the same on every rank, as its figures are
+        if not findings:  # equal on every rank, as the times are
             break
         time.sleep(pause)
         fastest = np.minimum(fastest, _rounds(pairs, order, groups, device, send))
@@ -134,7 +133,7 @@ def _rounds(
     device: torch.device,
     send: Exchange,
 ) -> Seconds:
-    """(sizes, pairs): the fastest exchange of each, at its slower end; the same on every rank."""
+    """Returns (sizes, pairs): the fastest exchange at its slower end; equal on every rank."""
     rank = dist.get_rank()
     number = {pair: i for i, pair in enumerate(pairs)}
     finish = finisher(device)
@@ -158,12 +157,12 @@ def _rounds(
 
 
 def _group_with(peer: int, groups: ProcessGroups) -> Group:
-    """The smallest group that this rank has in common with `peer`: it may have wires of its own."""
+    """Returns the smallest group of this rank and `peer`, which may have its own wires."""
     return next(g for g in (groups.tp, groups.dp, groups.pp, groups.world) if peer in g.ranks)
 
 
 def _pings(finish: Callable[[], None], ping: Callable[[], object]) -> Iterator[float]:
-    """Seconds of each exchange; the first only lets the two meet."""
+    """Yields seconds of each exchange after a first one."""
     for number in range(PINGS + 1):
         start = time.perf_counter()
         ping()

@@ -1,1 +1,1 @@
-"""`parallel3d dryrun`: one rank of any layout, without its values, its peers or its GPU."""
+"""`parallel3d dryrun`: runs one rank of any layout without its peers, its GPU or tensor values."""

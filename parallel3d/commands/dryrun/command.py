@@ -1,7 +1,7 @@
-"""`parallel3d dryrun`: what a step of this configuration takes of one GPU, before there is one.
+"""`parallel3d dryrun`: memory, kernels and traffic of a step of this configuration, without a GPU.
 
-The trainer itself runs, on tensors that have shapes and no values, as one rank of a world whose
-other ranks are not there. What it allocates, launches and sends is counted.
+The trainer runs on tensors without values, as one rank of a world without its other ranks, and its
+allocations, launches and collectives are counted.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ASSUMED_CLUSTER = "dgx_h100"
 
 
 def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
-    """Print what a step takes, and write the file asked for. Returns the exit code, 0.
+    """Prints the report and writes the file asked for. Returns the exit code, 0.
 
-    `typed`: the overrides of the command line, which tell what the user chose himself; None (a
-    caller with a configuration of its own) for: everything. Raises UserError for what cannot work.
+    `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
+    Raises UserError for what cannot work.
     """
     wanted = config.dryrun.json
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
@@ -49,7 +49,7 @@ def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
 
 
 def assume_cluster(config: Config, typed: Sequence[str] | None) -> tuple[Config, list[str]]:
-    """The configuration with a cluster that has GPUs, where the user chose none."""
+    """Returns the configuration with a cluster of GPUs if none was chosen, and the assumption."""
     keys = {"cluster"} if typed is None else chosen_keys(typed)
     chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
     if chosen or config.cluster.gpu is not None:
@@ -60,9 +60,9 @@ def assume_cluster(config: Config, typed: Sequence[str] | None) -> tuple[Config,
 
 
 def find_facts(config: Config) -> dict[str, Any]:
-    """Everything that the report shows, as plain data; nothing is printed or written.
+    """Returns everything that the report contains, as plain data.
 
-    This process has the simulated device from here on. Raises UserError for what cannot work.
+    Enables the simulated device in this process. Raises UserError for what cannot work.
     """
     config = check_config(config, own_samples=True)
     layout = layout_of(config)
@@ -78,7 +78,7 @@ def find_facts(config: Config) -> dict[str, Any]:
 
 
 def _ranks(config: Config) -> list[int]:
-    """The rank asked for, or the first ones of the first, a middle and the last stage."""
+    """Returns the rank asked for, or the first ranks of the first, a middle and the last stage."""
     world, pp = layout_of(config).world_size, config.pp
     rank = config.dryrun.rank
     if rank is None:
@@ -93,7 +93,7 @@ def _ranks(config: Config) -> list[int]:
 
 
 def _placement(config: Config) -> RankMapping:
-    """Where the ranks sit on the configured cluster, which decides the two levels of dp."""
+    """Returns the rank mapping on the configured cluster, which decides the two levels of dp."""
     layout = layout_with_loops(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)
     return place(config, cluster, layout, transfers(config, layout))

@@ -1,18 +1,17 @@
-"""What a compiler would make of a block's element-wise kernels: an estimate.
+"""Counts what one rank does in a step: memory by kind, kernels, FLOPs, collectives, host waits.
 
-TorchInductor cannot be asked without the GPU that it writes for. Here all kernels between two that
-no compiler looks into (GEMMs, attention, collectives) are taken for one, which reads once what was
-there before and writes once what is still there afterwards. That is what pointwise code and the
-reductions along rows come to. A sum along columns (a norm's weight gradient) needs a kernel of its
-own, and what is kept for the backward is chosen anew by the compiler: neither is known here.
+A compiled block is estimated: TorchInductor needs the GPU that it compiles for. All kernels between
+two that no compiler sees into (GEMMs, attention, collectives) count as one, which reads its inputs
+once and writes once what is alive afterwards, as fused pointwise code and row reductions do. Column
+sums (a norm's weight gradient) and the compiler's own choice of saved tensors are not modelled.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from types import CodeType, FrameType
@@ -42,12 +41,12 @@ if TYPE_CHECKING:
     from parallel3d.trainer import Trainer
 
 
-class Joined:
-    """A run of kernels. Blocks go by numbers, so that none is kept alive here."""
+class FusedRun:
+    """Kernels that a compiler fuses. Blocks go by numbers: references would keep them alive."""
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._number: dict[int, int] = {}  # id of a block → its number, newest of that id
+        self._number: dict[int, int] = {}  # id of a block → number of the newest block with this id
         self._clear()
 
     def _clear(self) -> None:
@@ -74,30 +73,26 @@ class Joined:
             self._writes[block, use.where] = ref(use.block), use.nbytes
 
     def take(self) -> int:
-        """Bytes read and written by the run, which ends here."""
+        """Ends the run and returns the bytes that it reads and writes."""
         written = sum(nbytes for block, nbytes in self._writes.values() if block() is not None)
         nbytes = sum(self._reads.values()) + written
         self._clear()
         return nbytes
 
 
-# Seconds of a kernel on a GPU: what it computes, or what it reads and writes, whichever is longer.
-#
-# A datasheet's peaks are never reached. How much of them is attainable is assumed here, in one
-# place and the same for all GPUs, until a card has measured it.
+# Achievable fractions of datasheets, assumed to be the same for all GPUs.
 
-
-# Of the dense peak, by H200 in bf16 (989.4 TFLOP/s). A square GEMM of 8192 measures 785 there; the
-# layers' GEMMs are smaller and thinner, those of a head over a vocabulary run in chunks of tokens.
+# Of the dense peak, by an H200 in bf16 (989.4 TFLOP/s): a square GEMM of 8192 reaches 785. The
+# layers' GEMMs are smaller and thinner; those of a vocabulary run in chunks of tokens.
 GEMM_LAYERS = 690 / 989.4
 GEMM_HEAD = 580 / 989.4
-# Flash attention, of the FLOPs really computed. H100, forward, without a mask, 4k tokens (Shah et
-# al. 2024, figure 5): heads of 64: 321 (FlashAttention-2) and 408 TFLOP/s (cuDNN), of 128: 368 and
-# 609; backward and causal are slower.
+# Flash attention, of the FLOPs computed. H100, forward, no mask, 4k tokens (Shah et al. 2024,
+# figure 5): heads of 64: 321 (FlashAttention-2) and 408 TFLOP/s (cuDNN), of 128: 368 and 609;
+# backward and causal are slower.
 ATTENTION_NARROW = 300 / 989.4  # heads up to 64
 ATTENTION_WIDE = 450 / 989.4
 NARROW = 64
-# H200: 4.0 of 4.8 TB/s, as long element-wise kernels get them.
+# H200: 4.0 of 4.8 TB/s in long element-wise kernels.
 BANDWIDTH = 4.0 / 4.8
 
 SHARES = {"gemm_layers": GEMM_LAYERS, "gemm_head": GEMM_HEAD}
@@ -119,7 +114,7 @@ class Gpu:
     memory: float
 
     def seconds(self, kind: str, flops: float, nbytes: float, dtype: str, head_dim: int) -> float:
-        """Of one kernel: `kind` is gemm_layers, gemm_head, attention, or anything else."""
+        """Returns seconds of a kernel; `kind`: gemm_layers, gemm_head, attention or another."""
         moving = nbytes / (self.bandwidth * BANDWIDTH)
         if not flops:
             return moving
@@ -128,44 +123,34 @@ class Gpu:
 
 
 def gpu_of(config: Config) -> Gpu:
-    """The cluster's GPU.
-
-    Raises:
-        UserError: the cluster does not say which GPU it has, or the datasheets do not know it.
-    """
+    """Returns the cluster's GPU. Raises UserError if it is not configured or has no datasheet."""
     cluster, precision = config.cluster, config.precision.name
-    told = {
-        "cluster.gpu": cluster.gpu,
-        "cluster.gpu_memory_gb": cluster.gpu_memory_gb,
-        "cluster.gpu_memory_gb_per_s": cluster.gpu_memory_gb_per_s,
-    }
-    missing = [name for name, value in told.items() if value is None]
-    if missing:
+    name, memory, bandwidth = cluster.gpu, cluster.gpu_memory_gb, cluster.gpu_memory_gb_per_s
+    if name is None or memory is None or bandwidth is None:
+        keys = {"gpu": name, "gpu_memory_gb": memory, "gpu_memory_gb_per_s": bandwidth}
+        missing = " ".join(f"cluster.{key}=…" for key, value in keys.items() if value is None)
         raise UserError(
             f"cluster={cluster.name} does not say what its GPUs are; the nearest is "
-            f"cluster=dgx_h100, or {' '.join(f'{name}=…' for name in missing)}."
+            f"cluster=dgx_h100, or {missing}."
         )
     own = config.launch.peak_tflops
-    known = {t: datasheet_peak(cluster.gpu, t) for t in ("fp64", "fp32", "tf32", "bf16", "fp16")}
+    known = {t: datasheet_peak(name, t) for t in ("fp64", "fp32", "tf32", "bf16", "fp16")}
     peak = known[precision] if own is None else Peak(own * TERA, "launch.peak_tflops")
     if peak is None:
         raise UserError(
-            f"cluster.gpu={show(cluster.gpu)} has no {precision} in the datasheets known here; "
+            f"cluster.gpu={show(name)} has no {precision} in the datasheets known here; "
             "give launch.peak_tflops, its dense peak."
         )
-    peaks = {name: found.flops for name, found in known.items() if found is not None}
+    peaks = {t: found.flops for t, found in known.items() if found is not None}
     if own is not None:
         peaks[precision] = peak.flops
-    return Gpu(
-        cluster.gpu, peak, peaks, 1e9 * cluster.gpu_memory_gb_per_s, 1e9 * cluster.gpu_memory_gb
-    )
+    return Gpu(name, peak, peaks, 1e9 * bandwidth, 1e9 * memory)
 
 
-# What one rank does in a step: kernels, bytes, FLOPs, collectives, and where the host waits.
-
-
-PARTS = ("gemm_layers", "gemm_head", "attention", "blocks", "loss", "optimizer")
-PARTS += ("sharding", "other")
+PARTS = (
+    *("gemm_layers", "gemm_head", "attention", "blocks", "loss", "optimizer"),
+    *("sharding", "other"),
+)
 COMMUNICATION = "communication"
 COLLECTIVES = frozenset(("allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"))
 COLLECTIVES |= frozenset(("barrier", "send", "receive"))
@@ -183,7 +168,7 @@ DTYPES = {
 
 @dataclass
 class Sums:
-    """Of some kernels, in a step; a plain sum over micro-batches and what stands around them."""
+    """Sums over some kernels of a step."""
 
     launches: float = 0.0
     bytes: float = 0.0
@@ -193,16 +178,16 @@ class Sums:
 
 @dataclass
 class Counts:
-    """Of one rank and step.
+    """Counts of one rank and step.
 
     Attributes:
-        parts: by `PARTS` and communication, whose kernels have no time here.
-        sent: by group, bytes that leave this rank. calls: by group, collectives and messages.
+        parts: by `PARTS` and communication, whose kernels have no time.
+        sent: by group, bytes that this rank sends. calls: by group, collectives and messages.
         waits: "why (file:line)" → how often the host waited for the device.
     """
 
     parts: dict[str, Sums] = field(default_factory=dict)
-    sent: Counter[str] = field(default_factory=Counter)
+    sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
 
@@ -214,22 +199,21 @@ class OpCounter(Observer):
     """Counts while it is one of the machine's observers.
 
     Args:
-        names: of the process groups.
-        compiled: joins the blocks' element-wise kernels as a compiler would.
-        tf32: fp32 products are tf32's.
+        compiled: fuses the blocks' element-wise kernels as a compiler would.
+        tf32: fp32 matmuls run in tf32.
     """
 
     def __init__(self, machine: SimulatedMachine, gpu: Gpu, compiled: bool, tf32: bool) -> None:
         self.machine, self.gpu = machine, gpu
         self.memory = AllocationCounter(machine)
-        self.joined = Joined() if compiled else None
+        self.fused = FusedRun() if compiled else None
         self.dtypes = DTYPES | ({torch.float32: "tf32"} if tf32 else {})
-        self.names: Mapping[Any, str] = {}
+        self.names: Mapping[Any, str] = {}  # process group → name
         self.counting = False
         self.counts = Counts()
 
     def start(self) -> None:
-        """From here on a step is counted."""
+        """Starts to count a step."""
         self.counts, self.counting = Counts(), True
         self.memory.reset()
 
@@ -239,38 +223,34 @@ class OpCounter(Observer):
         self.counting = False
         return self.counts
 
-    # --- memory --------------------------------------------------------------------------------
-
     def allocated(self, block: StorageMemory) -> None:
-        if self.joined is not None:
-            self.joined.began(block)
+        if self.fused is not None:
+            self.fused.began(block)
         in_kernel = self.machine.thread.fused is not None
-        self.memory.allocated(block, hold=in_kernel or self._joins(part_of_step))
+        self.memory.allocated(block, hold=in_kernel or self._fuses(part_of_step))
 
     def freed(self, block: FreedMemory) -> None:
         self.memory.freed(block)
 
-    def _joins(self, part: Any) -> bool:
-        return self.joined is not None and self.counting and part() == BLOCKS
-
-    # --- kernels -------------------------------------------------------------------------------
+    def _fuses(self, part: Callable[[], str]) -> bool:
+        return self.fused is not None and self.counting and part() == BLOCKS
 
     def kernel(self, kernel: Kernel) -> None:
         if not self.counting:
             self.memory.settle()
             return
         part, flops, dtype, head_dim = self._sort(kernel)
-        if part == BLOCKS and self.joined is not None:
-            self.joined.add(kernel)
+        if part == BLOCKS and self.fused is not None:
+            self.fused.add(kernel)
             return
-        if part != "optimizer":  # whose kernels stand beside those of the blocks
+        if part != "optimizer":  # the optimizer's kernels do not interrupt those of the blocks
             self._flush()
         self.memory.settle()
         nbytes = sum(use.nbytes for use in kernel.reads) + sum(use.nbytes for use in kernel.writes)
         self._add(part, kernel.launches, nbytes, flops, dtype, head_dim)
 
     def _sort(self, kernel: Kernel) -> tuple[str, float, str, int]:
-        """The part of the step, FLOPs, their type, and the width of attention's heads."""
+        """Returns the part of the step, FLOPs, their type, and the width of attention's heads."""
         if kernel.call is None:
             if kernel.name in COLLECTIVES:
                 return COMMUNICATION, 0.0, "", 0
@@ -301,11 +281,9 @@ class OpCounter(Observer):
             sums.seconds += self.gpu.seconds(part, flops, nbytes, dtype, head_dim)
 
     def _flush(self) -> None:
-        """What was joined so far is one kernel."""
-        if self.joined is not None and self.joined.kernels:
-            self._add(BLOCKS, 1, self.joined.take(), 0.0, "", 0)
-
-    # --- communication, and the host -----------------------------------------------------------
+        """Counts the fused run so far as one kernel."""
+        if self.fused is not None and self.fused.kernels:
+            self._add(BLOCKS, 1, self.fused.take(), 0.0, "", 0)
 
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
         if self.counting:
@@ -319,15 +297,15 @@ class OpCounter(Observer):
 
 
 def attention_flops(gemms: int, q: Tensor, k: Tensor, causal: bool) -> float:
-    """Of `gemms` products over the scores of (b, heads, s, d) against (b, _, t, d): a causal kernel
-    leaves out the blocks above the diagonal, half of them."""
+    """Returns FLOPs of `gemms` matmuls over the scores of (b, heads, s, d) against (b, _, t, d); a
+    causal kernel skips half of them, the blocks above the diagonal."""
     batch, heads, length, width = q.shape
     full = 2.0 * gemms * batch * heads * length * k.shape[-2] * width
     return full / 2 if causal else full
 
 
 def sent_bytes(name: str, nbytes: int, size: int) -> float:
-    """What a rank sends in a collective by ring; `nbytes`: of the tensor that it gives."""
+    """Returns the bytes that a rank sends in a ring collective; `nbytes`: of its input."""
     others = size - 1
     return {
         "allreduce": 2.0 * nbytes * others / size,
@@ -339,29 +317,26 @@ def sent_bytes(name: str, nbytes: int, size: int) -> float:
     }.get(name, 0.0)
 
 
-# Bytes of one simulated device by what they are for, and where they peak.
-
-
 KINDS = ("parameters", "gradients", "masters", "optimizer", "activations", "logits", "buffers")
 BUILDING = "building the trainer"
 
 
 class AllocationCounter:
-    """What is allocated, by kind; the largest sum since `start_phase`, and what it was made of.
+    """Allocated bytes by kind, and their peak since `reset`.
 
-    Memory that begins and ends inside of one kernel (`hold`) never counts: it is in registers.
+    Memory that is allocated and freed inside of one kernel (`hold`) does not count: registers.
     """
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
         self.live = dict.fromkeys(KINDS, 0)
-        self.phase: str | None = BUILDING  # None: told by the callers
+        self.phase: str | None = BUILDING  # None: by the call stack
         self.held: dict[int, tuple[int, str]] = {}  # id of the memory → bytes, kind
-        self.known: set[int] = set()  # ids of the memory that was given out under our eyes
+        self.known: set[int] = set()  # ids of memory allocated since this counter exists
         self.reset()
 
     def reset(self) -> None:
-        """The peak begins anew, with what is live now."""
+        """Starts a new peak with the live memory."""
         self.machine.collect()
         self.peak, self.at_peak, self.peak_phase = 0, dict(self.live), ""
         self._compare()
@@ -388,14 +363,14 @@ class AllocationCounter:
 
     def freed(self, left: FreedMemory) -> None:
         key = id(left.memory)
-        if key not in self.known:  # of a trainer before this one
+        if key not in self.known:  # of an earlier trainer
             return
         self.known.remove(key)
         if self.held.pop(key, None) is None:
             self.live[left.label or "buffers"] -= left.nbytes
 
     def settle(self) -> None:
-        """What was held and is still there was written by the kernel that has just ended."""
+        """Counts the held memory that outlives the kernel that has just ended."""
         if not self.held:
             return
         self.machine.collect()
@@ -405,12 +380,13 @@ class AllocationCounter:
         self._compare()
 
     def label(self, tensors: Iterable[Tensor], kind: str, keep: Iterable[str] = ()) -> None:
-        """From here on the memory of these tensors counts as `kind`, unless it is one of `keep`."""
+        """Counts the memory of these tensors as `kind` from now on, unless it is one of `keep`."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.numel() == 0:
                 continue
-            block = self.machine.block_of(local.data_, local.device_index)  # type: ignore[attr-defined]
+            simulated: Any = local  # with the attributes of simulated_device/tensor.py
+            block = self.machine.block_of(simulated.data_, simulated.device_index)
             if block.label in keep:
                 continue
             self.live[block.label or "buffers"] -= block.nbytes
@@ -418,11 +394,11 @@ class AllocationCounter:
             block.label = kind
 
     def label_state(self, trainer: Trainer) -> None:
-        """Finds out what of the memory are parameters, gradients, masters and optimizer state."""
+        """Labels parameters, gradients, masters and optimizer state."""
         parameters = [p.detach() for p in trainer.parameters.values()]
         segments = trainer.data_parallel.segments
-        # In fp32 or better the optimizer steps the parameters themselves; what FSDP2 shards is
-        # never read as it is, but in the compute type.
+        # In fp32 or better the optimizer steps the parameters themselves; FSDP2's shards are only
+        # read in the compute type.
         own = {p.dtype for p in parameters} != {trainer.dtype}
         self.label(parameters, "masters" if own else "parameters")
         self.label((s.param for s in segments), "masters" if own else "parameters")
@@ -435,18 +411,16 @@ class AllocationCounter:
             self.label([*state, *group.steps], "optimizer")
 
 
-# Where in the program a kernel is launched or memory is asked for, told by the callers' frames.
-#
-# The innermost frame of a known file decides. A backward that autograd runs by itself has none of
-# ours on its stack: what no rule knows is of the blocks, whose operators those are.
+# The call stack decides where in the program a kernel is launched or memory is allocated: its
+# innermost frame in a file of these tables. A backward of autograd has no frame of ours: it belongs
+# to the blocks.
 
 
 BLOCKS, LOSS, OPTIMIZER, OTHER = "blocks", "loss", "optimizer", "other"
 SHARDING = "sharding"
 
-# (part of a file's path, the part of the step), the first that fits; None: that of its caller.
+# (part of a file's path, part of the step); the first match counts; None: the caller decides.
 _PARTS = (
-    ("/parallel3d/tensor_parallel/loss.py", LOSS),
     ("/parallel3d/tensor_parallel/loss.py", LOSS),
     ("/parallel3d/tensor_parallel/embedding.py", OTHER),
     ("/parallel3d/parameters/gradients.py", None),
@@ -461,12 +435,11 @@ _PARTS = (
     ("/parallel3d/data/", OTHER),
     ("/parallel3d/trainer.py", OTHER),
 )
-# (part of a file's path, function or None for any, the kind of memory), the first that fits.
+# (part of a file's path, function or None for any, kind of memory); the first match counts.
 _KINDS = (
     ("/parallel3d/tensor_parallel/loss.py", "train", "activations"),  # of the hidden states
     ("/parallel3d/tensor_parallel/loss.py", None, "logits"),
-    ("/parallel3d/tensor_parallel/loss.py", None, "logits"),
-    ("/parallel3d/parameters/gradients.py", None, "buffers"),  # products to be added
+    ("/parallel3d/parameters/gradients.py", None, "buffers"),  # matmuls to be added
     ("/fsdp/_fully_shard/_fsdp_param.py", "to_accumulated_grad_if_needed", "gradients"),
     ("/fsdp/_fully_shard/_fsdp_param.py", None, "parameters"),  # gathered
     ("/torch/distributed/fsdp/", None, "buffers"),
@@ -490,7 +463,7 @@ _PHASES = (
 
 
 class FrameFacts(NamedTuple):
-    """What the code of a frame says; None: nothing."""
+    """Facts about the code of a frame; None: unknown."""
 
     part: str | None
     kind: str | None
@@ -509,7 +482,7 @@ def _facts(code: CodeType) -> FrameFacts:
             [what for where, function, what in rules if where in path and function in (None, name)]
             for rules in (_KINDS, _PHASES)
         )
-        found = FrameFacts(part, *(next(iter(some), None) for some in (kinds, phases)))
+        found = FrameFacts(part, next(iter(kinds), None), next(iter(phases), None))
         _known[code] = found
     return found
 
@@ -525,17 +498,17 @@ def _first(index: int, start: FrameType | None) -> str | None:
 
 
 def part_of_step() -> str:
-    """blocks, loss, optimizer, sharding (what FSDP2 copies) or other."""
+    """Returns blocks, loss, optimizer, sharding (FSDP2's copies) or other."""
     return _first(0, sys._getframe(1)) or BLOCKS
 
 
 def kind_of_memory() -> str:
-    """activations, logits, buffers, and what FSDP2 makes of parameters and gradients."""
+    """Returns activations, logits, buffers, or FSDP2's parameters and gradients."""
     return _first(1, sys._getframe(1)) or "activations"
 
 
 def phase_of_step() -> str:
-    """In words."""
+    """Returns the phase in words."""
     found = _first(2, sys._getframe(1))
     if found is not None:
         return found
@@ -544,7 +517,7 @@ def phase_of_step() -> str:
 
 
 def caller() -> str:
-    """file:line of the innermost frame of parallel3d outside of the simulated device."""
+    """Returns file:line of the innermost frame of parallel3d outside of the simulated device."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")

@@ -1,4 +1,4 @@
-"""What was counted, as plain data: the report and the JSON show this and nothing else."""
+"""Report of a dry run: the counts as plain data, and as a page of text."""
 
 from __future__ import annotations
 
@@ -23,28 +23,17 @@ from parallel3d.topology.layout import Layout
 
 Facts = dict[str, Any]
 ROW = (
-    "rank",
-    "stage",
-    "stages",
-    "peak_bytes",
-    "peak_in",
-    "between_steps_bytes",
-    "start_peak_bytes",
+    *("rank", "stage", "stages", "peak_bytes", "peak_in", "between_steps_bytes"),
+    *("start_peak_bytes", "launches", "flops", "seconds"),
 )
-ROW += ("launches", "flops", "seconds")
 SETTINGS = (
-    "zero",
-    "vpp",
-    "sp",
-    "recompute",
-    "micro_batch_size",
-    "global_batch_size",
-    "num_microbatches",
+    *("zero", "vpp", "sp", "recompute"),
+    *("micro_batch_size", "global_batch_size", "num_microbatches"),
 )
 
 
 def facts_of(config: Config, layout: Layout, gpu: Gpu, rows: Sequence[Dry]) -> Facts:
-    """Of the rank whose memory peaks highest in full, of the others a row each."""
+    """Returns all facts of the rank with the highest peak memory, and a row of every rank."""
     worst = max(rows, key=lambda row: row.peak)
     usable = gpu.memory - 1e9 * config.dryrun.reserve_gb
     busy = max(row.counts.sum("seconds") for row in rows)
@@ -76,21 +65,19 @@ def facts_of(config: Config, layout: Layout, gpu: Gpu, rows: Sequence[Dry]) -> F
 
 
 def step_seconds(row: Dry, times: float) -> float:
-    """A step of a pipeline of ranks like this one, with nothing to wait for but its bubble.
+    """Returns the seconds of a step of a pipeline of ranks like this one: compute and bubble.
 
-    What a step does once, its optimizer and zeroing, does not repeat in the bubble. times: see
-    `stretch`.
+    The optimizer and zeroing run once and do not repeat in the bubble. times: see `stretch`.
     """
     once = row.counts.parts.get("optimizer", Sums()).seconds
     return once + (row.counts.sum("seconds") - once) * times
 
 
 def stretch(config: Config) -> float:
-    """How many times longer than its ranks compute a pipeline of equal ranks takes.
+    """Returns the time of a pipeline of equal ranks over the compute of one.
 
-    The bubble of 1F1B is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1), and so is GPipe's;
-    others are timed with `schedule.costs`, what an average rank computes again beside them, and
-    messages that take no time.
+    The bubble of 1F1B and GPipe is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1); other
+    schedules are simulated with `schedule.costs`, average recomputation and no message latency.
     """
     count = config.num_microbatches
     if config.schedule.name in IN_ORDER:
@@ -142,9 +129,6 @@ def _row(row: Dry, usable: float) -> Facts:
     return {name: facts[name] for name in ROW} | {"fits": row.peak <= usable}
 
 
-# The facts of a dry run as a page of text; colours on a terminal alone.
-
-
 WIDTH = 100
 GB = 1e9
 PART_LABELS = {
@@ -161,7 +145,7 @@ PART_LABELS = {
 
 
 class Unit(NamedTuple):
-    """Of a whole column."""
+    """Unit of a column."""
 
     size: float
     name: str
@@ -171,12 +155,12 @@ class Unit(NamedTuple):
 
 
 def unit(value: float, units: Sequence[tuple[float, str]]) -> Unit:
-    """The first of them that leaves a number of at least one, else the last."""
+    """Returns the first unit that leaves a number of at least one, else the last."""
     return Unit(*next((u for u in units if value >= u[0]), units[-1]))
 
 
 class Units(NamedTuple):
-    """Of a whole page."""
+    """Units of a page."""
 
     memory: Unit
     moved: Unit
@@ -196,18 +180,18 @@ class Units(NamedTuple):
 
 
 def print_report(facts: Facts, stream: TextIO) -> None:
-    """The verdict, a row a rank, then memory, time and communication of the fullest one."""
+    """Prints the verdict, a row a rank, then memory, time and traffic of the fullest rank."""
     width = None if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False, legacy_windows=False)
     units = Units.of(facts)
 
-    def say(line: str, style: str = "") -> None:
+    def log(line: str, style: str = "") -> None:
         console.print(Text(encodable(line, console.encoding), style=style))
 
     for line in _heading(facts):
-        say(line)
-    say(_verdict(facts), "bold green" if facts["fits"] else "bold red")
-    say(_speed(facts, units))
+        log(line)
+    log(_verdict(facts), "bold green" if facts["fits"] else "bold red")
+    log(_speed(facts, units))
     tables = [_ranks(facts, units)] if len(facts["rows"]) > 1 else []
     tables += [_memory(facts, units), _time(facts, units)]
     tables += [_groups(facts, units)] if facts["groups"] else []
@@ -215,8 +199,8 @@ def print_report(facts: Facts, stream: TextIO) -> None:
         console.print()
         console.print(table)
     console.print()
-    say(_waits(facts))
-    say("Times assume shares of the datasheet's peaks, and communication hidden: docs/dryrun.md")
+    log(_waits(facts))
+    log("Times assume shares of the datasheet's peaks, and communication hidden: docs/dryrun.md")
 
 
 def _heading(facts: Facts) -> Iterator[str]:

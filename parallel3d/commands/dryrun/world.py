@@ -1,10 +1,9 @@
-"""One rank of a world in which nobody else is, on a device whose tensors have no values."""
+"""Runs one rank of a world without its peers, on a device whose tensors have no values."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,16 +18,17 @@ from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 from parallel3d.schedules.choose import peak_live
-from parallel3d.simulated_device import enable
 from parallel3d.simulated_device.device import TYPE
+from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import SimulatedMachine
+from parallel3d.simulated_device.nccl import BACKEND
 from parallel3d.sizes.balance import run_schedule
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.links import two_levels
 from parallel3d.topology.tiling import RankMapping
 from parallel3d.trainer import Trainer
 
-MORE = 1  # micro-batches beyond those that fill the pipeline: still more change no peak
+MORE = 1  # micro-batches beyond those that fill the pipeline; more do not change the peak
 
 
 class Zeros:
@@ -47,12 +47,12 @@ class Zeros:
 
 @dataclass
 class Dry:
-    """What one rank was seen to do.
+    """Results of one rank.
 
     Attributes:
-        stage: index along pp; stages: those of the model that it holds.
-        peak: bytes at the fullest moment of a step, which is in `peak_phase`; `at_peak` by kind.
-        live: bytes between two steps, by kind. start_peak: the most while the trainer is built.
+        stage: index along pp; stages: its stages of the model.
+        peak: bytes at the peak of a step, in `peak_phase`; `at_peak` by kind.
+        live: bytes between two steps, by kind. start_peak: the peak while the trainer is built.
     """
 
     rank: int
@@ -67,13 +67,14 @@ class Dry:
 
 
 def dry_step(config: Config, rank: int, gpu: Gpu, placement: RankMapping | None = None) -> Dry:
-    """Builds the trainer of `rank` and takes steps with it: one that makes what is made once, and
-    one that is counted. Of many micro-batches as many run as fill the pipeline; what the rest of
-    them take is the difference of steps with one and with two.
+    """Builds the trainer of `rank` and counts one step, after a step that allocates lazily.
+
+    Of many micro-batches only as many run as fill the pipeline; the others cost the difference of
+    steps with one and with two.
 
     Args:
-        config: checked. gpu: whose seconds count.
-        placement: where ranks sit, for two levels of dp.
+        config: checked. gpu: prices the kernels.
+        placement: the rank mapping, for two levels of dp.
     """
     machine = enable(data="meta", checks_races=False)
     if machine.data != "meta":
@@ -88,11 +89,11 @@ def dry_step(config: Config, rank: int, gpu: Gpu, placement: RankMapping | None 
         machine.observers.remove(watch)
         gc.collect()
         machine.collect()
-        machine.forget()  # each dry run has its own streams, and every wait looks at all of them
+        machine.forget()  # each dry run has its own streams, and every wait visits all of them
 
 
 def _device() -> torch.device:
-    """Known to torch by this name once the device is enabled."""
+    """Returns the device; torch knows its name once it is enabled."""
     return torch.device(TYPE, 0)
 
 
@@ -109,7 +110,7 @@ def _groups(config: Config, rank: int, placement: RankMapping | None) -> Iterato
     if config.zero > 1 and config.ddp.shard_size is not None:
         levels = shards_and_replicas(layout, config.ddp.shard_size)
     dist.init_process_group(
-        "simulated_nccl",
+        BACKEND,
         store=dist.HashStore(),
         rank=rank,
         world_size=layout.world_size,
@@ -127,11 +128,11 @@ def _steps(
 ) -> Dry:
     memory = watch.memory
     trainer = Trainer(config, groups, _device(), train_source=Zeros(config.model.seq_length))
-    trainer.rebuilds_buckets = False  # buckets of another order, told by numbers that nobody has
+    trainer.rebuilds_buckets = False  # ready order would need timings
     machine.collect()
     start_peak = memory.peak
     kinds = ("world", "embedding", "pp", "dp", "dp_inner", "dp_outer", "tp")
-    watch.names = {groups.pp_backward.handle: "pp"}  # the same wires
+    watch.names = {groups.pp_backward.handle: "pp"}  # counted as pp
     watch.names |= {getattr(groups, kind).handle: kind for kind in kinds}
     memory.phase = None
     microbatches, stage = config.num_microbatches, groups.coordinates.pp
@@ -145,7 +146,7 @@ def _steps(
         return watch.end()
 
     counted(1 if microbatches > few else few)
-    # Under zero=2 the second micro-batch widens the gradients that the others add to.
+    # Under zero=2 the second micro-batch casts the gradients to fp32; the others only add to them.
     one = 2 if config.zero == 2 else 1
     differences = (counted(one), counted(one + 1)) if microbatches > few else None
     counts = counted(few)
@@ -161,10 +162,10 @@ def _steps(
 
 
 def _fewest(config: Config, index: int) -> int:
-    """As few micro-batches as fill the pipeline, and hold as much on rank `index` of it as all."""
+    """Returns the fewest micro-batches with the same peak of activations on rank `index`."""
     count = config.num_microbatches
     if config.schedule.name in ("gpipe", "auto", "file"):
-        return count  # memory grows with each, or the orders are those of so many
+        return count  # memory grows with each, or the orders depend on their number
 
     def live(microbatches: int) -> int:
         return peak_live([run_schedule(config, microbatches).orders[index]])
@@ -174,7 +175,7 @@ def _fewest(config: Config, index: int) -> int:
 
 
 def grown(counts: Counts, one: Counts, two: Counts, times: int) -> Counts:
-    """`counts` with `times` more micro-batches, of which each adds what `two` have over `one`."""
+    """Returns `counts` with `times` more micro-batches, each of which adds `two` - `one`."""
     found = Counts()
     names = [f.name for f in dataclasses.fields(Sums)]
     for part in counts.parts:
@@ -182,7 +183,7 @@ def grown(counts: Counts, one: Counts, two: Counts, times: int) -> Counts:
         sums = [getattr(base, n) + times * (getattr(more, n) - getattr(less, n)) for n in names]
         found.parts[part] = Sums(*sums)
     for name in ("sent", "calls", "waits"):
-        base, less, more = (getattr(c, name) for c in (counts, one, two))
-        sums_of = {key: base[key] + times * (more[key] - less[key]) for key in base}
-        setattr(found, name, Counter(sums_of))
+        before, less_of, more_of = (getattr(c, name) for c in (counts, one, two))
+        for key in before:
+            getattr(found, name)[key] = before[key] + times * (more_of[key] - less_of[key])
     return found

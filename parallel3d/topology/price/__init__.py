@@ -1,1 +1,1 @@
-"""What the communication of a step costs on the wires that it takes."""
+"""Price of a step's communication on the links that it uses."""
