@@ -268,7 +268,8 @@ class Checkpoints:
     def _log_changes(self, manifest: Manifest) -> None:
         found = identity.changes(manifest.config, self.config)
         parts = [f"goes on at step {manifest.step + 1}"]
-        for title, some in (("layout", identity.layout(found)), ("changed", identity.reported(found))):
+        groups = {"layout": identity.layout(found), "changed": identity.reported(found)}
+        for title, some in groups.items():
             if some:
                 shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
                 parts.append(f"{title}: {shown}")
