@@ -85,7 +85,7 @@ ABOUT = {
     "cluster file, which plan and train layout=auto read as cluster=FILE",
     "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
     "allocates, launches, computes and sends, and whether it fits",
-    "bench comm": "time every collective in every group, beside the model's price, "
+    "bench comm": "time every collective in every group, with the model's price, "
     "and name what is slow (which is no failure: exit code 0)",
     "generate": "write text with the newest good checkpoint of a run, whose model it takes",
 }

@@ -17,29 +17,29 @@ from torch import Tensor
 
 def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
     """Gathers a JSON value of every member, in the group's order; collective."""
-    word = _as_bytes(value)
+    encoded = _as_bytes(value)
     if handle is None:
-        return [_value(word)]
-    lengths = _lengths(word, handle, device)
-    mine = word.new_zeros(max(lengths))
-    mine[: word.numel()] = word
+        return [_value(encoded)]
+    lengths = _lengths(encoded, handle, device)
+    mine = encoded.new_zeros(max(lengths))
+    mine[: encoded.numel()] = encoded
     mine = mine.to(device)
     everyone = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(everyone, mine, group=handle)
-    return [_value(word[:n].cpu()) for word, n in zip(everyone, lengths, strict=True)]
+    return [_value(encoded[:n].cpu()) for encoded, n in zip(everyone, lengths, strict=True)]
 
 
 def gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
     """Gathers JSON values on the group's first member, one at a time; an empty list elsewhere."""
-    word = _as_bytes(value)
+    encoded = _as_bytes(value)
     if handle is None:
-        return [_value(word)]
-    lengths = _lengths(word, handle, device)
+        return [_value(encoded)]
+    lengths = _lengths(encoded, handle, device)
     first, *others = dist.get_process_group_ranks(handle)
     if dist.get_rank() != first:
-        transfer(dist.isend, word.to(device), first, handle)
+        transfer(dist.isend, encoded.to(device), first, handle)
         return []
-    found = [_value(word)]
+    found = [_value(encoded)]
     for peer, length in zip(others, lengths[1:], strict=True):
         theirs = torch.empty(length, dtype=torch.uint8, device=device)
         transfer(dist.irecv, theirs, peer, handle)
@@ -56,9 +56,9 @@ def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.d
     source = dist.get_global_rank(handle, 0)
     length = torch.tensor([mine.numel()], device=device)
     dist.broadcast(length, source, group=handle)
-    word = mine.to(device) if first else mine.new_empty(int(length), device=device)
-    dist.broadcast(word, source, group=handle)
-    return _value(word.cpu())
+    encoded = mine.to(device) if first else mine.new_empty(int(length), device=device)
+    dist.broadcast(encoded, source, group=handle)
+    return _value(encoded.cpu())
 
 
 def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGroup) -> None:
@@ -67,8 +67,8 @@ def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGrou
         work.wait()
 
 
-def _lengths(word: Tensor, handle: dist.ProcessGroup, device: torch.device) -> list[int]:
-    mine = torch.tensor([word.numel()], device=device)
+def _lengths(encoded: Tensor, handle: dist.ProcessGroup, device: torch.device) -> list[int]:
+    mine = torch.tensor([encoded.numel()], device=device)
     lengths = [torch.empty_like(mine) for _ in range(dist.get_world_size(handle))]
     dist.all_gather(lengths, mine, group=handle)
     return torch.cat(lengths).tolist()
@@ -78,5 +78,5 @@ def _as_bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _value(word: Tensor) -> Any:
-    return json.loads(word.numpy().tobytes())
+def _value(encoded: Tensor) -> Any:
+    return json.loads(encoded.numpy().tobytes())
