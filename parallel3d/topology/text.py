@@ -9,8 +9,6 @@ from typing import Any, TextIO
 
 from parallel3d.topology.layout import DIMENSIONS, Coordinates
 
-
-
 Facts = dict[str, Any]
 LABEL = 11  # columns of the words at the left
 LEAST_WIDTH = 40
