@@ -26,7 +26,13 @@ from typing import Any
 
 from parallel3d.schedules.actions import ComputeSchedule, Kind, action
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.choose import RankWork, ScheduleChoice, choose, measure, measured_forms
+from parallel3d.schedules.choose import (
+    RankWork,
+    ScheduleChoice,
+    choose,
+    measure,
+    measured_schedules,
+)
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 
@@ -80,7 +86,7 @@ def table(ranks: int, count: int, chunks: int, costs: list[float], hops: list[fl
         work = RankWork(*costs, hop)
         rows = [("PyTorch", measure(one, work)) for one in all_of_theirs(ranks, count, chunks)]
         best = min(row.overhead for _, row in rows)
-        forms = measured_forms(ranks, count, chunks, work)
+        forms = measured_schedules(ranks, count, chunks, work)
         ours = [("parallel3d", row) for row in forms]
         for memory in (1.0, 1.25, 1.5):
             chosen = choose(ranks, count, chunks, work, memory, forms)

@@ -575,7 +575,11 @@ def check_divides(fixed: Mapping[str, int | str], count: int, of: str) -> None:
         value = int(fixed.get(name, 1))
         product *= value
         if count % product:
-            near = closest(value, lambda v, p=product // value: count % (p * v) == 0, count)
+
+            def divides(v: int, others: int = product // value) -> bool:
+                return count % (others * v) == 0
+
+            near = closest(value, divides, count)
             raise UserError(
                 f"{name}={value} must divide the {count} {of} with what else was "
                 f"typed; the nearest is {near}"

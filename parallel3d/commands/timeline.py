@@ -45,10 +45,8 @@ def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
         _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
             hop = trainer.clock.baseline_latency.get("pp", 0.0)
-            layers, recomputed = (
-                layers_of_stages(trainer.config),
-                recompute_forwards(trainer.config),
-            )
+            layers = layers_of_stages(trainer.config)
+            recomputed = recompute_forwards(trainer.config)
             costs = measured_costs(measured, trainer.schedule, layers, recomputed)
             print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
     return result

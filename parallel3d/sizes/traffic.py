@@ -364,9 +364,7 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
         if rank.config.zero > 1:
             numel = -(-whole // model.hidden_size // dp) * model.hidden_size
         table = numel * rank.grad_item
-        yield Transfer(
-            "embedding", "all_reduce", SCALAR_BYTES, 1, "rendezvous ahead of that gradient"
-        )
+        yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "rendezvous of the tied ranks")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")
 
 

@@ -13,7 +13,7 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.host.devices import CPU, choose_device, cores, gpu_count
-from parallel3d.topology.text import chosen_keys
+from parallel3d.topology.assumptions import chosen_keys
 
 CALIBRATE = "calibrate"
 PER_CORE, LEAST_RANKS, MOST_RANKS = 4, 8, 64

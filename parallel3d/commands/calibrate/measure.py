@@ -44,7 +44,7 @@ from parallel3d.metrics.provenance import version_of
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.ops import rms_norm, swiglu
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.parameters.gradients import add_product
+from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
 from parallel3d.plan.profiled_cost import (
@@ -304,7 +304,7 @@ class Kernels:
         if part == "input":
             return lambda: matmul.matmul(grad, weight)
         out = self.tensor(outputs, inputs, wide=True)
-        return lambda: add_product(out, grad, x)
+        return lambda: add_matmul(out, grad, x)
 
     def _attention(
         self, rotates: bool, heads: int, tokens: int, width: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from types import CodeType, FrameType
@@ -379,7 +379,7 @@ class AllocationCounter:
             self.live[kind] += nbytes
         self._compare()
 
-    def label(self, tensors: Iterable[Tensor], kind: str, keep: Iterable[str] = ()) -> None:
+    def label(self, tensors: Iterable[Tensor], kind: str, keep: Collection[str] = ()) -> None:
         """Counts the memory of these tensors as `kind` from now on, unless it is one of `keep`."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
