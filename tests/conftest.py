@@ -39,7 +39,7 @@ def remove(folder: str, owner: int) -> None:
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="parallel3d-tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-of-p3d-")
     os.chmod(tempfile.tempdir, 0o711)  # for tests that become another user
     # Before multiprocessing registers its own, which therefore runs first: it has a folder there.
     atexit.register(remove, tempfile.tempdir, os.getpid())

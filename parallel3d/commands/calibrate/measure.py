@@ -414,11 +414,11 @@ STEPS, ROUNDS = 6, 4
 class Same:
     """Samples that cost nothing to make."""
 
-    length: int
+    seq_length: int
 
     def sample(self, i: int) -> Sample:
-        tokens = (np.arange(self.length + 1) + i) % 256
-        return Sample(tokens, np.ones(self.length, dtype=bool))
+        tokens = (np.arange(self.seq_length + 1) + i) % 256
+        return Sample(tokens, np.ones(self.seq_length, dtype=bool))
 
 
 def launches(
