@@ -410,7 +410,7 @@ LEAST = 1e-7
 STEPS, ROUNDS = 6, 4
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Same:
     """Samples that cost nothing to make."""
 
