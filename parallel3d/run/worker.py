@@ -138,7 +138,7 @@ def run_joined(app: str, config: Config, place: RankAssignment, kind: str) -> in
         place.local_world_size,
         Path(),
         place.launcher,
-        phase=f"meeting rank 0 at {place.master_addr}:{place.master_port}",
+        phase=f"connecting to rank 0 at {place.master_addr}:{place.master_port}",
     )
     store: Store | None = None
     if app in STOPPABLE:
@@ -174,7 +174,7 @@ def local_worker_main(
         place.local_world_size,
         directory,
         "local",
-        phase="meeting the other ranks",
+        phase="rendezvous with the other ranks",
     )
     if app in STOPPABLE:
         worker.stop.second_interrupts = False  # the launcher counts them

@@ -96,7 +96,7 @@ def test_norms_of_heads_learn_as_in_one_process(world: int, tp: int, pool: Pool)
 
 
 def deferred() -> float:
-    """A linear layer between the two, whose weight gradient a schedule would put off."""
+    """A linear layer between the two, whose weight gradient a schedule would defer."""
     group = p3d.init(tp=2).tp
     torch.manual_seed(3)
     layer = nn.Linear(4, 4, bias=False)

@@ -67,9 +67,9 @@ class Forked:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         for rank in map(str, range(size)):
-            self.add(*words, RANK=rank, LOCAL_RANK=rank, **sizes, **meeting)
+            self.add(*words, RANK=rank, LOCAL_RANK=rank, **sizes, **rendezvous)
 
     def start(self) -> None:
         """Starts what was added."""

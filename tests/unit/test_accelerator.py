@@ -1,4 +1,4 @@
-"""One room asks what kind of device this is, and it asks for nothing that torch.cuda lacks."""
+"""One module asks what kind of device this is, and for nothing that torch.cuda lacks."""
 
 from __future__ import annotations
 

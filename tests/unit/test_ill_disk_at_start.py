@@ -25,7 +25,6 @@ from parallel3d.data.sources import Document
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import MetricsFile, read_metrics
 from parallel3d.run import directory
-from parallel3d.run import directory as unmade
 from parallel3d.run.directory import check_run, discard_unused, make_run_directory
 from parallel3d.run.failure import place_in
 from parallel3d.run.launch import or_end
@@ -108,7 +107,7 @@ def test_ls_says_what_it_could_not_read(
 
 
 def made(runs: Path, host: str, pid: int, age_s: float) -> Path:
-    folder = runs / f"{unmade.TEMPORARY}{host}-{pid}-abcd_123"
+    folder = runs / f"{directory.TEMPORARY}{host}-{pid}-abcd_123"
     folder.mkdir()
     (folder / "config.yaml").write_text("dp: 1\n")
     os.utime(folder, (time.time() - age_s,) * 2)
@@ -117,15 +116,15 @@ def made(runs: Path, host: str, pid: int, age_s: float) -> Path:
 
 def test_what_killed_starts_left_goes_when_it_is_old_and_nobody_makes_it(tmp_path: Path) -> None:
     here, gone = socket.gethostname(), dead_process()
-    hour, day = unmade.HERE_S + 60, unmade.ELSEWHERE_S + 60
+    hour, day = directory.HERE_S + 60, directory.ELSEWHERE_S + 60
     go = [made(tmp_path, here, gone, hour), made(tmp_path, "other-host", 1, day)]
     stay = [
         made(tmp_path, here, os.getpid(), day),  # whose maker lives
         made(tmp_path, "another", 1, hour),  # or may live
         made(tmp_path, "young", 1, 0.0),
     ]
-    (tmp_path / f"{unmade.TEMPORARY}by-hand").mkdir()
-    link = tmp_path / f"{unmade.TEMPORARY}{here}-{gone}-link"
+    (tmp_path / f"{directory.TEMPORARY}by-hand").mkdir()
+    link = tmp_path / f"{directory.TEMPORARY}{here}-{gone}-link"
     link.symlink_to(stay[0])
     os.utime(link, (time.time() - day,) * 2, follow_symlinks=False)
     make_run_directory(Config(dp=1, run="new", runs_dir=str(tmp_path)))
@@ -141,8 +140,9 @@ def dead_process() -> int:
 
 
 def test_folder_being_made_names_its_maker(tmp_path: Path) -> None:
-    folder = unmade.new_folder(tmp_path)
-    assert unmade._NAME.fullmatch(folder.name).groups() == (socket.gethostname(), str(os.getpid()))
+    folder = directory.new_folder(tmp_path)
+    maker = directory._NAME.fullmatch(folder.name).groups()
+    assert maker == (socket.gethostname(), str(os.getpid()))
 
 
 @pytest.mark.parametrize("lasts", ["once", "kind"])
