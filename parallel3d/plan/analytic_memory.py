@@ -131,7 +131,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ModelChunk:
     """One stage of a rank: its layers, how many of them recompute, and its ends."""
 
     layers: int
@@ -152,7 +152,7 @@ def layers_by_stage(config: Config) -> Sequence[int]:
 _balanced = functools.lru_cache(maxsize=1024)(balance_chunks)
 
 
-def chunks_of(config: Config, index: int) -> list[Chunk]:
+def chunks_of(config: Config, index: int) -> list[ModelChunk]:
     """Returns the stages of rank `index` along pp. Raises UserError if a stage would be empty."""
     placement, split = placement_of(config), layers_by_stage(config)
     made = []
@@ -163,11 +163,11 @@ def chunks_of(config: Config, index: int) -> list[Chunk]:
         before = placement.neighbour(index, chunk, -1)
         turns = before is not None and before[0] == index
         ends = stage == 0, stage == placement.stages - 1
-        made.append(Chunk(count, again, *ends, turns))
+        made.append(ModelChunk(count, again, *ends, turns))
     return made
 
 
-def parameters_of(config: Config, chunks: Sequence[Chunk]) -> ParameterCounts:
+def parameters_of(config: Config, chunks: Sequence[ModelChunk]) -> ParameterCounts:
     """Counts the elements that a rank with these stages holds."""
     model, tp = config.model, config.tp
     first, last = (any(getattr(c, end) for c in chunks) for end in ("first", "last"))
@@ -250,7 +250,7 @@ def _state(config: Config, parameters: ParameterCounts) -> RankMemory:
     )
 
 
-def _kept(config: Config, chunk: Chunk, t: Tensors, head: HeadBytes) -> float:
+def _kept(config: Config, chunk: ModelChunk, t: Tensors, head: HeadBytes) -> float:
     """Returns the activation bytes of a chunk between a micro-batch's forward and backward."""
     how = layer_bytes(t, parts_of(config.recompute)).kept
     plain = layer_bytes(t, ()).kept
@@ -262,7 +262,7 @@ def _kept(config: Config, chunk: Chunk, t: Tensors, head: HeadBytes) -> float:
 def _peaks(
     config: Config,
     index: int,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[ModelChunk],
     t: Tensors,
     layer: LayerBytes,
     head: HeadBytes,
@@ -304,7 +304,7 @@ def _peaks(
 
 
 def _temporary(
-    chunk: Chunk, kind: int, inner: float, t: Tensors, layer: LayerBytes, head: HeadBytes
+    chunk: ModelChunk, kind: int, inner: float, t: Tensors, layer: LayerBytes, head: HeadBytes
 ) -> list[tuple[str, float, float]]:
     """Returns (moment, activations, logits) of an action's temporary memory on a chunk."""
     if kind == 0:
