@@ -119,7 +119,7 @@ def the_middle_knows_no_documents() -> Iterator[None]:
 
     def micro_batch(self: Batches, first: int, m: int) -> MicroBatch:
         batch = sound(self, first, m)
-        return batch if self._reads else batch._replace(documents=None)
+        return batch if self._needs_batch else batch._replace(documents=None)
 
     with patch.object(Batches, "micro_batch", micro_batch):
         yield
