@@ -184,9 +184,9 @@ def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document], 
     there = tokens - len(documents)  # the rest are end-of-text tokens
     unit = "bytes" if data.reads_bytes else "tokens"
     fits = (
-        f"the longest model.seq_length that fits is {longest}"
+        f"model.seq_length must be at most {longest}"
         if longest >= 1
-        else "no model.seq_length fits"
+        else "no model.seq_length fits: give more text"
     )
     raise UserError(
         f"{origin(data)} is too short for model.seq_length={seq_length}: it has {there} {unit}, "

@@ -70,7 +70,8 @@ def open_pair(
     held_out = held_out_tokens(len(pair), data.valid_fraction, seq_length)
     if held_out is None:
         longest = longest_sample(len(pair), data.valid_fraction)
-        fits = f"the longest that fits is {longest}" if longest > 0 else "none fits"
+        most = f"it must be at most {longest}"
+        fits = most if longest > 0 else "none fits: give a longer corpus"
         raise UserError(
             f"{named} is too short for model.seq_length={seq_length}: it has {len(pair):,} tokens, "
             f"one sample to train on and one held out need {2 * seq_length + 2:,}, {fits}"

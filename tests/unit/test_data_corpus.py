@@ -500,7 +500,7 @@ def test_too_short_text_names_what_is_there_and_what_would_fit(tmp_path: Path, c
     sentence = refused(data, longest + 1)
     assert f"model.seq_length={longest + 1}: it has {there} bytes" in sentence
     assert f"need {2 * (longest + 2) - count}" in sentence
-    assert f"the longest model.seq_length that fits is {longest}" in sentence
+    assert f"model.seq_length must be at most {longest}" in sentence
     check_data(data, longest)
     corpus = open_corpus(data, longest)
     assert min(len(corpus.train), len(corpus.valid)) >= longest + 1
