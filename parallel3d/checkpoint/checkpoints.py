@@ -73,7 +73,7 @@ class Checkpoints:
         self.last_failed = False
         self.number = 0
         self.logged: set[str] = set()
-        self.lines: tuple[str, ...] = ()  # of the manifest that the run goes on from
+        self.lines: tuple[str, ...] = ()  # of the manifest that the run resumes from
         self.waiting: Callable[[], tuple[str, ...]] = tuple  # returns those of the next manifest
         self.device = torch.device("cpu")  # the trainer's, after `restore`
 

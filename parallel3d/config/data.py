@@ -32,7 +32,7 @@ class DataConfig:
     most_epochs: float | None = key(
         None,
         "refuse a blend of which a part would be read more often; null: one read more than 4 times "
-        "is said",
+        "is logged",
         above=0,
     )
     held_out_sets: int = key(

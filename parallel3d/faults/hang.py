@@ -477,5 +477,5 @@ class HangReport:
         except FileExistsError:
             return False
         except OSError:
-            pass  # without a disk every rank logs it
+            return True  # without a disk every rank logs it
         return True

@@ -136,9 +136,9 @@ class Bar:
             line.append(" · " if i else "", style="dim")
             line.append(f"{name} " if name else "", style="dim")
             line.append(value, style=style)
-        room = min(MAX_SPARK, self._console.width - line.cell_len - 3)
-        if room >= 4:
-            line.append("  " + sparkline(self._curve.values(), room), style="green")
+        width = min(MAX_SPARK, self._console.width - line.cell_len - 3)
+        if width >= 4:
+            line.append("  " + sparkline(self._curve.values(), width), style="green")
         if not is_utf:
             return Text(encodable(line.plain, self._console.encoding), no_wrap=True)
         return line
