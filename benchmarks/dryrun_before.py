@@ -20,12 +20,12 @@ from torch import Tensor
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, conf_dir
 from parallel3d.device import fused
+from parallel3d.estimate.model import loss_chunks
 from parallel3d.models import attention
 from parallel3d.models.layers import Norm
 from parallel3d.optim import optimizer
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters import gradients as parameters
-from parallel3d.sizes.model import loss_chunks
 from parallel3d.tensor_parallel import loss
 
 Undo = Callable[[], Any]

@@ -3,7 +3,7 @@
 python benchmarks/gloo_bytes.py [--ranks 4] [--mib 16]       needs root, unshare and ip
 
 Prints, for each collective, the bytes of all ranks over those of the whole buffer N, beside what
-the formulas of parallel3d/topology/price/costs.py say.
+the formulas of parallel3d/estimate/network.py say.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel3d.sizes.transfer import bus_factor
+from parallel3d.estimate.traffic import bus_factor
 
 
 def sent_on_loopback() -> int:

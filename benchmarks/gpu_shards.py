@@ -13,7 +13,7 @@ from benchmarks.gpu_rows import RandomTokens, Size, model_of, peak_memory_gb, se
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device import accelerator
-from parallel3d.sizes.model import matmul_parameters
+from parallel3d.estimate.model import matmul_parameters
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 

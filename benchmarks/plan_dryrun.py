@@ -2,7 +2,7 @@
 
 Samples presets × layouts × schedules × zero × recompute, plays one rank of each on tensors without
 values, and prints a row each: what was played, and by how much the planner's formulas
-(`parallel3d/plan/analytic_memory.py`) differ. Models keep their widths and get `--layers` layers a
+(`estimate/analytic_memory.py`) differ. Models keep their widths and get `--layers` layers a
 stage, since a dry run takes as long as it launches. No GPU is needed; a row takes about a second of
 one core.
 """
@@ -25,10 +25,9 @@ from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig, conf_dir
 from parallel3d.errors import UserError
-from parallel3d.plan.analytic_memory import launches, peak_memory
+from parallel3d.estimate.analytic_memory import launches, peak_memory
+from parallel3d.estimate.traffic import group_size, transfers, wire_bytes
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
-from parallel3d.sizes.traffic import transfers
-from parallel3d.sizes.transfer import group_size, wire_bytes
 from parallel3d.topology.layout import layout_of
 
 PRESETS = ("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b", "qwen3_8b")

@@ -33,9 +33,9 @@ from parallel3d.commands.calibrate.measure import Same
 from parallel3d.commands.plan import searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.estimate.profiled_cost import MeasuredMachine, configure, read, step_parts
+from parallel3d.estimate.search import best
 from parallel3d.host.memory import keep_freed_memory
-from parallel3d.plan.profiled_cost import MeasuredMachine, configure, read, step_parts
-from parallel3d.plan.search import best
 from parallel3d.topology.layout import layout_of
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool

@@ -4,7 +4,7 @@
 
 CALIBRATION and QUESTIONS are folders of JSON files as docs/planner.md describes. Constants are
 fitted on calibration rows alone. Errors are of groups that were left out of the fit as wholes.
-`--write` keeps the constants in parallel3d/plan/constants.json.
+`--write` keeps the constants in parallel3d/estimate/constants.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.published_scores import (
     regret,
     scaled,
 )
-from parallel3d.plan.rates import FILE, Constants
+from parallel3d.estimate.rates import FILE, Constants
 
 Array = NDArray[np.float64]
 FOLDS = 6

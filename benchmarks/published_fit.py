@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from benchmarks.published_rows import Run
 from benchmarks.published_scores import balanced
-from parallel3d.plan import memory, rates
-from parallel3d.plan.rates import Constants
-from parallel3d.plan.step import step
-from parallel3d.plan.work import StepWork, table
+from parallel3d.estimate import memory, rates
+from parallel3d.estimate.rates import Constants
+from parallel3d.estimate.step import step
+from parallel3d.estimate.work import StepWork, table
 
 Array = NDArray[np.float64]
 # Relative error at which a row of a set counts as off: what its source says of its noise.
@@ -130,7 +130,7 @@ def fit(
 def fit_times(
     runs: Sequence[Run], peaks: Mapping[str, float], start: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """The constants of `parallel3d/plan/rates.py` from runs with a measured time.
+    """The constants of `parallel3d/estimate/rates.py` from runs with a measured time.
 
     `peaks` are the memory's constants.
     """
@@ -145,7 +145,7 @@ def fit_times(
 
 
 def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Those of `parallel3d/plan/memory.py` from measured peaks, by their names there."""
+    """Those of `parallel3d/estimate/memory.py` from measured peaks, by their names there."""
     used = [run for run in runs if run.memory_gib]
     rows = Table.of(used)
     target = np.array([run.memory_gib for run in used], dtype=float)

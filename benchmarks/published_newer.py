@@ -20,7 +20,7 @@ from benchmarks.published_rows import (
     readme,
     vtrain,
 )
-from parallel3d.plan.work import stages_by_cost
+from parallel3d.estimate.work import stages_by_cost
 
 _MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12),
         "1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32),

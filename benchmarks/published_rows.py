@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_models import gpt
-from parallel3d.plan.rates import DEVICES, ENGINES, FABRICS, NETWORKS, SPEEDS
-from parallel3d.plan.work import LayerSplit, split_by_cost, split_evenly
+from parallel3d.estimate.rates import DEVICES, ENGINES, FABRICS, NETWORKS, SPEEDS
+from parallel3d.estimate.work import LayerSplit, split_by_cost, split_evenly
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.published_rows import Run
-from parallel3d.plan.work import table
+from parallel3d.estimate.work import table
 
 Array = NDArray[np.float64]
 

@@ -14,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel3d.sizes.transfer import bus_factor
+from parallel3d.estimate.network import best_segments, collective_time
+from parallel3d.estimate.traffic import bus_factor
 from parallel3d.topology.cluster.parts import Link
-from parallel3d.topology.price.costs import best_segments, collective_time
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20

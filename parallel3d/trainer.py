@@ -29,6 +29,7 @@ from parallel3d.data_parallel.engine import (
 )
 from parallel3d.data_parallel.noise_scale import Noise, NoiseScale
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
+from parallel3d.estimate.balance import layers_of_stages, run_schedule
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
 from parallel3d.optim.lr_schedule import learning_rate
@@ -45,7 +46,6 @@ from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.sizes.balance import layers_of_stages, run_schedule
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import Group
 from parallel3d.commands.bench.operations import finisher, timed_calls
 from parallel3d.device.accelerator import is_accelerator, module
+from parallel3d.estimate import network
 from parallel3d.parallel.ddp.ddp import DistributedDataParallel
 from parallel3d.parallel.ddp.transport import BackendTransport
 from parallel3d.topology.cluster.parts import Link
-from parallel3d.topology.price import costs
 
 PARTS = ("forward", "backward", "exposed", "optimizer")
 Row = dict[str, float | int | str]
@@ -215,7 +215,7 @@ def priced_step(
     end = begin
     for share, nbytes in buckets:
         ready = begin + share * parts["backward"]
-        end = max(end, ready) + costs.all_reduce(ranks, nbytes, link)
+        end = max(end, ready) + network.all_reduce(ranks, nbytes, link)
     return max(end, begin + parts["backward"]) + parts["optimizer"]
 
 

@@ -25,8 +25,8 @@ from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
+from parallel3d.estimate.network import two_levels
 from parallel3d.topology.layout import Coordinates, Layout, layout_of
-from parallel3d.topology.price.links import two_levels
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend

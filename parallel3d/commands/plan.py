@@ -21,24 +21,26 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import spelled
 from parallel3d.errors import UserError, closest, nearest
-from parallel3d.plan.analytic_memory import (
+from parallel3d.estimate.analytic_memory import (
     RankMemory,
     configure,
     least_memory,
     memories,
     peak_memory,
 )
-from parallel3d.plan.memory import GIB, PARALLEL3D
-from parallel3d.plan.profiled_cost import (
+from parallel3d.estimate.balance import StageWeights
+from parallel3d.estimate.memory import GIB, PARALLEL3D
+from parallel3d.estimate.model import flops_per_token
+from parallel3d.estimate.profiled_cost import (
     check_type,
     measured_layouts,
     measured_sizes,
     price_measured,
     read,
 )
-from parallel3d.plan.profiled_cost import configure as configured_here
-from parallel3d.plan.rates import DEVICES, NETWORKS, SPEEDS, Device, load
-from parallel3d.plan.search import (
+from parallel3d.estimate.profiled_cost import configure as configured_here
+from parallel3d.estimate.rates import DEVICES, NETWORKS, SPEEDS, Device, load
+from parallel3d.estimate.search import (
     MOST_STAGES,
     MOST_V_HALF,
     LayoutChoice,
@@ -50,14 +52,12 @@ from parallel3d.plan.search import (
     reason,
     works,
 )
-from parallel3d.plan.step import breakdown
-from parallel3d.plan.work import sizes_of_model
+from parallel3d.estimate.step import breakdown
+from parallel3d.estimate.work import sizes_of_model
 from parallel3d.schedules.choose import RankWork
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
-from parallel3d.sizes.balance import StageWeights
-from parallel3d.sizes.model import flops_per_token
 from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.report import MADE_BY as MAP_MADE_BY
 from parallel3d.topology.report import facts_of, make_report, picture_of

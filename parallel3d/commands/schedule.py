@@ -15,6 +15,7 @@ from parallel3d.config.checks.whole import check_work
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.estimate.balance import StageWeights
 from parallel3d.metrics.text import encodable
 from parallel3d.schedules.check import ScheduleReport, check
 from parallel3d.schedules.choose import (
@@ -30,7 +31,6 @@ from parallel3d.schedules.draw import render_svg, render_text, write_table
 from parallel3d.schedules.messages import peak_in_flight
 from parallel3d.schedules.schedule import ONE_CHUNK, Schedule
 from parallel3d.schedules.simulate import Timeline, time_orders
-from parallel3d.sizes.balance import StageWeights
 from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"

@@ -10,13 +10,13 @@ from typing import Any
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import print_line
+from parallel3d.estimate.balance import layers_of_stages, recompute_forwards
 from parallel3d.files import replace_durably
 from parallel3d.pipeline.executor import ActionTimes, Measured
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.simulate import Costs, Span, Timeline, time_orders
-from parallel3d.sizes.balance import layers_of_stages, recompute_forwards
 from parallel3d.trainer import StepResult, Trainer
 
 LATER = 2  # steps before the drawn one: the first ones allocate and compile

@@ -28,6 +28,8 @@ from parallel3d.data.watched import look_at, unmarked
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, print_line
+from parallel3d.estimate.balance import why_chosen
+from parallel3d.estimate.model import flops_per_token
 from parallel3d.faults.hang import HANG_FILE
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog
@@ -38,8 +40,6 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
-from parallel3d.sizes.balance import why_chosen
-from parallel3d.sizes.model import flops_per_token
 from parallel3d.trainer import StepResult, Trainer
 
 # File in the run directory that asks a batch script to requeue the job.

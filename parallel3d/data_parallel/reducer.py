@@ -15,6 +15,7 @@ from parallel3d.comm.collectives import Work
 from parallel3d.comm.process_groups import Group
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.estimate.traffic import assign, padded_numel
 from parallel3d.parameters.sharding import (
     Segment,
     SegmentPart,
@@ -23,7 +24,6 @@ from parallel3d.parameters.sharding import (
     set_main_grad,
     spec_of,
 )
-from parallel3d.sizes.traffic import assign, padded_numel
 
 
 @dataclass

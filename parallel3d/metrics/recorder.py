@@ -15,6 +15,7 @@ from rich.console import Console
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
+from parallel3d.estimate.model import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 from parallel3d.files import replace_durably
 from parallel3d.host.processes import lost_output
 from parallel3d.metrics import report
@@ -39,7 +40,6 @@ from parallel3d.metrics.provenance import Provenance
 from parallel3d.metrics.report import bits_per_byte
 from parallel3d.metrics.text import Curve
 from parallel3d.metrics.wandb_logger import WandbLogger
-from parallel3d.sizes.model import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak: Peak, world_size: int) -> float:

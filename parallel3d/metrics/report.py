@@ -14,6 +14,7 @@ from rich.text import Text
 
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config
+from parallel3d.estimate.model import parameter_count
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, print_styled
 from parallel3d.metrics.text import (
@@ -26,7 +27,6 @@ from parallel3d.metrics.text import (
     si,
     three_digits,
 )
-from parallel3d.sizes.model import parameter_count
 
 MOST_PARTS = 4  # of a blend, in an evaluation's line; metrics.jsonl has all
 

@@ -20,6 +20,8 @@ from parallel3d.comm.exchange import transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.documents import Documents
+from parallel3d.estimate.balance import layers_of_stages
+from parallel3d.estimate.model import recomputing
 from parallel3d.models.attention import (
     attend,
     causal_attention,
@@ -39,8 +41,6 @@ from parallel3d.models.recompute import (
 )
 from parallel3d.parameters.sharding import Initializer, ShardSpec
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.sizes.balance import layers_of_stages
-from parallel3d.sizes.model import recomputing
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_heads
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from parallel3d.commands.calibrate.measure import Grids, calibrate
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.plan.profiled_cost import TABLES, MeasuredMachine, read, step_parts
+from parallel3d.estimate.profiled_cost import TABLES, MeasuredMachine, read, step_parts
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 

@@ -10,9 +10,9 @@ import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce
+from parallel3d.estimate.network import two_levels
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.price.links import two_levels
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases

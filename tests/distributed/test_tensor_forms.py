@@ -14,7 +14,7 @@ from torch import Tensor
 
 import parallel3d as p3d
 from parallel3d.comm.operation_log import OperationLog
-from parallel3d.sizes.traffic import transfers
+from parallel3d.estimate.traffic import transfers
 from tests.tools.tensor_forms import FORMS, HEADS, attend
 
 DOCS = Path(__file__).parents[2] / "docs"

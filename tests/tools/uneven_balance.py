@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from parallel3d.sizes.balance import _integers, _refuse_empty_stages
+from parallel3d.estimate.balance import _integers, _refuse_empty_stages
 
 
 def balance(

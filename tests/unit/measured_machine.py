@@ -6,7 +6,13 @@ from collections.abc import Callable
 from itertools import product
 from math import prod
 
-from parallel3d.plan.profiled_cost import NUMBERS, TABLES, CalibrationSource, MeasuredMachine, Table
+from parallel3d.estimate.profiled_cost import (
+    NUMBERS,
+    TABLES,
+    CalibrationSource,
+    MeasuredMachine,
+    Table,
+)
 
 AXIS = (16.0, 256.0, 4096.0)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")

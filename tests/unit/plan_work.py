@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from parallel3d.plan.rates import DEVICES, ENGINES, FABRICS, NETWORKS, SPEEDS
-from parallel3d.plan.work import StepWork, split_evenly
+from parallel3d.estimate.rates import DEVICES, ENGINES, FABRICS, NETWORKS, SPEEDS
+from parallel3d.estimate.work import StepWork, split_evenly
 
 
 def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: float) -> StepWork:

@@ -14,8 +14,8 @@ from torch import nn
 from parallel3d.comm.process_groups import SINGLE
 from parallel3d.data_parallel import reducer as buckets_module
 from parallel3d.data_parallel.reducer import Reducer, Sharding, build_buckets
+from parallel3d.estimate.traffic import MIB, assign
 from parallel3d.parameters.sharding import ParameterSpec
-from parallel3d.sizes.traffic import MIB, assign
 
 
 @pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0, [0.5, 4.0], [3.0, 0.5, 1.0]])

@@ -7,9 +7,7 @@ import math
 
 import pytest
 
-from parallel3d.sizes.transfer import OPERATIONS, bus_factor
-from parallel3d.topology.cluster.parts import Link
-from parallel3d.topology.price.costs import (
+from parallel3d.estimate.network import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -26,6 +24,8 @@ from parallel3d.topology.price.costs import (
     send_recv,
     tree_all_reduce,
 )
+from parallel3d.estimate.traffic import OPERATIONS, bus_factor
+from parallel3d.topology.cluster.parts import Link
 
 LINK = Link(gb_per_s=10.0, latency_us=5.0)  # 1 MB: 100 µs
 FREE = Link(gb_per_s=10.0, latency_us=0.0)

@@ -11,7 +11,7 @@ import pytest
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.plan.profiled_cost import (
+from parallel3d.estimate.profiled_cost import (
     Table,
     check_device,
     check_type,
@@ -23,9 +23,9 @@ from parallel3d.plan.profiled_cost import (
     speed_of,
     step_parts,
 )
+from parallel3d.estimate.traffic import transfers
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.simulate import Costs, ScheduleError, clock
-from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.layout import Layout
 from tests.unit.measured_machine import MADE, RATE, machine, seconds
 

@@ -18,12 +18,12 @@ from rich.text import Text
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.estimate.model import parameter_count
 from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.jsonl import StepRecord, read_metrics
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.progress import make_console
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.sizes.model import parameter_count
 from parallel3d.topology.layout import Layout
 from tests.pace import in_time
 from tests.tools.failing_files import FailingFiles, Fault

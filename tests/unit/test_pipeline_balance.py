@@ -12,8 +12,8 @@ import pytest
 
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
+from parallel3d.estimate.balance import balance_chunks, layers_of_stages, layers_per_stage_given
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.sizes.balance import balance_chunks, layers_of_stages, layers_per_stage_given
 from tests.pace import in_cpu_time
 from tests.tools.uneven_balance import balance
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from parallel3d.errors import UserError
+from parallel3d.estimate.network import classify
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.search import place, warnings_for
-from parallel3d.topology.price.links import classify
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster, some_traffic
 

@@ -8,12 +8,11 @@ import random
 import numpy as np
 import pytest
 
-from parallel3d.sizes.transfer import Transfer
+from parallel3d.estimate.network import Fabric, price_step, routes
+from parallel3d.estimate.traffic import Transfer
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import RankSample, merged
-from parallel3d.topology.price.costs import price_step, routes
-from parallel3d.topology.price.links import Fabric
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import NVLINK, RAIL, SPINE, a_cluster, random_layout, some_traffic
 

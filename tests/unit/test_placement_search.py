@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.sizes.transfer import Transfer
+from parallel3d.estimate.network import Fabric, classify, price_step
+from parallel3d.estimate.traffic import Transfer
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import every_tiling
 from parallel3d.topology.placement.search import place, search
-from parallel3d.topology.price.costs import price_step
-from parallel3d.topology.price.links import Fabric, classify
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.pace import in_cpu_time
 from tests.placements import a_cluster, random_cluster, random_layout, slow_places, some_traffic

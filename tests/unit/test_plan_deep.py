@@ -12,15 +12,15 @@ from parallel3d.commands.plan import IN_LOG_S, SearchProgress
 from parallel3d.config.composing import compose
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.plan import analytic_memory
-from parallel3d.plan.analytic_memory import (
+from parallel3d.estimate import analytic_memory
+from parallel3d.estimate.analytic_memory import (
     configure,
     least_memory,
     memories,
     memory_lower_bound,
     peak_stage,
 )
-from parallel3d.plan.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts
+from parallel3d.estimate.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts
 
 
 def planned(*words: str) -> Config:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.plan.memory import GIB, GUESSES, memory, stall
-from parallel3d.plan.rates import ENGINES
-from parallel3d.plan.step import stage_parameters
+from parallel3d.estimate.memory import GIB, GUESSES, memory, stall
+from parallel3d.estimate.rates import ENGINES
+from parallel3d.estimate.step import stage_parameters
 from tests.unit.plan_work import work
 
 VALUES = {f"memory.{name}": guess for name, (guess, _) in GUESSES.items()}

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
-from parallel3d.plan.analytic_memory import (
+from parallel3d.estimate.analytic_memory import (
     enough_microbatches,
     launches,
     layer_bytes,
@@ -18,8 +18,8 @@ from parallel3d.plan.analytic_memory import (
     peak_stage,
     tensors,
 )
+from parallel3d.estimate.model import parameter_count
 from parallel3d.schedules.schedule import make
-from parallel3d.sizes.model import parameter_count
 from tests.e2e.ready import run_module
 
 ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from parallel3d.plan.rates import load
-from parallel3d.plan.search import (
+from parallel3d.estimate.rates import load
+from parallel3d.estimate.search import (
     LayoutChoice,
     best,
     complexity,
@@ -17,8 +17,8 @@ from parallel3d.plan.search import (
     reason,
     works,
 )
-from parallel3d.plan.step import step
-from parallel3d.plan.work import split_balanced
+from parallel3d.estimate.step import step
+from parallel3d.estimate.work import split_balanced
 from tests.unit.plan_work import work
 
 ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, compiled=1)

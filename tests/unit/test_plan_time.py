@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parallel3d.plan import rates
-from parallel3d.plan.rates import ENGINES, NETWORKS, SPEEDS, Constants, gemm, load
-from parallel3d.plan.step import layer, step
-from parallel3d.plan.work import (
+from parallel3d.estimate import rates
+from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS, Constants, gemm, load
+from parallel3d.estimate.step import layer, step
+from parallel3d.estimate.work import (
     StepWork,
     pipeline_time,
     split_by_cost,

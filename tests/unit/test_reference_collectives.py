@@ -11,8 +11,8 @@ import pytest
 from examples.collectives.forms import FORMS, own_block, price_of, rounds_of, segments_of
 from examples.collectives.messages import price, sent
 from examples.collectives.parts import double_tree
+from parallel3d.estimate import network
 from parallel3d.topology.cluster.parts import Link
-from parallel3d.topology.price import costs
 from tests.reference import collectives as formulas
 
 ALL = [(name, form) for name, forms in formulas.FORMS.items() for form in forms]
@@ -104,15 +104,15 @@ def test_a_double_tree_needs_two_rounds_a_piece_and_its_depth() -> None:
 @pytest.mark.parametrize("n", range(1, 9))
 def test_prices_meet_the_closed_formulas(n: int) -> None:
     formulas = {
-        ("broadcast", "chain", 1): costs.broadcast(n, N, LINK),
-        ("broadcast", "segmented", 8): costs.broadcast(n, N, LINK, 8),
-        ("reduce", "segmented", 8): costs.reduce(n, N, LINK, 8),
-        ("all_gather", "ring", 1): costs.all_gather(n, N, LINK),
-        ("reduce_scatter", "ring", 1): costs.reduce_scatter(n, N, LINK),
-        ("all_reduce", "ring", 1): costs.ring_all_reduce(n, N, LINK),
-        ("scatter", "naive", 1): costs.scatter(n, N, LINK),
-        ("gather", "naive", 1): costs.gather(n, N, LINK),
-        ("barrier", "recursive_doubling", 1): costs.barrier(n, LINK),
+        ("broadcast", "chain", 1): network.broadcast(n, N, LINK),
+        ("broadcast", "segmented", 8): network.broadcast(n, N, LINK, 8),
+        ("reduce", "segmented", 8): network.reduce(n, N, LINK, 8),
+        ("all_gather", "ring", 1): network.all_gather(n, N, LINK),
+        ("reduce_scatter", "ring", 1): network.reduce_scatter(n, N, LINK),
+        ("all_reduce", "ring", 1): network.ring_all_reduce(n, N, LINK),
+        ("scatter", "naive", 1): network.scatter(n, N, LINK),
+        ("gather", "naive", 1): network.gather(n, N, LINK),
+        ("barrier", "recursive_doubling", 1): network.barrier(n, LINK),
     }
     for (name, form, segments), seconds in formulas.items():
         rounds = rounds_of(name, form, n, N, segments)
@@ -143,7 +143,7 @@ def test_prices_by_hand() -> None:
 def test_two_trees_in_many_pieces_come_near_to_the_price_of_the_ideal_one() -> None:
     fast = Link(10.0, 0.01)
     for n in range(3, 9):
-        ideal = costs.tree_all_reduce(n, 1e9, fast)
+        ideal = network.tree_all_reduce(n, 1e9, fast)
         assert ideal < price_of("all_reduce", "double_tree", n, 10**9, 1, fast) < 1.12 * ideal
 
 

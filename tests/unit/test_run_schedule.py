@@ -10,16 +10,16 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.config.sections import parts_of
 from parallel3d.errors import UserError
-from parallel3d.schedules.choose import RankWork, choose, measure
-from parallel3d.schedules.orders import StageAssignment
-from parallel3d.sizes.balance import (
+from parallel3d.estimate.balance import (
     StageWeights,
     layers_of_stages,
     recompute_forwards,
     run_schedule,
     why_chosen,
 )
-from parallel3d.sizes.model import layer_flops, recompute_flops
+from parallel3d.estimate.model import layer_flops, recompute_flops
+from parallel3d.schedules.choose import RankWork, choose, measure
+from parallel3d.schedules.orders import StageAssignment
 
 
 def config(

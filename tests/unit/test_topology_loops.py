@@ -11,14 +11,13 @@ from omegaconf import OmegaConf
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
 from parallel3d.errors import UserError
-from parallel3d.sizes.balance import layout_with_loops
-from parallel3d.sizes.traffic import transfers
+from parallel3d.estimate.balance import layout_with_loops
+from parallel3d.estimate.network import Fabric, classify, loads_of, neighbours, price_step
+from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import RankSample
 from parallel3d.topology.placement.search import refuse_unreachable
-from parallel3d.topology.price.costs import loads_of, price_step
-from parallel3d.topology.price.links import Fabric, classify, neighbours
 from parallel3d.topology.report import facts_of, make_report
 from parallel3d.topology.text import write_report
 from parallel3d.topology.tiling import RankMapping, Tiling

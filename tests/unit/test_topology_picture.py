@@ -10,11 +10,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from parallel3d.sizes.transfer import Transfer
+from parallel3d.estimate.network import Loads, StepPrice, Wiring, loads_of, price_step
+from parallel3d.estimate.traffic import Transfer
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.price.costs import Loads, StepPrice, loads_of, price_step
-from parallel3d.topology.price.links import Wiring
 from parallel3d.topology.svg import (
     CHOSEN,
     GROUP_NAMES,

@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
 from parallel3d.errors import UserError
+from parallel3d.estimate.network import send_recv
 from parallel3d.topology.assumptions import assume_batch, assume_model, chosen_keys
 from parallel3d.topology.cluster.parts import LinkClass
-from parallel3d.topology.price.costs import send_recv
 from parallel3d.topology.report import TopologyReport, facts_of, make_report, topology
 from parallel3d.topology.text import (
     byte_text,

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.sizes.model import parameter_count, stage_parameters
-from parallel3d.sizes.traffic import transfers
-from parallel3d.sizes.transfer import Transfer, group_size, wire_bytes
+from parallel3d.estimate.model import parameter_count, stage_parameters
+from parallel3d.estimate.traffic import Transfer, group_size, transfers, wire_bytes
 from parallel3d.topology.layout import Layout
 
 
@@ -128,8 +127,8 @@ def test_a_stage_or_a_dimension_that_is_not_there_is_refused() -> None:
 
 def test_the_price_is_found_without_torch() -> None:
     code = (
-        "import sys; from parallel3d.sizes import traffic; "
-        "from parallel3d.topology.price import costs; "
+        "import sys; from parallel3d.estimate import traffic; "
+        "from parallel3d.estimate import network; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

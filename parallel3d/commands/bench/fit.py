@@ -10,19 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.commands.bench.measure import Where
+from parallel3d.estimate import network
 from parallel3d.topology.cluster.parts import Link, LinkClass
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.price import costs
 
 LIMIT = 30.0  # natural logarithm of microseconds, or ns a byte, that no link exceeds
 
 # Their cost is a·α + b/B with a and b independent of the link, and training sends nearly all of its
 # bytes by them.
 FITTED = {
-    "all_reduce": costs.ring_all_reduce,
-    "all_gather": costs.all_gather,
-    "reduce_scatter": costs.reduce_scatter,
-    "send_recv": lambda n, nbytes, link: costs.send_recv(nbytes, link),
+    "all_reduce": network.ring_all_reduce,
+    "all_gather": network.all_gather,
+    "reduce_scatter": network.reduce_scatter,
+    "send_recv": lambda n, nbytes, link: network.send_recv(nbytes, link),
 }
 
 

@@ -29,9 +29,9 @@ from parallel3d.commands.bench.operations import (
 from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe
 from parallel3d.config.schema import Config
 from parallel3d.device import accelerator
+from parallel3d.estimate.network import collective_time
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.launch import Worker
-from parallel3d.topology.price.costs import collective_time
 
 NBYTES = 1 << 20
 CALLS = 5

@@ -38,6 +38,14 @@ from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator, matmul
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.errors import print_line
+from parallel3d.estimate.profiled_cost import (
+    COLLECTIVES,
+    SHARED,
+    CalibrationSource,
+    MeasuredMachine,
+    Table,
+    step_parts,
+)
 from parallel3d.files import replace_durably
 from parallel3d.host.devices import cores, device_name
 from parallel3d.metrics.provenance import version_of
@@ -47,14 +55,6 @@ from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
-from parallel3d.plan.profiled_cost import (
-    COLLECTIVES,
-    SHARED,
-    CalibrationSource,
-    MeasuredMachine,
-    Table,
-    step_parts,
-)
 from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
 from parallel3d.topology.layout import Layout

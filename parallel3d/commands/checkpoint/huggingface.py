@@ -48,12 +48,12 @@ from parallel3d.data.tokenizer import (
 )
 from parallel3d.device.precision import LossScale
 from parallel3d.errors import UserError, print_line
+from parallel3d.estimate.model import parameter_count
 from parallel3d.files import plain, write_durably
 from parallel3d.metrics.provenance import versions
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
 from parallel3d.run.directory import make_run_directory
-from parallel3d.sizes.model import parameter_count
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
 NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"

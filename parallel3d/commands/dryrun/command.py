@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, conf_dir
 from parallel3d.errors import UserError
-from parallel3d.sizes.balance import layout_with_loops
-from parallel3d.sizes.traffic import transfers
+from parallel3d.estimate.balance import layout_with_loops
+from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.assumptions import check_free, chosen_keys, write
 from parallel3d.topology.cluster.parts import cluster_from_config
 from parallel3d.topology.layout import layout_of

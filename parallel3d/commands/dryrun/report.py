@@ -14,11 +14,11 @@ from rich.text import Text
 from parallel3d.commands.dryrun.counting import COMMUNICATION, KINDS, PARTS, Gpu, Sums
 from parallel3d.commands.dryrun.world import Dry
 from parallel3d.config.schema import Config
+from parallel3d.estimate.balance import recompute_forwards, run_schedule
+from parallel3d.estimate.model import flops_per_token, parameter_count
 from parallel3d.metrics.text import encodable, percent, si, three_digits
 from parallel3d.schedules.choose import RankWork, measure
 from parallel3d.schedules.schedule import IN_ORDER
-from parallel3d.sizes.balance import recompute_forwards, run_schedule
-from parallel3d.sizes.model import flops_per_token, parameter_count
 from parallel3d.topology.layout import Layout
 
 Facts = dict[str, Any]

@@ -17,14 +17,14 @@ from parallel3d.commands.dryrun.counting import Counts, Gpu, OpCounter, Sums
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
+from parallel3d.estimate.balance import run_schedule
+from parallel3d.estimate.network import two_levels
 from parallel3d.schedules.choose import peak_live
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import SimulatedMachine
 from parallel3d.simulated_device.nccl import BACKEND
-from parallel3d.sizes.balance import run_schedule
 from parallel3d.topology.layout import layout_of
-from parallel3d.topology.price.links import two_levels
 from parallel3d.topology.tiling import RankMapping
 from parallel3d.trainer import Trainer
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import Group
+from parallel3d.estimate.traffic import MIB
 from parallel3d.parallel import groups
 from parallel3d.parallel.ddp.reducer import (
     DDPReducer,
@@ -43,7 +44,6 @@ from parallel3d.parallel.ddp.transport import (
     group_of,
     own_device,
 )
-from parallel3d.sizes.traffic import MIB
 
 PREFIX = "module."
 BUILTIN_HOOKS: dict[dist.BuiltinCommHookType, Callable[..., torch.futures.Future]] = {

@@ -18,6 +18,7 @@ from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.process_groups import Group
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_accelerator, moved
+from parallel3d.estimate.traffic import assign, cap_bytes
 from parallel3d.parallel.ddp.transport import (
     SHARED_CAP_MIB,
     Size,
@@ -25,7 +26,6 @@ from parallel3d.parallel.ddp.transport import (
     is_shared,
     open_transport,
 )
-from parallel3d.sizes.traffic import assign, cap_bytes
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from parallel3d.estimate.network import OPEN_CHAINS, Fabric, Flows, Paths, Wiring, price_transfer
 from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
-from parallel3d.topology.price.costs import Paths, price_transfer
-from parallel3d.topology.price.links import OPEN_CHAINS, Fabric, Flows, Wiring
 from parallel3d.topology.tiling import SNAKED, Tiling
 
 if TYPE_CHECKING:
-    from parallel3d.sizes.transfer import Transfer
+    from parallel3d.estimate.traffic import Transfer
     from parallel3d.topology.cluster.parts import Link
 
 

@@ -26,13 +26,13 @@ import numpy as np
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
+from parallel3d.estimate.balance import layout_with_loops
+from parallel3d.estimate.network import price_step
+from parallel3d.estimate.traffic import transfers
 from parallel3d.files import replace_durably
-from parallel3d.sizes.balance import layout_with_loops
-from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.parts import Cluster, Link, Slots, natural
 from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
 from parallel3d.topology.placement.search import place
-from parallel3d.topology.price.costs import price_step
 from parallel3d.topology.tiling import RankMapping
 
 OWN_FORM = re.compile(r"(\d+)\s+(\S+)\s+(\d+)")

@@ -25,6 +25,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parallel3d.errors import UserError, nearest
+from parallel3d.estimate.network import (
+    DimLinks,
+    Fabric,
+    Paths,
+    StepPrice,
+    classify,
+    members,
+    price_step,
+    price_transfer,
+)
 from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.topology.placement.candidates import (
@@ -38,13 +48,11 @@ from parallel3d.topology.placement.candidates import (
     split_at,
     tilings,
 )
-from parallel3d.topology.price.costs import Paths, StepPrice, price_step, price_transfer
-from parallel3d.topology.price.links import DimLinks, Fabric, classify, members
 from parallel3d.topology.tiling import RankMapping, Tiling
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import Config
-    from parallel3d.sizes.transfer import Transfer
+    from parallel3d.estimate.traffic import Transfer
 
 
 BEAM = 10  # ways to fill a domain that are priced

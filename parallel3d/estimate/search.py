@@ -9,10 +9,10 @@ from itertools import product
 import numpy as np
 
 from parallel3d.config.sections import PARTS, parts_of
-from parallel3d.plan.memory import PARALLEL3D, MemoryEstimate, memory
-from parallel3d.plan.rates import ENGINES, Constants
-from parallel3d.plan.step import StepTime, step
-from parallel3d.plan.work import Number, StepWork, share_left, split_balanced
+from parallel3d.estimate.memory import PARALLEL3D, MemoryEstimate, memory
+from parallel3d.estimate.rates import ENGINES, Constants
+from parallel3d.estimate.step import StepTime, step
+from parallel3d.estimate.work import Number, StepWork, share_left, split_balanced
 from parallel3d.schedules.schedule import V_SHAPED
 
 FULL, NONE = "full", "none"

@@ -14,12 +14,7 @@ from numpy.typing import NDArray
 
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import parts_of
-from parallel3d.plan.memory import MemoryEstimate
-from parallel3d.plan.search import LayoutChoice
-from parallel3d.schedules.actions import Kind
-from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.schedule import Schedule, make
-from parallel3d.sizes.balance import (
+from parallel3d.estimate.balance import (
     balance_chunks,
     head_cost,
     layer_cost,
@@ -27,9 +22,25 @@ from parallel3d.sizes.balance import (
     placement_of,
     sends_slices,
 )
-from parallel3d.sizes.model import LocalParameter, loss_chunk_counts, recomputing, stage_parameters
-from parallel3d.sizes.traffic import bucketed_parameters, padded_numel, pipeline_ranks, transfers
-from parallel3d.sizes.transfer import ACTIVATION_BYTES, PipelineRank
+from parallel3d.estimate.memory import MemoryEstimate
+from parallel3d.estimate.model import (
+    LocalParameter,
+    loss_chunk_counts,
+    recomputing,
+    stage_parameters,
+)
+from parallel3d.estimate.search import LayoutChoice
+from parallel3d.estimate.traffic import (
+    ACTIVATION_BYTES,
+    PipelineRank,
+    bucketed_parameters,
+    padded_numel,
+    pipeline_ranks,
+    transfers,
+)
+from parallel3d.schedules.actions import Kind
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.topology.layout import layout_of
 
 STATE = ("parameters", "gradients", "masters", "optimizer")

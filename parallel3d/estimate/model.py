@@ -117,7 +117,7 @@ def _row(
 
 
 # FLOPs of a layer, and what `recompute` adds. The parts are defined in `models/recompute.py`; the
-# activations that they keep are counted in `plan/analytic_memory.py`.
+# activations that they keep are counted in `estimate/analytic_memory.py`.
 
 
 class LayerFlops(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.plan.work import Number, StepWork
+from parallel3d.estimate.work import Number, StepWork
 
 FILE = Path(__file__).with_name("constants.json")
 

@@ -13,10 +13,10 @@ from itertools import accumulate
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import parts_of
 from parallel3d.errors import UserError
+from parallel3d.estimate.model import layer_flops, recompute_flops, recomputing
 from parallel3d.schedules.choose import RankWork, Weights, chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
-from parallel3d.sizes.model import layer_flops, recompute_flops, recomputing
 from parallel3d.topology.layout import Layout, layout_of
 
 

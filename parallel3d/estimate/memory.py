@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.plan.rates import ENGINES
-from parallel3d.plan.step import sizes, stage_parameters, tokens
-from parallel3d.plan.work import Number, StepWork
+from parallel3d.estimate.rates import ENGINES
+from parallel3d.estimate.step import sizes, stage_parameters, tokens
+from parallel3d.estimate.work import Number, StepWork
 
 GIB = 2.0**30
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.plan import rates
-from parallel3d.plan.rates import Constants, from_odds
-from parallel3d.plan.work import Number, StepWork, pipeline_time
+from parallel3d.estimate import rates
+from parallel3d.estimate.rates import Constants, from_odds
+from parallel3d.estimate.work import Number, StepWork, pipeline_time
 
 
 def tokens(work: StepWork) -> Any:

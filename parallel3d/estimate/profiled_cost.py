@@ -19,18 +19,18 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import parts_of
 from parallel3d.errors import UserError
+from parallel3d.estimate.analytic_memory import STATE, RankMemory, peak_memory
+from parallel3d.estimate.balance import layers_of_stages, run_schedule
+from parallel3d.estimate.memory import PARALLEL3D, MemoryEstimate
+from parallel3d.estimate.model import recompute_collectives, recomputing, stage_parameters
+from parallel3d.estimate.search import LayoutChoice, Priced, layouts, simple_first
+from parallel3d.estimate.step import StepTime
+from parallel3d.estimate.work import Number, sizes_of_model
 from parallel3d.files import plain, read_bounded
-from parallel3d.plan.analytic_memory import STATE, RankMemory, peak_memory
-from parallel3d.plan.memory import PARALLEL3D, MemoryEstimate
-from parallel3d.plan.search import LayoutChoice, Priced, layouts, simple_first
-from parallel3d.plan.step import StepTime
-from parallel3d.plan.work import Number, sizes_of_model
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 from parallel3d.schedules.simulate import Costs, ScheduleError
-from parallel3d.sizes.balance import layers_of_stages, run_schedule
-from parallel3d.sizes.model import recompute_collectives, recomputing, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -574,7 +574,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a step by part, as in plan/step.py; `core`: core-seconds of all ranks."""
+    """Seconds of a step by part, as in estimate/step.py; `core`: core-seconds of all ranks."""
 
     compute: float
     bubble: float

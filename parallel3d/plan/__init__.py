@@ -1,1 +1,0 @@
-"""The planner: seconds and bytes of a training step, from shapes alone or from measurements."""

@@ -1,1 +1,0 @@
-"""Price of a step's communication on the links that it uses."""
