@@ -23,7 +23,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.estimate.model import flops_per_token, parameter_count
+from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu_rows import RandomTokens, Size, model_of, peak_memory_gb, se
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device import accelerator
-from parallel3d.estimate.model import matmul_parameters
+from parallel3d.estimate.ops import layer_flops
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 
@@ -50,10 +50,10 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
         forward_s = seconds_of(forward, device, size)
     both_s = seconds_of(lambda: forward().backward(grad), device, size)
     # Model FLOPs of a layer on this rank: those of all layers, without the head, by tp.
-    weights = matmul_parameters(model) - model.hidden_size * model.vocab_size
-    attention = 12 * model.num_attention_heads * model.head_size * model.seq_length
+    attention = 2 * model.num_attention_heads * model.head_size * model.seq_length
     tokens = model.seq_length * trainer.config.micro_batch_size
-    flops = (6 * weights / model.num_layers + attention) * tokens / trainer.config.tp
+    # In full, as an MFU counts it: `layer_flops` has the causal half.
+    flops = 3 * (layer_flops(model) + attention) * tokens / trainer.config.tp
     return {
         "layers": layers,
         "parameters": sum(p.numel() for p in trainer.parameters.values()),

@@ -37,7 +37,7 @@ from parallel3d.config import identity
 from parallel3d.config.schema import Config
 from parallel3d.data.watched import Compared
 from parallel3d.errors import TrainingFailure, UserError
-from parallel3d.estimate.model import parameter_count
+from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
 from parallel3d.trainer import Trainer

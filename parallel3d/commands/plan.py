@@ -30,7 +30,7 @@ from parallel3d.estimate.analytic_memory import (
 )
 from parallel3d.estimate.balance import StageWeights
 from parallel3d.estimate.memory import GIB, PARALLEL3D
-from parallel3d.estimate.model import flops_per_token
+from parallel3d.estimate.ops import flops_per_token
 from parallel3d.estimate.profiled_cost import (
     check_type,
     measured_layouts,

@@ -29,7 +29,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, print_line
 from parallel3d.estimate.balance import why_chosen
-from parallel3d.estimate.model import flops_per_token
+from parallel3d.estimate.ops import flops_per_token
 from parallel3d.faults.hang import HANG_FILE
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog

@@ -1,11 +1,11 @@
-"""Analytic peak memory and kernel launches of parallel3d's own code, from the configuration."""
+"""Peak memory of parallel3d's own code, from the configuration."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,31 +17,30 @@ from parallel3d.config.sections import parts_of
 from parallel3d.estimate.balance import (
     balance_chunks,
     head_cost,
-    layer_cost,
     layers_of_stages,
     placement_of,
     sends_slices,
 )
 from parallel3d.estimate.memory import MemoryEstimate
-from parallel3d.estimate.model import (
-    LocalParameter,
+from parallel3d.estimate.ops import (
+    Op,
+    Widths,
+    kept,
+    layer_flops,
+    layer_ops,
     loss_chunk_counts,
     recomputing,
+    repeated,
     stage_parameters,
+    widths,
 )
 from parallel3d.estimate.search import LayoutChoice
 from parallel3d.estimate.traffic import (
     ACTIVATION_BYTES,
-    PipelineRank,
-    bucketed_parameters,
-    padded_numel,
-    pipeline_ranks,
-    transfers,
 )
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import Schedule, make
-from parallel3d.topology.layout import layout_of
 
 STATE = ("parameters", "gradients", "masters", "optimizer")
 
@@ -156,7 +155,7 @@ def layers_by_stage(config: Config) -> Sequence[int]:
     """Returns the layers of each stage; cached, as a search asks often for the same."""
     if config.schedule.layers_per_stage is not None:
         return [len(layers) for layers in layers_of_stages(config)]
-    model, cost, head = config.model, layer_cost(config.model), head_cost(config.model)
+    model, cost, head = config.model, layer_flops(config.model), head_cost(config.model)
     return _balanced(cost, model.num_layers, placement_of(config), 0.0, head)
 
 
@@ -369,8 +368,12 @@ def fsdp_memory(config: Config, parameters: ParameterCounts, layers: int, first:
     """Returns FSDP2's bytes by moment on a stage of `layers`, the `first` one or not."""
     item, one, ends = ACTIVATION_BYTES[config.precision.name], parameters.layer, parameters.ends
     model, tp, dp = config.model, config.tp, config.dp or 1
-    down = item * model.hidden_size * model.ffn_size // tp
-    up = down * (2 if model.activation == "swiglu" else 1)
+    down, up = (
+        item * op.inputs * op.outputs
+        for name in ("mlp.down", "mlp.up")
+        for op in layer_ops(widths(model, tp))
+        if op.name == name
+    )
     cast = float(item * parameters.table)  # the weight's gradient, until its reduction
     every, once = config.ddp.reduces_every_microbatch(config.zero), config.num_microbatches == 1
     sums, reduced, found = float(WIDE * one), float(WIDE * (ends or one)), Extra()
@@ -427,9 +430,10 @@ def fsdp_memory(config: Config, parameters: ParameterCounts, layers: int, first:
     return found
 
 
-# Bytes of one layer and of the head for one micro-batch. Each sum names tensors in the order in
-# which `models/transformer.py` and `tensor_parallel/` create them on an accelerator.
-# `benchmarks/plan_dryrun.py` compares the sums with `parallel3d dryrun`, which runs that code.
+# Bytes of one layer and of the head for one micro-batch. What stays until the backward is summed
+# over the layer's operations; temporary tensors are in the order in which `models/transformer.py`
+# and `tensor_parallel/` create them on an accelerator. `benchmarks/plan_dryrun.py` compares both
+# with `parallel3d dryrun`, which runs that code.
 
 
 WIDE = 4  # bytes of statistics and sums: fp32
@@ -437,30 +441,32 @@ _OF_TOKEN = 17  # bytes of a token's ids, labels and mask on the device
 
 
 class Tensors(NamedTuple):
-    """Bytes on one rank of a micro-batch's tensors in a layer.
+    """Bytes on one rank of a micro-batch's tensors.
 
     Attributes:
+        widths: of a layer, in elements a token. item: bytes of an element; rows: tokens.
         whole: hidden states of all tokens; stream: the residual stream, 1/tp of them under sequence
             parallelism.
-        qkv, attended, up, inner: outputs of q, k, v; attention; up; the activation function.
-        sums: attention's log-sum-exp. norm: statistics that a norm keeps.
-        head_norms: kept by the norms of q and k.
+        up, inner: outputs of up and of the activation function.
         copies: 1 if collectives need a contiguous copy (sp, several sequences a micro-batch).
         sp: 0 or 1. sent: a message to the next stage.
     """
 
+    widths: Widths
+    item: int
+    rows: int
     whole: float
     stream: float
-    qkv: float
-    attended: float
     up: float
     inner: float
-    sums: float
-    norm: float
-    head_norms: float
     copies: int
     sp: int
     sent: float
+
+    def kept(self, ops: Sequence[Op], recompute: Collection[str] = ()) -> float:
+        """Returns the bytes that these operations keep until their backward."""
+        elements, statistics = kept(ops, recompute)
+        return self.rows * (self.item * elements + WIDE * statistics)
 
 
 def tensors(config: Config) -> Tensors:
@@ -468,24 +474,17 @@ def tensors(config: Config) -> Tensors:
     model, tp, b = config.model, config.tp, config.micro_batch_size
     item, rows = ACTIVATION_BYTES[config.precision.name], b * model.seq_length
     sp = int(config.sp and tp > 1)
-    share = tp if sp else 1
-    queries = model.num_attention_heads * model.head_size / tp
-    keys = max(model.kv_heads / tp, 1) * model.head_size
-    inner = item * rows * model.ffn_size / tp
-    qkv = item * rows * (queries + 2 * keys)
-    heads = (queries + keys) / model.head_size
-    stream = item * rows * model.hidden_size / share
+    w = widths(model, tp, bool(sp))
+    stream = item * rows * model.hidden_size / w.share
     slices = tp if sends_slices(config, on_accelerator=config.device != "cpu") else 1
     return Tensors(
+        w,
+        item,
+        rows,
         whole=item * rows * model.hidden_size,
         stream=stream,
-        qkv=qkv,
-        attended=item * rows * queries,
-        up=inner * (2 if model.activation == "swiglu" else 1),
-        inner=inner,
-        sums=WIDE * rows * model.num_attention_heads / tp,
-        norm=WIDE * rows / share * (2 if model.norm == "layernorm" else 1),
-        head_norms=qkv + WIDE * rows * heads if model.qk_norm else 0.0,
+        up=item * rows * w.ffn * (1 + w.gated),
+        inner=item * rows * w.ffn,
         copies=int(sp and b > 1),
         sp=sp,
         # A slice of a single sequence is a view and keeps the full tensor alive.
@@ -515,25 +514,32 @@ class LayerBytes(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def layer_bytes(t: Tensors, parts: Collection[str]) -> LayerBytes:
     """Returns the bytes of one layer under `recompute`'s parts."""
-    norms = 2 * (t.stream + t.norm)  # outputs and statistics
-    attention = t.attended + t.sums + t.head_norms  # recomputed from the projection
-    activation, mlp = t.inner * bool({"activation", "mlp"} & {*parts}), t.up * ("mlp" in parts)
-    whole = 2 * t.stream + norms + t.qkv + attention + t.up + t.inner
-    kept = whole - norms * ("norm" in parts) - attention * ("attention" in parts)
-    kept -= activation + mlp
-    deferred = 2 * t.stream + t.qkv + t.attended + t.up + t.inner + 2 * t.whole
+    ops = layer_ops(t.widths, parts)
+    twice = repeated(ops, parts)
+    # The MLP's segment, with its norm if the two are one segment.
+    segment = [op for op in twice if op.name.startswith("mlp.")]
+    if {"norm", "mlp"} <= {*parts}:
+        segment += [op for op in twice if op.name == "mlp_norm"]
+    again, inner = t.kept(segment), t.kept([op for op in segment if op.kind != "norm"])
+    # Operands of the weight gradients, and the gradients of their outputs.
+    deferred = sum(
+        t.stream + t.rows * t.item * op.outputs
+        if op.split == "column"
+        else t.rows * t.item * op.inputs + t.whole
+        for op in ops
+        if op.kind == "gemm"
+    )
     scattered = t.whole * (1 + t.copies) + t.stream * (1 + t.copies) if t.sp else t.whole
     gathered = t.whole * (1 + t.copies) if t.sp else 0.0
     # attention's output, the last GEMM's with its reduction, then the sum with the stream
+    activation = t.inner * bool({"activation", "mlp"} & {*parts})
     ending = t.stream + max(activation + scattered, (t.stream if t.sp else t.whole) + t.stream)
     if "layer" in parts:
         inside = 3 * t.stream + max(gathered + t.up, t.up + t.inner, t.inner + scattered)
         forward = max(inside, ending + t.stream + t.inner)
-        kept, again = t.stream, whole - t.stream
+        again = t.kept(twice)
     else:
-        forward = max(ending, t.stream + activation + mlp)
-        again = activation + mlp + norms / 2 * ({"norm", "mlp"} <= {*parts})
-    received = t.stream
+        forward = max(ending, t.stream + inner)
     first = max(
         (t.whole + max(t.inner, t.copies * t.whole, t.copies * t.stream)) * t.sp,
         t.inner,
@@ -542,7 +548,9 @@ def layer_bytes(t: Tensors, parts: Collection[str]) -> LayerBytes:
     )
     kept_whole = t.whole if t.sp else 0.0
     halved = max(first, kept_whole + t.inner + t.up)
-    return LayerBytes(kept, deferred, forward, received + first, received + halved, again)
+    return LayerBytes(
+        t.kept(ops, parts), deferred, forward, t.stream + first, t.stream + halved, again
+    )
 
 
 class HeadBytes(NamedTuple):
@@ -572,9 +580,10 @@ def head_bytes(config: Config, t: Tensors) -> HeadBytes:
     )  # fmt: skip
     statistics = chunk * (25 + 24 * tp)
     reduced = t.stream if t.sp else 0.0
-    kept = t.stream + t.norm + t.stream  # the norm's input and its gradient
-    states = t.stream + t.norm + t.stream + t.sp * t.whole + t.whole + t.copies * t.whole
-    return HeadBytes(kept, states, item * chunk * columns + statistics + reduced)
+    norm = t.kept([op for op in layer_ops(t.widths) if op.name == "mlp_norm"])
+    held = norm + t.stream  # the norm's input, statistics and gradient
+    states = held + t.sp * t.whole + t.whole + t.copies * t.whole
+    return HeadBytes(held, states, item * chunk * columns + statistics + reduced)
 
 
 def rotary_bytes(model: ModelConfig) -> float:
@@ -672,169 +681,3 @@ def _sends(placement: StageAssignment, rank: int, chunk: int) -> tuple[bool, boo
     """Whether the stages before and after are on other ranks."""
     before, after = (placement.neighbour(rank, chunk, offset) for offset in (-1, 1))
     return before is not None and before[0] != rank, after is not None and after[0] != rank
-
-
-# Kernel launches of a rank in a step, counted line by line in the code; `benchmarks/plan_dryrun.py`
-# compares with `parallel3d dryrun`.
-
-_CHUNK, _CHUNKS = 65536, 320  # elements of a chunk, and chunks of one multi-tensor launch
-_LISTS = {"norm": 110, "adamw": 36, "sgd": 48}  # tensors of one multi-tensor launch
-
-
-def launches(config: Config, index: int) -> dict[str, float]:
-    """Returns launches of rank `index` along pp, with tp and dp rank 0, by the parts of `dryrun`.
-
-    `config` is checked. Launches of dropout, label smoothing and z-loss are not counted.
-    """
-    layout = layout_of(config)
-    rank, t = pipeline_ranks(config, layout)[index], tensors(config)
-    count, sharded = config.num_microbatches, config.zero > 1 and layout.dp > 1
-    layers, again, parts = rank.layer_count, rank.recomputed_layers, rank.recompute
-    matmuls = 3 if "layer" in parts else int("mlp" in parts)
-    attended = bool(parts & {"attention", "layer"})
-    found = {
-        "gemm_layers": count * (12 * layers + matmuls * again),
-        "attention": count * (2 * layers + attended * again),
-        "blocks": count * _blocks(config, rank, t, layers, again, sharded),
-        "other": _other(config, rank, t, count),
-        "optimizer": _optimizer(config, rank, count, sharded),
-        "communication": sum(
-            x.count * (1 + (x.op == "send_recv")) for x in transfers(config, layout, index)
-        ),
-    }
-    if rank.last:
-        chunks = _chunks(config, rank)
-        found["loss"] = count * (5 + 21 * chunks + 4 * t.copies + 2 * sharded)
-        found["gemm_head"] = count * 3 * chunks
-    if sharded:
-        found["sharding"] = _sharding(config, rank, count, layers)
-    return {name: float(value) for name, value in found.items()}
-
-
-def _blocks(
-    config: Config, rank: PipelineRank, t: Tensors, layers: int, again: int, sharded: bool
-) -> int:
-    """Counts launches of one micro-batch between GEMMs: norms, rotary, activation, residuals, each
-    with its backward; biases; contiguous copies. One residual sum is fused with its norm, and the
-    gradients of both residuals with those of the norms."""
-    model = config.model
-    rope, learned = (model.position_embedding == kind for kind in ("rope", "learned"))
-    biased = model.out_bias + model.bias
-    each = 11 + rope + 2 * model.qk_norm + model.qkv_bias + model.bias + 2 * biased + 20 * t.copies
-    ends = (2 + sharded) * rank.last + 2 * (learned + t.copies) * rank.first
-    fused = (layers - again * ("norm" in rank.recompute)) * (model.norm == "rmsnorm")
-    return layers * each - 3 * fused + again * _again(model, t, rank.recompute) + ends
-
-
-def _again(model: ModelConfig, t: Tensors, parts: Collection[str]) -> int:
-    """Counts launches between the GEMMs that a layer's recomputation repeats."""
-    inside = (model.position_embedding == "rope") + model.qk_norm
-    if "layer" in parts:
-        apart = model.norm != "rmsnorm" or "norm" in parts
-        return inside + 3 + apart + model.out_bias + 6 * t.copies
-    activated = bool({"activation", "mlp"} & {*parts})
-    gathered = 2 * t.copies * ("mlp" in parts)
-    return inside * ("attention" in parts) + 2 * ("norm" in parts) + activated + gathered
-
-
-def _other(config: Config, rank: PipelineRank, t: Tensors, count: int) -> int:
-    """Counts launches of batch, embedding, executor and trainer."""
-    placement, model = rank.placement, config.model
-    each = 3 * placement.chunks + 2 * rank.last + (4 if rank.first or rank.last else 1)
-    if rank.first:
-        each += 10 + (model.position_embedding == "learned") + 2 * t.copies
-    if rank.sends_slices and config.micro_batch_size > 1:
-        # A slice is cut out of each message, and two copies join the slices again.
-        each += 3 * (rank.neighbours(1) + rank.neighbours(-1))
-    return count * each + 11 + rank.last + rank.is_tied_to_another
-
-
-def _chunks(config: Config, rank: PipelineRank) -> int:
-    columns = config.model.padded_vocab_size
-    columns //= config.tp if config.model.parallel_output else 1
-    accelerated = config.device != "cpu"
-    item, most = rank.item, config.loss.chunk_tokens
-    counts = loss_chunk_counts(rank.tokens, columns, most, item=item, on_accelerator=accelerated)
-    return sum(counts.values())
-
-
-def _sharding(config: Config, rank: PipelineRank, count: int, layers: int) -> int:
-    """Counts FSDP2's copies of parameters into flat buffers and out of them, and of gradients."""
-    all_of = len(rank.parameters)
-    ends = sum(not p.name.startswith("layers.") for p in rank.parameters)
-    of_layers = all_of - ends + 2 * layers
-    root = ends + 2 if ends else 0
-    every = config.ddp.reduces_every_microbatch(config.zero)
-    units = layers + (ends > 0)
-    gathers = 2 * count * of_layers + root if config.zero == 3 else of_layers + root
-    widened = 0 if every or count == 1 else all_of
-    return gathers + count * all_of + widened + units * (count if every else 1)
-
-
-def _optimizer(config: Config, rank: PipelineRank, count: int, sharded: bool) -> int:
-    """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
-    fixed = 8 + 2 * (config.optim.name == "adamw")
-    if sharded:
-        dp = rank.layout.dp
-        mine = [-(-p.numel // p.columns // dp) * p.columns for p in rank.parameters]
-        decays = [p.columns > 1 for p in rank.parameters]
-        replicated = sum(p.replicated for p in rank.parameters)
-        return fixed + 1 + rank.sp * (1 + replicated) + _steps(config, mine, decays)
-    buckets = [b for chunk in reversed(rank.chunks) for b in bucketed_parameters(rank, chunk)]
-    shards = rank.layout.dp if config.zero else 1
-    segments = [one for bucket in buckets for one in _segments(bucket, shards)]
-    by_autograd = sum(not _is_added_in_place(p) for p in rank.parameters)
-    copies = len(segments) if rank.item < rank.grad_item else 0
-    found = fixed + len(buckets) + copies + count * by_autograd
-    if rank.sp:
-        replicated = sum(alike for _, _, alike in segments)
-        found += 1 + replicated if replicated else 0
-    if _shares(config):
-        found += 2 + sum(not decay and not alike for _, decay, alike in segments)
-    sizes, decays = [numel for numel, _, _ in segments], [decay for _, decay, _ in segments]
-    return found + _steps(config, sizes, decays)
-
-
-def _steps(config: Config, sizes: Sequence[int], decays: Sequence[bool]) -> int:
-    """Counts launches of the norm and of the update over lists of tensors."""
-    found = _over(sizes, _LISTS["norm"]) + 1
-    for kind in (True, False):
-        mine = [size for size, decay in zip(sizes, decays, strict=True) if decay == kind]
-        if mine:
-            found += _over(mine, _LISTS[config.optim.name])
-    return found
-
-
-def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
-    kept = list(sizes)
-    chunks = sum(-(-size // _CHUNK) for size in kept)
-    return max(-(-len(kept) // tensors_a_launch), -(-chunks // _CHUNKS))
-
-
-def _segments(bucket: list[LocalParameter], shards: int) -> list[tuple[int, bool, bool]]:
-    """Returns (elements, decays, replicated) of the flat shards that the first of `shards` ranks
-    steps.
-    """
-    own = padded_numel(sum(p.numel for p in bucket), shards) // shards
-    runs: dict[tuple[bool, bool], int] = {}
-    for p in bucket:
-        kind = p.columns > 1, p.replicated
-        runs[kind] = runs.get(kind, 0) + p.numel
-    found, offset = [], 0
-    for kind in sorted(runs):
-        mine = min(offset + runs[kind], own) - min(offset, own)
-        offset += runs[kind]
-        if mine:
-            found.append((mine, *kind))
-    return found
-
-
-def _is_added_in_place(p: LocalParameter) -> bool:
-    """Whether its matmul adds to the bucket in place (linear layers and word embedding)."""
-    return p.columns > 1 and p.name != "embedding.position"
-
-
-def _shares(config: Config) -> bool:
-    """Whether several tensor ranks hold equal shards whose gradients are summed."""
-    model = config.model
-    return config.tp > 1 and (model.qk_norm or config.tp > model.kv_heads)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import parts_of
 from parallel3d.errors import UserError
-from parallel3d.estimate.model import layer_flops, recompute_flops, recomputing
+from parallel3d.estimate.ops import layer_flops, recomputing
 from parallel3d.schedules.choose import RankWork, Weights, chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
@@ -141,11 +141,6 @@ def layers_per_stage_given(
 HEAD_MATMULS = 3
 
 
-def layer_cost(model: ModelConfig) -> float:
-    """Returns forward FLOPs of one layer and token."""
-    return sum(layer_flops(model))
-
-
 def head_cost(model: ModelConfig) -> float:
     """Returns forward FLOPs of the output head for one token, padding included."""
     return 2.0 * model.hidden_size * model.padded_vocab_size
@@ -175,7 +170,7 @@ class StageWeights:
     @classmethod
     def of_run(cls, config: Config, balances: bool = False) -> StageWeights:
         model, given = config.model, config.schedule.layers_per_stage
-        layer = layer_cost(model)
+        layer = layer_flops(model)
         return cls(
             model.num_layers,
             layer,
@@ -183,7 +178,7 @@ class StageWeights:
             config.pp,
             None if given is None else tuple(given),
             balances,
-            recompute_flops(model, parts_of(config.recompute)) / layer,
+            layer_flops(model, parts_of(config.recompute)) / layer,
             tuple(config.recompute_layers or ()),
         )
 
@@ -265,7 +260,7 @@ def layers_of_stages(config: Config) -> list[range]:
         sizes = placement.ranks, placement.chunks
         counts = layers_per_stage_given(given, model.num_layers, *sizes)
     else:
-        cost, head = layer_cost(model), head_cost(model)
+        cost, head = layer_flops(model), head_cost(model)
         counts = balance_chunks(cost, model.num_layers, placement, last_extra=head)
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
@@ -273,7 +268,7 @@ def layers_of_stages(config: Config) -> list[range]:
 
 def recompute_forwards(config: Config) -> list[float]:
     """Returns, by stage, how many times its layers' forward its backward recomputes."""
-    whole = recompute_flops(config.model, parts_of(config.recompute)) / layer_cost(config.model)
+    whole = layer_flops(config.model, parts_of(config.recompute)) / layer_flops(config.model)
     counts = map(len, layers_of_stages(config))
     return [
         whole * recomputing(config.recompute_layers, stage, count) / count

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config
 from parallel3d.config.sections import parts_of
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
-from parallel3d.estimate.model import (
+from parallel3d.estimate.ops import (
     LocalParameter,
+    Op,
+    layer_ops,
     loss_chunk_counts,
-    recompute_collectives,
     recomputing,
+    repeated,
     stage_parameters,
+    widths,
     word_embedding_numel,
 )
 from parallel3d.schedules.orders import StageAssignment
@@ -191,6 +194,11 @@ class PipelineRank:
         """Bytes of a micro-batch's full hidden states (b, s, h)."""
         return self.tokens * self.config.model.hidden_size * self.item
 
+    @property
+    def layer_ops(self) -> list[Op]:
+        """Operations of one layer that recomputes, if layers do."""
+        return layer_ops(widths(self.config.model, self.layout.tp, self.sp), self.recompute)
+
     @cached_property
     def chunks(self) -> list[list[LocalParameter]]:
         """Parameters by chunk."""
@@ -282,12 +290,18 @@ def compressed_rank(rows: int, columns: int, rank: int) -> int:
 
 
 def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the tp collectives of a rank's layers: two column- and two row-parallel GEMMs each."""
+    """Yields the tp collectives around the GEMMs of a rank's layers.
+
+    The forward gathers the input of column-parallel GEMMs (sp) and sums the output of row-parallel
+    ones; the backward the other way round.
+    """
     whole, what = rank.hidden, "activations of the layers"
     microbatches = rank.config.num_microbatches
     layers = rank.layer_count * microbatches
     recomputed = rank.recomputed_layers * microbatches
-    again = recompute_collectives(rank.recompute)
+    ops = rank.layer_ops
+    columns, rows = _gemms(ops)
+    columns_again, rows_again = _gemms(repeated(ops, rank.recompute))
     if rank.config.tensor_parallel.attention == "gather_qk":
         model, tp = rank.config.model, rank.layout.tp
         heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
@@ -296,20 +310,26 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
         yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
     if not rank.sp:
-        yield Transfer("tp", "all_reduce", whole, 4 * layers + again.sums * recomputed, what)
+        sums = (columns + rows) * layers + rows_again * recomputed
+        yield Transfer("tp", "all_reduce", whole, sums, what)
         return
     # The backward of a column-parallel GEMM gathers the saved shard and scatters its gradient
     # whole.
-    yield Transfer("tp", "all_gather", whole, 2 * layers, what)
-    yield Transfer("tp", "reduce_scatter", whole, 2 * layers, what)
-    # With overlap splits: the forward gathers for column- and scatters for row-parallel GEMMs, and
-    # the backward of row-parallel ones gathers.
+    yield Transfer("tp", "all_gather", whole, columns * layers, what)
+    yield Transfer("tp", "reduce_scatter", whole, columns * layers, what)
+    # The others are split into chunks that overlap with the GEMM.
     chunks = rank.config.tensor_parallel.chunks
     split = whole // chunks
-    gathers = 4 * layers + again.gathers * recomputed
-    scatters = 2 * layers + again.scatters * recomputed
+    gathers = (columns + rows) * layers + columns_again * recomputed
+    scatters = rows * layers + rows_again * recomputed
     yield Transfer("tp", "all_gather", split, chunks * gathers, what)
     yield Transfer("tp", "reduce_scatter", split, chunks * scatters, what)
+
+
+def _gemms(ops: Sequence[Op]) -> tuple[int, int]:
+    """Counts the column- and the row-parallel GEMMs."""
+    column, row = (sum(op.split == split for op in ops) for split in ("column", "row"))
+    return column, row
 
 
 # The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real
@@ -387,9 +407,8 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
             yield Transfer("tp", "all_reduce", whole, microbatches, "embedding")
     if rank.last:
         yield from _head(rank)
-    model, tp = rank.config.model, rank.layout.tp
     shards = rank.layout.dp if rank.config.zero > 1 else 1
-    shared = _shared_elements(model, tp, shards) * rank.layer_count * rank.grad_item
+    shared = _shared_elements(rank, shards) * rank.grad_item
     if shared:
         what = "gradients of shared key-value heads and of norms of heads"
         yield Transfer("tp", "all_reduce", shared, 1, what)
@@ -399,14 +418,13 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
         yield Transfer("tp", "all_reduce", nbytes, 1, "gradients of replicated parameters")
 
 
-def _shared_elements(model: ModelConfig, tp: int, shards: int) -> int:
-    """Counts the elements that `all_reduce_shared_kv_grads` sums for a layer."""
-    found = 0
-    if tp > model.kv_heads:  # replicated heads
+def _shared_elements(rank: PipelineRank, shards: int) -> int:
+    """Counts the elements that `all_reduce_shared_kv_grads` sums."""
+    model = rank.config.model
+    found = sum(_sharded_numel(p, shards) for p in rank.parameters if p.of_heads)
+    if rank.layout.tp > model.kv_heads:  # replicated heads
         rows = 2 * model.kv_heads * model.head_size
-        found += rows * (model.hidden_size + int(model.qkv_bias))
-    if tp > 1 and model.qk_norm:
-        found += 2 * -(-model.head_size // shards)
+        found += rank.layer_count * rows * (model.hidden_size + int(model.qkv_bias))
     return found
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
-from parallel3d.estimate.model import FLOPS_FORMULA, MFU_FORMULA, parameter_count
+from parallel3d.estimate.ops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 from parallel3d.files import replace_durably
 from parallel3d.host.processes import lost_output
 from parallel3d.metrics import report

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config
-from parallel3d.estimate.model import parameter_count
+from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, print_styled
 from parallel3d.metrics.text import (

@@ -21,7 +21,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.documents import Documents
 from parallel3d.estimate.balance import layers_of_stages
-from parallel3d.estimate.model import recomputing
+from parallel3d.estimate.ops import recomputing
 from parallel3d.models.attention import (
     attend,
     causal_attention,

@@ -16,7 +16,7 @@ from parallel3d.comm.process_groups import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fused, fuses
 from parallel3d.device.matmul import matmul
-from parallel3d.estimate.model import loss_chunks
+from parallel3d.estimate.ops import loss_chunks
 from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.sharding import main_grad_of, register_grad_ready
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first

@@ -16,7 +16,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
-from parallel3d.estimate.model import stage_parameters
+from parallel3d.estimate.ops import stage_parameters
 from parallel3d.estimate.traffic import transfers
 from parallel3d.pipeline import executor
 from parallel3d.topology.layout import Layout

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.loss_memory import peak_bytes
-from parallel3d.estimate.model import loss_chunk_counts, loss_chunks
+from parallel3d.estimate.ops import loss_chunk_counts, loss_chunks
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from tests.operators import Operators
 

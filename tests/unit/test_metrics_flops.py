@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from parallel3d.config.schema import ModelConfig, conf_dir
-from parallel3d.estimate.model import flops_per_token, parameter_count
+from parallel3d.estimate.ops import flops_per_token, parameter_count
 
 
 def preset(name: str) -> ModelConfig:

@@ -18,7 +18,7 @@ from rich.text import Text
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.estimate.model import parameter_count
+from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.jsonl import StepRecord, read_metrics
 from parallel3d.metrics.peak import Peak, PeakMemory

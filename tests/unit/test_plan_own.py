@@ -11,14 +11,14 @@ import pytest
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
 from parallel3d.estimate.analytic_memory import (
     enough_microbatches,
-    launches,
     layer_bytes,
     moments,
     peak_memory,
     peak_stage,
     tensors,
 )
-from parallel3d.estimate.model import parameter_count
+from parallel3d.estimate.launches import launches
+from parallel3d.estimate.ops import parameter_count
 from parallel3d.schedules.schedule import make
 from tests.e2e.ready import run_module
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.estimate.model import parameter_count, stage_parameters
+from parallel3d.estimate.ops import parameter_count, stage_parameters
 from parallel3d.estimate.traffic import Transfer, group_size, transfers, wire_bytes
 from parallel3d.topology.layout import Layout
 

@@ -48,7 +48,7 @@ from parallel3d.data.tokenizer import (
 )
 from parallel3d.device.precision import LossScale
 from parallel3d.errors import UserError, print_line
-from parallel3d.estimate.model import parameter_count
+from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain, write_durably
 from parallel3d.metrics.provenance import versions
 from parallel3d.models.layers import BuildContext

@@ -15,7 +15,7 @@ from parallel3d.commands.dryrun.counting import COMMUNICATION, KINDS, PARTS, Gpu
 from parallel3d.commands.dryrun.world import Dry
 from parallel3d.config.schema import Config
 from parallel3d.estimate.balance import recompute_forwards, run_schedule
-from parallel3d.estimate.model import flops_per_token, parameter_count
+from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.metrics.text import encodable, percent, si, three_digits
 from parallel3d.schedules.choose import RankWork, measure
 from parallel3d.schedules.schedule import IN_ORDER

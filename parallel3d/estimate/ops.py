@@ -1,0 +1,315 @@
+"""Lists the operations of a transformer layer as one tensor rank runs them, once for everything.
+
+Parameters, FLOPs, kept activations, launches and collectives are sums over `layer_ops`; seconds are
+sums of its operations' prices. `parallel3d dryrun` runs the model itself and is the test of the
+list (`benchmarks/plan_dryrun.py`). A new kind of layer is described in `models/` and here.
+
+Sizes are numbers or numpy arrays: `Widths` of one configuration, or of a table of layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from parallel3d.config.schema import ModelConfig
+
+Number = Any  # int, float or a numpy array
+
+
+class Widths(NamedTuple):
+    """Sizes of a layer on one tensor rank, in elements a token; flags are 0 or 1."""
+
+    hidden: Number
+    queries: Number  # of all heads of the rank, as are keys
+    keys: Number
+    heads: Number  # query heads, and key heads
+    key_heads: Number
+    ffn: Number
+    gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
+    share: Number = 1  # ranks that divide the residual stream: tp under sequence parallelism
+    layernorm: Number = 0  # instead of RMSNorm
+    head_norms: Number = 0  # q and k are normalised by head
+    rope: Number = 0
+    qkv_bias: Number = 0
+    out_bias: Number = 0
+    bias: Number = 0
+
+
+def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
+    """Returns the sizes of `model`'s layers on each of `tp` ranks.
+
+    With fewer key-value heads than ranks, each head is replicated on several.
+    """
+    heads, key_heads = model.num_attention_heads / tp, max(model.kv_heads / tp, 1)
+    return Widths(
+        model.hidden_size,
+        model.num_attention_heads * model.head_size // tp,
+        max(model.kv_heads, tp) * model.head_size // tp,
+        heads,
+        key_heads,
+        model.ffn_size // tp,
+        int(model.activation == "swiglu"),
+        tp if sp else 1,
+        int(model.norm == "layernorm"),
+        int(model.qk_norm),
+        int(model.position_embedding == "rope"),
+        int(model.qkv_bias),
+        int(model.out_bias),
+        int(model.bias),
+    )
+
+
+class Op(NamedTuple):
+    """One operation of a layer, forward and backward.
+
+    Attributes:
+        name: the module, as in the names of its parameters.
+        kind: gemm, attention, norm or elementwise.
+        inputs, outputs: elements a token that it reads and writes; of a GEMM, k and n.
+        parts: the parts of `recompute` that repeat it in the backward.
+        keeps: elements a token that stay until the backward; `statistics`: fp32 numbers beside.
+        forward, backward: launches of kernels besides GEMMs and attention.
+        split: column or row, of a GEMM: sharded outputs, or sharded inputs.
+        bias: of a GEMM.
+    """
+
+    name: str
+    kind: str
+    inputs: Number
+    outputs: Number
+    parts: Collection[str]
+    keeps: Number = 0
+    statistics: Number = 0
+    forward: Number = 0
+    backward: Number = 0
+    split: str = ""
+    bias: Number = 0
+
+
+def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
+    """Lists a layer's operations in their order; `recompute`: the parts that it recomputes.
+
+    A residual sum and the RMSNorm after it are one kernel, with their gradients, unless the norm is
+    recomputed. Backward of the split into heads: a concatenation; RoPE is a kernel in both ways.
+    """
+    h, stream, qkv = w.hidden, w.hidden / w.share, w.queries + 2 * w.keys
+    up = w.ffn * (1 + w.gated)
+    apart = w.layernorm if "norm" not in recompute else 1
+    norm = {"kind": "norm", "inputs": stream, "outputs": stream, "keeps": stream}
+    norm |= {"parts": ("norm", "layer"), "statistics": (1 + w.layernorm) / w.share}
+    norm |= {"forward": 1, "backward": 1}
+    column, row = {"kind": "gemm", "split": "column"}, {"kind": "gemm", "split": "row"}
+    attention, inner, layer = ("attention", "layer"), ("activation", "mlp", "layer"), ("layer",)
+    found = [
+        Op("input_norm", **norm),
+        Op("attention.qkv", inputs=h, outputs=qkv, parts=layer, keeps=qkv, backward=w.qkv_bias,
+           bias=w.qkv_bias, **column),
+        Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, w.heads + w.key_heads, 1, 1),
+        Op("attention.rotary", "elementwise", qkv, qkv, attention, 0, 0, w.rope, 1),
+        Op("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
+        Op("attention.out", inputs=w.queries, outputs=h, parts=layer, forward=w.out_bias,
+           backward=w.out_bias, bias=w.out_bias, **row),
+        Op("attention.residual", "elementwise", 2 * stream, stream, layer, stream, 0, apart, apart),
+        Op("mlp_norm", **norm),
+        Op("mlp.up", inputs=h, outputs=up, parts=("mlp", "layer"), keeps=up, backward=w.bias,
+           bias=w.bias, **column),
+        Op("mlp.activation", "elementwise", up, w.ffn, inner, w.ffn, 0, 1, 1),
+        Op("mlp.down", inputs=w.ffn, outputs=h, parts=(), forward=w.bias, backward=w.bias,
+           bias=w.bias, **row),
+        # The next layer's input. Its gradient is summed by the norm's backward if they are fused.
+        Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream, 0, 1, apart),
+    ]  # fmt: skip
+    return found if w.head_norms else [op for op in found if op.name != "attention.qk_norm"]
+
+
+def repeated(ops: Sequence[Op], recompute: Collection[str]) -> list[Op]:
+    """Returns the operations that the backward repeats for these parts of `recompute`."""
+    return [op for op in ops if {*op.parts} & {*recompute}]
+
+
+def flops(ops: Sequence[Op], seq_length: Number) -> Number:
+    """Returns forward FLOPs a token: of the GEMMs, and of causal attention's two matmuls."""
+    gemms = sum(2.0 * op.inputs * op.outputs for op in ops if op.kind == "gemm")
+    return gemms + sum(2.0 * op.outputs * seq_length for op in ops if op.kind == "attention")
+
+
+def layer_flops(model: ModelConfig, recompute: Collection[str] | None = None) -> float:
+    """Returns forward FLOPs of a layer and token over all tensor ranks; with `recompute`, only of
+    what its backward repeats."""
+    ops = layer_ops(widths(model))
+    chosen = ops if recompute is None else repeated(ops, recompute)
+    return float(flops(chosen, model.seq_length))
+
+
+def kept(ops: Sequence[Op], recompute: Collection[str] = ()) -> tuple[Number, Number]:
+    """Returns (elements, fp32 statistics) a token that a layer keeps until its backward."""
+    stay = [op for op in ops if not {*op.parts} & {*recompute}]
+    return sum(op.keeps for op in stay), sum(op.statistics for op in stay)
+
+
+class LocalParameter(NamedTuple):
+    """A parameter as one rank holds it.
+
+    Attributes:
+        replicated: every tp rank holds all of it, with the gradient of its own tokens.
+        columns: of a matrix; 1: a vector.
+        of_heads: every tp rank holds all of it, with the gradient of its own heads.
+    """
+
+    name: str
+    numel: int
+    replicated: bool
+    columns: int = 1
+    of_heads: bool = False
+
+
+def stage_parameters(
+    model: ModelConfig,
+    tp: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    *,
+    borrows_table: bool = False,
+) -> list[LocalParameter]:
+    """Lists the parameters of a rank whose stage has `layers`, the embedding if `first`, the head
+    if `last`; vocabulary padding included. They are in the order of `Stage.named_parameters()`,
+    which decides the gradient buckets (compared by tests/unit/test_traffic.py).
+
+    A tied weight is in the list once if one stage has both ends. It is not in the head's list if
+    the head's stage `borrows_table` from the first stage on the same rank.
+    """
+    found = list(_embedding(model, tp)) if first else []
+    of_layer = list(_layer(model, tp)) if layers else []
+    for layer in layers:
+        found += [p._replace(name=f"layers.{layer}.{p.name}") for p in of_layer]
+    if last:
+        shared = model.tie_embeddings and (first or borrows_table)
+        found += _head(model, tp, has_table=not shared)
+    return found
+
+
+def _layer(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
+    hidden = model.hidden_size
+    for op in layer_ops(widths(model, tp)):
+        if op.kind == "gemm":
+            sharded, numel = op.split == "column", op.inputs * op.outputs
+            yield LocalParameter(f"{op.name}.weight", numel, tp == 1, op.inputs)
+            if op.bias:
+                rows = op.outputs if sharded else hidden
+                yield LocalParameter(f"{op.name}.bias", rows, tp == 1 or not sharded)
+        elif op.name.endswith("qk_norm"):
+            for part in ("q", "k"):
+                yield LocalParameter(f"{op.name}.{part}", model.head_size, tp == 1, of_heads=tp > 1)
+        elif op.kind == "norm":
+            yield from _norm(model, op.name)
+
+
+def word_embedding_numel(model: ModelConfig, tp: int) -> int:
+    """Returns the elements of one rank's shard of the word embedding."""
+    rows = model.padded_vocab_size
+    return (rows if model.embedding == "replicated" else rows // tp) * model.hidden_size
+
+
+def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
+    if model.position_embedding == "learned":
+        numel = model.max_positions * model.hidden_size
+        yield LocalParameter("embedding.position", numel, True, model.hidden_size)
+    whole = tp == 1 or model.embedding == "replicated"
+    numel = word_embedding_numel(model, tp)
+    yield LocalParameter("embedding.word.weight", numel, whole, model.hidden_size)
+
+
+def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
+    if has_table:
+        whole = tp == 1 or (model.tie_embeddings and model.embedding == "replicated")
+        rows = model.padded_vocab_size // (1 if whole else tp)
+        yield LocalParameter("head.table", rows * model.hidden_size, whole, model.hidden_size)
+    yield from _norm(model, "head.norm")
+
+
+def _norm(model: ModelConfig, name: str) -> Iterator[LocalParameter]:
+    yield LocalParameter(f"{name}.weight", model.hidden_size, True)
+    if model.norm == "layernorm":
+        yield LocalParameter(f"{name}.bias", model.hidden_size, True)
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Counts distinct trainable parameters of the unpadded model; a tied weight counts once."""
+    unpadded = replace(model, vocab_multiple=1)
+    ends = sum(p.numel for p in stage_parameters(unpadded, 1, range(0), True, True))
+    return ends + model.num_layers * sum(p.numel for p in _layer(model, 1))
+
+
+def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
+    """Returns how many of a stage's `layers` layers recompute, by `recompute_layers`."""
+    if not given:
+        return layers
+    return min(layers, given[0] if len(given) == 1 else given[stage])
+
+
+# Conventions of the MFU:
+#
+# * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
+#   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not.
+# * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
+#   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
+# * Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
+# * The output head counts `vocab_size` tokens, without padding.
+
+
+MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
+FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_length (full attention)"
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Returns model FLOPs of training (forward and backward) on one token of a `seq_length` sample:
+    FLOPS_FORMULA, by the conventions above."""
+    ops = layer_ops(widths(model))
+    forward = model.num_layers * flops(ops, 2 * seq_length)  # attention in full
+    return float(3 * forward + 6 * model.hidden_size * model.vocab_size)
+
+
+CPU_BYTES = 64 << 20  # of a chunk's logits in fp32
+# Each chunk reads the whole output weight twice and adds to its whole gradient: below about this
+# many tokens that takes longer than the matmuls (docs/performance.md).
+CPU_LEAST_TOKENS = 1024
+# Of a chunk's logits in the compute type: 8,372 tokens of Llama 3's vocabulary in bf16. Reading the
+# weight twice and accumulating its fp32 gradient takes an H100 as long as the matmuls of 400 tokens
+# (3.35 TB/s, 700 TFLOP/s; the width cancels out): 5 % of such a chunk, 40 % of one of 1,024 tokens.
+# Beyond 2³¹ elements kernels would need 64-bit indices.
+ACCELERATOR_BYTES = 2 << 30
+
+
+def loss_chunks(
+    tokens: int, columns: int, chunk_tokens: int | None, *, item: int, on_accelerator: bool
+) -> list[int]:
+    """Returns the sizes of the loss chunks of a micro-batch, in order; see `loss_chunk_counts`."""
+    counts = loss_chunk_counts(
+        tokens, columns, chunk_tokens, item=item, on_accelerator=on_accelerator
+    )
+    return [size for size, count in counts.items() for _ in range(count)]
+
+
+def loss_chunk_counts(
+    tokens: int, columns: int, chunk_tokens: int | None, *, item: int, on_accelerator: bool
+) -> dict[int, int]:
+    """Returns {tokens of a loss chunk: number of such chunks}, the larger size first.
+
+    Args:
+        columns: of the logits that one rank holds.
+        chunk_tokens: `loss.chunk_tokens`; None: by CPU_BYTES and CPU_LEAST_TOKENS on a CPU, by
+            ACCELERATOR_BYTES on an accelerator.
+        item: bytes of the compute type.
+    """
+    if on_accelerator:
+        most = chunk_tokens or max(1, ACCELERATOR_BYTES // (item * columns))
+    else:
+        most = chunk_tokens or max(CPU_LEAST_TOKENS, CPU_BYTES // (4 * columns))
+    count = -(-tokens // most)
+    # As equal as can be: a short last chunk would run at half the speed.
+    size, larger = divmod(tokens, count)
+    counts = {size + 1: larger, size: count - larger}
+    return {size: count for size, count in counts.items() if count}
