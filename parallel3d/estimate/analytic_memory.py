@@ -324,6 +324,8 @@ def _temporary(
             found.append(("cast", inner + head.states, 0.0))
         return found
     received = t.stream if chunk.last else 0.0  # computed and kept by the head
+    # The look-up's backward, after all layers: gathered, masked and cast to the table's fp32.
+    table = t.stream + t.sp * t.whole + t.whole * (1 + WIDE / t.item * (t.item < WIDE))
     if kind == 1:
         return [
             ("backward", layer.backward + layer.again - received, 0.0),
@@ -335,7 +337,10 @@ def _temporary(
             ("out", 2 * t.stream - inner, 0.0),
         ]
     late = (chunk.layers - 1) * (layer.deferred - inner / chunk.layers)
-    return [("backward", layer.halved + layer.again - received + max(late, 0.0), 0.0)]
+    found = [("backward", layer.halved + layer.again - received + max(late, 0.0), 0.0)]
+    if chunk.first:
+        found.append(("ends", chunk.layers * layer.deferred - inner + table, 0.0))
+    return found
 
 
 # Memory of FSDP2 in addition to shards, by moment of a step (`data_parallel/fully_sharded.py`). The

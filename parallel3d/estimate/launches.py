@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import (
@@ -90,7 +91,7 @@ def _other(config: Config, rank: PipelineRank, copies: int, count: int) -> int:
     if rank.sends_slices and config.micro_batch_size > 1:
         # A slice is cut out of each message, and two copies join the slices again.
         each += 3 * (rank.neighbours(1) + rank.neighbours(-1))
-    return count * each + 11 + rank.last + rank.is_tied_to_another
+    return count * each + 11 + rank.last
 
 
 def _chunks(config: Config, rank: PipelineRank) -> int:
@@ -117,33 +118,52 @@ def _sharding(config: Config, rank: PipelineRank, count: int, layers: int) -> in
 
 def _optimizer(config: Config, rank: PipelineRank, count: int, sharded: bool) -> int:
     """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
-    fixed = 8 + 2 * (config.optim.name == "adamw")
+    found = 8 + 2 * (config.optim.name == "adamw") + rank.is_tied_to_another
+    of_heads = sum(p.of_heads for p in rank.parameters)
     if sharded:
         dp = rank.layout.dp
-        mine = [-(-p.numel // p.columns // dp) * p.columns for p in rank.parameters]
-        decays = [p.columns > 1 for p in rank.parameters]
-        replicated = sum(p.replicated for p in rank.parameters)
-        return fixed + 1 + rank.sp * (1 + replicated) + _steps(config, mine, decays)
+        segments = [
+            _Segment(-(-p.numel // p.columns // dp) * p.columns, p.columns > 1, p.replicated,
+                     rank.is_tied_to_another and p.name == "head.table")
+            for p in rank.parameters
+        ]  # fmt: skip
+        replicated = sum(s.replicated for s in segments)
+        found += 1 + rank.sp * (1 + replicated)
+        if of_heads:
+            found += 2 + of_heads
+        return found + _steps(config, segments)
     buckets = [b for chunk in reversed(rank.chunks) for b in bucketed_parameters(rank, chunk)]
     shards = rank.layout.dp if config.zero else 1
-    segments = [one for bucket in buckets for one in _segments(bucket, shards)]
+    segments = [one for bucket in buckets for one in _segments(rank, bucket, shards)]
     by_autograd = sum(not _is_added_in_place(p) for p in rank.parameters)
     copies = len(segments) if rank.item < rank.grad_item else 0
-    found = fixed + len(buckets) + copies + count * by_autograd
+    found += len(buckets) + copies + count * by_autograd
     if rank.sp:
-        replicated = sum(alike for _, _, alike in segments)
+        replicated = sum(s.replicated for s in segments)
         found += 1 + replicated if replicated else 0
-    if rank.layout.tp > config.model.kv_heads or any(p.of_heads for p in rank.parameters):
-        found += 2 + sum(not decay and not alike for _, decay, alike in segments)
-    sizes, decays = [numel for numel, _, _ in segments], [decay for _, decay, _ in segments]
-    return found + _steps(config, sizes, decays)
+    if rank.layout.tp > config.model.kv_heads or of_heads:
+        found += 2 + sum(not s.decays and not s.replicated for s in segments)
+    return found + _steps(config, segments)
 
 
-def _steps(config: Config, sizes: Sequence[int], decays: Sequence[bool]) -> int:
+class _Segment(NamedTuple):
+    """A flat shard that a rank steps; `tied`: a copy that the norm does not count."""
+
+    numel: int
+    decays: bool
+    replicated: bool
+    tied: bool
+
+
+def _steps(config: Config, segments: Sequence[_Segment]) -> int:
     """Counts launches of the norm and of the update over lists of tensors."""
-    found = _over(sizes, _LISTS["norm"]) + 1
-    for kind in (True, False):
-        mine = [size for size, decay in zip(sizes, decays, strict=True) if decay == kind]
+    found = 0
+    for counts in (True, False):
+        mine = [s.numel for s in segments if s.tied != counts]
+        # A list's norms, their stack and its sum of squares; the sum of none is a fill.
+        found += (_over(mine, _LISTS["norm"]) + 1 + 3 * (not counts)) if mine else 0
+    for decays in (True, False):
+        mine = [s.numel for s in segments if s.decays == decays]
         if mine:
             found += _over(mine, _LISTS[config.optim.name])
     return found
@@ -155,11 +175,10 @@ def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
     return max(-(-len(kept) // tensors_a_launch), -(-chunks // _CHUNKS))
 
 
-def _segments(bucket: list[LocalParameter], shards: int) -> list[tuple[int, bool, bool]]:
-    """Returns (elements, decays, replicated) of the flat shards that the first of `shards` ranks
-    steps.
-    """
+def _segments(rank: PipelineRank, bucket: list[LocalParameter], shards: int) -> list[_Segment]:
+    """Returns the flat shards of a bucket that the first of `shards` ranks steps."""
     own = padded_numel(sum(p.numel for p in bucket), shards) // shards
+    tied = rank.is_tied_to_another and bucket[0].name == "head.table"  # it has its own bucket
     runs: dict[tuple[bool, bool], int] = {}
     for p in bucket:
         kind = p.columns > 1, p.replicated
@@ -169,7 +188,7 @@ def _segments(bucket: list[LocalParameter], shards: int) -> list[tuple[int, bool
         mine = min(offset + runs[kind], own) - min(offset, own)
         offset += runs[kind]
         if mine:
-            found.append((mine, *kind))
+            found.append(_Segment(mine, *kind, tied))
     return found
 
 
