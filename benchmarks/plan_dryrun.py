@@ -88,10 +88,17 @@ def compare(keys: Keys) -> dict[str, tuple[float, float]]:
     """By `NAMES`, what was played and what the planner says: bytes, launches, bytes."""
     config = configured(keys)
     facts, layout = find_facts(config), layout_of(config)
-    index = layout.coordinates(facts["rank"]).pp
+    where = layout.coordinates(facts["rank"])
     played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]))
-    sent = sum(wire_bytes(t, group_size(t.dim, layout)) for t in transfers(config, layout, index))
-    said = (peak_memory(config, index).total, sum(launches(config, index).values()), sent)
+    sent = sum(
+        wire_bytes(t, group_size(t.dim, layout))
+        for t in transfers(config, layout, where.pp, where.dp)
+    )
+    said = (
+        peak_memory(config, where.pp).total,
+        sum(launches(config, where.pp, where.dp).values()),
+        sent,
+    )
     return dict(zip(NAMES, zip(played, said, strict=True), strict=True))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import (
@@ -19,9 +18,10 @@ from parallel3d.estimate.ops import (
     widths,
 )
 from parallel3d.estimate.traffic import (
+    FlatShard,
     PipelineRank,
     bucketed_parameters,
-    padded_numel,
+    flat_shards,
     pipeline_ranks,
     transfers,
 )
@@ -31,13 +31,13 @@ _CHUNK, _CHUNKS = 65536, 320  # elements of a chunk, and chunks of one multi-ten
 _LISTS = {"norm": 110, "adamw": 36, "sgd": 48}  # tensors of one multi-tensor launch
 
 
-def launches(config: Config, index: int) -> dict[str, float]:
-    """Returns launches of rank `index` along pp, with tp and dp rank 0, by the parts of `dryrun`.
+def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]:
+    """Returns launches of rank `index` along pp, with tp rank 0, by the parts of `dryrun`.
 
     `config` is checked. Launches of dropout, label smoothing and z-loss are not counted.
     """
     layout = layout_of(config)
-    rank = pipeline_ranks(config, layout)[index]
+    rank = pipeline_ranks(config, layout, data_rank)[index]
     copies = int(rank.sp and config.micro_batch_size > 1)
     count, sharded = config.num_microbatches, config.zero > 1 and layout.dp > 1
     ops, layers = rank.layer_ops, rank.layer_count
@@ -119,43 +119,23 @@ def _sharding(config: Config, rank: PipelineRank, count: int, layers: int) -> in
 def _optimizer(config: Config, rank: PipelineRank, count: int, sharded: bool) -> int:
     """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
     found = 8 + 2 * (config.optim.name == "adamw") + rank.is_tied_to_another
-    of_heads = sum(p.of_heads for p in rank.parameters)
+    segments = flat_shards(rank)
+    shared = sum(s.shared > 0 for s in segments)
+    found += 2 + shared if shared else 0
+    replicated = sum(s.replicated for s in segments)
     if sharded:
-        dp = rank.layout.dp
-        segments = [
-            _Segment(-(-p.numel // p.columns // dp) * p.columns, p.columns > 1, p.replicated,
-                     rank.is_tied_to_another and p.name == "head.table")
-            for p in rank.parameters
-        ]  # fmt: skip
-        replicated = sum(s.replicated for s in segments)
         found += 1 + rank.sp * (1 + replicated)
-        if of_heads:
-            found += 2 + of_heads
         return found + _steps(config, segments)
-    buckets = [b for chunk in reversed(rank.chunks) for b in bucketed_parameters(rank, chunk)]
-    shards = rank.layout.dp if config.zero else 1
-    segments = [one for bucket in buckets for one in _segments(rank, bucket, shards)]
+    buckets = sum(len(bucketed_parameters(rank, chunk)) for chunk in rank.chunks)
     by_autograd = sum(not _is_added_in_place(p) for p in rank.parameters)
     copies = len(segments) if rank.item < rank.grad_item else 0
-    found += len(buckets) + copies + count * by_autograd
+    found += buckets + copies + count * by_autograd
     if rank.sp:
-        replicated = sum(s.replicated for s in segments)
         found += 1 + replicated if replicated else 0
-    if rank.layout.tp > config.model.kv_heads or of_heads:
-        found += 2 + sum(not s.decays and not s.replicated for s in segments)
     return found + _steps(config, segments)
 
 
-class _Segment(NamedTuple):
-    """A flat shard that a rank steps; `tied`: a copy that the norm does not count."""
-
-    numel: int
-    decays: bool
-    replicated: bool
-    tied: bool
-
-
-def _steps(config: Config, segments: Sequence[_Segment]) -> int:
+def _steps(config: Config, segments: Sequence[FlatShard]) -> int:
     """Counts launches of the norm and of the update over lists of tensors."""
     found = 0
     for counts in (True, False):
@@ -173,23 +153,6 @@ def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
     kept = list(sizes)
     chunks = sum(-(-size // _CHUNK) for size in kept)
     return max(-(-len(kept) // tensors_a_launch), -(-chunks // _CHUNKS))
-
-
-def _segments(rank: PipelineRank, bucket: list[LocalParameter], shards: int) -> list[_Segment]:
-    """Returns the flat shards of a bucket that the first of `shards` ranks steps."""
-    own = padded_numel(sum(p.numel for p in bucket), shards) // shards
-    tied = rank.is_tied_to_another and bucket[0].name == "head.table"  # it has its own bucket
-    runs: dict[tuple[bool, bool], int] = {}
-    for p in bucket:
-        kind = p.columns > 1, p.replicated
-        runs[kind] = runs.get(kind, 0) + p.numel
-    found, offset = [], 0
-    for kind in sorted(runs):
-        mine = min(offset + runs[kind], own) - min(offset, own)
-        offset += runs[kind]
-        if mine:
-            found.append(_Segment(mine, *kind, tied))
-    return found
 
 
 def _is_added_in_place(p: LocalParameter) -> bool:

@@ -155,14 +155,17 @@ class LocalParameter(NamedTuple):
     Attributes:
         replicated: every tp rank holds all of it, with the gradient of its own tokens.
         columns: of a matrix; 1: a vector.
-        of_heads: every tp rank holds all of it, with the gradient of its own heads.
+        shared: elements at its end whose gradients several tp ranks sum: of key-value heads that
+            are on several ranks, and of norms of heads, of which each rank has its own heads.
+        owners: sets of ranks with different such elements.
     """
 
     name: str
     numel: int
     replicated: bool
     columns: int = 1
-    of_heads: bool = False
+    shared: int = 0
+    owners: int = 1
 
 
 def stage_parameters(
@@ -192,17 +195,24 @@ def stage_parameters(
 
 
 def _layer(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
-    hidden = model.hidden_size
-    for op in layer_ops(widths(model, tp)):
+    w, hidden = widths(model, tp), model.hidden_size
+    for op in layer_ops(w):
         if op.kind == "gemm":
             sharded, numel = op.split == "column", op.inputs * op.outputs
-            yield LocalParameter(f"{op.name}.weight", numel, tp == 1, op.inputs)
+            rows = 2 * w.keys if op.name == "attention.qkv" and tp > model.kv_heads else 0
+            heads = {"owners": model.kv_heads}
+            yield LocalParameter(
+                f"{op.name}.weight", numel, tp == 1, op.inputs, rows * op.inputs, **heads
+            )
             if op.bias:
-                rows = op.outputs if sharded else hidden
-                yield LocalParameter(f"{op.name}.bias", rows, tp == 1 or not sharded)
+                whole = tp == 1 or not sharded
+                size = op.outputs if sharded else hidden
+                yield LocalParameter(f"{op.name}.bias", size, whole, shared=rows, **heads)
         elif op.name.endswith("qk_norm"):
             for part in ("q", "k"):
-                yield LocalParameter(f"{op.name}.{part}", model.head_size, tp == 1, of_heads=tp > 1)
+                size = model.head_size
+                shared = size if tp > 1 else 0
+                yield LocalParameter(f"{op.name}.{part}", size, tp == 1, shared=shared)
         elif op.kind == "norm":
             yield from _norm(model, op.name)
 

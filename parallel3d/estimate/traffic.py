@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import parts_of
@@ -111,6 +112,7 @@ class PipelineRank:
         config: its tp, pp and dp are `layout`'s.
         index: along pp.
         placement, split: the pipeline's stage assignment and the layers of each stage.
+        data_rank: index along dp, which decides its shards under zero=1.
     """
 
     config: Config
@@ -118,6 +120,7 @@ class PipelineRank:
     index: int
     placement: StageAssignment
     split: Sequence[range]
+    data_rank: int = 0
 
     @property
     def stages(self) -> list[int]:
@@ -334,11 +337,14 @@ def _gemms(ops: Sequence[Op]) -> tuple[int, int]:
 
 # The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real
 # steps. Evaluation, checkpoints and start-up are not counted.
-TIED_WEIGHTS = ("embedding.word.weight", "head.table")
+TABLE = "head.table"
+TIED_WEIGHTS = ("embedding.word.weight", TABLE)
 DIMS = ("tp", "pp", "dp", "embedding", "world")
 
 
-def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[Transfer]:
+def transfers(
+    config: Config, layout: Layout, stage: int | None = None, data_rank: int = 0
+) -> list[Transfer]:
     """Lists the calls of one rank in a step: of `stage`, or of the busiest rank of each dimension.
 
     Ranks of a pipeline differ in layers, embedding and head. Without `stage` each dimension is that
@@ -348,6 +354,7 @@ def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[
     Args:
         config: checked; tp, pp and dp are the layout's.
         stage: index along pp, 0 to pp − 1, with all of its chunks.
+        data_rank: index along dp.
 
     Raises:
         ValueError: no such stage, or cp > 1, which the trainer does not have.
@@ -357,7 +364,7 @@ def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[
         raise ValueError(f"cp={layout.cp}: context parallelism sends nothing yet")
     if stage is not None and not 0 <= stage < layout.pp:
         raise ValueError(f"stage {stage} is outside of 0..{layout.pp - 1}")
-    ranks = pipeline_ranks(config, layout)
+    ranks = pipeline_ranks(config, layout, data_rank)
     if stage is not None:
         return _of_rank(ranks[stage])
     # Ranks between the ends differ only in their numbers of layers.
@@ -375,11 +382,11 @@ def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[
     return found
 
 
-def pipeline_ranks(config: Config, layout: Layout) -> list[PipelineRank]:
+def pipeline_ranks(config: Config, layout: Layout, data_rank: int = 0) -> list[PipelineRank]:
     """Returns the ranks of a pipeline by index along pp; tp, pp and dp are the layout's."""
     config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
     placement, split = placement_of(config), layers_of_stages(config)
-    return [PipelineRank(config, layout, i, placement, split) for i in range(layout.pp)]
+    return [PipelineRank(config, layout, i, placement, split, data_rank) for i in range(layout.pp)]
 
 
 def _most_boundaries(placement: StageAssignment) -> int:
@@ -407,25 +414,14 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
             yield Transfer("tp", "all_reduce", whole, microbatches, "embedding")
     if rank.last:
         yield from _head(rank)
-    shards = rank.layout.dp if rank.config.zero > 1 else 1
-    shared = _shared_elements(rank, shards) * rank.grad_item
-    if shared:
-        what = "gradients of shared key-value heads and of norms of heads"
-        yield Transfer("tp", "all_reduce", shared, 1, what)
+    shards = flat_shards(rank)
+    shared = sum(s.shared for s in shards) * rank.grad_item
+    what = "gradients of shared key-value heads and of norms of heads"
+    yield Transfer("tp", "all_reduce", shared, int(shared > 0), what)
     if rank.sp:
-        partial = sum(_sharded_numel(p, shards) for p in rank.parameters if p.replicated)
-        nbytes = partial * rank.grad_item
-        yield Transfer("tp", "all_reduce", nbytes, 1, "gradients of replicated parameters")
-
-
-def _shared_elements(rank: PipelineRank, shards: int) -> int:
-    """Counts the elements that `all_reduce_shared_kv_grads` sums."""
-    model = rank.config.model
-    found = sum(_sharded_numel(p, shards) for p in rank.parameters if p.of_heads)
-    if rank.layout.tp > model.kv_heads:  # replicated heads
-        rows = 2 * model.kv_heads * model.head_size
-        found += rank.layer_count * rows * (model.hidden_size + int(model.qkv_bias))
-    return found
+        partial = sum(s.numel for s in shards if s.replicated)
+        nbytes, what = partial * rank.grad_item, "gradients of replicated parameters"
+        yield Transfer("tp", "all_reduce", nbytes, int(partial > 0), what)
 
 
 def _head(rank: PipelineRank) -> Iterator[Transfer]:
@@ -509,6 +505,58 @@ def bucketed_parameters(
     accelerated = config.device != "cpu"  # device=auto is planned for GPUs
     buckets = assign(sizes, config.ddp.bucket_cap_mb, alone, accelerated)
     return [[ready[i] for i in members] for members in buckets]
+
+
+class FlatShard(NamedTuple):
+    """A part of the gradients that a rank steps.
+
+    Attributes:
+        tied: a copy that the norm does not count.
+        shared: elements that tp ranks sum (see `LocalParameter`), for all owners.
+    """
+
+    numel: int
+    decays: bool
+    replicated: bool
+    tied: bool
+    shared: int
+
+
+def flat_shards(rank: PipelineRank) -> list[FlatShard]:
+    """Returns the gradients that a rank sums over tp and steps, by bucket.
+
+    Under zero=1 its part of every bucket, with zero 2 and 3 the first rank's rows of every
+    parameter.
+    """
+    dp, tied = rank.layout.dp, rank.is_tied_to_another
+    if rank.config.zero > 1 and dp > 1:
+        return [
+            FlatShard(
+                _sharded_numel(p, dp), p.columns > 1, p.replicated, tied and p.name == TABLE,
+                p.owners * (_sharded_numel(p, dp) if p.shared == p.numel else p.shared),
+            )
+            for p in rank.parameters
+        ]  # fmt: skip
+    shards, found = dp if rank.config.zero else 1, []
+    for chunk in reversed(rank.chunks):
+        for bucket in bucketed_parameters(rank, chunk):
+            own = padded_numel(sum(p.numel for p in bucket), shards) // shards
+            start = own * rank.data_rank * (shards > 1)
+
+            def mine(first: int, end: int, start: int = start, stop: int = start + own) -> int:
+                return max(min(end, stop) - max(first, start), 0)
+
+            runs: dict[tuple[bool, bool], list[int]] = {}
+            offset = 0
+            for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
+                run = runs.setdefault((p.columns > 1, p.replicated), [0, 0])
+                end = offset + p.numel
+                run[0] += mine(offset, end)
+                run[1] += p.owners * mine(end - p.shared, end)
+                offset = end
+            copy = tied and bucket[0].name == TABLE  # it has its own bucket
+            found += [FlatShard(n, *kind, copy, some) for kind, (n, some) in runs.items() if n]
+    return found
 
 
 def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:

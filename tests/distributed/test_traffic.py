@@ -157,9 +157,9 @@ def sent_in_a_step(
     return stage, counting.found, counting.around, parameters
 
 
-def priced(config: Config, layout: Layout, stage: int) -> Count:
+def priced(config: Config, layout: Layout, stage: int, data_rank: int) -> Count:
     found: Count = Counter()
-    for t in transfers(config, layout, stage):
+    for t in transfers(config, layout, stage, data_rank):
         found[t.dim, t.op, t.nbytes] += t.count
     return found
 
@@ -243,6 +243,8 @@ CASES = [
     pytest.param(Layout(dp=2), {"zero": 2, "every": True}, id="dp2 zero2 every micro-batch"),
     pytest.param(Layout(dp=2), {"zero": 3, "every": False}, id="dp2 zero3 once a step"),
     pytest.param(Layout(tp=2, dp=2), {"zero": 3, "sp": True, **LLAMA}, id="tp2 dp2 sp zero3"),
+    pytest.param(Layout(tp=2, dp=2), {"zero": 1, "sp": True, **LLAMA}, id="tp2 dp2 sp zero1"),
+    pytest.param(Layout(tp=2, dp=2), {**QWEN3, "zero": 1}, id="tp2 dp2 norms of heads zero1"),
     pytest.param(Layout(pp=2, dp=2), {"zero": 3, "precision": "bf16"}, id="pp2 dp2 zero3 bf16"),
     pytest.param(Layout(pp=2, dp=2), {"comm_hook": "powersgd"}, id="pp2 dp2 powersgd"),
     pytest.param(
@@ -279,7 +281,8 @@ def test_the_list_is_what_a_step_sends(pool: Pool, layout: Layout, changes: dict
     for rank, (stage, found, around, _) in enumerate(
         pool.run(layout.world_size, sent_in_a_step, layout, changes, timeout_s=900)
     ):
-        assert found == priced(config, layout, stage), f"rank {rank}, stage {stage}"
+        data_rank = layout.coordinates(rank).dp
+        assert found == priced(config, layout, stage, data_rank), f"rank {rank}, stage {stage}"
         assert not around, f"rank {rank} sends what nobody counts: {around}"
         seen.add(stage)
     assert seen == set(range(layout.pp))
