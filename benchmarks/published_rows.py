@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_models import gpt
-from parallel3d.estimate.rates import DEVICES, ENGINES, FABRICS, NETWORKS, SPEEDS
+from parallel3d.estimate.devices import DEVICES
+from parallel3d.estimate.rates import ENGINES, FABRICS, NETWORKS, SPEEDS
 from parallel3d.estimate.work import LayerSplit, split_by_cost, split_evenly
 
 Row = dict[str, Any]

@@ -29,6 +29,7 @@ from parallel3d.estimate.analytic_memory import (
     peak_memory,
 )
 from parallel3d.estimate.balance import StageWeights
+from parallel3d.estimate.devices import DEVICES, Device
 from parallel3d.estimate.memory import GIB, PARALLEL3D
 from parallel3d.estimate.ops import flops_per_token
 from parallel3d.estimate.profiled_cost import (
@@ -39,7 +40,7 @@ from parallel3d.estimate.profiled_cost import (
     read,
 )
 from parallel3d.estimate.profiled_cost import configure as configured_here
-from parallel3d.estimate.rates import DEVICES, NETWORKS, SPEEDS, Device, load
+from parallel3d.estimate.rates import NETWORKS, SPEEDS, load
 from parallel3d.estimate.search import (
     MOST_STAGES,
     MOST_V_HALF,
@@ -536,8 +537,8 @@ def card_of(config: Config) -> tuple[str, Device]:
             f"the nearest is {near}"
         )
     type = config.precision.name
-    if type not in DEVICES[found].peak:
-        known = [t for t in TYPES if t in DEVICES[found].peak]
+    known = [t for t in TYPES if t in DEVICES[found].peak]
+    if type not in known:
         raise UserError(
             f"precision={type} must be one of {', '.join(known)} on a GPU whose peaks are those of "
             f"{found}; the nearest is {known[0]}"

@@ -1,4 +1,4 @@
-"""Fitted constants, devices and fabrics, and the seconds of kernels, collectives and messages.
+"""Fitted constants, fabrics, and the seconds of kernels, collectives and messages.
 
 `benchmarks/published.py` writes `constants.json`; a device and type without a measured run keeps
 its guess.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,36 +127,6 @@ def load(path: Path = FILE) -> Constants:
     """Reads the fitted constants, or returns the guesses if there is no file."""
     return Constants(json.loads(path.read_text())["constants"] if path.exists() else {})
 
-
-@dataclass(frozen=True)
-class Device:
-    """One GPU's datasheet: dense TFLOP/s by type, memory in GiB and GB/s, multiprocessors, and GB/s
-    one way of its link to the GPUs of its domain."""
-
-    peak: dict[str, float]
-    memory_gib: float
-    memory_gb_s: float
-    units: int
-    link_gb_s: float
-
-
-_HOPPER = {"fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
-_BLACKWELL = {"fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0, "fp4": 9000.0}
-_GRACE = {"fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0, "fp4": 10000.0}
-
-# V100 SXM3, A100 SXM4, H100 and H200 SXM5, HGX B200, GB200 NVL72; memory as the driver reports it.
-# h100_500w has HBM2e and a power limit, and the H100's peak.
-DEVICES = {
-    "v100": Device({"fp16": 125.0}, 31.7, 900, 80, 150),
-    "a100": Device({"fp16": 312.0, "bf16": 312.0}, 79.2, 2039, 108, 300),
-    "h100": Device(_HOPPER, 79.1, 3350, 132, 450),
-    "h100_500w": Device(_HOPPER, 94.5, 2400, 132, 450),
-    "h200": Device(_HOPPER, 139.8, 4800, 132, 450),
-    "b200": Device(_BLACKWELL, 178.4, 7700, 148, 900),
-    "gb200": Device(_GRACE, 184.0, 8000, 152, 900),
-    "b300": Device({**_BLACKWELL, "fp4": 14000.0}, 268.0, 7700, 148, 900),
-    "gb300": Device({**_GRACE, "fp4": 15000.0}, 277.0, 8000, 152, 900),
-}
 
 # GB/s one way of a GPU's part of its node's network.
 FABRICS = {

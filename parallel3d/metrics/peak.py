@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from parallel3d.device import accelerator
 from parallel3d.device.matmul import matmul
 from parallel3d.device.precision import COMPUTE
+from parallel3d.estimate.devices import find_device
 from parallel3d.host.devices import available_cores
 from parallel3d.metrics.text import si
 
@@ -48,53 +48,11 @@ def summary_of(ranks: Sequence[PeakMemory]) -> dict[str, Any]:
 TERA = 1e12
 MEASURE_BUDGET_S = 0.1  # for all timed matmuls together; the start barrier waits for it
 
-_A100 = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0}
-_H100_SXM = {"fp64": 66.9, "fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp8": 1978.9}
-_H100_PCIE = {"fp64": 51.0, "fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "fp8": 1513.0}
-_HOPPER_NVL = {"fp64": 60.0, "fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp8": 1670.5}
-_B200 = {"fp64": 37.0, "fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp8": 4500.0}
-_GB200 = {"fp64": 40.0, "fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp8": 5000.0}
-_B300 = {"tf32": 1125.0, "bf16": 2250.0, "fp8": 4500.0}
-_GB300 = {"tf32": 1250.0, "bf16": 2500.0, "fp8": 5000.0}
-_L4 = {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp8": 242.5}
-_L40S = {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp8": 733.0}
-_RTX_4090 = {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp8": 330.3}
-_MI250X_GCD = {"fp64": 47.9, "fp32": 47.9, "bf16": 191.5}
-_MI300X = {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp8": 2614.9}
-_MI355X = {"fp32": 157.3, "bf16": 2516.6, "fp8": 5033.2}
-
-# (pattern of the device's name, dense TFLOP/s by type, public source). Vendors print the numbers
-# with 2:4 sparsity, which are twice these. fp64 is of matrix units, fp32 of plain units (of matrix
-# units that take true fp32), fp16 equals bf16, and accumulation is in fp32.
-DATASHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
-    (r"\bGB300\b", _GB300, "NVIDIA GB300 NVL72 specifications, per GPU"),
-    (r"\bB300\b", _B300, "NVIDIA HGX B300 datasheet, per GPU"),
-    (r"\bGB200\b", _GB200, "NVIDIA GB200 NVL72 specifications, per GPU"),
-    (r"\bB200\b", _B200, "NVIDIA HGX B200 datasheet, per GPU"),
-    (r"\bH200 NVL\b", _HOPPER_NVL, "NVIDIA H200 NVL datasheet"),
-    (r"\bH200\b", _H100_SXM, "NVIDIA H200 datasheet"),
-    (r"\bH100 NVL\b", _HOPPER_NVL, "NVIDIA H100 NVL datasheet"),
-    (r"\bH100 PCIe\b", _H100_PCIE, "NVIDIA H100 PCIe datasheet"),
-    (r"\bH100\b", _H100_SXM, "NVIDIA H100 SXM datasheet"),
-    (r"\bA100\b", _A100, "NVIDIA A100 datasheet"),
-    (r"\bL40S\b", _L40S, "NVIDIA L40S datasheet"),
-    (r"\bL4\b", _L4, "NVIDIA L4 datasheet"),
-    # The 4090 D and the laptop's 4090 are other, slower chips.
-    (r"\bRTX 4090$", _RTX_4090, "NVIDIA Ada architecture whitepaper"),
-    # PyTorch shows each of the package's two dies as a device: half of AMD's numbers.
-    (r"\bMI250X\b", _MI250X_GCD, "AMD Instinct MI250X datasheet, one of two dies"),
-    (r"\bMI300X\b", _MI300X, "AMD Instinct MI300X datasheet"),
-    (r"\bMI325X\b", _MI300X, "AMD Instinct MI325X datasheet"),
-    (r"\bMI355X\b", _MI355X, "AMD Instinct MI355X datasheet"),
-)
-
 _TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Maximum FLOP/s of one device (on CPU: of one rank's share of its machine)."""
-
     """FLOP/s that one device (on CPU: one rank's share of its machine) can reach at best."""
 
     flops: float
@@ -142,13 +100,10 @@ def device_peak_flops(
 
 def datasheet_peak(device_name: str, dtype_name: str) -> Peak | None:
     """Returns the vendor's dense peak; None if the table lacks the device or the type."""
-    if "MIG" in device_name:  # a slice of a GPU under the whole GPU's name
+    device = find_device(device_name)
+    if device is None or dtype_name not in device.peak:
         return None
-    for pattern, tflops, source in DATASHEETS:
-        if re.search(pattern, device_name):
-            value = tflops.get("bf16" if dtype_name == "fp16" else dtype_name)
-            return None if value is None else Peak(value * TERA, f"{source}, dense {dtype_name}")
-    return None
+    return Peak(device.peak[dtype_name] * TERA, f"{device.source}, dense {dtype_name}")
 
 
 def cpu_share(threads: int, local_ranks: int, cores: int) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from parallel3d.estimate.rates import DEVICES, ENGINES, FABRICS, NETWORKS, SPEEDS
+from parallel3d.estimate.devices import DEVICES
+from parallel3d.estimate.rates import ENGINES, FABRICS, NETWORKS, SPEEDS
 from parallel3d.estimate.work import StepWork, split_evenly
 
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.estimate.devices import DEVICES
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.machine import (
@@ -82,18 +83,18 @@ class FusedRun:
 
 # Achievable fractions of datasheets, assumed to be the same for all GPUs.
 
-# Of the dense peak, by an H200 in bf16 (989.4 TFLOP/s): a square GEMM of 8192 reaches 785. The
-# layers' GEMMs are smaller and thinner; those of a vocabulary run in chunks of tokens.
-GEMM_LAYERS = 690 / 989.4
-GEMM_HEAD = 580 / 989.4
+# Of the dense peak, by an H200 in bf16: a square GEMM of 8192 reaches 785 TFLOP/s. The layers'
+# GEMMs are smaller and thinner; those of a vocabulary run in chunks of tokens.
+_H200 = DEVICES["h200"]
+GEMM_LAYERS = 690 / _H200.peak["bf16"]
+GEMM_HEAD = 580 / _H200.peak["bf16"]
 # Flash attention, of the FLOPs computed. H100, forward, no mask, 4k tokens (Shah et al. 2024,
 # figure 5): heads of 64: 321 (FlashAttention-2) and 408 TFLOP/s (cuDNN), of 128: 368 and 609;
 # backward and causal are slower.
-ATTENTION_NARROW = 300 / 989.4  # heads up to 64
-ATTENTION_WIDE = 450 / 989.4
+ATTENTION_NARROW = 300 / _H200.peak["bf16"]  # heads up to 64
+ATTENTION_WIDE = 450 / _H200.peak["bf16"]
 NARROW = 64
-# H200: 4.0 of 4.8 TB/s in long element-wise kernels.
-BANDWIDTH = 4.0 / 4.8
+BANDWIDTH = 4000 / _H200.memory_gb_s  # long element-wise kernels
 
 SHARES = {"gemm_layers": GEMM_LAYERS, "gemm_head": GEMM_HEAD}
 

@@ -1,0 +1,89 @@
+"""The one table of GPUs: what their datasheets say of compute, memory and links."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU's datasheet.
+
+    Attributes:
+        pattern: of the name that its driver reports; "": no running device is taken for it.
+        peak: dense TFLOP/s by type with accumulation in fp32 (vendors print twice that, with 2:4
+            sparsity). fp64 is of matrix units, fp32 of plain units or of matrix units that take
+            true fp32.
+        memory_gib, memory_gb_s: as the driver reports it, and B/s · 1e-9.
+        units: multiprocessors; 0: the planner has no constants for this GPU.
+        link_gb_s: one way, to the GPUs of its domain.
+    """
+
+    name: str
+    pattern: str
+    source: str
+    peak: dict[str, float]
+    memory_gib: float = 0.0
+    memory_gb_s: float = 0.0
+    units: int = 0
+    link_gb_s: float = 0.0
+
+
+def _peaks(half: float, **others: float) -> dict[str, float]:
+    return {"fp16": half, "bf16": half, **others}
+
+
+_A100 = _peaks(312.0, fp64=19.5, fp32=19.5, tf32=156.0)
+_H100_SXM = _peaks(989.4, fp64=66.9, fp32=66.9, tf32=494.7, fp8=1978.9)
+_H100_PCIE = _peaks(756.0, fp64=51.0, fp32=51.0, tf32=378.0, fp8=1513.0)
+_HOPPER_NVL = _peaks(835.5, fp64=60.0, fp32=60.0, tf32=417.5, fp8=1670.5)
+_B200 = _peaks(2250.0, fp64=37.0, fp32=75.0, tf32=1125.0, fp8=4500.0, fp4=9000.0)
+_GB200 = _peaks(2500.0, fp64=40.0, fp32=80.0, tf32=1250.0, fp8=5000.0, fp4=10000.0)
+_B300 = _peaks(2250.0, tf32=1125.0, fp8=4500.0, fp4=14000.0)
+_GB300 = _peaks(2500.0, tf32=1250.0, fp8=5000.0, fp4=15000.0)
+_L4 = _peaks(121.0, fp32=30.3, tf32=60.0, fp8=242.5)
+_L40S = _peaks(362.0, fp32=91.6, tf32=183.0, fp8=733.0)
+_RTX_4090 = _peaks(165.2, fp32=82.6, tf32=82.6, fp8=330.3)
+_MI250X_GCD = _peaks(191.5, fp64=47.9, fp32=47.9)
+_MI300X = _peaks(1307.4, fp64=163.4, fp32=163.4, tf32=653.7, fp8=2614.9)
+_MI355X = _peaks(2516.6, fp32=157.3, fp8=5033.2)
+
+# fmt: off
+DATASHEETS = (  # of two patterns that match a name, the first counts
+    Device("v100", "", "NVIDIA V100 SXM3 datasheet", {"fp16": 125.0}, 31.7, 900, 80, 150),
+    Device("a100", r"\bA100\b", "NVIDIA A100 datasheet", _A100, 79.2, 2039, 108, 300),
+    Device("h100_nvl", r"\bH100 NVL\b", "NVIDIA H100 NVL datasheet", _HOPPER_NVL),
+    Device("h100_pcie", r"\bH100 PCIe\b", "NVIDIA H100 PCIe datasheet", _H100_PCIE),
+    Device("h100", r"\bH100\b", "NVIDIA H100 SXM datasheet", _H100_SXM, 79.1, 3350, 132, 450),
+    # HBM2e and a power limit of 500 W, and the H100's peak.
+    Device("h100_500w", "", "NVIDIA H100 SXM datasheet", _H100_SXM, 94.5, 2400, 132, 450),
+    Device("h200_nvl", r"\bH200 NVL\b", "NVIDIA H200 NVL datasheet", _HOPPER_NVL),
+    Device("h200", r"\bH200\b", "NVIDIA H200 datasheet", _H100_SXM, 139.8, 4800, 132, 450),
+    Device("b200", r"\bB200\b", "NVIDIA HGX B200 datasheet, per GPU", _B200, 178.4, 7700, 148, 900),
+    Device("gb200", r"\bGB200\b", "NVIDIA GB200 NVL72 specifications, per GPU",
+           _GB200, 184.0, 8000, 152, 900),
+    Device("b300", r"\bB300\b", "NVIDIA HGX B300 datasheet, per GPU", _B300, 268.0, 7700, 148, 900),
+    Device("gb300", r"\bGB300\b", "NVIDIA GB300 NVL72 specifications, per GPU",
+           _GB300, 277.0, 8000, 152, 900),
+    Device("l40s", r"\bL40S\b", "NVIDIA L40S datasheet", _L40S),
+    Device("l4", r"\bL4\b", "NVIDIA L4 datasheet", _L4),
+    # The 4090 D and the laptop's 4090 are other, slower chips.
+    Device("rtx_4090", r"\bRTX 4090$", "NVIDIA Ada architecture whitepaper", _RTX_4090),
+    # PyTorch shows each of the package's two dies as a device: half of AMD's numbers.
+    Device("mi250x", r"\bMI250X\b", "AMD Instinct MI250X datasheet, one of two dies", _MI250X_GCD),
+    Device("mi300x", r"\bMI300X\b", "AMD Instinct MI300X datasheet", _MI300X),
+    Device("mi325x", r"\bMI325X\b", "AMD Instinct MI325X datasheet", _MI300X),
+    Device("mi355x", r"\bMI355X\b", "AMD Instinct MI355X datasheet", _MI355X),
+)
+# fmt: on
+
+DEVICES = {d.name: d for d in DATASHEETS if d.units}  # those of the planner
+
+
+def find_device(name: str) -> Device | None:
+    """Returns the datasheet of the device that its driver calls `name`; None if it is unknown, or
+    a slice of a GPU under the whole GPU's name (MIG)."""
+    if "MIG" in name:
+        return None
+    return next((d for d in DATASHEETS if d.pattern and re.search(d.pattern, name)), None)
