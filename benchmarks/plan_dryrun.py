@@ -27,7 +27,8 @@ from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelC
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_memory
 from parallel3d.estimate.launches import launches
-from parallel3d.estimate.traffic import group_size, transfers, wire_bytes
+from parallel3d.estimate.network import wire_bytes
+from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.topology.layout import layout_of
 

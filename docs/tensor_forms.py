@@ -14,8 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel3d.estimate.network import best_segments, collective_time
-from parallel3d.estimate.traffic import bus_factor
+from parallel3d.estimate.network import best_segments, bus_factor, collective_time
 from parallel3d.topology.cluster.parts import Link
 
 HERE = Path(__file__).resolve().parent

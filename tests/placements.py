@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter, defaultdict
 
-from parallel3d.estimate.traffic import Transfer
+from parallel3d.estimate.network import Transfer
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.tiling import RankMapping

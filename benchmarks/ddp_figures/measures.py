@@ -215,7 +215,7 @@ def priced_step(
     end = begin
     for share, nbytes in buckets:
         ready = begin + share * parts["backward"]
-        end = max(end, ready) + network.all_reduce(ranks, nbytes, link)
+        end = max(end, ready) + network.collective_time("all_reduce", ranks, nbytes, link)
     return max(end, begin + parts["backward"]) + parts["optimizer"]
 
 

@@ -20,8 +20,7 @@ from functools import lru_cache
 from examples.collectives import parts
 from examples.collectives.messages import Rounds, backwards, edges, price
 from parallel3d.errors import nearest
-from parallel3d.estimate.network import best_segments
-from parallel3d.estimate.traffic import check_sizes
+from parallel3d.estimate.network import best_segments, check_sizes
 from parallel3d.topology.cluster.parts import Link
 
 NAIVE, CHAIN, TREE, RING = "naive", "chain", "tree", "ring"

@@ -71,7 +71,7 @@ def price(rounds: Rounds, n: int, itemsize: int, link: Link) -> float:
 
     A message of x bytes begins when both ends have come to its round and takes α + x/B; in a round
     a rank sends one at most and receives one at most, through ports that do both at once (Hockney
-    1994). Arithmetic on the data costs nothing, as in `topology.price.costs`, whose closed formulas
+    1994). Arithmetic on the data costs nothing, as in `estimate.network`, whose closed formulas
     this meets.
     """
     entered = [0.0] * n

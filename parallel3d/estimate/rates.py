@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.estimate.network import bus_factor
 from parallel3d.estimate.work import Number, StepWork
 
 FILE = Path(__file__).with_name("constants.json")
@@ -233,14 +234,14 @@ def latency(
 
 def gather(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
     """Returns seconds of an all-gather or reduce-scatter of `bytes`; an all-reduce is two."""
-    wire = (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
+    wire = bus_factor("all_gather", ranks) * bytes / ring_rate(work, c, ranks, stride)
     steps = np.where(ranks > _RING, _RING - 1 + 6 * np.log2(ranks / _RING), ranks - 1)
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
 def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
     """Returns seconds of an all-reduce of `bytes` by tree or ring."""
-    wire = 2 * (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
+    wire = bus_factor("all_reduce", ranks) * bytes / ring_rate(work, c, ranks, stride)
     steps = 2 * np.log2(np.maximum(ranks, 2))
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 

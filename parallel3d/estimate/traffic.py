@@ -1,4 +1,4 @@
-"""Collectives by name, their busbw factor, and the calls that a pipeline rank makes in a step."""
+"""The collectives and messages that a pipeline rank makes in a step."""
 
 from __future__ import annotations
 
@@ -23,76 +23,12 @@ from parallel3d.estimate.ops import (
     widths,
     word_embedding_numel,
 )
+from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.topology.layout import Layout
 
-OPERATIONS = (
-    "broadcast",
-    "reduce",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "scatter",
-    "gather",
-    "all_to_all",
-    "send_recv",
-    "barrier",
-)
-
-
-def check_sizes(n: int, nbytes: float = 0.0) -> None:
-    """Raises ValueError for fewer than one rank or a negative number of bytes."""
-    if n < 1:
-        raise ValueError(f"a collective of {n} ranks")
-    if not nbytes >= 0:
-        raise ValueError(f"a message of {nbytes} bytes")
-
-
-def bus_factor(op: str, n: int) -> float:
-    """Returns the busbw factor: bus bandwidth = factor · nbytes / time (nccl-tests' busbw).
-
-    Bytes through the busiest port over `nbytes`, so that busbw is comparable with the link's
-    bandwidth for any operation and n. Source: nccl-tests, doc/PERFORMANCE.md, src/scatter.cu and
-    src/gather.cu. 0 for one rank and for a barrier. Raises ValueError for an unknown name.
-    """
-    check_sizes(n)
-    if op not in OPERATIONS:
-        raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
-    if n == 1 or op == "barrier":
-        return 0.0
-    if op == "all_reduce":
-        return 2 * (n - 1) / n
-    if op in ("broadcast", "reduce", "send_recv"):
-        return 1.0
-    return (n - 1) / n
-
-
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """`count` equal calls of one collective, or messages, of one rank in a step.
-
-    Attributes:
-        dim: the group: tp, cp, dp, pp, embedding or world.
-        op: one of OPERATIONS.
-        nbytes: of one call, the whole buffer (see `topology.price.costs`).
-        count: calls in a step; of send_recv, messages that the rank sends.
-        what: the content, in a few words.
-    """
-
-    dim: str
-    op: str
-    nbytes: int
-    count: int
-    what: str
-
-
-def wire_bytes(transfer: Transfer, n: int) -> float:
-    """Returns the bytes that one rank sends for all calls in a ring (or chain) of n ranks."""
-    return transfer.count * transfer.nbytes * bus_factor(transfer.op, n)
 
 
 def group_size(dim: str, layout: Layout) -> int:

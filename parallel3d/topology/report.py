@@ -24,8 +24,17 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops
-from parallel3d.estimate.network import DimLinks, StepPrice, classify, loads_of, price_step, routes
-from parallel3d.estimate.traffic import Transfer, transfers
+from parallel3d.estimate.network import (
+    DimLinks,
+    Loads,
+    StepPrice,
+    Transfer,
+    classify,
+    loads_of,
+    price_step,
+    routes,
+)
+from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.assumptions import assume_batch, assume_model, check_free, write
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
@@ -52,6 +61,7 @@ class TopologyReport:
     transfers: list[Transfer]
     links: dict[str, DimLinks]
     price: StepPrice
+    loads: Loads
     candidates: list[Candidate]
     warnings: list[str]
 
@@ -70,8 +80,7 @@ class TopologyReport:
 
 def facts_of(report: TopologyReport, made_by: str) -> dict[str, Any]:
     """Returns everything that text and topology.json contain."""
-    price = report.price
-    ports = {"nic": price.nic, "uplink": price.leaf_up}
+    price, nbytes = report.price, report.price.nbytes
     return {
         "made_by": made_by,
         "version": parallel3d.__version__,
@@ -81,15 +90,10 @@ def facts_of(report: TopologyReport, made_by: str) -> dict[str, Any]:
         "placement": report.placement.how,
         "seconds": _finite(price.seconds),
         "groups": [_group(report, dim) for dim in price.dims],
-        "bytes": {
-            kind.label: math.fsum(d.nbytes.get(kind, 0.0) for d in price.dims.values())
-            for kind in WIRES
-            if any(d.nbytes.get(kind) for d in price.dims.values())
-        },
+        "bytes": {kind.label: nbytes[kind] for kind in WIRES if kind in nbytes},
         "ports": {
-            name: {"name": port.name, "bytes": port.nbytes}
-            for name, port in ports.items()
-            if port is not None
+            port: {"name": name, "bytes": sent}
+            for port, (name, sent) in report.loads.busiest(report.cluster).items()
         },
         "search": _search(report),
         "routes": _routes(report),
@@ -313,8 +317,8 @@ def make_report(
     rows = config.topology.search
     found = search(cluster, layout, sent, priced=max(rows, 2)) if rows else []
     price, warnings = price_step(placement, sent), warnings_for(placement, links, sent)
-    told = [*assumed, *more]
-    return TopologyReport(config, told, placement, sent, links, price, found, warnings)
+    told, loads = [*assumed, *more], loads_of(placement, price)
+    return TopologyReport(config, told, placement, sent, links, price, loads, found, warnings)
 
 
 def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
@@ -361,8 +365,7 @@ def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
 
 def picture_of(report: TopologyReport, facts: dict[str, Any]) -> str:
     """Returns the map as an SVG document; `facts` are those of the report."""
-    loads = loads_of(report.placement, report.price)
     sizes, _, job = job_line(facts).partition("; ")
     title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
     words = f"{cluster_line(facts)}. {job}"
-    return cluster_svg(report.placement, report.rank, loads, title, words)
+    return cluster_svg(report.placement, report.rank, report.loads, title, words)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.estimate import network
-from parallel3d.estimate.traffic import OPERATIONS
+from parallel3d.estimate.network import OPERATIONS
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 
@@ -89,17 +89,26 @@ def milliseconds(row: str) -> float:
 @pytest.mark.parametrize(
     "row, seconds",
     [
-        ("send/receive", lambda link: network.send_recv(1e9, link)),
+        ("send/receive", lambda link: network.messages(1, 1e9, link)),
         ("broadcast, whole", lambda link: network.broadcast(8, 1e9, link)),
         ("broadcast, S segments", lambda link: network.broadcast(8, 1e9, link, 158)),
-        ("reduce", lambda link: network.reduce(8, 1e9, link, 158)),
-        ("reduce-scatter, all-gather", lambda link: network.reduce_scatter(8, 1e9, link)),
-        ("reduce-scatter, all-gather", lambda link: network.all_gather(8, 1e9, link)),
-        ("all-reduce | ring", lambda link: network.ring_all_reduce(8, 1e9, link)),
+        ("reduce", lambda link: network.broadcast(8, 1e9, link, 158)),
+        (
+            "reduce-scatter, all-gather",
+            lambda link: network.ring_time("reduce_scatter", 8, 1e9, link),
+        ),
+        ("reduce-scatter, all-gather", lambda link: network.ring_time("all_gather", 8, 1e9, link)),
+        ("all-reduce | ring", lambda link: network.ring_time("all_reduce", 8, 1e9, link)),
         ("all-reduce | double tree", lambda link: network.tree_all_reduce(8, 1e9, link)),
-        ("scatter, gather, all-to-all", lambda link: network.scatter(8, 1e9, link)),
-        ("scatter, gather, all-to-all", lambda link: network.all_to_all(8, 1e9, link)),
-        ("barrier", lambda link: network.barrier(8, link)),
+        (
+            "scatter, gather, all-to-all",
+            lambda link: network.collective_time("scatter", 8, 1e9, link),
+        ),
+        (
+            "scatter, gather, all-to-all",
+            lambda link: network.collective_time("all_to_all", 8, 1e9, link),
+        ),
+        ("barrier", lambda link: network.collective_time("barrier", 8, 0, link)),
     ],
 )
 def test_worked_numbers_of_the_table(row: str, seconds: Any) -> None:
@@ -110,12 +119,12 @@ def test_worked_numbers_of_the_text() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     nic, nvlink = Link(48, 5), Link(370.8, 2)
     for words, seconds in (
-        ("On 64 ranks 1 GB takes {:.1f} ms", network.ring_all_reduce(64, 1e9, nic) * 1e3),
-        ("of which latency is {:.1f} ms", network.ring_all_reduce(64, 0, nic) * 1e3),
-        ("8 kB takes {:.0f} µs", network.ring_all_reduce(64, 8e3, nic) * 1e6),
+        ("On 64 ranks 1 GB takes {:.1f} ms", network.ring_time("all_reduce", 64, 1e9, nic) * 1e3),
+        ("of which latency is {:.1f} ms", network.ring_time("all_reduce", 64, 0, nic) * 1e3),
+        ("8 kB takes {:.0f} µs", network.ring_time("all_reduce", 64, 8e3, nic) * 1e6),
         ("8 kB on 64 ranks: {:.0f} µs", network.tree_all_reduce(64, 8e3, nic) * 1e6),
         ("{:.1f} ms instead of the flat ring's",
-         network.hierarchical_all_reduce(8, 8, 1e9, nvlink, nic) * 1e3),
-        ("in bf16 is 67 MB: {:.1f} ms", network.send_recv(4096 * 8192 * 2, nic) * 1e3),
+         network.two_level_time("all_reduce", 8, 8, 1e9, nvlink, nic) * 1e3),
+        ("in bf16 is 67 MB: {:.1f} ms", network.messages(1, 4096 * 8192 * 2, nic) * 1e3),
     ):  # fmt: skip
         assert words.format(seconds) in text

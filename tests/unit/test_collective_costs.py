@@ -5,26 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 
 from parallel3d.estimate.network import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
+    OPERATIONS,
     best_segments,
     broadcast,
+    bus_factor,
     collective_time,
-    gather,
-    hierarchical_all_reduce,
-    reduce,
-    reduce_scatter,
-    ring_all_reduce,
-    scatter,
-    send_recv,
+    ring_time,
     tree_all_reduce,
+    two_level_time,
 )
-from parallel3d.estimate.traffic import OPERATIONS, bus_factor
 from parallel3d.topology.cluster.parts import Link
 
 LINK = Link(gb_per_s=10.0, latency_us=5.0)  # 1 MB: 100 µs
@@ -36,23 +29,24 @@ SIZES = (0, 1, 1000, 10**6, 10**9)
 @pytest.mark.parametrize(
     "seconds, microseconds",
     [
-        (send_recv(1e6, LINK), 5 + 100),
+        (ring_time("send_recv", 2, 1e6, LINK), 5 + 100),
         (broadcast(4, 1e6, LINK), 3 * 105),
         (broadcast(4, 1e6, LINK, segments=10), 12 * (5 + 10)),
         (broadcast(2, 1e6, LINK), 105),
-        (reduce(4, 1e6, LINK, segments=10), 12 * (5 + 10)),
-        (reduce_scatter(4, 1e6, LINK), 3 * (5 + 25)),
-        (all_gather(4, 1e6, LINK), 3 * (5 + 25)),
-        (ring_all_reduce(4, 1e6, LINK), 6 * (5 + 25)),
+        (collective_time("reduce", 4, 1e6, LINK), 8 * (5 + 100 / 6)),  # in six segments
+        (ring_time("reduce_scatter", 4, 1e6, LINK), 3 * (5 + 25)),
+        (ring_time("all_gather", 4, 1e6, LINK), 3 * (5 + 25)),
+        (ring_time("all_reduce", 4, 1e6, LINK), 6 * (5 + 25)),
         (tree_all_reduce(4, 1e6, LINK), 2 * 2 * 5 + 2 * 100),
         (tree_all_reduce(5, 1e6, LINK), 2 * 3 * 5 + 2 * 100),
-        (all_to_all(4, 1e6, LINK), 3 * (5 + 25)),
-        (scatter(4, 1e6, LINK), 3 * (5 + 25)),
-        (gather(4, 1e6, LINK), 3 * (5 + 25)),
-        (barrier(8, LINK), 3 * 5),
-        (barrier(5, LINK), 3 * 5),
+        (collective_time("all_to_all", 4, 1e6, LINK), 3 * (5 + 25)),
+        (collective_time("scatter", 4, 1e6, LINK), 3 * (5 + 25)),
+        (collective_time("gather", 4, 1e6, LINK), 3 * (5 + 25)),
+        (collective_time("barrier", 8, 0, LINK), 3 * 5),
+        (collective_time("barrier", 5, 0, LINK), 3 * 5),
         # 8 ranks inside at 100 GB/s and 1 µs, 4 domains: 2·7·(1 + 1.25) + 2·3·(5 + 3.125)
-        (hierarchical_all_reduce(8, 4, 1e6, Link(100, 1), LINK), 14 * 2.25 + 6 * 8.125),
+        (two_level_time("all_reduce", 8, 4, 1e6, Link(100, 1), LINK), 14 * 2.25 + 6 * 8.125),
+        (two_level_time("all_gather", 8, 4, 1e6, Link(100, 1), LINK), 7 * 2.25 + 3 * 8.125),
     ],
 )
 def test_values_by_hand(seconds: float, microseconds: float) -> None:
@@ -61,17 +55,19 @@ def test_values_by_hand(seconds: float, microseconds: float) -> None:
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     for n, nbytes in itertools.product((1, 2, 3, 8, 1000), SIZES):
-        halves = reduce_scatter(n, nbytes, LINK) + all_gather(n, nbytes, LINK)
-        assert ring_all_reduce(n, nbytes, LINK) == halves
-        assert hierarchical_all_reduce(n, 1, nbytes, LINK, FREE) == halves
-        assert hierarchical_all_reduce(1, n, nbytes, FREE, LINK) == halves
+        halves = ring_time("reduce_scatter", n, nbytes, LINK) + ring_time(
+            "all_gather", n, nbytes, LINK
+        )
+        assert ring_time("all_reduce", n, nbytes, LINK) == halves
+        assert two_level_time("all_reduce", n, 1, nbytes, LINK, FREE) == halves
+        assert two_level_time("all_reduce", 1, n, nbytes, FREE, LINK) == halves
 
 
 def test_a_hierarchy_carries_an_inner_th_of_the_bytes_between_domains() -> None:
     free_inside = Link(1e30, 0)
-    outer = hierarchical_all_reduce(8, 16, 1e9, free_inside, LINK)
-    assert outer == pytest.approx(ring_all_reduce(16, 1e9 / 8, LINK))
-    assert outer < ring_all_reduce(128, 1e9, LINK) / 8
+    outer = two_level_time("all_reduce", 8, 16, 1e9, free_inside, LINK)
+    assert outer == pytest.approx(ring_time("all_reduce", 16, 1e9 / 8, LINK))
+    assert outer < ring_time("all_reduce", 128, 1e9, LINK) / 8
 
 
 def test_many_segments_make_a_broadcast_as_fast_as_one_message() -> None:
@@ -100,10 +96,16 @@ def test_the_best_number_of_segments_by_hand() -> None:
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
+def test_the_factor_of_an_array_of_ranks_is_that_of_each(op: str) -> None:
+    ranks = np.array([1, 2, 3, 8, 1000])
+    assert bus_factor(op, ranks).tolist() == [bus_factor(op, n) for n in ranks.tolist()]
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_one_rank_costs_nothing(op: str) -> None:
     assert collective_time(op, 1, 1e9, LINK) == 0
     assert bus_factor(op, 1) == 0
-    assert tree_all_reduce(1, 1e9, LINK) == hierarchical_all_reduce(1, 1, 1e9, LINK, LINK) == 0
+    assert tree_all_reduce(1, 1e9, LINK) == two_level_time("all_reduce", 1, 1, 1e9, LINK, LINK) == 0
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -133,10 +135,12 @@ def test_large_messages_reach_the_link_s_bandwidth_as_bus_bandwidth() -> None:
 
 
 def test_the_tree_wins_for_little_data_on_many_ranks_the_ring_for_much() -> None:
-    assert tree_all_reduce(256, 1e3, LINK) < ring_all_reduce(256, 1e3, LINK) / 20
-    assert ring_all_reduce(256, 1e10, LINK) < tree_all_reduce(256, 1e10, LINK)
-    assert all_reduce(256, 1e3, LINK) == tree_all_reduce(256, 1e3, LINK)
-    assert all_reduce(256, 1e10, LINK) == ring_all_reduce(256, 1e10, LINK)
+    assert tree_all_reduce(256, 1e3, LINK) < ring_time("all_reduce", 256, 1e3, LINK) / 20
+    assert ring_time("all_reduce", 256, 1e10, LINK) < tree_all_reduce(256, 1e10, LINK)
+    assert collective_time("all_reduce", 256, 1e3, LINK) == tree_all_reduce(256, 1e3, LINK)
+    assert collective_time("all_reduce", 256, 1e10, LINK) == ring_time(
+        "all_reduce", 256, 1e10, LINK
+    )
     for n in (2, 4, 64):
         assert tree_all_reduce(n, 0, LINK) == pytest.approx(2 * math.log2(n) * 5 * US)
 
@@ -146,9 +150,9 @@ def test_the_tree_wins_for_little_data_on_many_ranks_the_ring_for_much() -> None
     [
         lambda: broadcast(0, 1, LINK),
         lambda: broadcast(4, 1, LINK, segments=0),
-        lambda: reduce_scatter(4, -1, LINK),
-        lambda: send_recv(float("nan"), LINK),
-        lambda: barrier(0, LINK),
+        lambda: ring_time("reduce_scatter", 4, -1, LINK),
+        lambda: ring_time("send_recv", 2, float("nan"), LINK),
+        lambda: collective_time("barrier", 0, 0, LINK),
         lambda: collective_time("all_reduced", 4, 1, LINK),
         lambda: bus_factor("all_reduced", 4),
     ],

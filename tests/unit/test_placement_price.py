@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from parallel3d.estimate.network import Fabric, price_step, routes
-from parallel3d.estimate.traffic import Transfer
+from parallel3d.estimate.network import Fabric, Transfer, loads_of, price_step, routes
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import RankSample, merged
@@ -56,7 +55,8 @@ def test_two_levels_are_taken_where_they_are_cheaper() -> None:
     """dp=8 over 4 nodes of 8 with tp=4: half the bytes cross, on two rails at once."""
     layout = Layout(tp=4, dp=8)
     grads = Transfer("dp", "all_reduce", GB, 1, "gradients")
-    found = price_step(placed(a_cluster(4), layout), [grads])
+    placement = placed(a_cluster(4), layout)
+    found = price_step(placement, [grads])
     inside = 2 * (2e-6 + 0.5 / 450)
     between = 6 * (5e-6 + 0.5 / 4 / 50)
     assert found.seconds == pytest.approx(inside + between)
@@ -67,7 +67,8 @@ def test_two_levels_are_taken_where_they_are_cheaper() -> None:
     assert found.nbytes == pytest.approx(
         {LinkClass.NVLINK: 32 * GB, LinkClass.RAIL: 32 * 0.75 * GB}
     )
-    assert found.nic.nbytes == pytest.approx(0.75 * GB) and found.leaf_up is None
+    ports = loads_of(placement, found).busiest(placement.cluster)
+    assert set(ports) == {"nic"} and ports["nic"][1] == pytest.approx(0.75 * GB)
 
 
 def test_small_messages_go_by_tree() -> None:
@@ -82,10 +83,12 @@ def test_bytes_and_ports_of_a_pipeline_over_the_spine() -> None:
     cluster = a_cluster(4, unit_nodes=2, oversubscription=2.0)
     forward = Transfer("pp", "send_recv", GB, 3, "forward")
     back = Transfer("pp", "send_recv", GB, 3, "back")
-    found = price_step(placed(cluster, Layout(tp=8, dp=2, pp=2)), [forward, back])
+    placement = placed(cluster, Layout(tp=8, dp=2, pp=2))
+    found = price_step(placement, [forward, back])
     assert found.nbytes == {LinkClass.SPINE: 16 * 6 * GB}
-    assert found.nic.nbytes == 3 * GB and found.leaf_up.nbytes == 2 * 3 * GB
-    assert found.leaf_up.name == "uplink of the leaf of rail 0 in unit 0"
+    ports = loads_of(placement, found).busiest(cluster)
+    assert ports["nic"][1] == 3 * GB
+    assert ports["uplink"] == ("uplink of the leaf of rail 0 in unit 0", 2 * 3 * GB)
     assert found.seconds == pytest.approx(6 * (8e-6 + 1 / 25))
 
 

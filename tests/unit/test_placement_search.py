@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.estimate.network import Fabric, classify, price_step
-from parallel3d.estimate.traffic import Transfer
+from parallel3d.estimate.network import Fabric, Transfer, classify, price_step
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import every_tiling

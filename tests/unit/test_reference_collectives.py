@@ -106,13 +106,13 @@ def test_prices_meet_the_closed_formulas(n: int) -> None:
     formulas = {
         ("broadcast", "chain", 1): network.broadcast(n, N, LINK),
         ("broadcast", "segmented", 8): network.broadcast(n, N, LINK, 8),
-        ("reduce", "segmented", 8): network.reduce(n, N, LINK, 8),
-        ("all_gather", "ring", 1): network.all_gather(n, N, LINK),
-        ("reduce_scatter", "ring", 1): network.reduce_scatter(n, N, LINK),
-        ("all_reduce", "ring", 1): network.ring_all_reduce(n, N, LINK),
-        ("scatter", "naive", 1): network.scatter(n, N, LINK),
-        ("gather", "naive", 1): network.gather(n, N, LINK),
-        ("barrier", "recursive_doubling", 1): network.barrier(n, LINK),
+        ("reduce", "segmented", 8): network.broadcast(n, N, LINK, 8),
+        ("all_gather", "ring", 1): network.ring_time("all_gather", n, N, LINK),
+        ("reduce_scatter", "ring", 1): network.ring_time("reduce_scatter", n, N, LINK),
+        ("all_reduce", "ring", 1): network.ring_time("all_reduce", n, N, LINK),
+        ("scatter", "naive", 1): network.collective_time("scatter", n, N, LINK),
+        ("gather", "naive", 1): network.collective_time("gather", n, N, LINK),
+        ("barrier", "recursive_doubling", 1): network.collective_time("barrier", n, 0, LINK),
     }
     for (name, form, segments), seconds in formulas.items():
         rounds = rounds_of(name, form, n, N, segments)

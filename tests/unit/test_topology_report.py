@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
 from parallel3d.errors import UserError
-from parallel3d.estimate.network import send_recv
+from parallel3d.estimate.network import messages
 from parallel3d.topology.assumptions import assume_batch, assume_model, chosen_keys
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.report import TopologyReport, facts_of, make_report, topology
@@ -177,8 +177,8 @@ def test_both_routes_between_rails_are_priced_and_the_cheaper_comes_first() -> N
     report = made("six")
     routes = facts_of(report, "test")["routes"]
     cluster, nbytes = report.cluster, routes["bytes"]
-    spine = send_recv(nbytes, cluster.link(LinkClass.SPINE))
-    forwarded = send_recv(nbytes, cluster.nvlink) + send_recv(nbytes, cluster.rail)
+    spine = messages(1, nbytes, cluster.link(LinkClass.SPINE))
+    forwarded = messages(1, nbytes, cluster.nvlink) + messages(1, nbytes, cluster.rail)
     by_hops = {tuple(way["hops"]): way["seconds"] for way in routes["ways"]}
     assert by_hops == {("spine",): spine, ("nvlink", "rail"): forwarded}
     assert routes["ways"][0]["seconds"] == min(spine, forwarded)
@@ -190,7 +190,7 @@ def test_a_thin_spine_makes_forwarding_the_cheaper_route() -> None:
     routes = facts_of(report, "test")["routes"]
     forwarded, spine = routes["ways"]
     assert (forwarded["hops"], spine["hops"]) == (["nvlink", "rail"], ["spine"])
-    assert spine["seconds"] == send_recv(routes["bytes"], report.cluster.link(LinkClass.SPINE))
+    assert spine["seconds"] == messages(1, routes["bytes"], report.cluster.link(LinkClass.SPINE))
     said = one_line(report)
     assert said.index(forwarded["path"]) < said.index(spine["path"])
 

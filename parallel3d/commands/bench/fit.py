@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.commands.bench.measure import Where
-from parallel3d.estimate import network
+from parallel3d.estimate.network import ring_time
 from parallel3d.topology.cluster.parts import Link, LinkClass
 from parallel3d.topology.layout import Layout
 
@@ -18,12 +18,7 @@ LIMIT = 30.0  # natural logarithm of microseconds, or ns a byte, that no link ex
 
 # Their cost is a·α + b/B with a and b independent of the link, and training sends nearly all of its
 # bytes by them.
-FITTED = {
-    "all_reduce": network.ring_all_reduce,
-    "all_gather": network.all_gather,
-    "reduce_scatter": network.reduce_scatter,
-    "send_recv": lambda n, nbytes, link: network.send_recv(nbytes, link),
-}
+FITTED = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ def _least(off: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
 
 
 def _cost(sample: MeasuredOperation, link: Link) -> float:
-    return FITTED[sample.op](sample.n, sample.nbytes, link)
+    return ring_time(sample.op, sample.n, sample.nbytes, link)
 
 
 def _round(value: float) -> float:

@@ -29,8 +29,7 @@ from parallel3d.commands.bench.operations import (
     timed_calls,
 )
 from parallel3d.config.schema import Config, LaunchConfig
-from parallel3d.estimate.network import collective_time
-from parallel3d.estimate.traffic import bus_factor
+from parallel3d.estimate.network import bus_factor, collective_time
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
 from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import Link, LinkClass, cluster_from_config

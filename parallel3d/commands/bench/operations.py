@@ -119,7 +119,7 @@ class WrongResult(RuntimeError):
 class BenchOperation(NamedTuple):
     """A collective, and whose code runs it.
 
-    name: one of `sizes.transfer.OPERATIONS`. reduction: sum, avg, max, or None. own: training's own
+    name: one of `network.OPERATIONS`. reduction: sum, avg, max, or None. own: training's own
     path for CPU ranks (such as shared memory) instead of the backend's.
     """
 

@@ -13,19 +13,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parallel3d.estimate.network import OPEN_CHAINS, Fabric, Flows, Paths, Wiring, price_transfer
-from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
+from parallel3d.estimate.network import OPEN_CHAINS, Fabric, Flows, Paths, Transfer, price_transfer
+from parallel3d.topology.cluster.parts import Cluster, Link, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.topology.tiling import SNAKED, Tiling
-
-if TYPE_CHECKING:
-    from parallel3d.estimate.traffic import Transfer
-    from parallel3d.topology.cluster.parts import Link
-
 
 SAMPLE = 2048  # GPUs of the sample, and the most of a stretch
 STRETCH = 256  # GPUs of a stretch, rounded up to whole domains, unless units are larger
@@ -77,7 +71,6 @@ class RankSample:
     unit: int
     fabric: Fabric
     positions: Slots = field(init=False)
-    wiring: Wiring = field(init=False)
     leaf_weight: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,10 +82,9 @@ class RankSample:
         starts = np.unique(np.linspace(0, (world - 1) // stretch, count).astype(np.int64)) * stretch
         positions = (starts[:, None] + np.arange(stretch)).ravel()
         self.positions = positions[positions < world]
-        self.wiring = Wiring.of(self.fabric.cluster, self.slots[:world])
-        nics = self.fabric.leaf_nics
-        used = np.bincount(self.wiring.leaf, minlength=nics.size)
-        seen = np.bincount(self.wiring.leaf[self.positions], minlength=nics.size)
+        leaf, nics = self.fabric.leaf[self.slots[:world]], self.fabric.leaf_nics
+        used = np.bincount(leaf, minlength=nics.size)
+        seen = np.bincount(leaf[self.positions], minlength=nics.size)
         self.leaf_weight = used / np.maximum(seen, 1) / np.maximum(nics, 1)
 
     def seconds(
@@ -158,16 +150,7 @@ class RankSample:
 
     def _wire(self, at: Slots, to: Slots) -> Link | None:
         """Returns the wire of the slowest of these flows."""
-        flows = Flows(self.wiring[at], self.wiring[to])
-        nic_flows, leaf_load = 1, 0.0
-        if self.fabric.shares_nics:
-            nics = flows.here.nic[flows.kinds > LinkClass.NVLINK]
-            nic_flows = int(np.unique(nics, return_counts=True)[1].max(initial=1))
-        spine = flows.kinds == LinkClass.SPINE
-        if spine.any():
-            up = np.bincount(flows.here.leaf[spine], minlength=self.leaf_weight.size)
-            leaf_load = float((up * self.leaf_weight).max())
-        return self.fabric.slowest(flows.counts, nic_flows, leaf_load)
+        return Flows(self.fabric, self.slots[at], self.slots[to]).slowest(self.leaf_weight)
 
 
 def _shift(own: list[Digit], was: Coordinates, now: Coordinates) -> Slots:

@@ -30,6 +30,7 @@ from parallel3d.estimate.network import (
     Fabric,
     Paths,
     StepPrice,
+    Transfer,
     classify,
     members,
     price_step,
@@ -52,7 +53,6 @@ from parallel3d.topology.tiling import RankMapping, Tiling
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import Config
-    from parallel3d.estimate.traffic import Transfer
 
 
 BEAM = 10  # ways to fill a domain that are priced
