@@ -28,7 +28,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedWriter
-from parallel3d.data.reading import sources_of
+from parallel3d.data.loader import sources_of
 
 SEQ = 2048
 SAMPLES = 4000

@@ -17,14 +17,14 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from parallel3d import optim
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, conf_dir
 from parallel3d.device import fused
 from parallel3d.estimate.ops import loss_chunks
 from parallel3d.models import attention
 from parallel3d.models.layers import Norm
-from parallel3d.optim import optimizer
-from parallel3d.optim.optimizer import Optimizer
+from parallel3d.optim import Optimizer
 from parallel3d.parameters import gradients as parameters
 from parallel3d.tensor_parallel import loss
 
@@ -36,7 +36,7 @@ def norm_in_pieces() -> Iterator[None]:
     """A norm for each 32,768 elements, and a pass of its own that clips."""
 
     def sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
-        pieces = [piece for grad in grads for piece in grad.split(optimizer.NORM_PIECE)]
+        pieces = [piece for grad in grads for piece in grad.split(optim.NORM_PIECE)]
         if not pieces:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
@@ -48,7 +48,7 @@ def norm_in_pieces() -> Iterator[None]:
         plain(self, *args)
 
     with (
-        patch.object(optimizer, "sum_of_squares", sum_of_squares),
+        patch.object(optim, "sum_of_squares", sum_of_squares),
         patch.object(Optimizer, "step", step),
     ):
         yield

@@ -19,8 +19,7 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend
-from parallel3d.data.loader import Batches, SampleSource
-from parallel3d.data.reading import sources_of
+from parallel3d.data.loader import Batches, SampleSource, sources_of
 from parallel3d.data.split import Corpus
 from parallel3d.data_parallel.engine import (
     BucketedDataParallel,
@@ -32,13 +31,13 @@ from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.estimate.balance import layers_of_stages, run_schedule
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
-from parallel3d.optim.lr_schedule import learning_rate
-from parallel3d.optim.optimizer import (
+from parallel3d.optim import (
     Optimizer,
     ParameterSlice,
     all_reduce_embedding_grads,
     all_reduce_layernorm_grads,
     all_reduce_shared_kv_grads,
+    learning_rate,
     parameter_slices,
 )
 from parallel3d.parameters.gather import gather_parameters

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from parallel3d.checkpoint.manifest import DamagedCheckpoint
 
 if TYPE_CHECKING:
-    from parallel3d.optim.optimizer import ParameterSlice
+    from parallel3d.optim import ParameterSlice
     from parallel3d.parameters.sharding import ParameterSpec, ShardSpec
 
 

@@ -30,13 +30,14 @@ from parallel3d.cli.hydra_run import (
     order_words,
     without_alias,
 )
-from parallel3d.commands.checked import NEED_DATA, checked
+from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.command import GENERATE, start_generate, take_prompt
 from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
@@ -66,6 +67,7 @@ SUBCOMMANDS = (
 )
 # Subcommands of earlier versions, with the command of the repository that replaces them.
 MOVED = {"bench ddp": "python -m benchmarks.ddp_figures"}
+NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, far from the user's terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
@@ -188,7 +190,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         if app == GENERATE:
             _refuse_launched(place)
             return start_generate(config, typed, prompt)
-        config = checked(app, config, typed, place)
+        config = _checked(app, config, typed, place)
         if place is None:
             return _start(app, config)
         config = numbered(config)
@@ -200,6 +202,21 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         words = OmegaConf.to_container(HydraConfig.get().overrides.task)
         assert isinstance(words, list)
         return _refuse(explain_override_error(error, words), place)
+
+
+def _checked(
+    app: str, config: Config, overrides: Sequence[str], place: RankAssignment | None
+) -> Config:
+    """Returns `config` for the command `app` with open choices made. Raises UserError."""
+    world_size = place.world_size if place else None
+    if app == CALIBRATE:
+        return calibrate_config(config, overrides, world_size)
+    if app == "train" and config.layout == "auto":
+        # Here, because the planner would take a tenth of a second of every command's start.
+        from parallel3d.commands.best_layout import take_layout
+
+        config = take_layout(config, overrides, place)
+    return check_config(config, world_size, communication_only=app not in NEED_DATA)
 
 
 def _refuse_launched(place: RankAssignment | None) -> None:

@@ -21,7 +21,7 @@ from parallel3d.commands.timeline import LATER, train_drawn_step
 from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend, Blended
 from parallel3d.data.corpus import open_corpus
-from parallel3d.data.reading import check_same_text
+from parallel3d.data.loader import check_same_text
 from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import keep_tokenizer, with_own_tokenizer
 from parallel3d.data.watched import look_at, unmarked

@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from parallel3d.config.checks.corpora import Weights, blend_weights
+from parallel3d.config.checks.run import Weights, blend_weights
 from parallel3d.config.fields import show
 from parallel3d.data.paired import open_pair, remote_of
 from parallel3d.data.sampler import Sample

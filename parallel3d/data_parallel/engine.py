@@ -24,7 +24,7 @@ from parallel3d.data_parallel.reducer import (
     current_values,
 )
 from parallel3d.models.transformer import Stage
-from parallel3d.optim.optimizer import Optimizer, ParameterSlice, parameter_slices
+from parallel3d.optim import Optimizer, ParameterSlice, parameter_slices
 from parallel3d.parameters.sharding import Initializer, Segment, spec_of
 
 

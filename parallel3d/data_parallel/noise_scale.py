@@ -22,7 +22,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
 from parallel3d.data_parallel.reducer import Bucket
-from parallel3d.optim.optimizer import sum_of_squares
+from parallel3d.optim import sum_of_squares
 from parallel3d.parameters.sharding import ParameterSpec, Segment, main_grad_of, spec_of
 
 HEAD_TABLE = "head.table"  # of an output head that is not tied

@@ -339,7 +339,7 @@ def _of_rank(rank: PipelineRank) -> list[Transfer]:
 
 
 def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the layers, the embedding, the head; gradient all-reduces of optim/optimizer.py."""
+    """Yields the layers, the embedding, the head; gradient all-reduces of optim.py."""
     microbatches, whole = rank.config.num_microbatches, rank.hidden
     yield from layer_transfers(rank)
     if rank.first and rank.config.model.embedding == "vocab_parallel":
@@ -547,7 +547,7 @@ def _low_rank(rank: PipelineRank, buckets: list[list[LocalParameter]]) -> Iterat
 
 
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the all-reduce of a tied weight between first and last stage (optim/optimizer.py)."""
+    """Yields the all-reduce of a tied weight between first and last stage (optim.py)."""
     model = rank.config.model
     if rank.is_tied_to_another:
         dp, whole = rank.layout.dp, word_embedding_numel(model, rank.layout.tp)

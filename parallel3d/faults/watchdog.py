@@ -23,13 +23,12 @@ from parallel3d.comm.store import put
 from parallel3d.config.schema import Config
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import print_line
-from parallel3d.faults import flight_record, hang
+from parallel3d.faults import hang
 from parallel3d.faults.hang import DIAGNOSIS_S, DUMP_S, KEY, RECORD_FILE_S, HangReport
 from parallel3d.files import no_link, replace_durably
 from parallel3d.host.processes import born, kill
 from parallel3d.run import failure
-from parallel3d.run.exit_codes import EXIT_ALREADY_REPORTED
-from parallel3d.run.failure import place_in
+from parallel3d.run.failure import EXIT_ALREADY_REPORTED, place_in
 from parallel3d.run.launch import Worker, started, within
 
 if TYPE_CHECKING:
@@ -216,7 +215,7 @@ class Watchdog:
     def _write_report(self) -> None:
         record = None
         if is_accelerator(torch.device(self.worker.device)):
-            record = within(RECORD_S, flight_record.take, None)
+            record = within(RECORD_S, hang.take_flight_record, None)
         dumps = started(lambda: self._dump(record))
         state = self._state(record)
         found = None
@@ -261,7 +260,7 @@ class Watchdog:
         queue = None
         if record is not None:
             try:
-                read = flight_record.read(record, ranks)
+                read = hang.read_flight_record(record, ranks)
                 queue, ranks = read.queue or None, ranks | read.ranks
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 print_line(f"the flight recorder cannot be read ({type(error).__name__}: {error})")

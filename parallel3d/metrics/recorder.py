@@ -19,8 +19,7 @@ from parallel3d.estimate.ops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 from parallel3d.files import replace_durably
 from parallel3d.host.processes import lost_output
 from parallel3d.metrics import report
-from parallel3d.metrics.breakdown import RankTimes, summary_of
-from parallel3d.metrics.breakdown_picture import breakdown_svg
+from parallel3d.metrics.breakdown import RankTimes, breakdown_svg, summary_of
 from parallel3d.metrics.jsonl import (
     Evaluation,
     MetricsFile,

@@ -21,7 +21,7 @@ from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, current, is_accelerator, make_current
 from parallel3d.errors import UserError, closest
 from parallel3d.host.devices import SIMULATED, choose_device, device_of_rank
-from parallel3d.run.exit_codes import leave
+from parallel3d.run.failure import leave
 from parallel3d.run.launch import detect
 from parallel3d.run.rendezvous import rendezvous
 from parallel3d.run.worker import begin_on

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
@@ -18,17 +20,16 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parallel.deferred_weight_gradients import SplitBackward
 from parallel3d.parallel.groups import GroupLike, group_of
-from parallel3d.parallel.links import StageOutputs, cut, shapes_of
 from parallel3d.parallel.replicated import average_gradients, start_equal
-from parallel3d.parameters.gradients import WeightGradients
+from parallel3d.parameters.gradients import WeightGradients, add_gradient, deferred_queue
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.p2p import P2PRoute
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
+from parallel3d.tensor_parallel.linear_ops import ColumnNode
 
 LossFn = Callable[..., Tensor]
 CPU = torch.device("cpu")
@@ -548,3 +549,212 @@ class PlainExecutor(Executor):
             self.deferred.pop((step.microbatch, step.chunk), None)
         else:
             super()._weights(step)
+
+
+# Tensors that travel between stages
+
+
+StageValues = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StageOutputs:
+    """Describes the outputs of a stage; `single`: a tensor, not a tuple of one type."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    single: bool
+
+    @classmethod
+    def of(cls, values: Any, stage: int) -> StageOutputs:
+        """Describes `values`. Raises UserError for results that cannot be sent."""
+        several = values if isinstance(values, tuple | list) else (values,)
+        rule = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
+        if not several or not all(isinstance(value, Tensor) for value in several):
+            raise UserError(f"{rule}, not {type(values).__name__}")
+        kinds = {value.dtype for value in several}
+        if len(kinds) > 1 or not several[0].is_floating_point():
+            names = " and ".join(sorted(str(kind) for kind in kinds))
+            raise UserError(f"{rule} of one floating-point type, not {names}")
+        shapes = tuple(tuple(value.shape) for value in several)
+        return cls(shapes, several[0].dtype, isinstance(values, Tensor))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shapes[0] if self.single else (sum(map(math.prod, self.shapes)),)
+
+    def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.shapes)
+
+    def message(self, values: StageValues) -> Tensor:
+        if isinstance(values, Tensor) or self.single:
+            (values,) = values if isinstance(values, tuple | list) else (values,)
+            return values.contiguous()
+        return torch.cat([value.reshape(-1) for value in values])
+
+    def values(self, message: Tensor) -> tuple[Tensor, ...]:
+        if self.single:
+            return (message,)
+        parts = message.split([math.prod(shape) for shape in self.shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
+
+    def facts(self) -> list:
+        return [self.shapes, str(self.dtype), self.single]
+
+    @classmethod
+    def from_facts(cls, facts: Sequence) -> StageOutputs:
+        shapes, dtype, single = facts
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        return cls(tuple(map(tuple, shapes)), kind, single)
+
+    def __str__(self) -> str:
+        return " and ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes)
+
+
+def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
+    """Returns `count` micro-batches of equal shapes.
+
+    Args:
+        given: a batch to be cut along its first dimension (a tensor, or a tuple of tensors of the
+            same length), or a list of micro-batches.
+        what: inputs or targets.
+
+    Raises:
+        UserError: a batch that does not divide, shapes that differ between micro-batches.
+    """
+    if isinstance(given, list):
+        if len(given) != count:
+            raise UserError(
+                f"{what} is a list of {len(given)} micro-batches, which must be "
+                f"num_microbatches={count}"
+            )
+        parts = [part if isinstance(part, tuple) else (part,) for part in given]
+    else:
+        tensors = given if isinstance(given, tuple) else (given,)
+        sizes = {t.shape[0] if isinstance(t, Tensor) and t.dim() else 0 for t in tensors}
+        size = min(sizes, default=0)
+        if len(sizes) != 1 or not size or size % count:
+            near = max(1, round(size / count)) * count
+            raise UserError(
+                f"{what} with {' and '.join(map(str, sorted(sizes)))} samples must be tensors of a "
+                f"length that num_microbatches={count} divides; the nearest is {near}"
+            )
+        parts = list(zip(*(tensor.chunk(count) for tensor in tensors), strict=True))
+    first = shapes_of(parts[0])
+    for number, part in enumerate(parts):
+        if shapes_of(part) != first:
+            raise UserError(
+                f"micro-batch {number} of {what} has {shapes_of(part)}, but must have {first} as "
+                "micro-batch 0: the shapes of a pipeline are fixed"
+            )
+    return parts
+
+
+def shapes_of(values: Sequence[Any]) -> list[list]:
+    """Returns shape and type of each tensor; for another value its type."""
+    return [
+        [list(v.shape), str(v.dtype)] if isinstance(v, Tensor) else [[], type(v).__name__]
+        for v in values
+    ]
+
+
+# Deferred weight gradients of plain modules, for schedules that split the backward
+
+
+CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
+CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+class SplitBackward(TorchFunctionMode):
+    """Makes linear layers and convolutions of a forward defer their weight gradients.
+
+    Other layers (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, whatever is
+    compiled, checkpointed or under autocast) compute both gradients at once, which changes no
+    result.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            arguments = _by_name(("input", "weight", "bias"), args, kwargs)
+            if _can_defer(arguments):
+                x, weight, bias = (arguments.get(key) for key in ("input", "weight", "bias"))
+                return ColumnNode.apply(x, weight, bias, SINGLE, None)
+        elif func in CONVOLUTIONS:
+            arguments = _by_name(CONVOLUTION, args, kwargs)
+            dims, padding = CONVOLUTIONS[func], arguments.get("padding", 0)
+            if not isinstance(padding, str) and _can_defer(arguments, dims + 2):
+                how = (
+                    _each(arguments.get("stride", 1), dims),
+                    _each(padding, dims),
+                    _each(arguments.get("dilation", 1), dims),
+                    arguments.get("groups", 1),
+                )
+                return _Convolution.apply(
+                    arguments["input"], arguments["weight"], arguments.get("bias"), how
+                )
+        return func(*args, **kwargs)
+
+
+def _by_name(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _each(size: int | tuple[int, ...], dims: int) -> list[int]:
+    sizes = [size] if isinstance(size, int) else list(size)
+    return sizes * dims if len(sizes) == 1 else sizes
+
+
+def _can_defer(arguments: dict[str, Any], dims: int = 0) -> bool:
+    """Returns whether weight is a stage's parameter in the type of its input (`dims` 0: any)."""
+    x, weight = arguments["input"], arguments["weight"]
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+        return False
+    if weight._backward_hooks:  # autograd would not call them for a deferred gradient
+        return False
+    # The recompute of a checkpointed forward runs outside of this mode and must save the same
+    # tensors as the first forward.
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooked is not None or torch.compiler.is_compiling():
+        return False
+    if not hasattr(weight, "weight_gradients") or torch.is_autocast_enabled(x.device.type):
+        return False
+    return x.dtype == weight.dtype and (x.dim() == dims if dims else x.dim() > 1)
+
+
+class _Convolution(torch.autograd.Function):
+    """Computes a convolution; `how` is stride, padding, dilation and groups."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
+        ctx.how, ctx.biases = how, None if bias is None else list(bias.shape)
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return torch.convolution(x, weight, bias, *_aten_arguments(how))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        weight, biases, how = ctx.weight, ctx.biases, _aten_arguments(ctx.how)
+
+        def gradients(*wanted: bool) -> tuple:
+            found = torch.ops.aten.convolution_backward(grad, x, weight, biases, *how, wanted)
+            return tuple(found)
+
+        def add() -> None:
+            add_gradient(weight, gradients(False, True, False)[1])
+
+        jobs = deferred_queue(weight)
+        needs_x, with_bias = ctx.needs_input_grad[0], biases is not None
+        if jobs is None:
+            return *gradients(needs_x, True, with_bias), None
+        jobs.append(add)
+        x_grad, _, bias_grad = gradients(needs_x, False, with_bias)
+        return x_grad, None, bias_grad, None
+
+
+def _aten_arguments(how: tuple) -> tuple:
+    stride, padding, dilation, groups = how
+    return stride, padding, dilation, False, [0] * len(stride), groups

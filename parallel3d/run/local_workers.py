@@ -33,15 +33,15 @@ from parallel3d.host.memory import nothing_collected
 from parallel3d.host.processes import set_process_name
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE, keep_failures
-from parallel3d.run.exit_codes import (
+from parallel3d.run.failure import (
     END_SIGNAL,
     EXIT_ALREADY_REPORTED,
     EXIT_COMMAND_RESULT,
     STOPPABLE,
+    RankFailure,
     code_of_stop,
     report_end,
 )
-from parallel3d.run.failure import RankFailure
 from parallel3d.run.launch import within
 from parallel3d.run.stop_signals import ASKING, STOPPING, blocked_signals, is_nohup, kept_handlers
 from parallel3d.topology.placement.placed_ranks import rank_of_launch

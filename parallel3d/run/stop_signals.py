@@ -17,7 +17,7 @@ from types import FrameType
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 ASKING = (*PREEMPTION, signal.SIGINT)
 # SIGHUP: the terminal has gone. Ranks of our own launcher get it from the launcher only, and then
-# it ends them (`exit_codes.END_SIGNAL`).
+# it ends them (`failure.END_SIGNAL`).
 STOPPING = (*ASKING, signal.SIGHUP)
 
 

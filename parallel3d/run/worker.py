@@ -26,7 +26,7 @@ from parallel3d.host.memory import (
 from parallel3d.host.processes import die_with_parent, drop_failed_output
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
-from parallel3d.run.exit_codes import (
+from parallel3d.run.failure import (
     END_SIGNAL,
     EXIT_COMMAND_RESULT,
     STOPPABLE,

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-import parallel3d.optim.optimizer
+import parallel3d.optim
 import parallel3d.trainer
 from parallel3d.comm.collectives import CompletedWork
 from parallel3d.comm.process_groups import Group
@@ -80,7 +80,7 @@ def tied_weight_counted_twice() -> Iterator[None]:
     def counts_in_norm(segment: Any, tp: Any) -> bool:
         return not segment.replicated or tp.index == 0
 
-    with patch.object(parallel3d.optim.optimizer, "counts_in_norm", counts_in_norm):
+    with patch.object(parallel3d.optim, "counts_in_norm", counts_in_norm):
         yield
 
 
@@ -196,7 +196,7 @@ def summed(runs: Callable[[Segment], list[tuple[slice, int]]]) -> Callable[..., 
 
     def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
         with patch.object(Segment, "runs", runs):
-            parallel3d.optim.optimizer.all_reduce_shared_kv_grads(segments, tp)
+            parallel3d.optim.all_reduce_shared_kv_grads(segments, tp)
 
     return all_reduce_shared_kv_grads
 

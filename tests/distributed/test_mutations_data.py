@@ -22,7 +22,7 @@ from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.data_parallel.reducer import Reducer
-from parallel3d.optim.optimizer import Optimizer
+from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer, ShardSpec
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case

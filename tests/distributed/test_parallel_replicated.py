@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d as p3d
-from parallel3d.parallel.deferred_weight_gradients import SplitBackward
+from parallel3d.parallel.pipeline import SplitBackward
 from parallel3d.parameters.gradients import WeightGradients
 from tests.distributed.pool import Pool
 

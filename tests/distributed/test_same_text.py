@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parallel3d.commands.train import train
 from parallel3d.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
-from parallel3d.data.reading import check_same_text
+from parallel3d.data.loader import check_same_text
 from parallel3d.data.split import Corpus
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker

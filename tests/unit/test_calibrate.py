@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel3d import optim
 from parallel3d.commands.calibrate import measure
 from parallel3d.commands.calibrate.measure import Kernels
 from parallel3d.config.schema import Config
-from parallel3d.optim import optimizer
 from parallel3d.run.launch import Worker
 from tests.operators import Operators
 
@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 def test_an_update_on_an_accelerator_is_the_optimizers(name: str, dtype: torch.dtype) -> None:
     """One norm of the whole segment, and no clipping apart from the fused kernel."""
     cases = [case for case in Kernels.on(CPU, dtype).cases() if case.table == name]
-    case = next(case for case in cases if case.point[0] > optimizer.NORM_PIECE)
+    case = next(case for case in cases if case.point[0] > optim.NORM_PIECE)
     with (
-        patch.object(optimizer, "is_accelerator", lambda device: True),
+        patch.object(optim, "is_accelerator", lambda device: True),
         patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as norms,
         patch.object(torch, f"_fused_{name}_", wraps=getattr(torch, f"_fused_{name}_")) as kernel,
     ):

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from parallel3d.checkpoint import restore, saver
+from parallel3d.checkpoint import checkpoints, saver
+from parallel3d.checkpoint.checkpoints import names_of_all, read_together
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     IncompleteCheckpoint,
@@ -24,7 +25,6 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from parallel3d.checkpoint.restore import names_of_all, read_together
 from parallel3d.checkpoint.retention import Lease, Overtaken, remove_leftovers, restore_replaced
 from parallel3d.checkpoint.saver import Save, Saver, SaveResult, WrittenFile
 from parallel3d.comm import store as job_store
@@ -53,7 +53,7 @@ def refuse(number: int) -> Callable[..., None]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, which are not waited for."""
     waited: list[float] = []
-    monkeypatch.setattr(restore.time, "sleep", waited.append)
+    monkeypatch.setattr(checkpoints.time, "sleep", waited.append)
     return waited
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_no_damage(
     sentence = str(ended.value)
     assert os.strerror(number) in sentence and "on rank 0, host " in sentence
     assert "step-00000003" in sentence and "\n" not in sentence
-    assert pauses == [0.0, *restore.PAUSES_S]
+    assert pauses == [0.0, *checkpoints.PAUSES_S]
     assert read_together(lambda: load(folder), alone) == (None, None)
 
 
@@ -94,7 +94,7 @@ def test_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
         return "read"
 
     assert read_together(read, alone) == ("read", None)
-    assert pauses == [0.0, *restore.PAUSES_S[:2]]
+    assert pauses == [0.0, *checkpoints.PAUSES_S[:2]]
 
 
 def test_ranks_that_see_different_files_prove_nothing(tmp_path: Path, pauses: list[float]) -> None:

@@ -12,8 +12,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import ModelConfig
 from parallel3d.data.corpus import open_corpus
-from parallel3d.data.loader import Batches, SampleSource
-from parallel3d.data.reading import sources_of
+from parallel3d.data.loader import Batches, SampleSource, sources_of
 from tests.corpora import pair
 from tests.unit.test_data_chat import ROWS, samples
 from tests.unit.test_data_chat import data as chat

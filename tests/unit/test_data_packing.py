@@ -17,8 +17,8 @@ from parallel3d.config.schema import Config
 from parallel3d.config.sections import ModelConfig
 from parallel3d.data import packing as plans
 from parallel3d.data.corpus import check_data, open_corpus
+from parallel3d.data.loader import sources_of
 from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of
-from parallel3d.data.reading import sources_of
 from parallel3d.data.sampler import Sample
 from parallel3d.data.split import Corpus
 from parallel3d.errors import UserError

@@ -22,7 +22,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data import remote
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.reading import sources_of
+from parallel3d.data.loader import sources_of
 from parallel3d.data.remote import BlockCache, BlockFile
 from parallel3d.errors import UserError
 from tests.corpora import pair

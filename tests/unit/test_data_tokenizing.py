@@ -18,8 +18,7 @@ import pytest
 from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.preprocess import tokenize as tokenizing
 from parallel3d.data.preprocess.inputs import find_inputs
-from parallel3d.data.preprocess.journal import JournalEntry
-from parallel3d.data.preprocess.tokenize import PreprocessJob, tokenize
+from parallel3d.data.preprocess.tokenize import JournalEntry, PreprocessJob, tokenize
 from parallel3d.data.text_files import facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
@@ -94,28 +93,28 @@ def test_any_number_of_workers_makes_the_same_bytes(text: Path) -> None:
 
 KILLED = """
     import os, pathlib, signal, sys
-    from parallel3d.data.preprocess import journal
+    from parallel3d.data.preprocess import tokenize as module
     from parallel3d.data.preprocess.inputs import find_inputs
     from parallel3d.data.preprocess.tokenize import PreprocessJob, tokenize
 
-    class Files:  # what journal calls of os, so that nobody else's calls are counted
+    class Files:  # what tokenizing calls of os, so that nobody else's calls are counted
         def __getattr__(self, name):
             return getattr(os, name)
 
-    def dies_at(module, name, count):
-        real, calls = getattr(module, name), []
+    def dies_at(owner, name, count):
+        real, calls = getattr(owner, name), []
         def call(*args, **kwargs):
             calls.append(args)
             if len(calls) == count:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **kwargs)
-        setattr(module, name, call)
+        setattr(owner, name, call)
 
     def make(where, count):
-        journal.os = Files()
-        modules = {"add": journal.Journal, "fsync": journal.os, "replace": journal.os,
-                   "rmtree": journal.shutil}
-        dies_at(modules.get(where, journal), where, count)
+        module.os = Files()
+        owners = {"add": module.Journal, "fsync": module.os, "replace": module.os,
+                  "rmtree": module.shutil}
+        dies_at(owners.get(where, module), where, count)
         inputs = tuple(find_inputs(str(root / "in")))
         tokenize(PreprocessJob(inputs, str(root / "tok"), root / "killed", workers=0,
                                shard_bytes=300, flush_bytes=400),

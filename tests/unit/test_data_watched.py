@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parallel3d.checkpoint.checkpoints import compared_with, facts_of
 from parallel3d.checkpoint.manifest import Manifest
-from parallel3d.checkpoint.restore import compared_with, facts_of
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data import cache, watched

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.parallel.deferred_weight_gradients import SplitBackward
+from parallel3d.parallel.pipeline import SplitBackward
 from parallel3d.parameters.gradients import WeightGradients
 
 

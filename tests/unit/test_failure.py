@@ -14,7 +14,7 @@ import pytest
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import TrainingFailure, UserError, closest
-from parallel3d.run import exit_codes, failure, local_workers
+from parallel3d.run import failure, local_workers
 from parallel3d.run.failure import RankFailure, from_exception, from_exit, root_cause
 from parallel3d.run.launch import Worker
 
@@ -213,7 +213,7 @@ def test_a_folder_that_was_removed_is_not_made_again(
     """Rank 0 removes the folder of a run that never began; what its peers die of is no run."""
     peer = worker(5)
     peer.run_dir = tmp_path / "gone"
-    exit_codes.report_failure(CONFIG, peer, RuntimeError("Connection closed by peer"), None)
+    failure.report_failure(CONFIG, peer, RuntimeError("Connection closed by peer"), None)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "Connection closed by peer" in said[0]
     failure.write(from_exception(CONFIG, peer, ValueError()), ValueError(), peer.run_dir)

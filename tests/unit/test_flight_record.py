@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from parallel3d.comm.operation_log import LoggedOperation
-from parallel3d.faults import flight_record
-from parallel3d.faults.flight_record import KEPT, Queued, read
+from parallel3d.faults import hang
+from parallel3d.faults.hang import KEPT, Queued, read_flight_record
 
 NAMES = {"0": "default_pg", "7a": "dp", "3c": "pp"}
 RANKS = {"0": "[0, 1, 2, 3]", "7a": "[1, 3]", "3c": "[2, 3]"}
@@ -44,7 +44,7 @@ def operation(
 
 
 def test_groups_are_called_as_we_call_them() -> None:
-    queue, ranks = read(
+    queue, ranks = read_flight_record(
         text(
             entry("7a", "all_reduce", 4, "completed", [[8]]),
             entry("0", "_all_gather_base", 9, "started", [[2, 3]]),
@@ -69,7 +69,7 @@ def test_messages_of_a_batch_share_the_state_of_its_own_entry() -> None:
     ]
     for one in batches:
         one["state"] = one["state"] if "coalesced" in one["profiling_name"] else "scheduled"
-    queue, _ = read(text(*batches), {})
+    queue, _ = read_flight_record(text(*batches), {})
     assert queue == (
         Queued(operation("pp", 1, "send", 4, peer=2), True),
         Queued(operation("pp", 1, "receive", 4, peer=2), True),
@@ -83,24 +83,26 @@ def test_what_is_kept_lies_around_the_first_that_is_not_done() -> None:
         entry("7a", "all_reduce", number, "completed" if number < 90 else "scheduled", [[8]])
         for number in range(1, 200)
     ]
-    queue, _ = read(text(*entries), {})
+    queue, _ = read_flight_record(text(*entries), {})
     assert [q.operation.number for q in queue] == list(range(90 - KEPT, 90 + KEPT))
 
 
 def test_ranks_that_the_recorder_lacks_are_those_of_the_log() -> None:
     content = json.loads(text(entry("7a", "all_reduce", 1, "started", [[8]])))
     content["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[]"}}
-    assert read(json.dumps(content), {"dp": (0, 1), "tp": (0, 2)}).ranks == {"dp": (0, 1)}
+    assert read_flight_record(json.dumps(content), {"dp": (0, 1), "tp": (0, 2)}).ranks == {
+        "dp": (0, 1)
+    }
 
 
 def test_groups_of_hosts_are_left_out() -> None:
     host = entry("7a", "all_reduce", 1, "scheduled", [[8]])
     host["profiling_name"] = "gloo:all_reduce"
-    assert read(text(host), {}).queue == ()
+    assert read_flight_record(text(host), {}).queue == ()
 
 
 def test_torchs_own_recorder_can_be_read() -> None:
     """Of this build's: without NCCL it has the other name, and nothing in it."""
-    taken = flight_record.take()
+    taken = hang.take_flight_record()
     assert taken is not None
-    assert read(taken, {}).queue == ()
+    assert read_flight_record(taken, {}).queue == ()

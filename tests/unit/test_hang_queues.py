@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 
 from parallel3d.comm.operation_log import LoggedOperation
-from parallel3d.faults.flight_record import Queued
-from parallel3d.faults.hang import RankState, diagnose, from_json, to_json
+from parallel3d.faults.hang import Queued, RankState, diagnose, from_json, to_json
 from tests.unit.test_hang import operation, state
 
 

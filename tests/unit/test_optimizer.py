@@ -9,14 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from parallel3d import optim as optimizer_module
 from parallel3d.comm.process_groups import SINGLE
 from parallel3d.config.schema import ModelConfig, OptimConfig
 from parallel3d.data_parallel import reducer
 from parallel3d.data_parallel.reducer import build_buckets
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
-from parallel3d.optim import optimizer as optimizer_module
-from parallel3d.optim.optimizer import Optimizer
+from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, SegmentPart
 from tests.distributed.cases import preset
 
@@ -53,7 +53,7 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
 @pytest.mark.slow
 def test_an_eager_trainer_leaves_the_compiler_out() -> None:
     program = (
-        "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"
+        "import sys, parallel3d.trainer; from parallel3d.optim import Optimizer;"
         "from parallel3d.config.schema import OptimConfig;"
         "from parallel3d.comm.process_groups import SINGLE;"
         "Optimizer(OptimConfig(), [], SINGLE);"

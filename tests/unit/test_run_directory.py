@@ -29,7 +29,7 @@ from parallel3d.run.directory import (
     status,
     take_run,
 )
-from parallel3d.run.exit_codes import report_failure
+from parallel3d.run.failure import report_failure
 from parallel3d.run.launch import RankAssignment, Worker
 from parallel3d.run.rendezvous import SEEN_KEY, agree_on_run
 

@@ -21,16 +21,16 @@ from parallel3d.commands import train
 from parallel3d.config.schema import Config, LaunchConfig, TrainConfig
 from parallel3d.faults import watchdog as stacks
 from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stack
-from parallel3d.run import exit_codes, failure
+from parallel3d.run import failure
 from parallel3d.run.launch import Worker, within
 from tests.e2e.ready import ROOT, ReadyPopen
 
 WATCHED = """
 import errno, sys, time
 from pathlib import Path
-from parallel3d.run import failure
-from parallel3d.faults import flight_record, hang, watchdog
+from parallel3d.faults import hang, watchdog
 from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.run import failure
 from parallel3d.run.launch import Worker
 
 def full_disk(*_, **__):
@@ -134,10 +134,10 @@ def test_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
 )
 def test_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> None:
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=False))
-    exit_codes.report_hang(rank, error)
+    failure.report_hang(rank, error)
     assert rank.watchdog.timed_out.called
     rank.watchdog.timed_out.reset_mock()
-    exit_codes.report_hang(rank, ValueError("odd"))
+    failure.report_hang(rank, ValueError("odd"))
     assert not rank.watchdog.timed_out.called
 
 
@@ -146,7 +146,7 @@ def test_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Pa
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=True))
     rank.watchdog.timed_out.side_effect = SystemExit  # it does not return
     with pytest.raises(SystemExit):
-        exit_codes.leave(1, rank)
+        failure.leave(1, rank)
 
 
 @pytest.mark.parametrize("has_store", [True, False])
@@ -186,7 +186,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
 
 def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path) -> None:
     text = '{"entries": []}'
-    on_device = f"worker.device = 'cuda:0'; flight_record.take = lambda: {text!r}"
+    on_device = f"worker.device = 'cuda:0'; hang.take_flight_record = lambda: {text!r}"
     assert end_of(tmp_path, on_device)[0] == 1
     assert (tmp_path / "rank-0.nccl.json").read_text() == text
     assert "File" in (tmp_path / "rank-0.stacks.txt").read_text()
@@ -194,7 +194,7 @@ def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path
 
 def test_recorder_that_stays_or_fails_costs_the_verdict_nothing(tmp_path: Path) -> None:
     for take in ("stays", "lambda: 'no JSON'"):
-        code, said = end_of(tmp_path, f"worker.device = 'cuda:0'; flight_record.take = {take}")
+        code, said = end_of(tmp_path, f"worker.device = 'cuda:0'; hang.take_flight_record = {take}")
         assert code == 1
         assert VERDICT in said.splitlines()[-1]
 

@@ -51,7 +51,7 @@ from parallel3d.host.devices import cores, device_name
 from parallel3d.metrics.provenance import version_of
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.ops import rms_norm, swiglu
-from parallel3d.optim.optimizer import Optimizer
+from parallel3d.optim import Optimizer
 from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P

@@ -15,8 +15,14 @@ from rich.text import Text
 
 from parallel3d.config.fields import show
 from parallel3d.data.preprocess.inputs import Count, find_inputs
-from parallel3d.data.preprocess.journal import Journal, JournalEntry, check_free
-from parallel3d.data.preprocess.tokenize import PreprocessJob, tokenize, train_tokenizer
+from parallel3d.data.preprocess.tokenize import (
+    Journal,
+    JournalEntry,
+    PreprocessJob,
+    check_free,
+    tokenize,
+    train_tokenizer,
+)
 from parallel3d.data.tokenizer import TOKENIZER, FileTokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import replace_durably

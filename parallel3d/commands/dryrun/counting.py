@@ -457,7 +457,7 @@ _PHASES = (
     ("/parallel3d/pipeline/executor.py", "_backward", "backward"),
     ("/parallel3d/pipeline/executor.py", "_weights", "weight gradients"),
     ("/parallel3d/pipeline/executor.py", "_communicate", "messages between stages"),
-    ("/parallel3d/optim/optimizer.py", None, "optimizer"),
+    ("/parallel3d/optim.py", None, "optimizer"),
     ("/parallel3d/data_parallel/", "all_gather_params", "optimizer"),
     ("/parallel3d/data_parallel/", "finish_step", "reduction of the gradients"),
 )

@@ -1,7 +1,8 @@
-"""AdamW and SGD on flat shards, with gradient clipping and the gradient sums over tp."""
+"""AdamW and SGD on flat shards, gradient clipping, and the schedules of the learning rate."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -298,3 +299,38 @@ def _replica(
     if tied and spec.is_word_embedding:
         index, count = index * 2 + int(spec.tied_lm_head), count * 2
     return index, count
+
+
+# Learning rate by step
+
+
+def warmup_steps(optim: OptimConfig, train_steps: int) -> int:
+    """Returns the steps of linear warm-up: configured, or a fraction of the decay steps."""
+    decay = optim.lr_decay_steps or train_steps
+    return optim.lr_warmup_steps or round(optim.lr_warmup_fraction * decay)
+
+
+def learning_rate(optim: OptimConfig, train_steps: int, step: int) -> float:
+    """Returns the learning rate of `step`, counted from 1.
+
+    Linear warm-up reaches `lr` at the last warm-up step. Then: constant; linear or cosine
+    (Loshchilov and Hutter 2016) down to `min_lr` at `lr_decay_steps`; or wsd (Hu et al. 2024,
+    MiniCPM §4.1): constant, then linear over the last `wsd_decay_fraction` of the decay steps.
+    `min_lr` after that.
+    """
+    warmup = warmup_steps(optim, train_steps)
+    end = optim.lr_decay_steps or train_steps
+    if step <= warmup:
+        return optim.lr * step / warmup
+    if optim.lr_decay_style == "constant":
+        return optim.lr
+    start = warmup
+    if optim.lr_decay_style == "wsd":
+        start = max(warmup, end - round(optim.wsd_decay_fraction * end))
+    if step <= start:
+        return optim.lr
+    if step >= end:
+        return optim.min_lr
+    done = (step - start) / (end - start)
+    left = 0.5 * (1 + math.cos(math.pi * done)) if optim.lr_decay_style == "cosine" else 1 - done
+    return optim.min_lr + (optim.lr - optim.min_lr) * left

@@ -1,1 +1,0 @@
-"""Learning-rate schedules, and optimizers on flat shards with the global gradient norm."""
