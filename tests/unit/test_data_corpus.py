@@ -249,6 +249,7 @@ def build_slowly(data: DataConfig, results: multiprocessing.Queue, start: object
     results.put((corpus.fingerprint, int(stream(corpus).sum()), reports))
 
 
+@pytest.mark.slow
 def test_two_processes_at_the_same_time_make_one_build_and_one_intact_cache(
     tmp_path: Path,
 ) -> None:

@@ -107,6 +107,7 @@ def test_block_of_a_replaced_pair_is_in_no_cache_of_a_later_run(
         assert np.array_equal(again.train[:], tokens_of(home, "a")[:split])
 
 
+@pytest.mark.slow
 @every_server
 @pytest.mark.parametrize("age", [10, 0])
 def test_new_pair_of_equal_size_is_read_by_the_next_run(
@@ -157,6 +158,7 @@ def test_block_of_another_version_in_one_answer_alone_is_not_taken(home: Path) -
     assert [method for method, _, _ in server.asked] == ["HEAD", *["GET", "HEAD"] * 2]
 
 
+@pytest.mark.slow
 def test_what_a_check_costs_is_a_head_a_block_or_three_small_pieces(home: Path) -> None:
     cache = BlockCache(home / "c", 10**9)
     size = (home / "served" / "web.bin").stat().st_size
@@ -173,6 +175,7 @@ def test_what_a_check_costs_is_a_head_a_block_or_three_small_pieces(home: Path) 
             assert len(server.asked) == before + 1 + pieces  # all blocks are here
 
 
+@pytest.mark.slow
 def test_without_a_mark_nothing_is_left_to_another_process_and_that_is_said(home: Path) -> None:
     with Server(home / "served", ()).serving() as server:
         corpus = opened(home, server)

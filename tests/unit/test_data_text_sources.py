@@ -69,6 +69,7 @@ def test_jsonl_gives_its_rows_however_it_is_cut(tmp_path: Path, packed: str, siz
     assert (count.rows, count.bad, count.size) == (40, 0, sum(len(t.encode()) for t in TEXTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 300])
 def test_from_any_place_on_the_rest_is_read(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS)))

@@ -18,6 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 THEIRS = {"page.py", "small.py", "examples/pretrain_gpt_distributed_with_mp.sh"}
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir")
     environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

@@ -21,6 +21,7 @@ from parallel3d.metrics.jsonl import MetricsFile, finite, read_metrics, value, w
 from tests.tools.failing_files import FailingFiles, Fault
 
 
+@pytest.mark.slow
 def test_every_line_survives_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (

@@ -80,6 +80,7 @@ def test_what_had_no_token_to_learn_has_no_loss_in_the_run(tmp_path: Path) -> No
     assert rows[0]["train/skipped"]
 
 
+@pytest.mark.slow
 def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +144,7 @@ def test_wandbs_variables_win_over_what_nobody_typed(
     wandb.teardown()
 
 
+@pytest.mark.slow
 def test_the_id_that_a_sweeps_agent_gives_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +395,7 @@ for asked in sys.argv[3:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logged", ["new", "all"])
 def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logged: str) -> None:
     """Why `wandb_file` reads W&B's files. It may go if this fails."""
@@ -450,6 +453,7 @@ def test_a_wandb_file_that_cannot_be_read_turns_wandb_off_rather_than_log_twice(
     assert len(read_metrics(run_dir / "metrics.jsonl")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False])
 def test_system_metrics_are_sampled_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool

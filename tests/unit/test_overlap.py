@@ -109,6 +109,7 @@ def run(made: torch.nn.Module, x: Tensor, compiled: bool) -> None:
     made(x.requires_grad_()).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("sp", [False, True], ids=["no sp", "sp"])
 def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(
@@ -146,6 +147,7 @@ def test_a_piece_travels_while_the_gemm_of_the_one_before_runs(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_piece_is_summed_while_the_gemm_of_the_next_one_runs(
     notes: Notes, compiled: bool

@@ -40,6 +40,7 @@ def row(folder: Path, monkeypatch: pytest.MonkeyPatch, of: dict[str, float | Non
     return pipeline_peer._row(setting, 3, (["zbv"], ["1F1B", "ZB-V"]))
 
 
+@pytest.mark.slow
 def test_the_ratio_is_to_the_fastest_that_runs_and_who_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def random_tiling(rng: random.Random, layout: Layout) -> Tiling:
     return Tiling(tuple(digits), snake=rng.random() < 0.3)
 
 
+@pytest.mark.slow
 def test_random_placements_keep_groups_whole_orthogonal_and_complete() -> None:
     """2,000 random clusters, layouts and tilings: every rank in one group a dimension."""
     rng = random.Random(3)

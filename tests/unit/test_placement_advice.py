@@ -70,6 +70,7 @@ def test_nvl72_with_more_replicas_than_whole_ones_fit_says_how_many_do() -> None
     assert any("dp=8 would leave room for whole replicas" in sentence for sentence in torn)
 
 
+@pytest.mark.slow
 def test_rail_only_refuses_tp_outside_of_the_domain_and_says_what_works() -> None:
     cluster, layout = a_cluster(4, oversubscription=None), Layout(tp=16, dp=2)
     with pytest.raises(UserError) as refused:
@@ -84,6 +85,7 @@ def test_rail_only_refuses_tp_outside_of_the_domain_and_says_what_works() -> Non
             place(SimpleNamespace(placement=text), cluster, layout, some_traffic(layout))
 
 
+@pytest.mark.slow
 def test_rail_only_names_an_order_that_has_paths() -> None:
     cluster, layout = a_cluster(4, oversubscription=None), Layout(tp=4, dp=8)
     with pytest.raises(UserError, match=r"placement=tp4-dp2-dp4-snake has a path for all$"):

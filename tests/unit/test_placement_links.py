@@ -108,6 +108,7 @@ def test_missing_gpu_is_seen_in_the_groups_that_it_shifts() -> None:
     assert links["tp"].offending[0].names == ("node1 GPU 6", "node2 GPU 0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [4, 8])
 def test_a_million_ranks_classify_in_two_seconds(tp: int) -> None:
     """Measured 0.2 to 0.5 s on one core."""

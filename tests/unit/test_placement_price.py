@@ -100,6 +100,7 @@ def test_pair_without_a_wire_costs_infinity() -> None:
     assert found.dims["tp"].algorithms == ("no path",)
 
 
+@pytest.mark.slow
 def test_estimate_equals_the_full_price_on_even_clusters() -> None:
     """300 random layouts and orders where digits and domains fit each other."""
     rng = random.Random(8)

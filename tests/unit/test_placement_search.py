@@ -176,6 +176,7 @@ def test_nvl72_search_finds_one_replica_a_domain() -> None:
     assert (best.placement.slots == known.slots).all()
 
 
+@pytest.mark.slow
 def test_rank_0_stays_where_the_launcher_is() -> None:
     """Nodes in any order, one missing, one with fewer GPUs: rank 0 on the first of the slots."""
     rng = np.random.default_rng(5)

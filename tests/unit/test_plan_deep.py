@@ -32,6 +32,7 @@ def choices_of(config: Config, gpus: int, batch: int) -> list[LayoutChoice]:
     return list(layouts(plan.sizes_of(config), gpus, 8, batch, {}))
 
 
+@pytest.mark.slow
 def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

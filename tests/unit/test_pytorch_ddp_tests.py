@@ -55,6 +55,7 @@ class Cases:
         time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ours", "limit_s", "wanted"),
     [

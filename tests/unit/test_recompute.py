@@ -202,6 +202,7 @@ def test_evaluation_keeps_nothing() -> None:
         assert kept_bytes(stage) == 0
 
 
+@pytest.mark.slow
 def test_layers_of_an_8b_model_keep_two_gib_of_activations_for_a_sequence() -> None:
     """What lets Llama 3 8B train on eight GPUs of 80 GB, as dp=8 zero=1 or tp=8: 32 inputs of
     8192 × 4096 in bf16, where `recompute=none` keeps above 30 GiB. Nothing is computed here."""

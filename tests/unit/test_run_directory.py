@@ -144,6 +144,7 @@ def test_what_is_watched_is_no_difference(tmp_path: Path) -> None:
     assert differences(here, dataclasses.replace(there, data=data)) == [("data.path", None, "p")]
 
 
+@pytest.mark.slow
 def test_run_goes_on_with_another_layout_and_keeps_every_configuration(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)

@@ -27,6 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, shown.out, shown.err
 
 
+@pytest.mark.slow
 def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg, table, rows = tmp_path / "a.svg", tmp_path / "a.csv", tmp_path / "a.json"
     words = ["pp=4", "vpp=2", "num_microbatches=8", "schedule=zbv", "schedule.hop=0.1"]
@@ -114,6 +115,7 @@ def bounded() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
 def test_tables_are_read_in_bounds(tmp_path: Path, kind: str) -> None:
     """In a process of its own, with a limit of memory and time: else they take all of both."""
@@ -146,6 +148,7 @@ def test_a_table_may_begin_with_a_byte_order_mark(
     assert run(capsys, *words)[0] == 0
 
 
+@pytest.mark.slow
 def test_no_torch_is_imported() -> None:
     code = (
         "import sys\n"

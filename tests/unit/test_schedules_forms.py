@@ -135,6 +135,7 @@ def test_two_ranks_with_chunks_carry_both_flows_on_one_pair() -> None:
         check(plan, 3, made.placement)
 
 
+@pytest.mark.slow
 def test_random_faults_are_rejected_and_nothing_else() -> None:
     """The judge runs each plan; benchmarks/schedules.py plants ten thousand."""
     rng = random.Random(13)

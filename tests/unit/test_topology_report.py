@@ -345,6 +345,7 @@ def test_a_stream_without_unicode_gets_plain_letters() -> None:
 # --- size ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_whole_way_imports_no_torch() -> None:
     code = (
         "import sys\n"
@@ -359,6 +360,7 @@ def test_the_whole_way_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_million_is_in_the_right_groups() -> None:
     case = config(preset("superpod", nodes=125_000), tp=8, pp=8, show_search=0)
     report = make_report(case, TYPED, {})

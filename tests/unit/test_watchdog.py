@@ -87,10 +87,13 @@ def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        "watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5",
+        pytest.param("watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5", marks=pytest.mark.slow),
         "hang.diagnose = broken",
         "failure.who = broken",
-        "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 2.0",
+        pytest.param(
+            "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 2.0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
@@ -102,6 +105,7 @@ def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
         assert VERDICT in said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> None:
     """A dead file system: whoever writes there waits for ever."""
     what = "failure.write_record = watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5"
@@ -110,6 +114,7 @@ def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> N
     assert VERDICT in said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
     """The last way out may not write to them: a log lies on the file system that is dead."""
     what = "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 1.0"
@@ -149,6 +154,7 @@ def test_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Pa
         failure.leave(1, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_store", [True, False])
 def test_no_rank_leaves_before_the_verdict_is_said(
     has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +198,7 @@ def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path
     assert "File" in (tmp_path / "rank-0.stacks.txt").read_text()
 
 
+@pytest.mark.slow
 def test_recorder_that_stays_or_fails_costs_the_verdict_nothing(tmp_path: Path) -> None:
     for take in ("stays", "lambda: 'no JSON'"):
         code, said = end_of(tmp_path, f"worker.device = 'cuda:0'; hang.take_flight_record = {take}")
@@ -199,6 +206,7 @@ def test_recorder_that_stays_or_fails_costs_the_verdict_nothing(tmp_path: Path) 
         assert VERDICT in said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_resting_watchdog_lets_a_save_take_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
