@@ -206,7 +206,7 @@ def model_row(name: str, size: Size, device: torch.device, compiled: bool) -> di
     def run(micro_batch: int) -> dict[str, Any]:
         trainer = trainer_of(model, device, micro_batch, size.sequences, size.precision, compiled)
         found = speed(model, size, seconds_of(trainer.train_step, device, size), device)
-        return found | {"breakdown": {k: s for k, s in trainer.clock.means().items() if s}}
+        return found | {"breakdown": {k: s for k, s in trainer.step_timer.means().items() if s}}
 
     return first_that_fits(size, device, run)
 

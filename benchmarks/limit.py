@@ -73,7 +73,7 @@ def operators(trainer: Trainer) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trainer.train_step()
     found: Counter[str] = Counter()
-    seconds = sum(trainer.clock.last.values())
+    seconds = sum(trainer.step_timer.last.values())
     for event in profiled.key_averages():
         kind = next((k for k, pattern in KINDS if re.search(pattern, event.key)), REST)
         found[kind] += 1e-6 * event.self_cpu_time_total / seconds
@@ -93,7 +93,7 @@ def measure(precision: str, compiled: bool, rounds: int, layers: int = 8) -> Fou
     model = trainer.config.model
     flops = flops_per_token(model, model.seq_length) * trainer.tokens_per_step
     peak = statistics.median(peaks)
-    means = trainer.clock.means()
+    means = trainer.step_timer.means()
     breakdown = {kind: s / sum(means.values()) for kind, s in means.items() if s}
     step_ms, limit_ms = 1e3 * statistics.median(times), 1e3 * flops / peak
     return Found(step_ms, limit_ms, 1e-9 * peak, breakdown, operators(trainer))

@@ -84,7 +84,7 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
             trainer.train_step()
             ms = 1e3 * (time.perf_counter() - start)
             if number:  # the first warms up
-                turns.append(Turn(mode, ms, 1e3 * trainer.clock.last["dp"]))
+                turns.append(Turn(mode, ms, 1e3 * trainer.step_timer.last["dp"]))
     if dist.get_rank() == 0:
         sent = sum(bucket.grad.nbytes for bucket in reducer.buckets)
         print(json.dumps({"megabytes": sent / 1e6, "turns": turns}))

@@ -97,8 +97,8 @@ class Trainer:
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
         config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
-        self.clock = StepTimer(self.device)
-        self.groups = with_timer(self.groups, self.clock)
+        self.step_timer = StepTimer(self.device)
+        self.groups = with_timer(self.groups, self.step_timer)
         self.config, groups, model = config, self.groups, config.model
         self.dtype = compute_dtype(config.precision)
         set_numerics(config.precision, self.device, config.deterministic)
@@ -134,7 +134,7 @@ class Trainer:
         self.rebuilds_buckets = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
         self.executor = Executor.of_run(
-            config, self.stages, self.schedule, groups, self.dtype, self.device, self.clock
+            config, self.stages, self.schedule, groups, self.dtype, self.device, self.step_timer
         )
         self._open_data()
 
@@ -171,14 +171,14 @@ class Trainer:
         Gradients that are not finite on some rank, or a batch without an unmasked token, leave
         parameters and optimizer unchanged on all ranks.
         """
-        self.clock.start_step()
+        self.step_timer.start_step()
         result = self._train_step()
-        self.clock.end_step()
+        self.step_timer.end_step()
         return result
 
     def _train_step(self) -> StepResult:
         step, first = self.steps_done, self.consumed_samples
-        with self.clock.range("clear gradients"):
+        with self.step_timer.range("clear gradients"):
             self.data_parallel.start_step(self.schedule.microbatches)
         tokens = self._global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
@@ -190,20 +190,20 @@ class Trainer:
         unused = self.data_parallel.finish_step()
         if unused and step == 0:
             log.warning("no gradient reached %s", ", ".join(unused))
-        with self.clock.range("partial sums"):
+        with self.step_timer.range("partial sums"):
             if self.config.sp:
                 all_reduce_layernorm_grads(self.data_parallel.segments, self.groups.tp)
             all_reduce_shared_kv_grads(self.data_parallel.segments, self.groups.tp)
             if self.tied_name is not None:
                 table = self.data_parallel.tied_gradient(self.tied_name)
                 all_reduce_embedding_grads(table, self.groups.embedding)
-        with self.clock.range("grad norm"):
+        with self.step_timer.range("grad norm"):
             loss, grad_norm, stop = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
         finite = loss is not None and math.isfinite(loss + grad_norm)
         self.before_update()
         if finite:
-            with self.clock.range("optimizer"):
+            with self.step_timer.range("optimizer"):
                 self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
             self.data_parallel.all_gather_params()
         if self.rebuilds_buckets:  # in the first step alone
@@ -243,7 +243,7 @@ class Trainer:
         """Returns the unmasked tokens of a global batch, float64; zero on ranks without a loss."""
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.has_loss:
-            with self.clock.within("data"):
+            with self.step_timer.within("data"):
                 count += batches.token_count(first)
             collectives.all_reduce_few(count, self.groups.dp)
         return count
@@ -302,7 +302,7 @@ class Trainer:
         self.data_parallel.wait_for_all_gathers()
 
     def step_times(self) -> list[RankTimes]:
-        return times_of_ranks(self.clock, self.groups, self.device)
+        return times_of_ranks(self.step_timer, self.groups, self.device)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Returns name → full tensor on rank 0's CPU, an empty dict elsewhere; collective."""

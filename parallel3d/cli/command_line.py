@@ -27,7 +27,7 @@ from parallel3d.cli.hydra_run import (
     failed_elsewhere,
     is_sweep,
     numbered,
-    order_words,
+    order_arguments,
     without_alias,
 )
 from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
@@ -80,26 +80,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stopped by signal n.
     """
     open_closed_streams()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if not words or words[0] in ("-h", "--help", "help"):
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(help_text.overview())
-        elif words[0] in ("-V", "--version"):
+        elif arguments[0] in ("-V", "--version"):
             print(f"parallel3d {parallel3d.__version__}")
-        elif words[0] in COMPLETION_FLAGS:
-            complete(words, SUBCOMMANDS, FAMILIES, _run_hydra)
-        elif words[0] == CHECKPOINT:
-            return checkpoint(words[1:])
-        elif words[0] == DATA:
-            return data(words[1:])
-        elif words[0] == INIT:
-            return init(words[1:])
-        elif " ".join(words[:2]) in SUBCOMMANDS:
-            _run_hydra(" ".join(words[:2]), words[2:])
-        elif words[0] in SUBCOMMANDS:
-            _run_hydra(words[0], words[1:])
+        elif arguments[0] in COMPLETION_FLAGS:
+            complete(arguments, SUBCOMMANDS, FAMILIES, _run_hydra)
+        elif arguments[0] == CHECKPOINT:
+            return checkpoint(arguments[1:])
+        elif arguments[0] == DATA:
+            return data(arguments[1:])
+        elif arguments[0] == INIT:
+            return init(arguments[1:])
+        elif " ".join(arguments[:2]) in SUBCOMMANDS:
+            _run_hydra(" ".join(arguments[:2]), arguments[2:])
+        elif arguments[0] in SUBCOMMANDS:
+            _run_hydra(arguments[0], arguments[1:])
         else:
-            raise UserError(_unknown_subcommand(words))
+            raise UserError(_unknown_subcommand(arguments))
     except UserError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -119,21 +119,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run_hydra(app: str, words: list[str]) -> None:
+def _run_hydra(app: str, arguments: list[str]) -> None:
     """Composes the configuration and runs `app` on it, as `@hydra.main` would.
 
     Raises UserError if it cannot be composed; SystemExit carries the job's exit code past Hydra,
     which would otherwise continue with a sweep's next job.
     """
-    words, prompt = take_prompt(words) if app == GENERATE else (words, None)
-    words = order_words([without_alias(word, app) for word in words])
-    if {"-h", "--help"} & set(words):
-        words = [help_text.register(app), *words]
+    arguments, prompt = take_prompt(arguments) if app == GENERATE else (arguments, None)
+    arguments = order_arguments([without_alias(word, app) for word in arguments])
+    if {"-h", "--help"} & set(arguments):
+        arguments = [help_text.register(app), *arguments]
     register_schema()
     # Hydra prints errors itself, in many lines, unless this makes it raise them.
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv = ["parallel3d", *words]
+    sys.argv = ["parallel3d", *arguments]
 
     begun = False
 
@@ -147,15 +147,15 @@ def _run_hydra(app: str, words: list[str]) -> None:
             raise SystemExit(code)
 
     try:
-        hydra_run.check_shown(words, conf_dir())
-        hydra_run.run(job, words, conf_dir())
+        hydra_run.check_shown(arguments, conf_dir())
+        hydra_run.run(job, arguments, conf_dir())
     except Exception as error:
         # Hydra also raises errors of Python's conversions of a value, such as OverflowError.
         if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise
         if wants_traceback:
             traceback.print_exc()
-        raise explain_override_error(error, words) from None
+        raise explain_override_error(error, arguments) from None
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)
@@ -199,9 +199,9 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
         # Not resolved: an interpolation that fails would fail in the overrides as well.
-        words = OmegaConf.to_container(HydraConfig.get().overrides.task)
-        assert isinstance(words, list)
-        return _refuse(explain_override_error(error, words), place)
+        arguments = OmegaConf.to_container(HydraConfig.get().overrides.task)
+        assert isinstance(arguments, list)
+        return _refuse(explain_override_error(error, arguments), place)
 
 
 def _checked(
@@ -298,12 +298,12 @@ def _refuse(error: UserError, place: RankAssignment | None = None) -> int:
     return USER_ERROR
 
 
-def _unknown_subcommand(words: list[str]) -> str:
-    word, moved = words[0], MOVED.get(" ".join(words[:2]))
+def _unknown_subcommand(arguments: list[str]) -> str:
+    word, moved = arguments[0], MOVED.get(" ".join(arguments[:2]))
     if moved:
         return (
-            f"{' '.join(words[:2])} is a benchmark of the repository now; from a checkout, run: "
-            f"{' '.join([moved, *words[2:]])}."
+            f"{' '.join(arguments[:2])} is a benchmark of the repository now; from a checkout, "
+            f"run: {' '.join([moved, *arguments[2:]])}."
         )
     known = (s.split()[0] if s.split()[0] in FAMILIES else s for s in SUBCOMMANDS)
     names = list(dict.fromkeys(known))

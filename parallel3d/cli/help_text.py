@@ -17,15 +17,15 @@ Verbs = Mapping[str, Mapping[str, Verb]]
 
 
 def complete(
-    words: list[str],
+    arguments: list[str],
     subcommands: Sequence[str],
     verbs: Verbs,
     run_hydra: Callable[[str, list[str]], None],
 ) -> None:
     """Prints completions of the line in COMP_LINE; `verbs`: subcommand → its verbs."""
-    query = any(word.startswith("query=") for word in words)
+    query = any(word.startswith("query=") for word in arguments)
     if not query:
-        run_hydra("train", words)
+        run_hydra("train", arguments)
         return
     line = os.environ.get("COMP_LINE", "")
     if os.environ.get("COMP_POINT", "").isdigit():
@@ -43,7 +43,7 @@ def complete(
         print(" ".join(key for key in keys if key.startswith(begun)))
     elif app is not None:
         os.environ["COMP_LINE"] = line.replace(f" {app}", "", 1)
-        run_hydra(app, words)
+        run_hydra(app, arguments)
     elif len(typed) == 2 or (len(typed) == 3 and not line.endswith(" ")):
         begun = " ".join(typed[1:]) + (" " if len(typed) == 2 else "")
         print(" ".join(app.split()[1] for app in subcommands if app.startswith(begun)))

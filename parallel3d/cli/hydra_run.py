@@ -70,11 +70,11 @@ def is_sweep() -> bool:
     return mode is not None and mode.name == "MULTIRUN"
 
 
-def order_words(words: list[str]) -> list[str]:
+def order_arguments(arguments: list[str]) -> list[str]:
     """Puts flags first, as argparse needs. Raises UserError for unknown or contradicting flags."""
     parser = get_args_parser()
     parser.error = _raise_argument_error  # type: ignore[method-assign]
-    known, rest = parser.parse_known_args(words)
+    known, rest = parser.parse_known_args(arguments)
     for word in rest:
         if word.startswith("-"):
             raise explain_override_error(f"unrecognized arguments: {word}")
@@ -90,7 +90,7 @@ def order_words(words: list[str]) -> list[str]:
             f"--config-dir={known.config_path} adds a folder of your own to them instead."
         )
     overrides = [*known.overrides, *rest]
-    flags = list(words)
+    flags = list(arguments)
     for word in overrides:
         check_length(word)
         _check_has_effect(word)
@@ -100,7 +100,7 @@ def order_words(words: list[str]) -> list[str]:
 
 
 def _check_has_effect(word: str) -> None:
-    """Raises UserError for words that Hydra accepts but that parallel3d would ignore."""
+    """Raises UserError for arguments that Hydra accepts but that parallel3d would ignore."""
     name, _, value = word.partition("=")
     if name.lstrip("+") == "hydra.run.dir":
         raise UserError(f"{word} has no effect; give runs_dir={value} instead.")
@@ -169,25 +169,25 @@ VERSION = "1.3"  # Hydra's defaults are those of this version
 NAME = "config"
 
 
-def run(job: Callable[[DictConfig], None], words: Sequence[str], conf: Path) -> None:
-    """Composes `words`, which are those of `sys.argv` too, over `conf` and runs `job` on it.
+def run(job: Callable[[DictConfig], None], arguments: Sequence[str], conf: Path) -> None:
+    """Composes `arguments`, which are those of `sys.argv` too, over `conf` and runs `job` on it.
 
     `@hydra.main` composes everything twice to see whether `hydra.mode` is a sweep, a tenth of a
     second more for each single job. Words that are neither Hydra's own nor a sweep's are composed
     once, and the mode is read from that.
     """
-    if not any(map(_is_hydras, words)) and _ran_single(job, words, conf):
+    if not any(map(_is_hydras, arguments)) and _ran_single(job, arguments, conf):
         return
     hydra.main(version_base=VERSION, config_path=str(conf), config_name=NAME)(job)()
 
 
-def check_shown(words: Sequence[str], conf: Path) -> None:
+def check_shown(arguments: Sequence[str], conf: Path) -> None:
     """Raises UserError where `--cfg` or `--info` would print keys that a run refuses.
 
     Hydra prints the composed configuration without calling the job, which checks the keys:
     `+new.key=1` adds any. Values are not checked, as one may come from a sweep.
     """
-    asked = get_args_parser().parse_args(words)
+    asked = get_args_parser().parse_args(arguments)
     if asked.cfg is None and asked.info not in ("all", "config"):
         return
     setbase(VERSION)
@@ -227,7 +227,7 @@ def _is_hydras(word: str) -> bool:
     return word.startswith("-") or "hydra" in word or bool(set(",(") & set(word))
 
 
-def _ran_single(job: Callable[[DictConfig], None], words: Sequence[str], conf: Path) -> bool:
+def _ran_single(job: Callable[[DictConfig], None], arguments: Sequence[str], conf: Path) -> bool:
     """Runs a single job; False, with nothing run, where a file of `conf` asks for a sweep."""
     begun, collects = False, gc.isenabled()
 
@@ -242,7 +242,7 @@ def _ran_single(job: Callable[[DictConfig], None], words: Sequence[str], conf: P
     setbase(VERSION)
     search_path = create_automatic_config_search_path(None, None, str(conf))
     try:
-        Hydra.create_main_hydra2(job.__module__, search_path).run(NAME, told, list(words))
+        Hydra.create_main_hydra2(job.__module__, search_path).run(NAME, told, list(arguments))
     except AssertionError:  # Hydra's, that hydra.mode is that of a single run
         if begun:
             raise

@@ -27,17 +27,17 @@ VERBS = {
 }
 
 
-def init(words: Sequence[str]) -> int:
+def init(arguments: Sequence[str]) -> int:
     """Run one `parallel3d init …` line. Returns its exit code.
 
     Raises UserError for a line that makes no sense, for a script that is there already, and for
     what the system refuses.
     """
-    name = choose(INIT, VERBS, words)
+    name = choose(INIT, VERBS, arguments)
     if name is None:
         return 0
     command = f"{INIT} {name}"
-    given, _ = parse(command, VERBS[name], words[1:])
+    given, _ = parse(command, VERBS[name], arguments[1:])
     folder = Path(os.path.expanduser(given.get("folder", ".")))
     with refusing(command):
         write_scripts(folder)

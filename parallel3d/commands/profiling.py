@@ -107,13 +107,13 @@ class StepProfiler:
             kinds = [kind for kind in supported_activities() if kind.name in names]
             self._profile = profile(activities=kinds)
             self._profile.start()
-        ranges = trainer.clock.ranges = Ranges(device)
+        ranges = trainer.step_timer.ranges = Ranges(device)
         self._layers.enter_context(layers_shown(trainer.stages, ranges, trainer.config.compile))
         return ranges
 
     def _stop(self) -> None:
         self._layers.close()
-        self.trainer.clock.ranges = None
+        self.trainer.step_timer.ranges = None
         accelerator.synchronize(self.trainer.device)  # all kernels of the last step
         if self._profile is None:
             self._api.profiler.stop()

@@ -44,7 +44,7 @@ def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
         _write(run_dir / PICTURE, pictures(measured, simulated, title))
         _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
-            hop = trainer.clock.baseline_latency.get("pp", 0.0)
+            hop = trainer.step_timer.baseline_latency.get("pp", 0.0)
             layers = layers_of_stages(trainer.config)
             recomputed = recompute_forwards(trainer.config)
             costs = measured_costs(measured, trainer.schedule, layers, recomputed)

@@ -195,7 +195,7 @@ def run_steps(
             worker.log.boundary("evaluation")
             if evaluation_compiles:
                 watchdog.rest()
-            with trainer.clock.range("evaluation"):
+            with trainer.step_timer.range("evaluation"):
                 eval_loss = trainer.evaluate()
                 of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
             evaluated = eval_loss, of_parts
@@ -213,7 +213,7 @@ def run_steps(
         worker.log.boundary("looking")
         health.after_step(result)
         worker.phase = f"checkpoint after step {step}"
-        with trainer.clock.range("checkpoint"):
+        with trainer.step_timer.range("checkpoint"):
             checkpoints.after_step(trainer)
         if result.stop and step < settings.steps:
             worker.stopped = True
@@ -245,7 +245,7 @@ def record_step(
         step_time_s=seconds,
         skipped=result.skipped,
         loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
-        times=trainer.clock.last,
+        times=trainer.step_timer.last,
         memory=peak_memory(trainer.device),
         noise=None if result.noise is None else result.noise._asdict(),
         profiled=is_profiled,
@@ -277,7 +277,7 @@ def leave_marker(
     elif not is_saved:
         print_line(f"{where}; its checkpoint was not written")
     else:
-        print_line(f"{where}; saved: run={trainer.config.run} goes on from there")
+        print_line(f"{where}; saved: run={trainer.config.run} continues there")
         if worker.stop.requeues:
             write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})
 

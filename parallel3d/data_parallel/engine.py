@@ -197,7 +197,7 @@ class BucketedDataParallel:
             if segment.master is not segment.param:
                 segment.param.copy_(segment.master)
         if self.sharded:
-            with self.reducer.clock.range("parameter all-gather"):
+            with self.reducer.step_timer.range("parameter all-gather"):
                 for bucket in reversed(self.buckets):  # those of the first layers first
                     work = collectives.all_gather_bucket(bucket.param, self.dp)
                     self.gathering[bucket.index] = work
@@ -210,7 +210,7 @@ class BucketedDataParallel:
             (b.index for name, b in self.bucket_of.items() if name.startswith(f"{part}.")),
             default=len(self.buckets),
         )
-        with self.reducer.clock.range("wait parameter all-gather"):
+        with self.reducer.step_timer.range("wait parameter all-gather"):
             for index in [i for i in self.gathering if i >= last]:
                 self.gathering.pop(index).wait()
 

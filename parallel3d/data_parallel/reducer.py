@@ -182,7 +182,7 @@ class Reducer:
         comm_hook: CommHook = collectives.all_reduce_bucket,
     ) -> None:
         self.group = group
-        self.clock = group.timer or StepTimer()
+        self.step_timer = group.timer or StepTimer()
         self.overlap = overlap
         self.running = False
         self.missing: list[dict[str, int]] = []
@@ -256,9 +256,9 @@ class Reducer:
             self.observer.full(bucket)
         work: Work = collectives.CompletedWork()
         if self.group.size > 1:
-            profiled = self.clock.ranges is not None
+            profiled = self.step_timer.ranges is not None
             name = f"gradient reduction of bucket {bucket.index}" if profiled else None
-            with self.clock.within("dp", name):  # a hook may do more than communicate
+            with self.step_timer.within("dp", name):  # a hook may do more than communicate
                 work = self.comm_hook(bucket.grad, self.group)
         self.works.append(work)
 
@@ -276,7 +276,7 @@ class Reducer:
         while len(self.works) < len(self.buckets):
             self._reduce_next()
         if self.group.size > 1:
-            with self.clock.within("dp", "wait gradient reduction"):
+            with self.step_timer.within("dp", "wait gradient reduction"):
                 for work in self.works:
                     work.wait()
         self.running = False

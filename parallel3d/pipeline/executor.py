@@ -118,13 +118,13 @@ class Executor:
         dtype: torch.dtype,
         device: torch.device,
         channel: SharedMemoryP2P | None = None,
-        clock: StepTimer | None = None,
+        step_timer: StepTimer | None = None,
         slices: Group | None = None,
     ) -> None:
         self.stages, self.route, self.channel = stages, route, channel
-        self.clock = clock or StepTimer()
+        self.step_timer = step_timer or StepTimer()
         if channel is not None:
-            channel.clock = self.clock
+            channel.step_timer = self.step_timer
         self.message_shape, self.dtype, self.device = message_shape, dtype, device
         self.slices = slices
         # Input and output of forwards, from F to B or I.
@@ -152,19 +152,19 @@ class Executor:
         groups: ProcessGroups,
         dtype: torch.dtype,
         device: torch.device,
-        clock: StepTimer,
+        step_timer: StepTimer,
     ) -> Executor:
-        """Creates a run's executor and sets the clock's baseline latencies; collective."""
+        """Creates a run's executor and sets the step timer's baseline latencies; collective."""
         model, sliced = config.model, sends_slices(config, accelerator.is_accelerator(device))
         sequence = model.seq_length // (groups.tp.size if config.sp or sliced else 1)
         shape = (config.micro_batch_size, sequence, model.hidden_size)
         message = torch.zeros(shape, dtype=dtype, device=device)
         plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
         channel = SharedMemoryP2P.of_plans(plans, placement, config.launch, groups.pp, message)
-        clock.baseline_latency = measure_baseline_latency(groups, message, channel)
+        step_timer.baseline_latency = measure_baseline_latency(groups, message, channel)
         slices = groups.tp if sliced else None
         route = P2PRoute(groups.pp, placement, groups.pp_backward)
-        return cls(stages, route, shape, dtype, device, channel, clock, slices)
+        return cls(stages, route, shape, dtype, device, channel, step_timer, slices)
 
     def train_step(
         self,
@@ -220,7 +220,7 @@ class Executor:
             tensor = self.outbox.pop(action) if is_send else self.alloc_recv_buffer(action)
             messages.append((action, tensor))
         self._finish_sends(SENDS)
-        with self.clock.starting("pp", self._name(*group)):
+        with self.step_timer.starting("pp", self._name(*group)):
             transfers = post(messages, self.route, self.channel)
         for transfer in transfers:
             if transfer.action.kind.is_send:
@@ -237,9 +237,9 @@ class Executor:
 
     def _wait(self, transfer: PendingTransfer) -> None:
         """Waits for a transfer; time above the baseline latency is idle, as the peer was late."""
-        self.clock.push("pp", self._name(transfer.action, waits=True))
+        self.step_timer.push("pp", self._name(transfer.action, waits=True))
         transfer.work.wait()
-        self.clock.pop(self.clock.baseline_latency.get("pp", math.inf))
+        self.step_timer.pop(self.step_timer.baseline_latency.get("pp", math.inf))
 
     def _input(self, kind: Kind, step: Action) -> Tensor:
         """Returns the input of `step` from the stage before (RECV_F) or after (RECV_B)."""
@@ -267,13 +267,13 @@ class Executor:
     def _computing(self, kind: str, step: Action) -> Iterator[None]:
         times = self.action_times
         with (
-            self.clock.within(kind, self._name(step)),
+            self.step_timer.within(kind, self._name(step)),
             nullcontext() if times is None else times.within(step),
         ):
             yield
 
     def _name(self, *actions: Action, waits: bool = False) -> str | None:
-        if self.clock.ranges is None:
+        if self.step_timer.ranges is None:
             return None
         names = [f"{_NAMES[a.kind]} m{a.microbatch} c{a.chunk}" for a in actions]
         return f"{'wait ' * waits}{', '.join(names)}"
@@ -288,12 +288,12 @@ class Executor:
         stage, x = self.stages[step.chunk], None
         if not stage.first:
             x = self._input(Kind.RECV_F, step).requires_grad_(torch.is_grad_enabled())
-        with self.clock.within("data"):
+        with self.step_timer.within("data"):
             batch = batches.take(step.microbatch)
         with self._computing("forward", step):
             y = stage(x, *batch, loss_scale)
         if batches.looks_ahead:
-            with self.clock.within("data"):
+            with self.step_timer.within("data"):
                 batches.look_ahead()
         self.live[step.microbatch, step.chunk] = (x, y)
         if stage.last:

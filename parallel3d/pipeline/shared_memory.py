@@ -38,7 +38,7 @@ class SharedMemoryP2P:
         links: (sender, receiver) → number of the link.
         sent, taken: link → number of messages sent and received.
         expected: link → pending receives, in order.
-        clock: counts the waits for a peer as idle.
+        step_timer: counts the waits for a peer as idle.
     """
 
     memory: SharedMemory
@@ -48,7 +48,7 @@ class SharedMemoryP2P:
     sent: dict[int, int] = field(default_factory=dict)
     expected: dict[int, deque[PendingReceive]] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
-    clock: StepTimer = field(default_factory=StepTimer)
+    step_timer: StepTimer = field(default_factory=StepTimer)
 
     @classmethod
     def open(
@@ -115,7 +115,7 @@ class SharedMemoryP2P:
         link = self.links[self.memory.index, peer]
         number = self.sent.get(link, 0)
         self.sent[link] = number + 1
-        with self.clock.within("idle"):
+        with self.step_timer.within("idle"):
             self.memory.wait(2 * link + 1, peer)
         self._slot(link, number, tensor).copy_(tensor)
         self.memory.post(2 * link)
@@ -131,7 +131,7 @@ class SharedMemoryP2P:
         pending = self.expected[link].popleft()
         number = self.taken.get(link, 0)
         self.taken[link] = number + 1
-        with self.clock.within("idle"):
+        with self.step_timer.within("idle"):
             self.memory.wait(2 * link, pending.peer)
         pending.tensor.copy_(self._slot(link, number, pending.tensor))
         self.memory.post(2 * link + 1)

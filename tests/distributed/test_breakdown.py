@@ -32,7 +32,7 @@ def timed_steps(sizes: tuple[int, int, int], case: Case) -> tuple[list[float], l
         start = time.perf_counter()
         trainer.train_step()
         seconds = time.perf_counter() - start
-        missed.append(1 - sum(trainer.clock.last.values()) / seconds)
+        missed.append(1 - sum(trainer.step_timer.last.values()) / seconds)
     times = trainer.step_times()
     groups.close()
     return missed, times
@@ -85,7 +85,7 @@ def with_delay(
     steps = []
     for _ in range(3):
         trainer.train_step()
-        steps.append(dict(trainer.clock.last))
+        steps.append(dict(trainer.step_timer.last))
     groups.close()
     return {kind: min(step[kind] for step in steps) for kind in KINDS}
 

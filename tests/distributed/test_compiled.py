@@ -79,7 +79,7 @@ def graphs_by_step() -> tuple[list[int], int, list[float], list[str]]:
             trainer.train_step()
             seconds = time.perf_counter() - start
             seen.append(counters["stats"]["unique_graphs"])
-            left_out.append(1 - sum(trainer.clock.last.values()) / seconds)
+            left_out.append(1 - sum(trainer.step_timer.last.values()) / seconds)
         ranges = Ranges(trainer.device)
         with (
             profile(activities=[ProfilerActivity.CPU]) as profiled,

@@ -21,9 +21,9 @@ def names_of_a_step(sizes: tuple[int, int, int], case: Case) -> Counter[str]:
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(case, groups)
     trainer.train_step()
-    trainer.clock.ranges = opened = Opened()
+    trainer.step_timer.ranges = opened = Opened()
     trainer.train_step()
-    trainer.clock.ranges = None
+    trainer.step_timer.ranges = None
     groups.close()
     assert not opened.open
     return Counter(name for _, name in opened.names)

@@ -117,13 +117,13 @@ def clocked_steps(sizes: tuple[int, int, int], keys: tuple, steps: int) -> dict[
     known, marked = [], []
     for step in range(1, steps + 1):
         trainer.train_step()
-        marked = marked or [kind for _, (kind, _) in trainer.clock.times.marks]
-        if trainer.clock.last is not None:
+        marked = marked or [kind for _, (kind, _) in trainer.step_timer.times.marks]
+        if trainer.step_timer.last is not None:
             known.append(step)
-    means = trainer.clock.means()
+    means = trainer.step_timer.means()
     groups.close()
     found = {"known": known, "means": means, "memory": peak_memory(here()), "marked": marked}
-    return found | {"floors": trainer.clock.baseline_latency}
+    return found | {"floors": trainer.step_timer.baseline_latency}
 
 
 @pytest.mark.parametrize(("sizes", "kind", "steps"), [((2, 1, 1), "tp", 12), ((1, 2, 1), "pp", 3)])

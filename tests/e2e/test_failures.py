@@ -85,7 +85,7 @@ def assert_stopped_and_saved(shell: Shell, ended: Ended, number: signal.Signals)
     """The last step is the one that is said, is in metrics.jsonl, and has a checkpoint."""
     last = (
         rf"parallel3d: stopped by {number.name} after step (\d+) of 100000; "
-        "saved: run=mine goes on from there"
+        "saved: run=mine continues there"
     )
     step = re.fullmatch(last, ended.errors[-1])
     assert step, ended.err

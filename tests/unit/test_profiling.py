@@ -66,14 +66,14 @@ class Rank:
 
     def profiler(self, device: torch.device = CPU, done: int = 0, **keys: Any) -> StepProfiler:
         config = Config(profile=ProfileConfig(**keys))
-        self.clock = StepTimer()
-        parts = {"clock": self.clock, "device": device, "stages": [], "steps_done": done}
+        self.step_timer = StepTimer()
+        parts = {"step_timer": self.step_timer, "device": device, "stages": [], "steps_done": done}
         return StepProfiler(SimpleNamespace(config=config, **parts), self.worker)
 
     def run(self, profiler: StepProfiler, steps: range) -> None:
         for step in steps:
             profiler.before_step(step)
-            with self.clock.within("forward", "forward m0 c0"):
+            with self.step_timer.within("forward", "forward m0 c0"):
                 torch.ones(3).add(1)
             profiler.after_step(step)
 
@@ -112,7 +112,7 @@ def test_a_gpu_has_a_trace_nvtx_ranges_and_the_allocators_history_of_these_steps
     assert sorted(names) == [
         *("ProfilerStep#2", "ProfilerStep#3", "forward m0 c0", "forward m0 c0")
     ]
-    assert rank.clock.ranges is None
+    assert rank.step_timer.ranges is None
 
 
 def test_a_rank_that_is_not_profiled_only_waits_with_its_watchdog_at_rest(rank: Rank) -> None:

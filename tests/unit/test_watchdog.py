@@ -338,7 +338,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         evaluate=lambda: look("evaluation"),
         held_out_batches={},
         corpus=SimpleNamespace(watched={}),
-        clock=StepTimer(torch.device("cpu")),
+        step_timer=StepTimer(torch.device("cpu")),
     )
     monkeypatch.setattr(train, "fuses", lambda device: on_gpu)
     monkeypatch.setattr(train, "Health", Mock())

@@ -70,13 +70,13 @@ VERBS = {
 }
 
 
-def checkpoint(words: Sequence[str]) -> int:
+def checkpoint(arguments: Sequence[str]) -> int:
     """Runs `parallel3d checkpoint …`; returns its exit code. Raises UserError."""
-    name = choose(CHECKPOINT, VERBS, words)
+    name = choose(CHECKPOINT, VERBS, arguments)
     if name is None:
         return 0
     command = f"{CHECKPOINT} {name}"
-    given, overrides = parse(command, VERBS[name], words[1:])
+    given, overrides = parse(command, VERBS[name], arguments[1:])
     with refusing(command):
         return _run(name, given, overrides)
 

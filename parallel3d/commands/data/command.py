@@ -65,13 +65,13 @@ VERBS = {
 }
 
 
-def data(words: Sequence[str]) -> int:
+def data(arguments: Sequence[str]) -> int:
     """Runs one `parallel3d data …` line; returns its exit code. Raises UserError."""
-    name = choose(DATA, VERBS, words)
+    name = choose(DATA, VERBS, arguments)
     if name is None:
         return 0
     command = f"{DATA} {name}"
-    given, _ = parse(command, VERBS[name], words[1:])
+    given, _ = parse(command, VERBS[name], arguments[1:])
     with refusing(command):
         return _run(name, given)
 

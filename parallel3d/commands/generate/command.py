@@ -28,10 +28,10 @@ GENERATE = "generate"
 MAY_BE_SET = ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*")
 
 
-def take_prompt(words: Sequence[str]) -> tuple[list[str], str | None]:
+def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Returns overrides without prompt=… and the prompt as typed: Hydra would strip blanks."""
-    prompts = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
-    rest = [word for word in words if not word.startswith("prompt=")]
+    prompts = [word.removeprefix("prompt=") for word in arguments if word.startswith("prompt=")]
+    rest = [word for word in arguments if not word.startswith("prompt=")]
     return rest, prompts[-1] if prompts else None
 
 
