@@ -23,7 +23,7 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
 )
 from parallel3d.checkpoint.storage import verify_checkpoint
-from parallel3d.run.configs import NO_CONFIG, config_files, load_config
+from parallel3d.run.directory import NO_CONFIG, config_files, load_config
 
 TRACEBACK = "Traceback (most recent call last)"
 FINAL, SUMMARY, METRICS = "weights-final.safetensors", "summary.json", "metrics.jsonl"

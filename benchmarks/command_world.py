@@ -38,8 +38,8 @@ from benchmarks.command_checks import (
 )
 from parallel3d.cli import command_line
 from parallel3d.config.schema import Config
-from parallel3d.run import configs
-from parallel3d.run.configs import last_config
+from parallel3d.run import directory
+from parallel3d.run.directory import last_config
 from tests.tools.failing_files import Point
 
 
@@ -72,7 +72,7 @@ class World:
         book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
         self.cases = {n: c for n, c in cases(str(book)).items() if n in self.only or not self.only}
         self._make_templates(book)
-        configs._typed = remembered(configs._typed)
+        directory._typed = remembered(directory._typed)
         stage = self.stage("counting")
         for name, case in self.cases.items():
             self.lay(stage, case)

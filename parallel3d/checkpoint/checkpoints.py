@@ -33,14 +33,16 @@ from parallel3d.checkpoint.manifest import (
     unreadable,
 )
 from parallel3d.checkpoint.planners import chunks_by_name
-from parallel3d.checkpoint.retention import (
+from parallel3d.checkpoint.saver import (
     Lease,
+    Save,
+    Saver,
+    SaveResult,
     describe_newest,
     remove_leftovers,
     restore_replaced,
     set_aside,
 )
-from parallel3d.checkpoint.saver import Save, Saver, SaveResult
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
@@ -50,7 +52,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend, history_until
 from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import BYTE
-from parallel3d.data.watched import Compared, compare, marks_of
+from parallel3d.data.tokens import Compared, compare, marks_of
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain

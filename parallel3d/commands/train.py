@@ -24,7 +24,7 @@ from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import check_same_text
 from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import keep_tokenizer, with_own_tokenizer
-from parallel3d.data.watched import look_at, unmarked
+from parallel3d.data.tokens import look_at, unmarked
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, print_line

@@ -35,7 +35,7 @@ from parallel3d.data.paired import open_pair, remote_of
 from parallel3d.data.sampler import Sample
 from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import open_tokenizer
-from parallel3d.data.watched import WatchedFile
+from parallel3d.data.tokens import WatchedFile
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ import numpy as np
 
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
-from parallel3d.data.tokens import Tokens
-from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile
+from parallel3d.data.tokens import MAKE_ANEW, Proof, Tokens, WatchedFile
 from parallel3d.errors import UserError
 from parallel3d.files import flush_folder, is_ours, no_link, others_may_write, read_into
 

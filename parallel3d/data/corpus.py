@@ -28,7 +28,7 @@ from parallel3d.data.sources import Document, find_documents, origin
 from parallel3d.data.split import Corpus, held_out_tokens, longest_sample
 from parallel3d.data.text_files import cached_pair
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, open_tokenizer
-from parallel3d.data.watched import marks_of
+from parallel3d.data.tokens import marks_of
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:

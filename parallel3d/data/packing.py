@@ -27,8 +27,7 @@ import numpy.typing as npt
 from parallel3d.data import cache
 from parallel3d.data.cache import Report
 from parallel3d.data.sampler import Order, Sample
-from parallel3d.data.tokens import Tokens
-from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile
+from parallel3d.data.tokens import MAKE_ANEW, Proof, Tokens, WatchedFile
 from parallel3d.files import no_link
 
 

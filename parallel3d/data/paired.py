@@ -15,8 +15,7 @@ from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.split import Corpus, held_out_tokens, longest_sample
 from parallel3d.data.text_files import CorpusFacts, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
-from parallel3d.data.tokens import Tokens, size_of
-from parallel3d.data.watched import PROVED, Proof, WatchedFile, prove
+from parallel3d.data.tokens import PROVED, Proof, Tokens, WatchedFile, prove, size_of
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from parallel3d.data.packing import PackingPlan
 from parallel3d.data.sampler import Starts
-from parallel3d.data.tokens import Tokens
-from parallel3d.data.watched import WatchedFile
+from parallel3d.data.tokens import Tokens, WatchedFile
 
 if TYPE_CHECKING:
     from parallel3d.data.indexed import IndexedCorpus

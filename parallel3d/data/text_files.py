@@ -16,8 +16,7 @@ from parallel3d.data.cache import Report
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import FileTokenizer, Unencodable
-from parallel3d.data.tokens import File, whole_digest
-from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile, prove
+from parallel3d.data.tokens import MAKE_ANEW, File, Proof, WatchedFile, prove, whole_digest
 from parallel3d.errors import UserError
 from parallel3d.files import parse_json, plain, read_bounded, replace_durably
 

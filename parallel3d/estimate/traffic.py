@@ -12,6 +12,7 @@ from typing import NamedTuple
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import parts_of
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
+from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.ops import (
     LocalParameter,
     Op,
@@ -23,7 +24,6 @@ from parallel3d.estimate.ops import (
     widths,
     word_embedding_numel,
 )
-from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.topology.layout import Layout
 

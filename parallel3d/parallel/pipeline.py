@@ -24,8 +24,7 @@ from parallel3d.parallel.groups import GroupLike, group_of
 from parallel3d.parallel.replicated import average_gradients, start_equal
 from parallel3d.parameters.gradients import WeightGradients, add_gradient, deferred_queue
 from parallel3d.pipeline.executor import Executor
-from parallel3d.pipeline.p2p import P2PRoute
-from parallel3d.pipeline.shared_memory import SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make

@@ -19,8 +19,13 @@ from parallel3d.data.loader import InOrder
 from parallel3d.device import accelerator
 from parallel3d.estimate.balance import sends_slices
 from parallel3d.parameters.gradients import DeferredGradient, WeightGradients, set_weight_gradients
-from parallel3d.pipeline.p2p import P2PRoute, PendingTransfer, measure_baseline_latency, post
-from parallel3d.pipeline.shared_memory import SharedMemoryP2P
+from parallel3d.pipeline.p2p import (
+    P2PRoute,
+    PendingTransfer,
+    SharedMemoryP2P,
+    measure_baseline_latency,
+    post,
+)
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tensor_parallel.mappings import all_gather_sequence

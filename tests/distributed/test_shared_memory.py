@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel3d.comm import collectives, shared_memory
 from parallel3d.comm import shared_memory as shared_collectives
 from parallel3d.comm.process_groups import Group, ProcessGroups
-from parallel3d.pipeline.shared_memory import SLOTS, SharedMemoryP2P
+from parallel3d.pipeline.p2p import SLOTS, SharedMemoryP2P
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.pace import in_time

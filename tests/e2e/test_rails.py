@@ -20,7 +20,7 @@ from parallel3d.comm.process_groups import DATA_KINDS
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.pipeline.p2p import LATENCY_TRIES
-from parallel3d.run.configs import load_config
+from parallel3d.run.directory import load_config
 from parallel3d.topology.cluster.parts import LinkClass, cluster_from_config
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.tiling import RankMapping

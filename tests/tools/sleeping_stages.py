@@ -17,8 +17,7 @@ from parallel3d.config.schema import LaunchConfig
 from parallel3d.data.loader import MicroBatch
 from parallel3d.parameters.gradients import deferred_queue
 from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
-from parallel3d.pipeline.p2p import P2PRoute
-from parallel3d.pipeline.shared_memory import SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
 from parallel3d.schedules.schedule import Schedule
 
 CPU = torch.device("cpu")

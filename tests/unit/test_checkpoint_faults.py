@@ -25,8 +25,16 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from parallel3d.checkpoint.retention import Lease, Overtaken, remove_leftovers, restore_replaced
-from parallel3d.checkpoint.saver import Save, Saver, SaveResult, WrittenFile
+from parallel3d.checkpoint.saver import (
+    Lease,
+    Overtaken,
+    Save,
+    Saver,
+    SaveResult,
+    WrittenFile,
+    remove_leftovers,
+    restore_replaced,
+)
 from parallel3d.comm import store as job_store
 from parallel3d.config.schema import CheckpointConfig
 from parallel3d.errors import TrainingFailure, UserError

@@ -30,8 +30,7 @@ from parallel3d.checkpoint.manifest import (
     write_manifest,
 )
 from parallel3d.checkpoint.planners import Chunk, TensorChunks
-from parallel3d.checkpoint.retention import expired, remove_leftovers
-from parallel3d.checkpoint.saver import Save, Saver, SaveResult
+from parallel3d.checkpoint.saver import Save, Saver, SaveResult, expired, remove_leftovers
 from parallel3d.checkpoint.storage import read_full, read_state, verify_checkpoint, write_state
 from parallel3d.config.schema import CheckpointConfig
 

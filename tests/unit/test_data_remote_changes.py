@@ -16,7 +16,7 @@ from parallel3d.data.corpus import open_corpus
 from parallel3d.data.preprocess.inputs import find_inputs
 from parallel3d.data.remote import BlockCache, BlockFile
 from parallel3d.data.split import Corpus
-from parallel3d.data.watched import compare, marks_of, unmarked
+from parallel3d.data.tokens import compare, marks_of, unmarked
 from parallel3d.errors import UserError
 from tests.corpora import like_pair
 from tests.http_files import ETAG, MODIFIED, WEAK, Server, use_some_http

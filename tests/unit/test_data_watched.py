@@ -16,13 +16,13 @@ from parallel3d.checkpoint.checkpoints import compared_with, facts_of
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data import cache, watched
+from parallel3d.data import cache, tokens
 from parallel3d.data import chat as chat_corpus
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.indexed import HEADER
 from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import keep_tokenizer
-from parallel3d.data.watched import Compared, compare, look_at, marks_of
+from parallel3d.data.tokens import Compared, compare, look_at, marks_of
 from parallel3d.errors import UserError
 from tests.corpora import like_pair, pair
 from tests.tokenizers import folder
@@ -127,7 +127,7 @@ def test_edit_of_a_pair_whose_digest_is_known_ends_the_run_and_the_next_start(
 def test_pair_too_large_to_be_read_whole_is_said_and_not_proved(
     data: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "PROVED", 1000)
+    monkeypatch.setattr(tokens, "PROVED", 1000)
     corpus = opened(data)
     edit(Path(f"{data.path}.bin"), FREE)
     assert len(look_at(corpus.files)) == 1

@@ -16,8 +16,8 @@ from parallel3d.cli.command_line import main
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.balance import layers_of_stages, layout_with_loops
-from parallel3d.estimate.ops import flops_per_token, stage_parameters
 from parallel3d.estimate.network import wire_bytes
+from parallel3d.estimate.ops import flops_per_token, stage_parameters
 from parallel3d.estimate.traffic import pipeline_ranks, transfers
 from tests.e2e.ready import run_code
 

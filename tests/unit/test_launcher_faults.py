@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
-from parallel3d.checkpoint.retention import Lease
+from parallel3d.checkpoint.saver import Lease
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.corpus import check_data
 from parallel3d.errors import UserError

@@ -18,8 +18,7 @@ from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.metrics.wandb_file import MAX_ID_LENGTH, run_id
-from parallel3d.metrics.wandb_logger import resolve_mode
+from parallel3d.metrics.wandb_logger import MAX_ID_LENGTH, resolve_mode, run_id
 from tests.wandb_records import wandb_records
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -398,7 +397,7 @@ for asked in sys.argv[3:]:
 @pytest.mark.slow
 @pytest.mark.parametrize("logged", ["new", "all"])
 def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logged: str) -> None:
-    """Why `wandb_file` reads W&B's files. It may go if this fails."""
+    """Why `last_row` reads W&B's files. It may go if this fails."""
     own = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
     sessions = ("1-300-kill", "291-310-kill", "301-320-end")  # each from a checkpoint on
     command = (sys.executable, "-c", ONLY_WANDB, str(tmp_path), logged, *sessions)

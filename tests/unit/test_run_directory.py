@@ -21,10 +21,11 @@ from parallel3d.config.schema import CheckpointConfig, Config, DataConfig, Logge
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably
 from parallel3d.run import directory as run_directory
-from parallel3d.run.configs import differences, load_config
 from parallel3d.run.directory import (
     check_run,
+    differences,
     discard_unused,
+    load_config,
     make_run_directory,
     status,
     take_run,

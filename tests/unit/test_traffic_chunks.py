@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.estimate.ops import parameter_count
 from parallel3d.estimate.network import Transfer
+from parallel3d.estimate.ops import parameter_count
 from parallel3d.estimate.traffic import pipeline_ranks, transfers
 from parallel3d.topology.layout import Layout
 

@@ -30,7 +30,7 @@ from parallel3d.commands.bench.operations import (
 )
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.estimate.network import bus_factor, collective_time
-from parallel3d.pipeline.shared_memory import SharedMemoryP2P
+from parallel3d.pipeline.p2p import SharedMemoryP2P
 from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import Link, LinkClass, cluster_from_config
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout

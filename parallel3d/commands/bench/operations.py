@@ -20,8 +20,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group_options import GLOO_ON
 from parallel3d.comm.process_groups import Group
 from parallel3d.device import accelerator
-from parallel3d.pipeline.p2p import P2PRoute, post
-from parallel3d.pipeline.shared_memory import SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P, post
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 

@@ -54,7 +54,7 @@ from parallel3d.models.ops import rms_norm, swiglu
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
-from parallel3d.pipeline.shared_memory import SharedMemoryP2P
+from parallel3d.pipeline.p2p import SharedMemoryP2P
 from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
 from parallel3d.topology.layout import Layout

@@ -24,8 +24,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import open_regular, plain, read_bounded
-from parallel3d.run.configs import CONFIG_FILE
-from parallel3d.run.directory import TEMPORARY
+from parallel3d.run.directory import CONFIG_FILE, TEMPORARY
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")
 RIGHT = ("step", "age", "size", "loss")

@@ -423,7 +423,7 @@ SHARDING = "sharding"
 # (part of a file's path, part of the step); the first match counts; None: the caller decides.
 _PARTS = (
     ("/parallel3d/tensor_parallel/loss.py", LOSS),
-    ("/parallel3d/tensor_parallel/embedding.py", OTHER),
+    ("/parallel3d/tensor_parallel/layers.py", OTHER),
     ("/parallel3d/parameters/gradients.py", None),
     ("/parallel3d/tensor_parallel/mappings.py", None),
     ("/parallel3d/models/embedding_and_head.py", OTHER),

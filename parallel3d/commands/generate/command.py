@@ -20,7 +20,7 @@ from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.tokenizer import FOLDER, tokenizer_of
 from parallel3d.errors import UserError
 from parallel3d.host.devices import choose_device
-from parallel3d.run.configs import CONFIG_FILE, last_config
+from parallel3d.run.directory import CONFIG_FILE, last_config
 from parallel3d.run.worker import run_here
 
 GENERATE = "generate"
