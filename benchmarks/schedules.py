@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parallel3d.schedules.actions import ComputeSchedule, Kind, action
-from parallel3d.schedules.check import ScheduleError, check
+from parallel3d.schedules.check import check
 from parallel3d.schedules.choose import (
     RankWork,
     ScheduleChoice,
@@ -35,6 +35,7 @@ from parallel3d.schedules.choose import (
 )
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
+from parallel3d.schedules.walk import ScheduleError
 
 CLASSES = {
     "Interleaved1F1B": "loop",

@@ -13,7 +13,7 @@ from pathlib import Path
 from parallel3d.cli import command_line
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.simulate import simulate
+from parallel3d.schedules.walk import Costs, time_orders
 from parallel3d.topology.layout import Coordinates, Layout
 
 HERE = Path(__file__).resolve().parent
@@ -98,7 +98,8 @@ def layout_svg(layout: Layout) -> str:
 
 def main() -> None:
     (HERE / "layout.svg").write_text(layout_svg(Layout(tp=2, pp=2, dp=2)))
-    timeline = simulate(make("1f1b", 4, 8).plan(), 1.0, 2.0)
+    made = make("1f1b", 4, 8)
+    timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
     (HERE / "schedule.svg").write_text(render_svg(timeline, "1F1B, 4 stages, 8 micro-batches"))
     drawn = [("topology", f"topology_{name}.svg", words) for name, words in MAPS.items()]
     drawn += [("schedule", f"schedules_{name}.svg", words) for name, words in TIMELINES.items()]

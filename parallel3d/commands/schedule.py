@@ -27,10 +27,11 @@ from parallel3d.schedules.choose import (
     measured_schedules,
     wanted,
 )
-from parallel3d.schedules.draw import render_svg, render_text, write_table
+from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.messages import peak_in_flight
 from parallel3d.schedules.schedule import ONE_CHUNK, Schedule
-from parallel3d.schedules.simulate import Timeline, time_orders
+from parallel3d.schedules.table import write_table
+from parallel3d.schedules.walk import Timeline, time_orders
 from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"

@@ -16,7 +16,7 @@ from parallel3d.pipeline.executor import ActionTimes, Measured
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.schedules.simulate import Costs, Span, Timeline, time_orders
+from parallel3d.schedules.walk import Costs, Span, Timeline, time_orders
 from parallel3d.trainer import StepResult, Trainer
 
 LATER = 2  # steps before the drawn one: the first ones allocate and compile

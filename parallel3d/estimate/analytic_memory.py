@@ -39,8 +39,7 @@ from parallel3d.estimate.traffic import (
     ACTIVATION_BYTES,
 )
 from parallel3d.schedules.actions import Kind
-from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.schedule import Schedule, make
+from parallel3d.schedules.schedule import make
 
 STATE = ("parameters", "gradients", "masters", "optimizer")
 
@@ -638,51 +637,37 @@ def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
     return 3 * pp + microbatches % pp
 
 
-@functools.lru_cache(maxsize=64)
-def _schedule(name: str, pp: int, vpp: int, microbatches: int) -> Schedule:
-    return make(name, pp, microbatches, vpp)
+_schedule = functools.lru_cache(maxsize=64)(make)
 
 
 @functools.lru_cache(maxsize=4096)
 def moments(name: str, pp: int, vpp: int, microbatches: int, rank: int) -> Moments:
-    """Returns the states of `rank` under the schedule `name` with `vpp` chunks."""
-    schedule = _schedule(name, pp, vpp, enough_microbatches(name, pp, microbatches))
-    placement = schedule.placement
+    """Returns the states of `rank` under the schedule `name` with `vpp` chunks.
+
+    They follow from the rank's own order: a walk of all ranks would cost a search too much.
+    """
+    made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp)
     live, deferred = [0] * vpp, [0] * vpp
     in_flight: deque[tuple[int, int]] = deque(maxlen=SENDS)  # (chunk, micro-batch); -1: a gradient
     done: set[tuple[int, int]] = set()  # forwards whose backward is done: their output is free
     seen: set[tuple[int, ...]] = set()
-    sends = [_sends(placement, rank, chunk) for chunk in range(vpp)]
-    begun = 0
-    for step in schedule.orders[rank]:
+    around = made.placement.around(rank)
+    for step in made.orders[rank]:
         kind, chunk, mb = step.kind, step.chunk, step.microbatch
         lone = sum(m < 0 or (c, m) in done for c, m in in_flight)
-        seen.add((_KINDS.index(kind), chunk, lone, begun, *live, *deferred))
-        if kind == Kind.F:
-            live[chunk] += 1
-            if sends[chunk][1]:
-                in_flight.append((chunk, mb))
-        elif kind == Kind.W:
+        seen.add((_KINDS.index(kind), chunk, lone, bool(done), *live, *deferred))
+        _, before, after = around[chunk]
+        if kind == Kind.W:
             deferred[chunk] -= 1
-        else:
-            live[chunk] -= 1
-            deferred[chunk] += kind == Kind.I
+            continue
+        forward = kind == Kind.F
+        live[chunk] += 1 if forward else -1
+        deferred[chunk] += kind == Kind.I
+        if not forward:
             done.add((chunk, mb))
-            begun = 1
-            if sends[chunk][0]:
-                in_flight.append((chunk, -1))
+        reader = after if forward else before
+        if reader is not None and reader[0] != rank:
+            in_flight.append((chunk, mb if forward else -1))
     rows = np.array(sorted(seen))
-    return Moments(
-        rows[:, 0],
-        rows[:, 1],
-        rows[:, 4 : 4 + vpp].astype(float),
-        rows[:, 4 + vpp :].astype(float),
-        rows[:, 2].astype(float),
-        rows[:, 3] > 0,
-    )
-
-
-def _sends(placement: StageAssignment, rank: int, chunk: int) -> tuple[bool, bool]:
-    """Whether the stages before and after are on other ranks."""
-    before, after = (placement.neighbour(rank, chunk, offset) for offset in (-1, 1))
-    return before is not None and before[0] != rank, after is not None and after[0] != rank
+    sent, counts = rows[:, 2].astype(float), rows[:, 4:].astype(float)
+    return Moments(rows[:, 0], rows[:, 1], counts[:, :vpp], counts[:, vpp:], sent, rows[:, 3] > 0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
@@ -27,10 +27,10 @@ from parallel3d.estimate.search import LayoutChoice, Priced, layouts, simple_fir
 from parallel3d.estimate.step import StepTime
 from parallel3d.estimate.work import Number, sizes_of_model
 from parallel3d.files import plain, read_bounded
-from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.actions import Action
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
-from parallel3d.schedules.simulate import Costs, ScheduleError
+from parallel3d.schedules.walk import Costs, walk
 
 
 @dataclass(frozen=True)
@@ -471,11 +471,6 @@ class MeasuredCosts:
         return few + self.machine.numbers["launch.step"]
 
 
-# Simulation of pipeline ranks that share cores; `schedules/simulate.py` is for a device per rank.
-
-Made = tuple[bool, int, int]  # (forward, stage, micro-batch)
-
-
 def shared_clock(
     orders: Sequence[Sequence[Action]],
     placement: StageAssignment,
@@ -487,8 +482,8 @@ def shared_clock(
     """Returns seconds until the last rank has completed its order and its `ends`.
 
     Processor sharing: all ranks that compute at a moment are equally fast, and waiting ranks use no
-    core. So progress is one number for all, which grows by `speed` a second, and a rank that begins
-    an action knows at which progress it ends.
+    core. So progress is one number for all, which grows by `speed` a second: the walk of ranks with
+    a core each gives the progress at which actions begin and end, whatever the speed.
 
     Args:
         costs: seconds of a rank alone; half of the hop is the sender's work, half the receiver's.
@@ -498,78 +493,26 @@ def shared_clock(
 
     Raises ScheduleError if ranks wait in a circle.
     """
-    run = _Run(orders, placement, costs, ends or [0.0] * len(orders))
-    wall = done = 0.0
-    for rank in range(len(orders)):
-        run.begin(rank, done)
-    while run.busy:
-        end, rank = run.busy[0]
-        wall += (end - done) / speed(len(run.busy) * replicas)
-        done = end
-        heapq.heappop(run.busy)
-        run.finish(rank, done)
-    if run.left:
-        raise ScheduleError("ranks wait for each other")
+    # Messages that a stage's pass sends or receives; at the turn of a V it has one less.
+    places = placement.places
+    far = [a[0] != b[0] for a, b in pairwise(places)]
+    hops = [(s > 0 and far[s - 1]) + (s < len(far) and far[s]) for s in range(len(places))]
+    forward, input = (
+        tuple(alone + n * costs.hop / 2 for alone, n in zip(way, hops, strict=True))
+        for way in (costs.forward, costs.input)
+    )
+    found = walk(orders, placement, Costs(forward, input, costs.weight)).ended()
+    changes: Counter[float] = Counter()  # progress → ranks that become busy there
+    for begun, ended, more in zip(
+        found.starts, found.ends, ends or [0.0] * len(orders), strict=True
+    ):
+        changes.update([*begun, ended[-1]])
+        changes.subtract([*ended, ended[-1] + more])
+    wall, busy = 0.0, 0
+    for at, end in pairwise(sorted(changes)):
+        busy += changes[at]
+        wall += (end - at) / speed(busy * replicas)
     return wall
-
-
-class _Run:
-    """Progress at which busy ranks end their action, and inputs that others wait for."""
-
-    def __init__(
-        self,
-        orders: Sequence[Sequence[Action]],
-        placement: StageAssignment,
-        costs: Costs,
-        ends: Sequence[float],
-    ) -> None:
-        self.orders, self.costs, self.ends = orders, costs, ends
-        self.around = [placement.around(rank) for rank in range(placement.ranks)]
-        self.busy: list[tuple[float, int]] = []
-        self.place = [0] * len(orders)
-        self.left = len(orders)
-        self.made: set[Made] = set()
-        self.waiting: dict[Made, int] = {}
-
-    def begin(self, rank: int, done: float) -> None:
-        """Starts the next action of `rank` if its input is there."""
-        place, order = self.place[rank], self.orders[rank]
-        if place == len(order):
-            heapq.heappush(self.busy, (done + self.ends[rank], rank))
-            return
-        step = order[place]
-        stage, before, after = self.around[rank][step.chunk]
-        forward, count = step.kind == Kind.F, step.microbatch
-        source, work = None, self.costs.of(step.kind, stage)
-        if forward and before is not None:
-            source = (True, stage - 1, count)
-        elif step.kind in (Kind.B, Kind.I) and after is not None:
-            source = (False, stage + 1, count)
-        if step.kind in (Kind.B, Kind.I) and (True, stage, count) not in self.made:
-            return  # deadlock: only this rank could compute it
-        if source is not None and source not in self.made:
-            self.waiting[source] = rank
-            return
-        to, come = (after, before) if forward else (before, after)
-        if step.kind != Kind.W:
-            crossed = (to is not None and to[0] != rank) + (come is not None and come[0] != rank)
-            work += crossed * self.costs.hop / 2
-        heapq.heappush(self.busy, (done + work, rank))
-
-    def finish(self, rank: int, done: float) -> None:
-        """Ends the action of `rank`, and starts those that waited for it."""
-        place, order = self.place[rank], self.orders[rank]
-        self.place[rank] += 1
-        if place == len(order):
-            self.left -= 1
-            return
-        step = order[place]
-        if step.kind != Kind.W:
-            made = (step.kind == Kind.F, self.around[rank][step.chunk][0], step.microbatch)
-            self.made.add(made)
-            if made in self.waiting:
-                self.begin(self.waiting.pop(made), done)
-        self.begin(rank, done)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.simulate import Costs, clock
+from parallel3d.schedules.walk import Costs, walk
 
 Number = NDArray[Any]
 
@@ -113,7 +113,7 @@ def sizes_of_model(model: ModelConfig) -> dict[str, float]:
 
 
 # Layers of a stage, and the time of a pipeline in closed form (tested against
-# `schedules/simulate.py`).
+# `schedules/walk.py`).
 
 
 @dataclass(frozen=True)
@@ -207,17 +207,17 @@ def _v_half(ranks: int, microbatches: int) -> float:
     """Simulates V-Half; its idle time between micro-batches grows linearly with their number."""
     if ranks == 1:
         return 1.0
-    idle = [_idle(ranks, count) for count in (2 * ranks, 3 * ranks)]
-    more = (idle[1] - idle[0]) / ranks
-    return max(idle[0] + more * (microbatches - 2 * ranks), 0.1) * 2 / (ranks - 1)
+    few, many = (_idle(ranks, count) for count in (2 * ranks, 3 * ranks))
+    idle = few + (many - few) / ranks * (microbatches - 2 * ranks)
+    return max(idle, 0.1) * 2 / (ranks - 1)
 
 
 @functools.lru_cache(maxsize=64)
 def _idle(ranks: int, microbatches: int) -> float:
     """Returns V-Half's time beyond compute, in micro-batches."""
     made = make("v_half", ranks, microbatches, 2)
-    _, ends = clock(made.orders, made.placement, Costs.even(made.placement, *_COSTS))
-    return max(end[-1] for end in ends) / sum(_COSTS) - microbatches
+    found = walk(made.orders, made.placement, Costs.even(made.placement, *_COSTS)).ended()
+    return found.seconds / sum(_COSTS) - microbatches
 
 
 def pipeline_time(

@@ -21,8 +21,9 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram
-from parallel3d.schedules.messages import enough_slots, peer_of
+from parallel3d.schedules.messages import enough_slots
 from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.walk import peer_of
 
 LATENCY_TRIES = 5  # the fastest of so many transfers is the baseline latency
 

@@ -6,23 +6,19 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import TypeAlias
 
 from parallel3d.errors import UserError
-from parallel3d.files import plain, read_bounded
-from parallel3d.schedules.actions import ComputeSchedule, Kind
-from parallel3d.schedules.draw import read_table
 from parallel3d.schedules.greedy import Rule, list_schedule
 from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
-from parallel3d.schedules.simulate import Costs, clock
+from parallel3d.schedules.table import read_file
+from parallel3d.schedules.walk import Costs, walk
 
 WORK = 600_000  # actions that the search schedules: a few seconds
 SAME = 1e-9
 # Micro-batches × stages that can be searched in a few seconds.
 LARGEST = 300_000
-LARGEST_TABLE = 1 << 26  # bytes of `schedule.file`: about six million actions
 
 
 @dataclass(frozen=True)
@@ -84,13 +80,13 @@ def wanted(
     work: RankWork = RankWork(),
     memory: float = 1.0,
 ) -> Schedule:
-    """Returns the schedule `name`: a named one, "auto" (`choose`) or "file" (`read_table`).
+    """Returns the schedule `name`: a named one, "auto" (`choose`) or "file" (`read_file`).
 
     Raises UserError for an unknown name, an impossible number of chunks, or an unreadable or
     unsound file.
     """
     if name == "file":
-        return _of_file(file, ranks, microbatches, chunks)
+        return read_file(file, ranks, microbatches, chunks if chunks > 1 else None)
     if file is not None:
         raise UserError(
             f"schedule.file={file} is read with schedule=file alone, but schedule={name}; the "
@@ -125,81 +121,40 @@ def _check_memory(ranks: int, microbatches: int, memory: float) -> None:
         raise UserError(
             f"schedule.memory={memory:g} of 1F1B's {min(ranks, microbatches)} micro-batches is "
             "less than one, and a rank has to hold one; the nearest is "
-            f"schedule.memory={_rounded_up(1 / min(ranks, microbatches)):g}."
+            f"schedule.memory={-(-1000 / min(ranks, microbatches) // 1) / 1000:g}."
         )
-
-
-def _of_file(file: str | None, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    if file is None:
-        raise UserError(
-            "schedule=file needs schedule.file=…, a table with a row of actions a rank; the "
-            "nearest is schedule=1f1b."
-        )
-    shown = file if file.isprintable() and " " not in file else repr(file)
-    try:
-        table = read_bounded(Path(file), LARGEST_TABLE).decode("utf-8-sig")  # Excel writes a BOM
-    except UnicodeDecodeError:
-        raise UserError(f"schedule.file={shown} cannot be read: it is not text.") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or plain(str(error))
-        raise UserError(f"schedule.file={shown} cannot be read: {reason}.") from None
-    return read_table(table, shown, ranks, microbatches, chunks if chunks > 1 else None)
 
 
 def measure(schedule: Schedule, work: RankWork) -> ScheduleChoice:
     """Times a schedule and counts its activations. Raises ScheduleError if it cannot run."""
-    costs = work.costs(schedule.placement)
     placement, count = schedule.placement, schedule.microbatches
-    _, ends = clock(schedule.orders, placement, costs)
-    seconds = max(end[-1] for end in ends)
+    costs = work.costs(placement)
+    found = walk(schedule.orders, placement, costs, count=count).ended()
     busy = [0.0] * placement.ranks
     for (rank, _), *stage in zip(
         placement.places, costs.forward, costs.input, costs.weight, strict=True
     ):
         busy[rank] += sum(stage) * count
-    most = min(placement.ranks, count) * placement.chunks
     return ScheduleChoice(
         schedule,
-        seconds,
-        seconds / max(busy) - 1,
-        1 - sum(busy) / (seconds * placement.ranks),
-        peak_live(schedule.orders) / most,
+        found.seconds,
+        found.seconds / max(busy) - 1,
+        1 - sum(busy) / (found.seconds * placement.ranks),
+        max(found.peaks) / (min(placement.ranks, count) * placement.chunks),
     )
 
 
 def measured_schedules(
     ranks: int, microbatches: int, chunks: int, work: RankWork
 ) -> list[ScheduleChoice]:
-    """Times all named schedules for which `work` has costs."""
-    named = named_schedules(ranks, microbatches, chunks)
+    """Times all named schedules, with `chunks` chunks where they can have them, for which `work`
+    has costs."""
+    named = [
+        make(name, ranks, microbatches, 2 if name in V_SHAPED else chunks if name in LOOPED else 1)
+        for name in NAMED_SCHEDULES
+        if chunks > 1 or name not in LOOPED
+    ]
     return [measure(one, work) for one in named if work.fits(one.placement)]
-
-
-def peak_live(orders: ComputeSchedule) -> int:
-    """Returns the most chunk-activations that a rank holds at once, from F to the end of B or W."""
-    most = 0
-    for order in orders:
-        live = 0
-        for step in order:
-            if step.kind == Kind.F:
-                live += 1
-                most = max(most, live)
-            elif step.kind != Kind.I:
-                live -= 1
-    return most
-
-
-def named_schedules(ranks: int, microbatches: int, chunks: int) -> list[Schedule]:
-    """Makes every named schedule, with `chunks` chunks where it can have them."""
-    found = []
-    for name in NAMED_SCHEDULES:
-        if name in V_SHAPED:
-            found.append(make(name, ranks, microbatches, 2))
-        elif name not in LOOPED:
-            found.append(make(name, ranks, microbatches))
-        elif chunks > 1:
-            found.append(make(name, ranks, microbatches, chunks))
-    return found
 
 
 def choose(
@@ -233,26 +188,20 @@ def choose(
     return replace(best, why=_why(best, fitting, memory))
 
 
-def _rounded_up(value: float) -> float:
-    return -(-value * 1000 // 1) / 1000
-
-
 def _merit(choice: ScheduleChoice) -> tuple[float, float, int]:
     return round(choice.seconds, 9), choice.peak_live, choice.schedule.placement.chunks
 
 
 def _why(best: ScheduleChoice, fitting: Sequence[ScheduleChoice], memory: float) -> str:
-    def described(choice: ScheduleChoice) -> str:
-        return f"{choice.schedule.name} ({choice.overhead:.1%})"
-
-    others = [form for form in fitting if form.schedule != best.schedule][:2]
-    placed = best.schedule.placement
-    kind = (
-        f"a list schedule of {placed.chunks} chunks" if best.schedule.name == "auto"
-        else best.schedule.name
-    )  # fmt: skip
+    name, chunks = best.schedule.name, best.schedule.placement.chunks
+    kind = f"a list schedule of {chunks} chunks" if name == "auto" else name
+    others = [
+        f"{form.schedule.name} ({form.overhead:.1%})"
+        for form in fitting
+        if form.schedule != best.schedule
+    ][:2]
+    beaten = f"; next {' and '.join(others)}" if others else ""
     held = f"at most {memory:g} of 1F1B's activations"
-    beaten = f"; next {' and '.join(map(described, others))}" if others else ""
     return f"{kind}: {best.overhead:.1%} over compute with {held}{beaten}"
 
 
@@ -261,11 +210,15 @@ def _greedy(
 ) -> Iterator[Schedule]:
     """Yields greedy schedules over interleaved orders, the most promising first, until WORK is
     done: several numbers of chunks, sizes of groups and rules."""
+    # `chunks`, then a few smaller numbers; groups of `ranks`, and larger ones where memory allows,
+    # to hide slow hops.
+    counts = sorted({chunks, *(n for n in (4, 3, 2, 1) if n <= chunks)}, reverse=True)
+    groups = [ranks, *(round(ranks * part) for part in (1.125, 1.25, 1.375) if part <= memory)]
+    groups = sorted({min(group, microbatches) for group in groups})
     left = WORK
     for wait_fraction, alternates, slope, group, count in product(
-        (0.25, 0.0, 0.5), (True, False), (0.0, 0.25), _group_sizes(ranks, microbatches, memory),
-        _chunk_counts(chunks),
-    ):  # fmt: skip
+        (0.25, 0.0, 0.5), (True, False), (0.0, 0.25), groups, counts
+    ):
         actions = 3 * ranks * count * microbatches
         if left < actions:
             return
@@ -280,14 +233,3 @@ def _greedy(
         orders = list_schedule(base, placement, work.costs(placement), rule)
         if orders is not None:
             yield Schedule("auto", placement, microbatches, orders)
-
-
-def _chunk_counts(chunks: int) -> list[int]:
-    """Returns `chunks`, then a few smaller numbers."""
-    return sorted({chunks, *(n for n in (4, 3, 2, 1) if n <= chunks)}, reverse=True)
-
-
-def _group_sizes(ranks: int, microbatches: int, memory: float) -> list[int]:
-    """Returns group sizes: `ranks`, and larger ones where memory allows, to hide slow hops."""
-    sizes = [ranks, *(round(ranks * part) for part in (1.125, 1.25, 1.375) if part <= memory)]
-    return sorted({min(size, microbatches) for size in sizes})

@@ -12,7 +12,7 @@ from parallel3d.schedules import orders
 from parallel3d.schedules.actions import ComputeSchedule, Kind, PipelineProgram, action
 from parallel3d.schedules.messages import add_communication
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.simulate import Costs, clock
+from parallel3d.schedules.walk import walk
 
 ONE_CHUNK = ("gpipe", "1f1b", "zb_h1")
 LOOPED = ("interleaved", "interleaved_zb")
@@ -45,7 +45,8 @@ class Schedule:
         return self._with_messages([[s for s in o if s.kind == Kind.F] for o in self.orders])
 
     def _with_messages(self, orders: ComputeSchedule) -> PipelineProgram:
-        return add_communication(orders, None if self.name in IN_ORDER else self.placement)
+        placement = None if self.name in IN_ORDER else self.placement
+        return add_communication(orders, placement, self.microbatches)
 
 
 def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -173,11 +174,9 @@ def _pattern(ranks: int) -> _Pattern:
         if found:
             break
     placement = StageAssignment(ranks, 2, "v")
-    costs = Costs.even(placement)
 
     def seconds(choice: tuple[int, int, _Pattern]) -> float:
-        _, ends = clock(_orders(choice[-1], 2 * ranks), placement, costs)
-        return max(end[-1] for end in ends)
+        return walk(_orders(choice[-1], 2 * ranks), placement).ended().seconds
 
     return min(sorted(found)[:TRIED], key=seconds)[-1]
 

@@ -21,10 +21,10 @@ from parallel3d.parameters.gradients import add_matmul, deferred_queue
 from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
-from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.messages import peer_of
+from parallel3d.schedules.check import check
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import Schedule, make
+from parallel3d.schedules.walk import ScheduleError, peer_of
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from parallel3d.schedules.draw import write_table
 from parallel3d.schedules.schedule import V_SHAPED, make
+from parallel3d.schedules.table import write_table
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, References, differences, run_cases
 from tests.distributed.pool import Pool

@@ -25,7 +25,7 @@ from parallel3d.estimate.profiled_cost import (
 )
 from parallel3d.estimate.traffic import transfers
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
-from parallel3d.schedules.simulate import Costs, ScheduleError, clock
+from parallel3d.schedules.walk import Costs, ScheduleError, walk
 from parallel3d.topology.layout import Layout
 from tests.unit.measured_machine import MADE, RATE, machine, seconds
 
@@ -68,9 +68,8 @@ def test_with_a_core_for_each_rank_the_clock_is_the_schedules_own(name: str) -> 
         tuple(1.2 + 0.05 * s for s in range(stages)),
         (0.8,) * stages,
     )
-    _, ends = clock(schedule.orders, schedule.placement, costs)
     apart = shared_clock(schedule.orders, schedule.placement, costs, 1, lambda busy: 1.0)
-    assert apart == pytest.approx(max(end[-1] for end in ends))
+    assert apart == pytest.approx(walk(schedule.orders, schedule.placement, costs).seconds)
 
 
 def test_on_one_core_a_pipeline_takes_the_sum_of_its_work() -> None:
@@ -87,8 +86,7 @@ def test_two_ranks_on_two_cores_idle_as_alone_and_four_fill_each_others_gaps() -
     costs = Costs.even(schedule.placement)
     cores = speed_of(machine(), 4, 1.0)
     shared = shared_clock(schedule.orders, schedule.placement, costs, 1, cores)
-    _, ends = clock(schedule.orders, schedule.placement, costs)
-    apart = max(end[-1] for end in ends)
+    apart = walk(schedule.orders, schedule.placement, costs).seconds
     work = 4 * 4 * 3.0
     assert max(work / 2, apart) < shared < 2 * apart
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
-from parallel3d.schedules.check import ScheduleError, check
+from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import IN_ORDER, make
+from parallel3d.schedules.walk import ScheduleError
 from tests.pace import in_cpu_time
 
 

@@ -9,13 +9,20 @@ import pytest
 
 from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.schedule import IN_ORDER, make
-from parallel3d.schedules.simulate import simulate
+from parallel3d.schedules.walk import Costs, Timeline, time_orders
+
+
+def timeline_of(name: str, stages: int, microbatches: int) -> Timeline:
+    """A backward takes twice as long as a forward."""
+    made = make(name, stages, microbatches)
+    return time_orders(made.orders, made.placement, Costs.even(made.placement))
+
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_text_of_a_small_plan_by_hand() -> None:
-    assert render_text(make("1f1b", 2, 3).plan()).splitlines() == [
+    assert render_text(timeline_of("1f1b", 2, 3)).splitlines() == [
         "        F forward, B backward, · idle; bubble 25.0%, of each rank:",
         "rank 0 |F0 F1 ······B0━━━ F2 B1━━━ ···B2━━━ |  25.0%",
         "rank 1 |···F0 B0━━━ F1 B1━━━ F2 B2━━━ ······|  25.0%",
@@ -24,7 +31,9 @@ def test_text_of_a_small_plan_by_hand() -> None:
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_text_shows_every_action_once_in_lines_of_one_width(name: str) -> None:
-    timeline = simulate(make(name, 11, 13).plan(), 0.3, 0.71, 0.05)
+    made = make(name, 11, 13)
+    costs = Costs.even(made.placement, 0.3, 0.355, 0.355, 0.05)
+    timeline = time_orders(made.orders, made.placement, costs)
     _, *rows = render_text(timeline).splitlines()
     assert len(rows) == 11
     assert len({len(row) for row in rows}) == 1
@@ -39,10 +48,10 @@ def names(row: str, shift: int) -> set[tuple[int, str]]:
 
 
 def test_narrow_text_loses_its_middle_and_tells_no_lies() -> None:
-    plan = make("1f1b", 4, 40).plan()
-    whole = render_text(plan).splitlines()[1:]
+    timeline = timeline_of("1f1b", 4, 40)
+    whole = render_text(timeline).splitlines()[1:]
     for width in range(40, 200, 3):
-        rows = render_text(plan, width).splitlines()[1:]
+        rows = render_text(timeline, width).splitlines()[1:]
         assert {len(row) for row in rows} == {width}
         assert len({row.index("…") for row in rows}) == 1
         for row, full in zip(rows, whole, strict=True):
@@ -54,11 +63,13 @@ def test_narrow_text_loses_its_middle_and_tells_no_lies() -> None:
             for column, name in names(full, 0) - shown:
                 assert column < shift
                 assert full.index(" ", column + len(name)) >= len(head)
-    assert render_text(plan, 10_000) == render_text(plan)
+    assert render_text(timeline, 10_000) == render_text(timeline)
 
 
 def test_svg_boxes_are_to_scale_and_numbered() -> None:
-    timeline = simulate(make("1f1b", 3, 5).plan(), [1.0, 2.0, 1.5], 3.0, 0.5)
+    made = make("1f1b", 3, 5)
+    costs = Costs((1.0, 2.0, 1.5), (1.5,) * 3, (1.5,) * 3, 0.5)
+    timeline = time_orders(made.orders, made.placement, costs)
     root = ElementTree.fromstring(render_svg(timeline, title="a < b & c"))
     boxes = {}
     for group in root.iter(f"{SVG}g"):
@@ -88,7 +99,7 @@ def test_svg_boxes_are_to_scale_and_numbered() -> None:
 
 
 def test_svg_leaves_out_numbers_that_would_not_be_legible() -> None:
-    root = ElementTree.fromstring(render_svg(simulate(make("gpipe", 4, 60).plan(), 1.0, 2.0)))
+    root = ElementTree.fromstring(render_svg(timeline_of("gpipe", 4, 60)))
     assert len(list(root.iter(f"{SVG}g"))) == 4 * 60 * 2
     numbered = [g for g in root.iter(f"{SVG}g") if g.find(f"{SVG}text") is not None]
     assert numbered == []

@@ -107,7 +107,7 @@ def test_pipeline_plans_need_no_torch() -> None:
     code = (
         "import sys\n"
         "from parallel3d.estimate import balance\n"
-        "from parallel3d.schedules import check, draw, schedule, simulate\n"
+        "from parallel3d.schedules import check, draw, schedule, walk\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

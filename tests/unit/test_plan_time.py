@@ -18,7 +18,7 @@ from parallel3d.estimate.work import (
     stages_by_cost,
 )
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.simulate import Costs, time_orders
+from parallel3d.schedules.walk import Costs, time_orders
 from tests.unit.plan_work import work
 
 

@@ -15,9 +15,10 @@ import pytest
 
 from parallel3d.cli.command_line import main
 from parallel3d.errors import UserError
-from parallel3d.schedules.draw import read_table, render_svg, render_text, write_table
+from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
-from parallel3d.schedules.simulate import Costs, time_orders
+from parallel3d.schedules.table import read_table, write_table
+from parallel3d.schedules.walk import Costs, time_orders
 from tests.pace import PATIENCE
 
 

@@ -10,18 +10,17 @@ import pytest
 
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.check import ScheduleError, check
+from parallel3d.schedules.check import check
 from parallel3d.schedules.choose import (
     RankWork,
     choose,
     measure,
     measured_schedules,
-    named_schedules,
 )
 from parallel3d.schedules.messages import add_communication, peak_in_flight
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
-from parallel3d.schedules.simulate import Costs, time_orders
+from parallel3d.schedules.walk import Costs, ScheduleError, time_orders
 from tests.tools.schedule_faults import corrupt, is_sound
 
 
@@ -222,7 +221,7 @@ def test_hops_cost_by_hand() -> None:
 def test_the_choice_beats_all_named_schedules(hop: float, memory: float, most: float) -> None:
     """p = 8, m = 32, F:I:W = 1:1.2:0.8, up to four chunks."""
     work = RankWork(1, 1.2, 0.8, hop)
-    forms = [measure(form, work) for form in named_schedules(8, 32, 4)]
+    forms = measured_schedules(8, 32, 4, work)
     best = choose(8, 32, 4, work, memory, forms)
     assert best.overhead <= most
     assert best.peak_live <= memory + 1e-9

@@ -18,7 +18,7 @@ from parallel3d.commands.timeline import (
     trace_events,
 )
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.simulate import Costs, time_orders
+from parallel3d.schedules.walk import Costs, time_orders
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zbv", 2)])

@@ -19,7 +19,7 @@ from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 from parallel3d.estimate.balance import run_schedule
 from parallel3d.estimate.network import two_levels
-from parallel3d.schedules.choose import peak_live
+from parallel3d.schedules.walk import walk
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import SimulatedMachine
@@ -168,7 +168,8 @@ def _fewest(config: Config, index: int) -> int:
         return count  # memory grows with each, or the orders depend on their number
 
     def live(microbatches: int) -> int:
-        return peak_live([run_schedule(config, microbatches).orders[index]])
+        made = run_schedule(config, microbatches)
+        return walk(made.orders, made.placement).peaks[index]
 
     most = live(count)
     return next((few for few in range(config.pp + MORE, count) if live(few) == most), count)

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.check import ScheduleError
+from parallel3d.schedules.actions import Action, Kind, PipelineProgram
+from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import IN_ORDER, make
-from parallel3d.schedules.simulate import Timeline, simulate
+from parallel3d.schedules.walk import Costs, ScheduleError, Timeline, time_orders, walk
+
+
+def timed(
+    orders: list[list[Action]], forward: list[float], backward: list[float], hop: float = 0.0
+) -> Timeline:
+    """Times orders of one chunk a rank; seconds by rank."""
+    half = tuple(cost / 2 for cost in backward)
+    return time_orders(
+        orders, StageAssignment(len(orders) or 1), Costs(tuple(forward), half, half, hop)
+    )
 
 
 def times(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:
@@ -20,7 +30,8 @@ def test_bubble_of_equal_stages(name: str, stages: int) -> None:
     """(p - 1) / (m + p - 1) of the step: Narayanan et al. 2021, section 2.2.1."""
     for microbatches in range(1, 17):
         for forward, backward in ((1.0, 1.0), (1.0, 2.0), (0.3, 0.7)):
-            timeline = simulate(make(name, stages, microbatches).plan(), forward, backward)
+            orders = make(name, stages, microbatches).orders
+            timeline = timed(orders, [forward] * stages, [backward] * stages)
             bubble = (stages - 1) / (microbatches + stages - 1)
             assert timeline.bubble == pytest.approx([bubble] * stages, rel=1e-12, abs=1e-12)
             assert timeline.bubble_fraction == pytest.approx(bubble, rel=1e-12, abs=1e-12)
@@ -29,7 +40,7 @@ def test_bubble_of_equal_stages(name: str, stages: int) -> None:
 
 
 def test_two_stages_by_hand_with_hops_and_uneven_stages() -> None:
-    timeline = simulate(make("1f1b", 2, 2).plan(), [1.0, 2.0], [3.0, 5.0], hop_s=0.5)
+    timeline = timed(make("1f1b", 2, 2).orders, [1.0, 2.0], [3.0, 5.0], 0.5)
     assert times(timeline, 0) == {
         "F0": (0.0, 1.0),
         "F1": (1.0, 2.0),
@@ -51,7 +62,7 @@ def test_two_stages_by_hand_with_hops_and_uneven_stages() -> None:
 def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
     stages, hop = 5, 0.25
     forward, backward = [1.0, 0.5, 2.0, 1.5, 0.7], [2.0, 1.1, 3.0, 2.5, 1.9]
-    timeline = simulate(make(name, stages, 7).plan(), forward, backward, hop)
+    timeline = timed(make(name, stages, 7).orders, forward, backward, hop)
     ends = {(r, s.action): s.end for r, spans in enumerate(timeline.spans) for s in spans}
     for rank, spans in enumerate(timeline.spans):
         free = 0.0
@@ -71,13 +82,36 @@ def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
             free = span.end
 
 
-def test_messages_in_the_plan_do_not_change_the_clock() -> None:
-    plan, bare = make("1f1b", 4, 6).plan(), make("1f1b", 4, 6).orders
-    assert simulate(plan, 1.0, 2.0, 0.1) == simulate(bare, 1.0, 2.0, 0.1)
+def test_a_program_with_messages_runs_with_any_slots_and_holds_what_its_orders_hold() -> None:
+    made = make("1f1b", 4, 6)
+    bare = walk(made.orders, made.placement)
+    for slots in (0, 1, 4):
+        found = walk(made.plan(), made.placement, slots=slots)
+        assert found.complete and not found.waits
+        assert found.peaks == bare.peaks == [4, 3, 2, 1]
+        assert found.sent == found.received
+        assert {pair: len(names) for pair, names in found.sent.items()} == dict.fromkeys(
+            [(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)], 6
+        )
+
+
+def test_a_sender_waits_for_a_slot() -> None:
+    """The receiver reads the second message first: with one slot it never comes."""
+    program: PipelineProgram = [
+        [step if step.kind.is_compute else (step,) for step in map(Action.parse, words.split())]
+        for words in ("F0 SF0 F1 SF1", "RF0 RF1 F1 F0")
+    ]
+    assert not walk(program, StageAssignment(2), slots=2).waits
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 0 is in group .SF1. and waits to send SF1 to rank 1, while rank 1 waits for "
+        "the input of F1 from rank 0",
+    ):
+        walk(program, StageAssignment(2), slots=1).ended()
 
 
 def test_slowest_stage_bounds_the_step() -> None:
-    timeline = simulate(make("1f1b", 4, 32).plan(), [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0])
+    timeline = timed(make("1f1b", 4, 32).orders, [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0])
     assert timeline.bubble[2] < 0.1
     assert timeline.bubble[0] > 0.6
 
@@ -85,19 +119,19 @@ def test_slowest_stage_bounds_the_step() -> None:
 def test_orders_that_can_never_run_are_refused() -> None:
     backward_first = [[Action(Kind.B, 0), Action(Kind.F, 0)]]
     with pytest.raises(ScheduleError, match="rank 0 waits for ever for the input of B0"):
-        simulate(backward_first, 1.0, 1.0)
+        timed(backward_first, [1.0], [1.0])
     with pytest.raises(ScheduleError, match="rank 1 waits for ever for the input of F1"):
-        simulate([[Action(Kind.F, 0)], [Action(Kind.F, 1)]], 1.0, 1.0)
+        timed([[Action(Kind.F, 0)], [Action(Kind.F, 1)]], [1.0] * 2, [1.0] * 2)
     for empty in ([], [[]]):
         with pytest.raises(ScheduleError, match="at least one stage"):
-            simulate(empty, 1.0, 1.0)
+            timed(empty, [1.0], [1.0])
 
 
 def test_costs_that_do_not_fit_are_refused() -> None:
-    plan = make("gpipe", 2, 2).plan()
-    with pytest.raises(ValueError, match="forward_s has 3 entries for 2 stages"):
-        simulate(plan, [1.0, 1.0, 1.0], 1.0)
-    with pytest.raises(ValueError, match=r"backward_s=0.0 must be positive"):
-        simulate(plan, 1.0, 0.0)
-    with pytest.raises(ValueError, match=r"hop_s=-1.0 must not be negative"):
-        simulate(plan, 1.0, 1.0, -1.0)
+    orders = make("gpipe", 2, 2).orders
+    with pytest.raises(ValueError, match="costs of 3, 2 and 2 stages do not fit 2 stages"):
+        timed(orders, [1.0, 1.0, 1.0], [1.0, 1.0])
+    with pytest.raises(ValueError, match=r"input=\(0.0, 0.0\) must be positive"):
+        timed(orders, [1.0, 1.0], [0.0, 0.0])
+    with pytest.raises(ValueError, match=r"hop=-1.0 must not be negative"):
+        timed(orders, [1.0, 1.0], [1.0, 1.0], -1.0)

@@ -1,0 +1,157 @@
+"""Schedules as CSV tables to edit by hand.
+
+A cell of a table is stage, kind and micro-batch, as in torch.distributed.pipelining: `0F3`, `1I2`,
+`0W5`, `2B1`. Stages count through the model, so the table also gives the stage assignment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel3d.errors import UserError
+from parallel3d.files import plain, read_bounded
+from parallel3d.schedules.actions import ComputeSchedule, Kind, action
+from parallel3d.schedules.check import check, fault_of_rank
+from parallel3d.schedules.messages import add_communication
+from parallel3d.schedules.orders import SHAPES, StageAssignment
+from parallel3d.schedules.schedule import Schedule
+from parallel3d.schedules.walk import ScheduleError
+
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+Cell = tuple[int, Kind, int]
+LARGEST = 1 << 26  # bytes of `schedule.file`: about six million actions
+
+
+def write_table(schedule: Schedule) -> str:
+    """Writes the orders as CSV: a row a rank, a cell an action."""
+    lines = []
+    for rank, order in enumerate(schedule.orders):
+        stages = [schedule.placement.stage(rank, c) for c in range(schedule.placement.chunks)]
+        lines.append(",".join(f"{stages[s.chunk]}{s.kind}{s.microbatch}" for s in order))
+    return "\n".join(lines) + "\n"
+
+
+def read_file(file: str | None, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+    """Reads `read_table`'s table from a file; raises UserError also for one that is unreadable."""
+    if file is None:
+        raise UserError(
+            "schedule=file needs schedule.file=…, a table with a row of actions a rank; the "
+            "nearest is schedule=1f1b."
+        )
+    shown = file if file.isprintable() and " " not in file else repr(file)
+    try:
+        table = read_bounded(Path(file), LARGEST).decode("utf-8-sig")  # Excel writes a BOM
+    except UnicodeDecodeError:
+        raise UserError(f"schedule.file={shown} cannot be read: it is not text.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or plain(str(error))
+        raise UserError(f"schedule.file={shown} cannot be read: {reason}.") from None
+    return read_table(table, shown, ranks, microbatches, chunks)
+
+
+def read_table(
+    text: str, name: str, ranks: int, microbatches: int, chunks: int | None = None
+) -> Schedule:
+    """Parses a table and proves its schedule sound. Empty cells and lines are ignored.
+
+    Args:
+        text: a line for each rank, in order; cells as `write_table` writes them.
+        name: the file's name, for messages.
+        chunks: required stages per rank; None: as many as the table has.
+
+    Raises:
+        UserError: a malformed cell, another number of ranks, chunks or micro-batches, stages that
+            are neither in loops nor in a V, or a fault that the checker finds.
+    """
+    key = f"schedule.file={name}"
+    rows = [_cells(line, key, number) for number, line in enumerate(text.splitlines(), 1)]
+    rows = [row for row in rows if row]
+    if len(rows) != ranks:
+        raise UserError(f"{key} has {len(rows)} rows of actions, one a rank, but pp={ranks}.")
+    placement = _placement(rows, key)
+    if chunks is not None and placement.chunks != chunks:
+        raise UserError(
+            f"{key} has {placement.chunks} stages per rank, but vpp={chunks}; the nearest is "
+            f"vpp={placement.chunks}."
+        )
+    orders = [
+        [action(kind, m, placement.place(stage)[1]) for stage, kind, m in row] for row in rows
+    ]
+    check_orders(orders, placement, microbatches, key)
+    return Schedule("file", placement, microbatches, orders)
+
+
+def check_orders(
+    orders: ComputeSchedule, placement: StageAssignment, microbatches: int, key: str
+) -> None:
+    """Proves orders without messages sound; raises UserError with the place and the reason."""
+    try:
+        check(add_communication(orders, placement, microbatches), microbatches, placement)
+    except (ScheduleError, IndexError) as error:
+        faults = (
+            fault_of_rank(order, rank, placement, microbatches, has_messages=False)
+            for rank, order in enumerate(orders)
+        )
+        sentence = next(filter(None, faults), str(error))
+        raise UserError(f"{key} cannot run: {_in_stages(sentence, placement)}.") from None
+
+
+def _in_stages(sentence: str, placement: StageAssignment) -> str:
+    """Rewrites the checker's actions (`F3.1` of the last named rank) as cells of the table."""
+    rank = 0
+
+    def spelled(found: re.Match[str]) -> str:
+        nonlocal rank
+        if found[1] is not None:
+            rank = int(found[1])
+            return found[0]
+        return f"{placement.stage(rank, int(found[4] or 0))}{found[2]}{found[3]}"
+
+    return re.sub(r"\brank (\d+)|\b([FBIW])(\d+)(?:\.(\d+))?\b", spelled, sentence)
+
+
+def _cells(line: str, key: str, number: int) -> list[Cell]:
+    cells = []
+    for word in line.split(","):
+        word = word.strip()
+        if not word:
+            continue
+        match = _CELL.fullmatch(word)
+        if match is None or len(word) > 30:
+            raise UserError(
+                f"{key}, line {number}: {word[:40]!r} is no action; they are a stage, one of F, B, "
+                "I and W, and a micro-batch, as in 0F3."
+            )
+        cells.append((int(match[1]), Kind(match[2]), int(match[3])))
+    return cells
+
+
+def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
+    """Returns the loop or V that has every stage on the rank where the table has it."""
+    held = [{stage for stage, _, _ in row} for row in rows]
+    chunks = max(1, len(held[0]))
+
+    def wrong(placement: StageAssignment) -> int:
+        return sum(len(mine ^ _stages(placement, rank)) for rank, mine in enumerate(held))
+
+    best = min((StageAssignment(len(rows), chunks, shape) for shape in SHAPES), key=wrong)
+    for rank, mine in enumerate(held):
+        if mine != _stages(best, rank):
+            raise UserError(
+                f"{key}: rank {rank} has the stages {_listed(mine)}, but "
+                f"{_listed(_stages(best, rank))} lie there with {chunks} per rank, "
+                f"{'as a V' if best.shape == 'v' else 'one rank after the other'}."
+            )
+    return best
+
+
+def _stages(placement: StageAssignment, rank: int) -> set[int]:
+    return {placement.stage(rank, chunk) for chunk in range(placement.chunks)}
+
+
+def _listed(stages: set[int]) -> str:
+    ordered = sorted(stages)
+    shown = ", ".join(map(str, ordered[:6]))
+    return shown + (" …" if len(ordered) > 6 else "") if ordered else "none"

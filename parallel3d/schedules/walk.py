@@ -1,0 +1,445 @@
+"""Walks a pipeline program: the one loop that times it, finds its deadlocks and counts what it
+holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from parallel3d.schedules.actions import Action, Kind, Step, row_of
+from parallel3d.schedules.orders import StageAssignment
+
+_ENDED = 1 << 60  # more than any place that a run yields
+
+
+class ScheduleError(ValueError):
+    """Raised for a program that would hang or not compute the model; names the place."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per micro-batch: each stage's forward and the two halves of its backward.
+
+    `hop`: latency of a message to another rank; messages overlap with compute and cost their sender
+    nothing, and chunks of one rank exchange none.
+
+    Raises ValueError for costs that are not positive and finite, or a negative hop.
+    """
+
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    hop: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input", "weight"):
+            if not all(0 < cost < float("inf") for cost in getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
+        if not 0 <= self.hop < float("inf"):
+            raise ValueError(f"hop={self.hop} must not be negative")
+
+    @classmethod
+    def even(
+        cls,
+        placement: StageAssignment,
+        forward: float = 1.0,
+        input: float = 1.0,
+        weight: float = 1.0,
+        hop: float = 0.0,
+    ) -> Costs:
+        """Spreads the costs of one rank's layers evenly over its chunks."""
+        f, i, w = ((c / placement.chunks,) * placement.stages for c in (forward, input, weight))
+        return cls(f, i, w, hop)
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """Returns the seconds of one compute action."""
+        if kind == Kind.F:
+            return self.forward[stage]
+        both = self.input[stage] + self.weight[stage]
+        return {Kind.I: self.input[stage], Kind.W: self.weight[stage]}.get(kind, both)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Start and end of one compute action, in seconds since the step began."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of every rank, in order of time."""
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the start of the step to the end of its last action."""
+        return max(spans[-1].end for spans in self.spans)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Idle fraction of the makespan by rank (0 to 1)."""
+        return tuple(1 - _busy(spans) / self.makespan for spans in self.spans)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle fraction of all ranks' time together (0 to 1)."""
+        return sum(self.bubble) / len(self.spans)
+
+    @property
+    def overhead(self) -> float:
+        """Time of the step beyond the compute of its busiest rank, as a fraction of that compute.
+
+        The step ends with its last rank, as the global gradient norm needs all gradients.
+        """
+        return self.makespan / max(map(_busy, self.spans)) - 1
+
+
+def _busy(spans: Sequence[Span]) -> float:
+    return sum(span.end - span.start for span in spans)
+
+
+Pair: TypeAlias = tuple[int, int]  # (sender, receiver)
+
+
+class Wait(NamedTuple):
+    """A rank that can never go on: at `step`, for `message` (of a group) and for rank `peer`; None:
+    for no other rank, as what it misses is its own."""
+
+    step: Step
+    message: Action | None
+    peer: int | None
+
+
+@dataclass
+class Walk:
+    """What a walk found, by rank.
+
+    starts, ends: seconds of each compute action, in order.
+    peaks: the most chunk-activations (one micro-batch in one chunk) held at once, from the start of
+        F to the end of B or W.
+    sent, received: names of the messages between two ranks, in order; the same at both ends.
+    left: the ranks in the order in which they left their groups of messages.
+    waits: the ranks that wait for ever.
+    complete: whether each micro-batch has each action and message of every rank.
+    """
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    peaks: list[int]
+    sent: dict[Pair, list[int]]
+    received: dict[Pair, list[int]]
+    left: list[int]
+    waits: dict[int, Wait] = field(default_factory=dict)
+    complete: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the last rank has ended."""
+        return max(ends[-1] for ends in self.ends)
+
+    def ended(self) -> Walk:
+        """Returns itself; raises ScheduleError if ranks wait for ever."""
+        if self.waits:
+            raise ScheduleError(self.deadlock())
+        return self
+
+    def deadlock(self) -> str:
+        """Follows who waits for whom, from the first waiting rank until one comes up again."""
+        path: list[int] = []
+        rank: int | None = min(self.waits)
+        while rank in self.waits and rank not in path:
+            path.append(rank)
+            rank = self.waits[rank].peer
+        if any(wait.message is not None for wait in self.waits.values()):
+            circle = path[path.index(rank) :] if rank in path else path
+            return "deadlock: " + ", while ".join(map(self._waiting, circle))
+        beyond = [*path[1:], rank] if rank in path else path[1:]
+        return (
+            f"rank {path[0]} waits for ever for the input of {self.waits[path[0]].step}"
+            + "".join(
+                f", while rank {other} does not go beyond {self.waits[other].step}"
+                for other in beyond
+                if other is not None
+            )
+        )
+
+    def _waiting(self, rank: int) -> str:
+        step, message, peer = self.waits[rank]
+        if isinstance(step, Action):
+            return f"rank {rank} waits for the input of {step} from rank {peer}"
+        verb = "send {} to" if message is not None and message.kind.is_send else "get {} from"
+        group = " ".join(map(str, step))
+        return f"rank {rank} is in group ({group}) and waits to {verb.format(message)} rank {peer}"
+
+
+def walk(
+    program: Sequence[Sequence[Step]],
+    placement: StageAssignment,
+    costs: Costs | None = None,
+    slots: int | None = None,
+    count: int | None = None,
+) -> Walk:
+    """Walks every rank through its steps, each step as early as its rank and its inputs allow.
+
+    Args:
+        program: compute orders; with `slots` also the groups of messages.
+        costs: default: each rank's layers take one second per F, I and W.
+        slots: None: messages move by themselves, a hop after they were made. 0: a group blocks
+            until all of its counterparts are posted: a transport without buffers, the worst case.
+            n: a send waits for one of the n slots between its two ranks; a message leaves its slot,
+            behind those sent before it, when the computation that needs it begins.
+        count: micro-batches; default: the highest number + 1.
+
+    Raises ScheduleError for orders without an action, ValueError for costs of another number of
+    stages, KeyError and IndexError for an action of another rank or beyond `count`; but not for
+    ranks that wait for ever: see `Walk.waits` and `ended`.
+    """
+    if slots is None and not (program and all(program)):
+        raise ScheduleError("the clock needs at least one stage and one action on every stage")
+    if slots:  # a send may wait behind another of its group
+        program = [[part for step in steps for part in _alone(step)] for steps in program]
+    if count is None:
+        count = 1 + highest(program)
+    costs = costs or Costs.even(placement)
+    given = [len(way) for way in (costs.forward, costs.input, costs.weight)]
+    if given != [placement.stages] * 3:
+        raise ValueError(
+            f"costs of {given[0]}, {given[1]} and {given[2]} stages do not fit "
+            f"{placement.stages} stages"
+        )
+    walker = _Walker(program, placement, costs, slots, count)
+    places = _advance([walker.rank(rank) for rank in range(placement.ranks)])
+    found = walker.found
+    for rank, place in enumerate(places):
+        if place != _ENDED:
+            found.waits[rank] = walker.wait(rank, program[rank][place])
+    done = walker.done.values()
+    noted = sum(map(len, found.ends)) + walker.whole
+    noted += sum(map(len, found.sent.values())) + sum(map(len, found.received.values()))
+    found.complete = noted == len(done) * count and all(None not in times for times in done)
+    return found
+
+
+def time_orders(
+    orders: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs
+) -> Timeline:
+    """Times every action as early as its rank's order and its input allow.
+
+    The input is the result of the stage before (after, for a backward), plus a hop if that is on
+    another rank. Raises ScheduleError if ranks wait in a circle or a rank has no action.
+    """
+    found = walk(orders, placement, costs).ended()
+    return Timeline(
+        tuple(
+            tuple(map(Span, order, begun, ended))
+            for order, begun, ended in zip(orders, found.starts, found.ends, strict=True)
+        )
+    )
+
+
+def highest(program: Sequence[Sequence[Step]]) -> int:
+    """Returns the highest number of a micro-batch; -1 if there is none."""
+    return max(
+        (
+            one.microbatch
+            for steps in program
+            for step in steps
+            for one in ((step,) if isinstance(step, Action) else step)
+        ),
+        default=-1,
+    )
+
+
+def _alone(step: Step) -> Sequence[Step]:
+    return (step,) if isinstance(step, Action) else [(message,) for message in step]
+
+
+def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
+    """Advances the runs in turn until none can go on; returns their last places."""
+    places, order = [-1] * len(runs), list(range(len(runs)))
+    before = -1
+    while True:
+        for rank in order:
+            places[rank] = next(runs[rank], _ENDED)
+        after = sum(places)
+        if after in (before, _ENDED * len(runs)):
+            return places
+        before = after
+        order.reverse()  # forwards go down the ranks, backwards up: alternate to need few rounds
+
+
+_Times: TypeAlias = list[float | None]  # by micro-batch: when it was done or posted
+
+
+class _Ring:
+    """Slots between two ranks: messages that have left theirs, and each message's place in line."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.numbers: dict[int, int] = {}
+
+
+# Of a computation: its input and the hop to it, the ring that it empties and its first message's
+# name, what of its own rank it needs, what it makes (B makes I and W), seconds, change of live.
+_Compute: TypeAlias = tuple[
+    _Times | None, float, _Ring | None, int, _Times | None, _Times, _Times | None, float, int
+]
+# Of a message: the computation that makes it (None: a receive), itself, its counterpart (None: it
+# does not block), the flow, the first message's name, the ring.
+_Message: TypeAlias = tuple[_Times | None, _Times, _Times | None, list[int], int, _Ring | None]
+
+
+class _Walker:
+    """The state of a walk. `done`: (kind, stage) → times by micro-batch; B counts as I and W."""
+
+    def __init__(
+        self,
+        program: Sequence[Sequence[Step]],
+        placement: StageAssignment,
+        costs: Costs,
+        slots: int | None,
+        count: int,
+    ) -> None:
+        self.program, self.placement, self.costs = program, placement, costs
+        self.slots, self.count = slots, count
+        self.done = defaultdict[tuple[Kind, int], _Times](lambda: [None] * count)
+        self.rings: dict[Pair, _Ring] = {}
+        self.whole = 0
+        ranks = placement.ranks
+        self.found = Walk(
+            [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0] * ranks, {}, {}, []
+        )
+
+    def rank(self, rank: int) -> Iterator[int]:
+        """Walks one rank; yields its place while it waits."""
+        computes, messages = self.rules(rank)
+        begin, end = self.found.starts[rank].append, self.found.ends[rank].append
+        leave, slots = self.found.left.append, self.slots or 0
+        now = 0.0
+        live = peak = 0
+        for place, step in enumerate(self.program[rank]):
+            if type(step) is Action:
+                source, delay, ring, first, own, made, more, cost, held = computes[step.row]
+                m = step.microbatch
+                if source is not None:
+                    came = source[m]
+                    while came is None:
+                        yield place
+                        came = source[m]
+                    came += delay
+                    if came > now:
+                        now = came
+                    if ring is not None:
+                        ring.taken = max(ring.taken, ring.numbers[first + m])
+                if own is not None:
+                    while own[m] is None:
+                        yield place
+                begin(now)
+                now += cost
+                end(now)
+                made[m] = now
+                if more is not None:
+                    more[m] = now
+                    self.whole += 1
+                live += held
+                if live > peak:
+                    self.found.peaks[rank] = peak = live
+                continue
+            waits = None
+            for message in step:
+                own, times, other, flow, first, ring = messages[message.row]
+                m = message.microbatch
+                if own is not None:
+                    while own[m] is None or (ring and len(flow) - ring.taken >= slots):
+                        yield place
+                elif ring is not None:
+                    ring.numbers[first + m] = len(flow) + 1
+                times[m] = now
+                flow.append(first + m)
+                if other is not None and other[m] is None:
+                    waits = [(other, m)] if waits is None else [*waits, (other, m)]
+            if waits is not None:
+                for other, m in waits:
+                    while other[m] is None:
+                        yield place
+            leave(rank)
+
+    def rules(self, rank: int) -> tuple[dict[int, _Compute], dict[int, _Message]]:
+        """Returns what the rank's computations and messages need and make, by `Action.row`."""
+        costs, found, times, passes = self.costs, self.found, self.done, self.slots is None
+        computes: dict[int, _Compute] = {}
+        messages: dict[int, _Message] = {}
+        for chunk, (stage, before, after) in enumerate(self.placement.around(rank)):
+            forward, input, weight = (times[kind, stage] for kind in (Kind.F, Kind.I, Kind.W))
+            row = row_of(Kind.F, chunk)
+            for made, send, receive, maker, reader, on in (
+                (forward, Kind.SEND_F, Kind.RECV_F, before, after, 1),
+                (input, Kind.SEND_B, Kind.RECV_B, after, before, -1),
+            ):
+                source, delay, ring, name = None, 0.0, None, 0
+                if maker is not None and (passes or maker[0] == rank):
+                    source = times[Kind.F if on > 0 else Kind.I, stage - on]
+                    delay = 0.0 if maker[0] == rank else costs.hop
+                elif maker is not None:
+                    pair, name = (maker[0], rank), (2 * stage + (on < 0)) * self.count
+                    mine, theirs = times[receive, stage], times[send, stage - on]
+                    ring = self.ring(pair)
+                    source, delay = (mine, 0.0) if ring is None else (theirs, costs.hop)
+                    flow = found.received.setdefault(pair, [])
+                    other = theirs if ring is None else None
+                    messages[row_of(receive, chunk)] = None, mine, other, flow, name, ring
+                if reader is not None and reader[0] != rank and not passes:
+                    pair, to = (rank, reader[0]), (2 * (stage + on) + (on < 0)) * self.count
+                    other = None if self.slots else times[receive, stage + on]
+                    flow = found.sent.setdefault(pair, [])
+                    ours = made, times[send, stage], other, flow, to, self.ring(pair)
+                    messages[row_of(send, chunk)] = ours
+                if on > 0:
+                    cost = costs.forward[stage]
+                    computes[row] = source, delay, ring, name, None, made, None, cost, 1
+                    continue
+                comes, first, last = (
+                    (source, delay, ring, name),
+                    costs.input[stage],
+                    costs.weight[stage],
+                )
+                computes[row_of(Kind.B, chunk)] = *comes, forward, made, weight, first + last, -1
+                computes[row_of(Kind.I, chunk)] = *comes, forward, made, None, first, 0
+                computes[row_of(Kind.W, chunk)] = None, 0.0, None, 0, made, weight, None, last, -1
+        return computes, messages
+
+    def ring(self, pair: Pair) -> _Ring | None:
+        return self.rings.setdefault(pair, _Ring()) if self.slots else None
+
+    def wait(self, rank: int, step: Step) -> Wait:
+        """Returns what a rank lacks that cannot go on."""
+        computes, messages = self.rules(rank)
+        if isinstance(step, Action):
+            source = computes[step.row][0]
+            if source is None or source[step.microbatch] is not None or self.slots == 0:
+                return Wait(step, None, None)
+            place = self.placement.neighbour(rank, step.chunk, -1 if step.kind == Kind.F else 1)
+            return Wait(step, None, None if place is None or place[0] == rank else place[0])
+        for message in step:
+            own, times, other = messages[message.row][:3]
+            m = message.microbatch
+            if own is not None and own[m] is None:
+                return Wait(step, message, None)
+            if times[m] is None or (other is not None and other[m] is None):
+                return Wait(step, message, peer_of(message, rank, self.placement))
+        raise AssertionError(f"rank {rank} has all that {step} needs")
+
+
+def peer_of(message: Action, rank: int, placement: StageAssignment) -> int:
+    """Returns the rank at the other end of a message of `rank`; raises ValueError if none is."""
+    offset = 1 if message.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+    place = placement.neighbour(rank, message.chunk, offset)
+    if place is None:
+        raise ValueError(f"rank {rank} has no neighbour for {message}")
+    return place[0]
