@@ -38,6 +38,7 @@ from parallel3d.estimate.profiled_cost import (
     measured_sizes,
     price_measured,
     read,
+    scaled,
 )
 from parallel3d.estimate.profiled_cost import configure as configured_here
 from parallel3d.estimate.rates import NETWORKS, SPEEDS, load
@@ -120,9 +121,10 @@ def caution(config: Config) -> str:
 def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
     """Returns the lines of the table."""
     rows = best(priced, ROWS)
-    where = f"{gpus} GPUs of {config.cluster.name}"
-    if config.cluster.file is not None:
-        where = f"{gpus} ranks of the machine in {config.cluster.file}"
+    where, said = f"{gpus} GPUs of {config.cluster.name}", caution(config)
+    if (file := config.cluster.file) is not None:
+        where = f"{gpus} ranks of the machine in {file}"
+        said = scaled(read(file), file, config.model)
     lines = [
         f"{config.model.name} on {where}, {config.precision.name}, "
         f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
@@ -140,7 +142,7 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
             f"{c.schedule:14s} {c.recompute:17s} {c.zero:4d} {seconds:7.3g} "
             f"{mfu(config, sizes, gpus, seconds):7.1f} {held:4.{2 if held < 1 else 0}f}  {why}"
         )
-    return [*lines, *filter(None, [caution(config)]), "", command(priced, rows[0])]
+    return [*lines, *filter(None, [said]), "", command(priced, rows[0])]
 
 
 def mfu(config: Config, sizes: Mapping[str, float], gpus: int, seconds: float) -> float:

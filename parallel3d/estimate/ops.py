@@ -129,6 +129,12 @@ def repeated(ops: Sequence[Op], recompute: Collection[str]) -> list[Op]:
     return [op for op in ops if {*op.parts} & {*recompute}]
 
 
+def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
+    """Counts the column- and the row-parallel GEMMs."""
+    column, row = (sum(op.split == split for op in ops) for split in ("column", "row"))
+    return column, row
+
+
 def flops(ops: Sequence[Op], seq_length: Number) -> Number:
     """Returns forward FLOPs a token: of the GEMMs, and of causal attention's two matmuls."""
     gemms = sum(2.0 * op.inputs * op.outputs for op in ops if op.kind == "gemm")

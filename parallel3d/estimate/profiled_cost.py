@@ -16,13 +16,21 @@ import numpy as np
 import yaml
 
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.schema import Config
-from parallel3d.config.sections import parts_of
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.sections import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import STATE, RankMemory, peak_memory
 from parallel3d.estimate.balance import layers_of_stages, run_schedule
 from parallel3d.estimate.memory import PARALLEL3D, MemoryEstimate
-from parallel3d.estimate.ops import recomputing, stage_parameters
+from parallel3d.estimate.ops import (
+    layer_flops,
+    layer_ops,
+    recomputing,
+    repeated,
+    split_counts,
+    stage_parameters,
+    widths,
+)
 from parallel3d.estimate.search import LayoutChoice, Priced, layouts, simple_first
 from parallel3d.estimate.step import StepTime
 from parallel3d.estimate.work import Number, sizes_of_model
@@ -37,8 +45,8 @@ from parallel3d.schedules.walk import Costs, walk
 class Table:
     """Seconds over a grid of sizes, the last axis fastest.
 
-    Interpolates logarithms linearly, as a kernel's time is a power of its sizes. Beyond an axis'
-    last point the last slope continues; before the first the time is constant: a launch.
+    Interpolates logarithms linearly, as time is a power of its sizes. Beyond an axis' ends the
+    last slope continues.
 
     Raises ValueError for axes that do not rise, or times that are too few or not positive.
     """
@@ -66,7 +74,7 @@ class Table:
         for axis, value in zip(self.axes, at, strict=True):
             low = min(max(bisect_right(axis, value) - 1, 0), max(len(axis) - 2, 0))
             below.append(low)
-            if len(axis) == 1 or value <= axis[0]:
+            if len(axis) == 1:
                 weights.append(0.0)
             else:
                 weights.append(math.log(value / axis[low]) / math.log(axis[low + 1] / axis[low]))
@@ -91,42 +99,24 @@ def _between(table: Table, at: tuple[float, ...]) -> float:
 
 
 FORMAT = "parallel3d calibration"
-VERSION = 1
-LARGEST = 4 << 20  # bytes of a file; calibrate writes some hundred thousand
+VERSION = 2
+LARGEST = 4 << 20  # bytes of a file; calibrate writes some ten thousand
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 SHARED = ".shared"  # suffix of a collective: a rank's work, among ranks that share cores
+WAYS = ("forward", "input", "weight")
 # Tables of a file, with the number of their axes.
 TABLES = {
-    **{f"gemm.{part}": 3 for part in ("forward", "input", "weight")},  # rows, outputs, inputs
-    # heads of all sequences, tokens of a sequence, width of a head
-    **{f"{name}.{way}": 3 for name in ("attention", "rotary") for way in ("forward", "backward")},
-    **{
-        f"{name}.{way}": 2  # rows, width
-        for name in ("layernorm", "rmsnorm")
-        for way in ("forward", "backward")
-    },
-    **{
-        f"{name}.{way}": 1  # elements of the result
-        for name in ("gelu", "relu", "swiglu", "embedding")
-        for way in ("forward", "backward")
-    },
-    "add": 1,
-    "bias": 1,  # elements that are summed
-    "loss": 2,  # tokens, logits of this rank
-    "adamw": 1,
-    "sgd": 1,
+    # tp, tokens of a micro-batch: seconds of one tensor rank, without collectives
+    **{f"{piece}.{way}": 2 for piece in ("block", "embedding", "head") for way in WAYS},
+    **{f"recompute.{part}": 1 for part in PARTS},  # tp: share of a block's forward
+    **dict.fromkeys(("adamw", "sgd"), 1),  # elements
     **{name + way: 2 for name in COLLECTIVES for way in ("", SHARED)},  # ranks, bytes
-    "together.gemm": 1,  # slow-down by busy ranks, one core each
-    "together.move": 1,
+    "together": 1,  # slow-down by busy ranks, one core each
     "threads": 1,  # slow-down by threads
 }
-# Seconds of the host (a layer's pass, a pipeline action, a step) and bytes of a rank without
-# tensors.
-NUMBERS = (
-    *("launch.forward", "launch.backward", "launch.action", "launch.step"),
-    *("rank_gb", "memory_gb", "peak_tflops"),
-)
+# Seconds of the host (a pipeline action, a step) and bytes of a rank without tensors.
+NUMBERS = ("launch.action", "launch.step", "rank_gb", "memory_gb", "peak_tflops")
 
 
 @dataclass(frozen=True)
@@ -144,10 +134,46 @@ class CalibrationSource:
 
 
 @dataclass(frozen=True)
+class BlockShape:
+    """What decides a block's time, the measured one's or a planned one's.
+
+    Layers, batch and vocabulary are free.
+    """
+
+    name: str  # of the model
+    kind: str  # its norm, positions, activation and biases
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn_size: int
+    seq_length: int
+    vocab: int
+    flops: float  # of a forward of one token
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> BlockShape:
+        kind = [model.norm, model.position_embedding, model.activation]
+        kind += ["bias"] * model.bias + ["qk_norm"] * model.qk_norm
+        return cls(
+            str(model.name), " ".join(kind), model.hidden_size, model.num_attention_heads,
+            model.kv_heads, model.head_size, model.ffn_size, model.seq_length,
+            model.padded_vocab_size, layer_flops(model),
+        )  # fmt: skip
+
+    def differs(self, other: BlockShape) -> list[str]:
+        """Returns the sizes in which two blocks differ, as `hidden_size 128`."""
+        free = ("name", "vocab", "flops")
+        mine, others = asdict(self), asdict(other)
+        return [f"{k} {v}" for k, v in mine.items() if k not in free and v != others[k]]
+
+
+@dataclass(frozen=True)
 class MeasuredMachine:
-    """Tables of seconds by size, a few numbers, and their source."""
+    """Tables of seconds by size, a few numbers, and what they were measured on and for."""
 
     made: CalibrationSource
+    model: BlockShape
     tables: Mapping[str, Table]
     numbers: Mapping[str, float]
 
@@ -173,7 +199,8 @@ class MeasuredMachine:
             }
             for name, table in self.tables.items()
         }
-        head = {"format": FORMAT, "version": VERSION, "made": asdict(self.made)}
+        made, model = asdict(self.made), asdict(self.model)
+        head = {"format": FORMAT, "version": VERSION, "made": made, "model": model}
         numbers = {name: _short(value) for name, value in self.numbers.items()}
         content = head | {"numbers": numbers, "tables": tables}
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
@@ -218,13 +245,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
-    made = content["made"]
-    kinds = {name: int if name == "count" else str for name in CalibrationSource.__annotations__}
-    for name, kind in kinds.items():
-        if type(made[name]) is not kind:
-            raise ValueError(f"made.{name} is no {kind.__name__}")
-    if made["count"] < 1:
-        raise ValueError("made.count is below 1")
+    made, model = _fields(CalibrationSource, content, "made"), _fields(BlockShape, content, "model")
     numbers = {name: _number(name, content["numbers"][name]) for name in NUMBERS}
     tables = {}
     for name, count in TABLES.items():
@@ -233,9 +254,21 @@ def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
         if len(axes) != count:
             raise ValueError(f"{name} has {len(axes)} axes")
         tables[name] = Table(axes, tuple(_number(name, v) for v in given["seconds"]))
-    return MeasuredMachine(
-        CalibrationSource(**{name: made[name] for name in kinds}), tables, numbers
-    )
+    return MeasuredMachine(CalibrationSource(**made), BlockShape(**model), tables, numbers)
+
+
+def _fields(
+    kind: type[CalibrationSource | BlockShape], content: Mapping[str, Any], part: str
+) -> dict[str, Any]:
+    """Returns the arguments of a dataclass of texts and positive numbers."""
+    found = {}
+    for name, wanted in kind.__annotations__.items():
+        value = found[name] = content[part][name]
+        if wanted == "str" and not isinstance(value, str):
+            raise ValueError(f"{part}.{name} is no text")
+        if wanted != "str" and _number(f"{part}.{name}", value) < 1:
+            raise ValueError(f"{part}.{name} is below 1")
+    return found
 
 
 def _number(name: str, value: Any) -> float:
@@ -270,40 +303,35 @@ def check_device(
         )
 
 
-# The costs follow the code: models/transformer.py, tensor_parallel/linear_ops.py and head_loss.py,
-# pipeline/executor.py, data_parallel/, optim/.
+def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
+    """Returns a sentence if the model's blocks are not the measured ones, else nothing."""
+    here, shape = BlockShape.of(model), machine.model
+    if not shape.differs(here):
+        return ""
+    return (
+        f"cluster={plain(file)} was measured for {plain(shape.name)} "
+        f"({', '.join(map(plain, shape.differs(here)))}), and a block here has "
+        f"{here.flops / shape.flops:.3g} times its FLOPs: times are scaled by that, a guess; "
+        f"parallel3d calibrate model={here.name} measures it."
+    )
+
+
+# The costs follow the code: pipeline/executor.py, data_parallel/, optim/.
 ITEM = {"fp64": 8, "fp32": 4, "tf32": 4}  # bytes; the others have 2
 WIDE = 4  # bytes of gradients and masters
 FEW = 64  # bytes of an all-reduce of a few numbers
 STATISTICS = 12  # bytes a token that each rank contributes to the loss
 
 
-class Pass(NamedTuple):
-    """Seconds of matmuls, and of everything else."""
-
-    matmuls: float = 0.0
-    rest: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.matmuls + self.rest
-
-    def plus(self, other: Pass, times: float = 1.0) -> Pass:
-        return Pass(self.matmuls + times * other.matmuls, self.rest + times * other.rest)
-
-
 class Passes(NamedTuple):
-    """Forward, input gradient and weight gradient of one micro-batch."""
+    """Seconds of forward, input gradient and weight gradient of one micro-batch."""
 
-    forward: Pass
-    input: Pass
-    weight: Pass
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
 
     def plus(self, other: Passes, times: float = 1.0) -> Passes:
-        return Passes(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
-
-
-NOTHING = Passes(Pass(), Pass(), Pass())
+        return Passes(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -345,90 +373,45 @@ class MeasuredCosts:
         tp = self.config.tp
         return sum(n * self.collective(name, tp, self.message) for name, n in names.items())
 
+    def _measured(self, piece: str, ratio: float) -> Passes:
+        """Returns a piece's measured passes, times the ratio of its FLOPs to the measured one's."""
+        at = self.config.tp, self.rows
+        return Passes(*(ratio * self.machine[f"{piece}.{way}"](*at) for way in WAYS))
+
+    def block(self) -> Passes:
+        """Returns the passes of one transformer block without collectives and recomputation."""
+        flops = layer_flops(self.config.model)
+        return self._measured("block", flops / self.machine.model.flops)
+
     def layer(self) -> Passes:
-        """Returns the passes of one transformer layer without recomputation."""
-        model, m, tp = self.config.model, self.machine, self.config.tp
-        h, width = model.hidden_size, model.head_size
-        heads = model.num_attention_heads // tp
-        kv = max(model.kv_heads // tp, 1)
-        ffn = model.ffn_size // tp
-        up = ffn * (2 if model.activation == "swiglu" else 1)
-        shapes = (((heads + 2 * kv) * width, h), (h, heads * width), (up, h), (h, ffn))
-        forward, input, weight = (
-            sum(m[f"gemm.{part}"](self.rows, *sides) for sides in shapes)
-            for part in ("forward", "input", "weight")
-        )
-        biases = sum(out for out, _ in shapes) if model.bias else 0
-        back = self.attend("backward") + self.around("backward") + self._tensor(2, 4, 2)
-        back += m["bias"](self.rows * biases)
-        back += self._launched("backward", input + weight + back)
-        ahead = self.attend("forward") + self.around("forward") + self._tensor(2, 2, 2)
-        ahead += self._launched("forward", forward + ahead)
-        return Passes(Pass(forward, ahead), Pass(input, back), Pass(weight, 0.0))
+        """Returns the passes of one block with its collectives, without recomputation."""
+        return self.block().plus(Passes(self._tensor(2, 2, 2), self._tensor(2, 4, 2)))
 
-    def _launched(self, way: str, kernels: float) -> float:
-        """Returns the exposed launches: all of them on a CPU, those beyond its kernels on a GPU."""
-        seconds = self.machine.numbers[f"launch.{way}"]
-        return seconds if self.machine.shares else max(0.0, seconds - kernels)
-
-    def attend(self, way: str) -> float:
-        """Returns seconds of rotary embedding and attention."""
-        model = self.config.model
-        name = "rotary" if model.position_embedding == "rope" else "attention"
-        heads = self.config.micro_batch_size * model.num_attention_heads // self.config.tp
-        return self.machine[f"{name}.{way}"](heads, model.seq_length, model.head_size)
-
-    def around(self, way: str) -> float:
-        """Returns seconds of norms and residuals on the rank's tokens and of the activation."""
-        joined = 2 * self.machine["add"](self._own_rows * self.config.model.hidden_size)
-        return self.norms(way) + joined + self.activation(way)  # backward: gradients of both ways
+    def recomputed(self) -> float:
+        """Returns seconds of what a layer's backward recomputes."""
+        parts = parts_of(self.config.recompute)
+        contained = {"layer": {*PARTS[:-1]}, "mlp": {"activation"}}  # measured with the larger part
+        alone = parts - {small for large in parts for small in contained.get(large, ())}
+        share = sum(self.machine[f"recompute.{part}"](self.config.tp) for part in alone)
+        columns, rows = split_counts(repeated(layer_ops(widths(self.config.model)), parts))
+        return share * self.block().forward + self._tensor(rows, columns, rows)
 
     @property
-    def _own_rows(self) -> int:
-        return self.rows // (self.config.tp if self.config.sp else 1)
-
-    def norms(self, way: str) -> float:
-        """Returns seconds of both norms of a layer."""
-        model = self.config.model
-        return 2 * self.machine[f"{model.norm}.{way}"](self._own_rows, model.hidden_size)
-
-    def activation(self, way: str) -> float:
-        model = self.config.model
-        kind = "gelu" if model.activation.startswith("gelu") else model.activation
-        return self.machine[f"{kind}.{way}"](self.rows * model.ffn_size // self.config.tp)
-
-    def recomputed(self) -> Pass:
-        """Returns the recomputed part of a layer's backward."""
-        model, tp, parts = self.config.model, self.config.tp, parts_of(self.config.recompute)
-        gemm, h, ffn = self.machine["gemm.forward"], model.hidden_size, model.ffn_size // tp
-        if "layer" in parts:  # up to the last GEMM, whose input is needed
-            last = Pass(-gemm(self.rows, h, ffn), -self._tensor(1, 0, 1))
-            return self.layer().forward.plus(last)
-        up = gemm(self.rows, ffn * (2 if model.activation == "swiglu" else 1), h)
-        rest = self.norms("forward") * ("norm" in parts)
-        rest += self.attend("forward") * ("attention" in parts)
-        rest += self.activation("forward") * bool(parts & {"activation", "mlp"})
-        rest += self._tensor(0, int("mlp" in parts), 0)
-        return Pass(up * ("mlp" in parts), rest)
+    def _width(self) -> float:
+        return self.config.model.hidden_size / self.machine.model.hidden_size
 
     def embedding(self) -> Passes:
         """Returns the passes of the look-up and its gradient."""
-        size = self.rows * self.config.model.hidden_size
-        ahead, back = (self.machine[f"embedding.{way}"](size) for way in ("forward", "backward"))
-        ahead, back = ahead + self._tensor(1, 0, 1), back + self._tensor(0, 1, 0)
-        return Passes(Pass(0.0, ahead), Pass(0.0, back), Pass())
+        found = self._measured("embedding", self._width)
+        return found.plus(Passes(self._tensor(1, 0, 1), self._tensor(0, 1, 0)))
 
     def head(self) -> Passes:
         """Returns the passes of final norm, logits and loss; gradients are in the forward."""
-        model, m, tp = self.config.model, self.machine, self.config.tp
-        columns, h = model.padded_vocab_size // tp, model.hidden_size
-        matmuls = sum(m[f"gemm.{p}"](self.rows, columns, h) for p in ("forward", "input", "weight"))
-        rest = m["loss"](self.rows, columns) + m[f"{model.norm}.forward"](self.rows, h)
-        rest += self.collective("all_gather", tp, STATISTICS * tp * self.rows) + self._tensor(
-            1, 1, 1
-        )
-        back = Pass(0.0, m[f"{model.norm}.backward"](self.rows, h))
-        return Passes(Pass(matmuls, rest), back, Pass())
+        columns = self.config.model.padded_vocab_size / self.machine.model.vocab
+        tp = self.config.tp
+        sums = self.collective("all_gather", tp, STATISTICS * tp * self.rows)
+        found = self._measured("head", self._width * columns)
+        return found.plus(Passes(sums + self._tensor(1, 1, 1)))
 
     def elements(self, layers: range, first: bool, last: bool, both: bool) -> int:
         """Counts a tensor rank's elements of one stage; `both`: it has both ends."""
@@ -543,7 +526,7 @@ def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
     schedule = run_schedule(config)
     placement = schedule.placement
     each = _stages(config, costs)
-    sums = [sum((p.total for p in stage), 0.0) for stage in each]
+    sums = [sum(stage) for stage in each]
     held = [
         [placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(config.pp)
     ]
@@ -561,10 +544,8 @@ def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
         for g, u, mine in zip(gradients, updates, held, strict=True)
     ]
     hop, replicas = costs.hop(), config.tp * (config.dp or 1)
-    speed = speed_of(machine, config.tp * config.pp * (config.dp or 1), _share(each))
-    forward, input, weight = (
-        tuple(max(p.total, 1e-9) for p in way) for way in zip(*each, strict=True)
-    )
+    speed = speed_of(machine, config.tp * config.pp * (config.dp or 1))
+    forward, input, weight = (tuple(max(s, 1e-9) for s in way) for way in zip(*each, strict=True))
     clock = Costs(forward, input, weight, hop)
     total = shared_clock(schedule.orders, placement, clock, replicas, speed, ends)
     messages = 2 * hop * count * max(placement.chunks * (config.pp > 1), 0)
@@ -588,26 +569,17 @@ def _stages(config: Config, costs: MeasuredCosts) -> list[Passes]:
     action = costs.machine.numbers["launch.action"]
     found = []
     for stage, layers in enumerate(splits):
-        stage_passes = NOTHING.plus(layer, len(layers))
         repeated = recomputing(config.recompute_layers, stage, len(layers))
-        more = stage_passes.input.plus(again, repeated)
-        stage_passes = stage_passes._replace(input=more)
+        passes = Passes(action, action + again * repeated).plus(layer, len(layers))
         if stage == 0:
-            stage_passes = stage_passes.plus(costs.embedding())
+            passes = passes.plus(costs.embedding())
         if stage == len(splits) - 1:
-            stage_passes = stage_passes.plus(costs.head())
-        forward, input = (p._replace(rest=p.rest + action) for p in stage_passes[:2])
-        found.append(Passes(forward, input, stage_passes.weight))
+            passes = passes.plus(costs.head())
+        found.append(passes)
     return found
 
 
-def _share(stages: list[Passes]) -> float:
-    """Returns the fraction of all seconds that are matmuls."""
-    passes = [p for stage in stages for p in stage]
-    return sum(p.matmuls for p in passes) / sum(p.total for p in passes)
-
-
-def speed_of(machine: MeasuredMachine, ranks: int, matmuls: float) -> Callable[[int], float]:
+def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
     """Returns a function: number of busy ranks → speed of each, 1 as if alone with one thread.
 
     Ranks share the cores, and busy cores slow each other by what they share besides.
@@ -618,11 +590,9 @@ def speed_of(machine: MeasuredMachine, ranks: int, matmuls: float) -> Callable[[
     threads = max(1, cores // ranks)
 
     def speed(busy: int) -> float:
-        working = min(busy, cores)
-        slow = matmuls * machine["together.gemm"](working)
-        slow += (1 - matmuls) * machine["together.move"](working)
         own = min(1.0, cores / busy)
-        return own / slow / (machine["threads"](threads) if threads > 1 else 1.0)
+        alone = machine["threads"](threads) if threads > 1 else 1.0
+        return own / machine["together"](min(busy, cores)) / alone
 
     return speed
 

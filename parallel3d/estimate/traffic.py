@@ -20,6 +20,7 @@ from parallel3d.estimate.ops import (
     loss_chunk_counts,
     recomputing,
     repeated,
+    split_counts,
     stage_parameters,
     widths,
     word_embedding_numel,
@@ -239,8 +240,8 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     layers = rank.layer_count * microbatches
     recomputed = rank.recomputed_layers * microbatches
     ops = rank.layer_ops
-    columns, rows = _gemms(ops)
-    columns_again, rows_again = _gemms(repeated(ops, rank.recompute))
+    columns, rows = split_counts(ops)
+    columns_again, rows_again = split_counts(repeated(ops, rank.recompute))
     if rank.config.tensor_parallel.attention == "gather_qk":
         model, tp = rank.config.model, rank.layout.tp
         heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
@@ -263,12 +264,6 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     scatters = rows * layers + rows_again * recomputed
     yield Transfer("tp", "all_gather", split, chunks * gathers, what)
     yield Transfer("tp", "reduce_scatter", split, chunks * scatters, what)
-
-
-def _gemms(ops: Sequence[Op]) -> tuple[int, int]:
-    """Counts the column- and the row-parallel GEMMs."""
-    column, row = (sum(op.split == split for op in ops) for split in ("column", "row"))
-    return column, row
 
 
 # The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real

@@ -1,4 +1,4 @@
-"""A command that measures for minutes, with a few points: for `APPS` of run/worker."""
+"""A command that measures for minutes, with few calls: for `APPS` of run/worker."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from unittest.mock import patch
 from parallel3d.commands.calibrate import measure
 from parallel3d.config.schema import Config
 from parallel3d.run.launch import Worker
-from tests.distributed.test_calibrate import FEW
 
 
 def calibrate(config: Config, worker: Worker) -> int:
     with (
-        patch.multiple(measure, LARGE_SIZES=(1024, 65536), CALLS=1, WINDOWS=1, MOVED=1 << 12),
-        patch.multiple(measure, STEPS=1, ROUNDS=1),
+        patch.multiple(
+            measure, LARGE_SIZES=(1024, 65536), CALLS=1, WINDOWS=1, LARGE_UPDATES=(1024, 65536)
+        ),
+        patch.multiple(measure, STEPS=1, MOST_RUNS=1),
         patch.object(measure, "peak_tflops", lambda *_: 1.0),  # of products of 8192²
     ):
-        return measure.calibrate(config, worker, FEW)
+        return measure.calibrate(config, worker)

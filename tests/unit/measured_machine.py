@@ -6,9 +6,11 @@ from collections.abc import Callable
 from itertools import product
 from math import prod
 
+from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate.profiled_cost import (
     NUMBERS,
     TABLES,
+    BlockShape,
     CalibrationSource,
     MeasuredMachine,
     Table,
@@ -19,19 +21,27 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 RATE = 50e9  # FLOP/s of a product
 MOVED = 2e9  # elements a second
 LATENCY = 20e-6
+TP = (1.0, 2.0, 4.0, 8.0)
+RECOMPUTED = {"norm": 0.05, "activation": 0.1, "attention": 0.2, "mlp": 0.4, "layer": 0.9}
+BLOCK = BlockShape.of(
+    ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256)
+)
 MADE = CalibrationSource("cpu", "test", 2, "fp32", "host", "2", "0", "2026-01-01T00:00:00+00:00")
 
 
 def seconds(name: str, at: tuple[float, ...]) -> float:
-    """What the machine takes for a piece."""
-    if name.startswith("gemm"):
-        return 2 * prod(at) / RATE
-    if name.startswith(("attention", "rotary")):
-        heads, tokens, width = at
-        return 4 * heads * tokens**2 * width / RATE
+    """What the machine takes for a piece of the model BLOCK."""
+    if name.startswith("block"):
+        return BLOCK.flops * at[1] / at[0] / RATE
+    if name in ("head.forward", "head.input", "head.weight"):
+        return 2 * BLOCK.hidden_size * BLOCK.vocab * at[1] / at[0] / RATE
+    if name.startswith("embedding"):
+        return BLOCK.hidden_size * at[1] / MOVED
+    if name.startswith("recompute"):
+        return RECOMPUTED[name.removeprefix("recompute.")]
     if name.removesuffix(".shared") in COLLECTIVES:
         return LATENCY + at[1] * at[0] / 8 / MOVED
-    if name.startswith("together") or name == "threads":
+    if name in ("together", "threads"):
         return 1.0
     return prod(at) / MOVED
 
@@ -44,11 +54,13 @@ def machine(
     """The machine, a piece's seconds as `of` says."""
     tables = {}
     for name, count in TABLES.items():
-        axes: tuple[tuple[float, ...], ...] = (AXIS,) * count
-        if name.removesuffix(".shared") in COLLECTIVES:
+        axes: tuple[tuple[float, ...], ...] = (TP, AXIS)[:count]
+        if name in ("adamw", "sgd"):
+            axes = (AXIS,)
+        elif name.removesuffix(".shared") in COLLECTIVES:
             axes = ((2.0, 4.0, 8.0), (64.0, 65536.0, 1e6))
-        elif name.startswith("together") or name == "threads":
+        elif name in ("together", "threads"):
             axes = ((1.0, 2.0),)
         tables[name] = Table(axes, tuple(of(name, at) for at in product(*axes)))
     usual = dict.fromkeys(NUMBERS, 1e-6) | {"memory_gb": 8.0, "rank_gb": 0.2, "peak_tflops": 0.05}
-    return MeasuredMachine(made, tables, usual | numbers)
+    return MeasuredMachine(made, BLOCK, tables, usual | numbers)

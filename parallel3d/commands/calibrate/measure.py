@@ -1,9 +1,9 @@
-"""Measurements of `parallel3d calibrate`: kernels, launches, collectives, cores. Best of several.
+"""Measurements of `parallel3d calibrate`: a block, the ends, collectives, cores. Best of several.
 
-Every rank runs `calibrate`: the first rank measures GEMMs, attention, norms, activations, the loss
-and the optimizer over a grid of sizes, by the functions that training calls, and the launches of a
-layer, an action and a step; the first 2, 4, … ranks measure collectives and messages, and how much
-busy ranks slow each other. The first rank writes the cluster file.
+Every rank runs `calibrate`. The first rank times the actions of the pipeline executor on training's
+own stages, with the sizes that one tensor rank has: the embedding, a few blocks, the head with the
+loss; then the optimizer, and what a step takes besides. The first 2, 4, … ranks measure collectives
+and messages, and how much busy ranks slow each other. The first rank writes the cluster file.
 """
 
 from __future__ import annotations
@@ -14,53 +14,55 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import SINGLE, ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.commands.bench.operations import BenchOperation, Site, prepare
 from parallel3d.commands.calibrate.command import written_to
-from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, LaunchConfig, ModelConfig, OptimConfig
+from parallel3d.config.sections import PARTS, parts_of
 from parallel3d.data.sampler import Sample
-from parallel3d.device import accelerator, matmul
+from parallel3d.data_parallel.engine import data_parallel_engine
+from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.errors import print_line
 from parallel3d.estimate.profiled_cost import (
     COLLECTIVES,
     SHARED,
+    WAYS,
+    BlockShape,
     CalibrationSource,
     MeasuredMachine,
     Table,
-    step_parts,
 )
 from parallel3d.files import replace_durably
 from parallel3d.host.devices import cores, device_name
 from parallel3d.metrics.provenance import version_of
-from parallel3d.models.attention import causal_attention
-from parallel3d.models.ops import rms_norm, swiglu
+from parallel3d.models.layers import BuildContext
+from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.gradients import add_matmul
-from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
-from parallel3d.pipeline.p2p import SharedMemoryP2P
+from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, SegmentPart
+from parallel3d.pipeline.executor import ActionTimes, Executor
+from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
 from parallel3d.run.launch import Worker
-from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
+from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.orders import StageAssignment
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 
 Run = Callable[[], object]
+Tell = Callable[[str], None]
 LEAST_S = 1e-3  # of a burst: calls are repeated up to that
 MOST_CALLS = 1000
 BURSTS, LONG_S = 3, 0.02  # longer bursts are not repeated
@@ -68,7 +70,7 @@ MEASURED_KEY = "parallel3d/calibrate/measured"
 SINGLE_RANK = Table(((1.0, 2.0), (64.0, 128.0)), (1e-4,) * 4)  # of one device: never used
 
 
-def calibrate(config: Config, worker: Worker, grids: Grids | None = None) -> int:
+def calibrate(config: Config, worker: Worker) -> int:
     """Measures on every rank and writes the file; collective. Returns the exit code, 0."""
     device, began = torch.device(worker.device), time.perf_counter()
     set_matmul_precision(config.precision)
@@ -76,21 +78,20 @@ def calibrate(config: Config, worker: Worker, grids: Grids | None = None) -> int
     numbers = {"rank_gb": _own_memory(device), "memory_gb": _memory(device)}
     sizes = group_sizes(worker.world_size)
     tables = collectives(sizes, device, config.launch, tell) if sizes else {}
-    tables |= slowing(device, tell)
+    tables["together"] = slowing(config, device, tell)
     if worker.rank == 0:  # the others wait idle
         tables["threads"] = threads(device, tell)
         numbers["peak_tflops"] = peak_tflops(device, compute_dtype(config.precision))
-        kernels = Kernels.on(device, compute_dtype(config.precision), grids)
-        tables |= tables_of(kernels, config.calibrate.passes, tell)
-        made = provenance(config, device)
-        numbers |= launches(config, device, made, tables, tell)
+        found, numbers["launch.action"] = pieces(config, device, worker.world_size, tell)
+        tables |= found | updates(config, device, tell)
+        numbers["launch.step"] = step_launch(config, device, numbers["launch.action"], tables)
         if not sizes:
             names = [name + way for name in COLLECTIVES for way in ("", SHARED)]
             tables |= dict.fromkeys(names, SINGLE_RANK)
-        path = written_to(config)
-        replace_durably(path, MeasuredMachine(made, tables, numbers).text().encode())
-        seconds = time.perf_counter() - began
-        _print_result(path, made, numbers, worker.world_size, seconds)
+        made, path = provenance(config, device), written_to(config)
+        machine = MeasuredMachine(made, BlockShape.of(config.model), tables, numbers)
+        replace_durably(path, machine.text().encode())
+        _print_result(path, machine, worker.world_size, time.perf_counter() - began)
     _wait_for_rank_0(worker)
     return 0
 
@@ -152,15 +153,15 @@ def _memory(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
-def _print_result(
-    path: Path, made: CalibrationSource, numbers: dict[str, float], ranks: int, seconds: float
-) -> None:
+def _print_result(path: Path, machine: MeasuredMachine, ranks: int, seconds: float) -> None:
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
+    made = machine.made
     each = "a core" if made.device == "cpu" else "a GPU"
     print(
-        f"{made.name}, {made.count} of them, {made.type}: {1e3 * numbers['peak_tflops']:.0f} "
-        f"GFLOP/s {each} at best; groups of up to {ranks} ranks. {seconds:.0f} s."
+        f"{made.name}, {made.count} of them, {made.type}: "
+        f"{1e3 * machine.numbers['peak_tflops']:.0f} GFLOP/s {each} at best; blocks of "
+        f"{machine.model.name}, groups of up to {ranks} ranks. {seconds:.0f} s."
     )
     print(f"parallel3d plan cluster={path}  prices layouts of this machine; so does")
     print(f"parallel3d train layout=auto cluster={path}")
@@ -206,194 +207,199 @@ def seconds_of(run: Run, device: torch.device, clock: Callable[[], float] | None
 
 
 Point = tuple[int, ...]
-Axes = tuple[tuple[int, ...], ...]
-NORM_EPS = 1e-5
+
+# Pieces of a model: the executor's actions on stages of one process.
+BLOCKS = 4  # of a stage: more weights than the next block finds in a cache
+MICRO_BATCHES = (1, 2, 4, 16)  # the first two always, the others up to the global batch
+TOGETHER = 2  # micro-batches of a run of the executor
+RUN_S, MOST_RUNS, LONG_RUN_S = 0.4, 8, 8.0  # a point's runs in a pass; no larger micro-batch after
+LEAST = 1e-7
 
 
-class Grids(NamedTuple):
-    """Grid points: small sizes for a core, larger ones for a GPU."""
+class WorkTimes(ActionTimes):
+    """Times actions by a CPU's seconds of this process, which neighbours hardly disturb."""
 
-    gemm: Axes = ((16, 128, 1024, 4096), (16, 64, 128, 256, 1024), (16, 64, 128, 256, 1024))
-    attention: Axes = ((1, 4, 16, 64), (16, 64, 256, 512), (16, 32, 64))
-    norm: Axes = ((16, 128, 1024, 4096), (32, 128, 512, 1024))
-    elements: Axes = ((1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22),)
-    loss: Axes = ((64, 512, 2048), (32, 128, 512, 8192))
-    update: Axes = ((1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23),)
+    def _now(self) -> Any:
+        return super()._now() if accelerator.is_accelerator(self.device) else time.process_time()
 
 
-LARGE = Grids(
-    gemm=((256, 1024, 4096, 16384), (256, 1024, 4096, 16384), (256, 1024, 4096, 16384)),
-    attention=((8, 64), (512, 2048, 8192), (64, 128)),
-    norm=((1024, 8192), (1024, 8192)),
-    elements=((1 << 16, 1 << 20, 1 << 24, 1 << 27),),
-    loss=((1024, 8192), (8192, 32768)),
-    update=((1 << 16, 1 << 20, 1 << 24, 1 << 27),),
-)
+def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
+    """Returns a model whose block and ends are those of one of `tp` tensor ranks."""
+    return dataclasses.replace(
+        model,
+        num_attention_heads=model.num_attention_heads // tp,
+        num_query_groups=max(1, model.kv_heads // tp),
+        head_dim=model.head_size,
+        ffn_hidden_size=model.ffn_size // tp,
+        vocab_size=model.padded_vocab_size // tp,
+        vocab_multiple=1,
+    )
 
 
-class Case(NamedTuple):
-    """One measurement of `table` at `point`. `before`: the table whose time is subtracted."""
-
-    table: str
-    point: Point
-    make: Callable[[], Run]
-    before: str | None = None
+def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
+    """Returns the tp that layouts of up to `most` ranks have."""
+    sizes = model.num_attention_heads, model.ffn_size, model.padded_vocab_size
+    return [tp for tp in range(1, most + 1) if not any(size % tp for size in sizes)]
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Measurements of one device and type."""
+class Pieces:
+    """A pipeline of one rank: the embedding, a stage of blocks for each way, and the head.
 
-    device: torch.device
-    dtype: torch.dtype
-    grids: Grids
+    Args:
+        model: of one tensor rank.
+        ways: parts that the blocks of a stage recompute.
+    """
 
-    @classmethod
-    def on(cls, device: torch.device, dtype: torch.dtype, grids: Grids | None = None) -> Kernels:
-        usual = LARGE if accelerator.is_accelerator(device) else Grids()
-        return cls(device, dtype, grids or usual)
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        size: int,
+        device: torch.device,
+        ways: Sequence[Collection[str]] = ((),),
+    ) -> None:
+        dtype, groups = compute_dtype(config.precision), ProcessGroups.single()
+        config = dataclasses.replace(config, model=model, micro_batch_size=size, recompute="none")
+        initializer = Initializer(
+            config.seed, torch.promote_types(dtype, torch.float32), device, deferred=True
+        )
+        usual = BuildContext.of_run(config, initializer, groups.tp)
+        self.blocks, self.device = min(BLOCKS, model.num_layers), device
+        stages = [Stage(model, range(0), True, False, usual, first_and_last_share_rank=True)]
+        for i, way in enumerate(ways):
+            context = dataclasses.replace(usual, recompute=parts_of(tuple(way)))
+            layers = range(i * self.blocks, (i + 1) * self.blocks)
+            stages.append(Stage(model, layers, False, False, context))
+        stages.append(Stage(model, range(0), False, True, usual, stages[0], True))
+        self.engine = data_parallel_engine(config, stages, initializer, dtype, groups)
+        for stage in stages:
+            stage.pre_forward = self.engine.pre_forward
+        route = P2PRoute(groups.pp, StageAssignment(1, len(stages)))
+        shape = (size, model.seq_length, model.hidden_size)
+        self.executor = Executor(stages, route, shape, dtype, device)
+        chunks = range(len(stages))
+        orders = ((Kind.F, chunks, (Kind.F,)), (Kind.I, chunks[::-1], (Kind.I, Kind.W)))
+        self.plan = [
+            Action(kind, m, chunk)
+            for m in range(TOGETHER)
+            for _, order, kinds in orders
+            for chunk in order
+            for kind in kinds
+        ]
+        tokens = torch.arange(size * model.seq_length, device=device).view(size, -1)
+        tokens = tokens % model.vocab_size
+        self.batch = (tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None)
+        self.scale = torch.tensor(1.0 / tokens.numel(), device=device)
 
-    def tensor(self, *shape: int, wide: bool = False, grad: bool = False) -> Tensor:
-        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
-        return torch.rand(shape, device=self.device, dtype=dtype).sub_(0.5).requires_grad_(grad)
+    def run(self) -> float:
+        """Runs two micro-batches; returns seconds between the actions, for one action."""
+        now = clock_of(self.device)
+        self.engine.start_step(TOGETHER)
+        accelerator.synchronize(self.device)
+        self.executor.action_times = times = WorkTimes(self.device)
+        begun = now()
+        self.executor.train_step(
+            self.plan, lambda _: self.batch, self.scale, self.engine.start_last_microbatch
+        )
+        accelerator.synchronize(self.device)
+        spent = now() - begun
+        self.engine.finish_step()
+        inside = sum(end - start for _, start, end in times.measured())
+        return max(spent - inside, 0.0) / len(self.plan)
 
-    def cases(self) -> Iterator[Case]:
-        """Yields every measurement at every point."""
-        for m, n, k in product(*self.grids.gemm):
-            for part in ("forward", "input", "weight"):
-                yield Case(f"gemm.{part}", (m, n, k), partial(self._gemm, part, m, n, k))
-        for heads, tokens, width in product(*self.grids.attention):
-            for name, rotates in (("attention", False), ("rotary", True)):
-                make = partial(self._attention, rotates, heads, tokens, width)
-                yield from self._both(name, (heads, tokens, width), make)
-        for rows, width in product(*self.grids.norm):
-            for name, is_rms in (("layernorm", False), ("rmsnorm", True)):
-                yield from self._both(name, (rows, width), partial(self._norm, is_rms, rows, width))
-        for name in ("gelu", "relu", "swiglu", "embedding"):
-            for (count,) in product(*self.grids.elements):
-                yield from self._both(name, (count,), partial(self._wise, name, count))
-        for (count,) in product(*self.grids.elements):
-            yield Case("bias", (count,), partial(self._bias, count))
-            yield Case("add", (count,), partial(self._add, count))
-        for rows, columns in product(*self.grids.loss):
-            yield Case("loss", (rows, columns), partial(self._loss, rows, columns))
-        for name, (count,) in product(("adamw", "sgd"), product(*self.grids.update)):
-            yield Case(name, (count,), partial(self._update, name, count))
-
-    def _both(
-        self, name: str, point: Point, make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]
-    ) -> Iterator[Case]:
-        """Yields the forward, and the backward as the time of both minus the forward's."""
-
-        def forward() -> Run:
-            return make()[0]
-
-        def both() -> Run:
-            run, inputs = make()
-            grad = torch.rand_like(run())
-            return lambda: torch.autograd.grad(run(), inputs, grad)
-
-        yield Case(f"{name}.forward", point, forward)
-        yield Case(f"{name}.backward", point, both, before=f"{name}.forward")
-
-    def _gemm(self, part: str, rows: int, outputs: int, inputs: int) -> Run:
-        x, weight = self.tensor(rows, inputs), self.tensor(outputs, inputs)
-        grad = self.tensor(rows, outputs)
-        if part == "forward":
-            return lambda: matmul.linear(x, weight)
-        if part == "input":
-            return lambda: matmul.matmul(grad, weight)
-        out = self.tensor(outputs, inputs, wide=True)
-        return lambda: add_matmul(out, grad, x)
-
-    def _attention(
-        self, rotates: bool, heads: int, tokens: int, width: int
-    ) -> tuple[Callable[[], Tensor], list[Tensor]]:
-        qkv = self.tensor(1, tokens, 3 * heads * width, grad=True)
-        rotary = None
-        if rotates:
-            cos, sin = (self.tensor(tokens, 1, width // 2, wide=True) for _ in range(2))
-            rotary = cos, sin
-        return lambda: causal_attention(qkv, heads, heads, width, rotary), [qkv]
-
-    def _norm(
-        self, is_rms: bool, rows: int, width: int
-    ) -> tuple[Callable[[], Tensor], list[Tensor]]:
-        x, weight = self.tensor(rows, width, grad=True), self.tensor(width, grad=True)
-        if is_rms:
-            return lambda: rms_norm(x, weight, NORM_EPS), [x, weight]
-        bias = self.tensor(width, grad=True)
-        return lambda: F.layer_norm(x, (width,), weight, bias, NORM_EPS), [x, weight, bias]
-
-    def _wise(self, name: str, count: int) -> tuple[Callable[[], Tensor], list[Tensor]]:
-        """Makes an element-wise operation with `count` results."""
-        width = 64
-        if name == "embedding":
-            table = self.tensor(256, width, grad=True)
-            tokens = torch.arange(count // width, device=self.device) % 256
-            return lambda: F.embedding(tokens, table), [table]
-        x = self.tensor(count // width, width * (2 if name == "swiglu" else 1), grad=True)
-        functions: dict[str, Callable[[Tensor], Tensor]] = {
-            "gelu": F.gelu, "relu": F.relu, "swiglu": swiglu,
-        }  # fmt: skip
-        return lambda: functions[name](x), [x]
-
-    def _bias(self, count: int) -> Run:
-        grad = self.tensor(count // 64, 64)
-        return lambda: grad.sum(0)
-
-    def _add(self, count: int) -> Run:
-        x, other = self.tensor(count), self.tensor(count)
-        return lambda: x + other
-
-    def _loss(self, rows: int, columns: int) -> Run:
-        logits, factor = self.tensor(rows, columns), self.tensor(rows, wide=True)
-        labels = torch.arange(rows, device=self.device) % columns
-
-        def run() -> None:
-            loss = ChunkLoss(logits, labels, 0, Objective(columns))
-            loss.losses(loss.statistics().unsqueeze(0))
-            loss.gradient(factor)
-
-        return run
-
-    def _update(self, name: str, count: int) -> Run:
-        """Makes a step that clears, norms, clips, updates and casts one flat shard."""
-        master, grad = (self.tensor(count, wide=True) for _ in range(2))
-        param = master if self.dtype == master.dtype else self.tensor(count)
-        part = SegmentPart("weight", ParameterSpec((count,), (), replicated=False), 0, count)
-        segment = Segment(param, grad, master, True, False, tied_lm_head=False, parts=[part])
-        optimizer = Optimizer(OptimConfig(name=name), [segment], SINGLE)
-        clips = 2 * optimizer.optim.clip_grad
-
-        def run() -> None:
-            grad.zero_()
-            optimizer.squared_norm()
-            optimizer.step(1e-6, clips)
-            if param is not master:
-                param.copy_(master)
-
-        return run
+    def best(self) -> dict[tuple[str, int], float]:
+        """Returns (kind, chunk) → seconds of an action, and ("", 0) → of the time between two."""
+        found: dict[tuple[str, int], float] = {}
+        self.run()
+        begun = time.perf_counter()
+        for _ in range(MOST_RUNS):
+            actions = {("", 0): [self.run()]}
+            assert self.executor.action_times is not None
+            spans = self.executor.action_times.measured()
+            for action, (_, start, end) in zip(self.plan, spans, strict=True):
+                actions.setdefault((action.kind.value, action.chunk), []).append(end - start)
+            for key, each in actions.items():  # the mean of a run, as a step has slow ones too
+                mean = sum(each) / len(each)
+                found[key] = min(mean, found.get(key, mean))
+            if time.perf_counter() - begun > RUN_S:
+                break
+        return found
 
 
-def tables_of(kernels: Kernels, passes: int, tell: Callable[[str], None]) -> dict[str, Table]:
-    """Measures everything in `passes` interleaved passes, and takes the best."""
-    cases = list(kernels.cases())
-    best: dict[tuple[str, Point], float] = {}
-    for number in range(passes):
-        for case in cases:
-            tell(f"{case.table}, pass {number + 1} of {passes}")
-            seconds = seconds_of(case.make(), kernels.device)
-            key = case.table, case.point
-            best[key] = min(seconds, best.get(key, seconds))
+def pieces(
+    config: Config, device: torch.device, most: int, tell: Tell
+) -> tuple[dict[str, Table], float]:
+    """Measures blocks and ends of every tp and several micro-batches, in interleaved passes.
+
+    Returns the tables, and seconds of the host between two actions.
+    """
+    model, kinds = config.model, dict(zip(WAYS, "FIW", strict=True))
     found: dict[str, dict[Point, float]] = {}
-    for case in cases:
-        seconds = best[case.table, case.point]
-        if case.before is not None:  # a backward takes at least a tenth of its forward
-            ahead = best[case.before, case.point]
-            seconds = max(seconds - ahead, ahead / 10)
-        found.setdefault(case.table, {})[case.point] = max(seconds, 1e-9)
-    return {name: table_of(points) for name, points in found.items()}
+    between = float("inf")
+
+    def keep(name: str, point: Point, seconds: float) -> None:
+        points = found.setdefault(name, {})
+        points[point] = max(min(seconds, points.get(point, seconds)), LEAST)
+
+    sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
+    for number in range(config.calibrate.passes):
+        for tp in tensor_sizes(model, most):
+            shard = shard_of(model, tp)
+            for size in list(sizes):
+                tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
+                begun, here = time.perf_counter(), Pieces(config, shard, size, device)
+                times = here.best()
+                between = min(between, times["", 0])
+                for name, chunk, count in (
+                    ("embedding", 0, 1), ("block", 1, here.blocks), ("head", 2, 1)
+                ):  # fmt: skip
+                    for way, kind in kinds.items():
+                        point = (tp, size * model.seq_length)
+                        keep(f"{name}.{way}", point, times[kind, chunk] / count)
+                if tp == 1 and number == 0 and time.perf_counter() - begun > LONG_RUN_S:
+                    sizes = [n for n in sizes if n <= max(size, 2)]
+            tell(f"tp={tp}, recomputation, pass {number + 1}")
+            ways = [(), *((part,) for part in PARTS)]
+            times = Pieces(config, shard, sizes[0], device, ways).best()
+            for chunk, part in enumerate(PARTS, 2):
+                more = times["I", chunk] - times["I", 1]
+                keep(f"recompute.{part}", (tp,), max(more / times["F", 1], 1e-3))
+    return {name: table_of(points) for name, points in found.items()}, max(between, LEAST)
+
+
+UPDATES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)  # elements, on a core
+LARGE_UPDATES = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
+
+
+def updates(config: Config, device: torch.device, tell: Tell) -> dict[str, Table]:
+    """Measures steps of the optimizers."""
+    dtype, found = compute_dtype(config.precision), {}
+    sizes = LARGE_UPDATES if accelerator.is_accelerator(device) else UPDATES
+    for name in ("adamw", "sgd"):
+        tell(name)
+        runs = {(count,): update(name, count, dtype, device) for count in sizes}
+        found[name] = table_of({point: seconds_of(run, device) for point, run in runs.items()})
+    return found
+
+
+def update(name: str, count: int, dtype: torch.dtype, device: torch.device) -> Run:
+    """Makes a step that clears, norms, clips, updates and casts one flat shard."""
+    wide = torch.promote_types(dtype, torch.float32)
+    master, grad = (torch.rand(count, device=device, dtype=wide) for _ in range(2))
+    param = master if dtype == wide else master.to(dtype)
+    part = SegmentPart("weight", ParameterSpec((count,), (), replicated=False), 0, count)
+    segment = Segment(param, grad, master, True, False, tied_lm_head=False, parts=[part])
+    optimizer = Optimizer(OptimConfig(name=name), [segment], SINGLE)
+    clips = 2 * optimizer.optim.clip_grad
+
+    def run() -> None:
+        grad.zero_()
+        optimizer.squared_norm()
+        optimizer.step(1e-6, clips)
+        if param is not master:
+            param.copy_(master)
+
+    return run
 
 
 def table_of(points: dict[Point, float]) -> Table:
@@ -402,15 +408,7 @@ def table_of(points: dict[Point, float]) -> Table:
     return Table(axes, tuple(points[p] for p in product(*axes)))
 
 
-# Time of a step beyond its kernels (Python, autograd, the pipeline's actions), from whole steps of
-# models so small that nothing else takes time.
-SHAPES = ((1, 1), (6, 1), (1, 6), (6, 6))  # layers, micro-batches
-FORWARD = 0.35  # of a layer's launches; a backward has about twice as many autograd nodes
-LEAST = 1e-7
-STEPS, ROUNDS = 6, 4
-
-
-@dataclasses.dataclass
+@dataclass
 class Same:
     """Samples that cost nothing to make."""
 
@@ -421,93 +419,30 @@ class Same:
         return Sample(tokens, np.ones(self.seq_length, dtype=bool))
 
 
-def launches(
-    config: Config,
-    device: torch.device,
-    made: CalibrationSource,
-    tables: Mapping[str, Table],
-    tell: Callable[[str], None],
-) -> dict[str, float]:
-    """Returns seconds of a layer's forward and backward, an action and a step, without kernels."""
-    none = dict.fromkeys(("forward", "backward", "action", "step"), LEAST)
-    empty = {f"launch.{name}": value for name, value in none.items()}
-    rest = {"rank_gb": 1.0, "memory_gb": 1.0, "peak_tflops": 1.0}
-    one = Table(((1, 2), (64, 128)), (LEAST,) * 4)
-    collectives = {name + way: one for name in COLLECTIVES for way in ("", SHARED)}
-    alone = Table(((1,),), (1.0,))
-    more = {"together.gemm": alone, "together.move": alone, "threads": alone}
-    machine = MeasuredMachine(
-        dataclasses.replace(made, count=1), {**tables, **collectives, **more}, {**empty, **rest}
+STEPS = 12
+
+
+def step_launch(
+    config: Config, device: torch.device, action: float, tables: Mapping[str, Table]
+) -> float:
+    """Returns seconds of a step beyond its actions and its update, of a model of one layer."""
+    model = dataclasses.replace(config.model, num_layers=1)
+    small = dataclasses.replace(
+        config, dp=1, micro_batch_size=1, global_batch_size=1, model=model, recompute="none"
     )
-    measured, kernels = [], []
-    for layers, count in SHAPES:
-        tell(f"steps of {layers} layers and {count} micro-batches")
-        one_config = tiny(config, layers, count)
-        measured.append(_step(one_config, device))
-        kernels.append(step_parts(one_config, machine).total)
-    terms = np.array([[layers * count, 2 * count, 1] for layers, count in SHAPES], dtype=float)
-    left = np.array(measured) - (0.0 if accelerator.is_accelerator(device) else np.array(kernels))
-    # Relative errors: a step of many launches may not dominate the fit.
-    layer, action, step = np.linalg.lstsq(
-        terms / np.array(measured)[:, None], left / np.array(measured), rcond=None
-    )[0]
-    layer, action, step = (max(float(v), LEAST) for v in (layer, action, step))
-    return {
-        "launch.forward": FORWARD * layer,
-        "launch.backward": (1 - FORWARD) * layer,
-        "launch.action": action,
-        "launch.step": step,
-    }
-
-
-def tiny(config: Config, layers: int, microbatches: int) -> Config:
-    """Returns a minimal model of the same kind, on one rank."""
-    model = config.model
-    return check_config(
-        Config(
-            micro_batch_size=1,
-            global_batch_size=microbatches,
-            dp=1,
-            device=config.device,
-            model=ModelConfig(
-                hidden_size=32,
-                num_attention_heads=2,
-                ffn_hidden_size=64,
-                seq_length=16,
-                num_layers=layers,
-                num_query_groups=None,
-                head_dim=None,
-                norm=model.norm,
-                position_embedding=model.position_embedding,
-                activation=model.activation,
-                bias=model.bias,
-                tie_embeddings=model.tie_embeddings,
-            ),
-            optim=config.optim,
-            precision=config.precision,
-            launch=config.launch,
-        ),
-        1,
-        own_samples=True,
-    )
-
-
-def _step(config: Config, device: torch.device) -> float:
-    """Returns seconds of a step on this rank alone, the best of several runs of STEPS steps."""
-    groups = ProcessGroups.single()
-    source = Same(config.model.seq_length)
-    trainer = Trainer(config, groups, device, train_source=source)
-    clock, found = clock_of(device), []
-    for _ in range(ROUNDS):
+    trainer = Trainer(small, ProcessGroups.single(), device, train_source=Same(model.seq_length))
+    elements = sum(p.numel() for stage in trainer.stages for p in stage.parameters())
+    clock, left = clock_of(device), []
+    for _ in range(STEPS):
+        accelerator.synchronize(device)
+        trainer.executor.action_times = times = WorkTimes(device)
+        begun = clock()
         trainer.train_step()
         accelerator.synchronize(device)
-        begun = clock()
-        for _ in range(STEPS):
-            trainer.train_step()
-        accelerator.synchronize(device)
-        found.append((clock() - begun) / STEPS)
-        time.sleep(0)
-    return min(found)
+        spans = times.measured()
+        spent = clock() - begun - sum(end - start for _, start, end in spans)
+        left.append(spent - action * len(spans))
+    return max(min(left) - tables[config.optim.name](elements), LEAST)
 
 
 # Collectives, messages, and cores that several ranks use at once.
@@ -516,10 +451,7 @@ LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)
 # Calls of a window, short enough to be undisturbed sometimes; the best window counts.
 CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
 MOST_WAIT = 3.0  # times a call's CPU work: longer wall times are a neighbour's
-MOVED = 1 << 22  # elements of a sum that exceeds every cache
 SQUARE = 384  # of a matmul that fits into a cache
-
-Tell = Callable[[str], None]
 
 
 def collectives(
@@ -606,25 +538,15 @@ def _seconds(
     return sorted(work)[len(work) // 4] if shares else min(wall)
 
 
-def slowing(device: torch.device, tell: Tell) -> dict[str, Table]:
-    """Measures the slow-down of matmuls and sums by busy ranks, up to one a core; collective."""
+def slowing(config: Config, device: torch.device, tell: Tell) -> Table:
+    """Measures the slow-down of blocks by busy ranks, up to one a core; collective."""
     world = dist.get_world_size()
-    found: dict[str, Table] = {}
     most = min(world, cores()) if device.type == "cpu" else world
-    counts = [n for n in (2**i for i in range(16)) if n <= most]
-    a = torch.rand(SQUARE, SQUARE, device=device)
-    x, y = (torch.rand(MOVED, device=device) for _ in range(2))
-    out = torch.empty_like(x)
-    runs = {"together.gemm": lambda: a @ a, "together.move": lambda: torch.add(x, y, out=out)}
-    for name, run in runs.items():
-        times: dict[Point, float] = {}
-        for count in counts:
-            tell(f"{name} on {count} ranks")
-            times[count,] = min(_at_once(run, count, device) for _ in range(3))
-        alone = times[1,]
-        table = {point: max(1.0, seconds / alone) for point, seconds in times.items()}
-        found[name] = table_of(table)
-    return found
+    run, times = Pieces(config, config.model, 1, device).run, {}
+    for count in (n for n in (2**i for i in range(16)) if n <= most):
+        tell(f"blocks on {count} ranks at once")
+        times[count,] = min(_at_once(run, count, device) for _ in range(3))
+    return table_of({at: max(1.0, seconds / times[1,]) for at, seconds in times.items()})
 
 
 def _at_once(run: Callable[[], object], count: int, device: torch.device) -> float:
