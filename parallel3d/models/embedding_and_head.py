@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.parameters.sharding import WORD_EMBEDDING, ParameterSpec, ShardSpec
-from parallel3d.tensor_parallel.layers import (
+from parallel3d.tensor_parallel.embedding import (
     VocabParallelEmbedding,
-    column_parallel_linear,
     look_up,
     word_embedding_parameter,
 )
+from parallel3d.tensor_parallel.layers import column_parallel_linear
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
 

@@ -19,7 +19,7 @@ from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
 from parallel3d.parallel.groups import GroupLike, group_of
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
-from parallel3d.tensor_parallel.layers import look_up
+from parallel3d.tensor_parallel.embedding import look_up
 from parallel3d.tensor_parallel.linear_ops import ColumnNode, row_node
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, reduce_from_tensor_parallel
 

@@ -25,6 +25,7 @@ from parallel3d.commands.bench.probe import pairs_to_probe, turns
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.estimate.network import ring_time
 from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.tiling import RankMapping, Tiling
@@ -86,8 +87,8 @@ def test_patterns_tell_members_and_places_apart() -> None:
 
 def samples(link: Link) -> list[MeasuredOperation]:
     return [
-        MeasuredOperation(op, n, nbytes, cost(n, nbytes, link))
-        for op, cost in FITTED.items()
+        MeasuredOperation(op, n, nbytes, ring_time(op, n, nbytes, link))
+        for op in FITTED
         for n in (2, 8)
         for nbytes in (4096, 262144, 4194304)
     ]

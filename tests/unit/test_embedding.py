@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.process_groups import SINGLE, Group
 from parallel3d.tensor_parallel import layers
-from parallel3d.tensor_parallel.layers import VocabParallelEmbedding
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from tests.operators import Operators
 
 PAIR = Group("tp", (0, 1), 0, None)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from parallel3d.estimate.model import layer_flops
 
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.estimate.ops import layer_flops
 from parallel3d.estimate.profiled_cost import (
     MeasuredCosts,
     Table,
@@ -130,7 +130,7 @@ def test_a_model_that_was_not_measured_is_scaled_by_flops_and_said_so(
     changes: dict[str, object],
 ) -> None:
     made, here = config(model=changes), machine(blocks_alone)
-    flops = sum(layer_flops(made.model))
+    flops = layer_flops(made.model)
     tokens = made.micro_batch_size * made.model.seq_length
     assert MeasuredCosts(made, here).block().forward == pytest.approx(flops * tokens / RATE)
     said = scaled(here, "here.yaml", made.model)

@@ -6,23 +6,31 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
-from parallel3d.commands.dryrun.counting import Counts, Gpu, OpCounter, Sums
+from parallel3d.commands.dryrun.counting import (
+    COMMUNICATION,
+    KINDS,
+    OF_KERNELS,
+    PARTS,
+    Counts,
+    Gpu,
+    StepCounter,
+)
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 from parallel3d.estimate.balance import run_schedule
 from parallel3d.estimate.network import two_levels
+from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.walk import walk
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
-from parallel3d.simulated_device.machine import SimulatedMachine
 from parallel3d.simulated_device.nccl import BACKEND
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.tiling import RankMapping
@@ -45,32 +53,11 @@ class Zeros:
         return self._sample
 
 
-@dataclass
-class Dry:
-    """Results of one rank.
-
-    Attributes:
-        stage: index along pp; stages: its stages of the model.
-        peak: bytes at the peak of a step, in `peak_phase`; `at_peak` by kind.
-        live: bytes between two steps, by kind. start_peak: the peak while the trainer is built.
-    """
-
-    rank: int
-    stage: int
-    stages: list[int]
-    counts: Counts
-    peak: int
-    at_peak: dict[str, int]
-    peak_phase: str
-    live: dict[str, int]
-    start_peak: int
-
-
-def dry_step(config: Config, rank: int, gpu: Gpu, placement: RankMapping | None = None) -> Dry:
-    """Builds the trainer of `rank` and counts one step, after a step that allocates lazily.
-
-    Of many micro-batches only as many run as fill the pipeline; the others cost the difference of
-    steps with one and with two.
+def dry_step(
+    config: Config, rank: int, gpu: Gpu, placement: RankMapping | None = None
+) -> dict[str, Any]:
+    """Builds the trainer of `rank`, and returns the facts of one step, after one that allocates
+    lazily.
 
     Args:
         config: checked. gpu: prices the kernels.
@@ -79,29 +66,23 @@ def dry_step(config: Config, rank: int, gpu: Gpu, placement: RankMapping | None 
     machine = enable(data="meta", checks_races=False)
     if machine.data != "meta":
         raise RuntimeError("this process has the simulated device with values already")
-    precision = config.precision.name
-    watch = OpCounter(machine, gpu, config.compile, precision == "tf32")
-    machine.observers.append(watch)
+    counter = StepCounter(machine, gpu, config.compile, config.precision.name == "tf32")
+    machine.observers.append(counter)
     try:
         with _groups(config, rank, placement) as groups:
-            return _steps(dataclasses.replace(config, compile=False), groups, watch, machine)
+            return _step(dataclasses.replace(config, compile=False), groups, counter)
     finally:
-        machine.observers.remove(watch)
+        machine.observers.remove(counter)
         gc.collect()
         machine.collect()
         machine.forget()  # each dry run has its own streams, and every wait visits all of them
 
 
-def _device() -> torch.device:
-    """Returns the device; torch knows its name once it is enabled."""
-    return torch.device(TYPE, 0)
-
-
 @contextmanager
 def _groups(config: Config, rank: int, placement: RankMapping | None) -> Iterator[ProcessGroups]:
-    device = _device()
+    device = torch.device(TYPE, 0)  # torch knows its name once it is enabled
     accelerator.make_current(device)
-    layout, levels = layout_of(config), None
+    layout, launch, levels = layout_of(config), config.launch, None
     if layout.world_size == 1:
         yield ProcessGroups.single()
         return
@@ -109,82 +90,83 @@ def _groups(config: Config, rank: int, placement: RankMapping | None) -> Iterato
         levels = two_levels(placement, "dp")
     if config.zero > 1 and config.ddp.shard_size is not None:
         levels = shards_and_replicas(layout, config.ddp.shard_size)
-    dist.init_process_group(
-        BACKEND,
-        store=dist.HashStore(),
-        rank=rank,
-        world_size=layout.world_size,
-        device_id=device,
-    )
+    ranks: dict[str, Any] = {"rank": rank, "world_size": layout.world_size}
+    dist.init_process_group(BACKEND, store=dist.HashStore(), device_id=device, **ranks)
     try:
-        timeout_s, launch = config.launch.timeout_s, config.launch
-        yield ProcessGroups.create(layout, device.type, timeout_s, launch, levels=levels)
+        yield ProcessGroups.create(layout, device.type, launch.timeout_s, launch, levels=levels)
     finally:
         dist.destroy_process_group()
 
 
-def _steps(
-    config: Config, groups: ProcessGroups, watch: OpCounter, machine: SimulatedMachine
-) -> Dry:
-    memory = watch.memory
-    trainer = Trainer(config, groups, _device(), train_source=Zeros(config.model.seq_length))
+def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[str, Any]:
+    """Of many micro-batches only as many run as fill the pipeline; the others cost the difference
+    of steps with one and with two."""
+    device = torch.device(TYPE, 0)
+    trainer = Trainer(config, groups, device, train_source=Zeros(config.model.seq_length))
     trainer.rebuilds_buckets = False  # ready order would need timings
-    machine.collect()
-    start_peak = memory.peak
+    counter.machine.collect()
+    start_peak, counter.building = counter.peak, False
     kinds = ("world", "embedding", "pp", "dp", "dp_inner", "dp_outer", "tp")
-    watch.names = {groups.pp_backward.handle: "pp"}  # counted as pp
-    watch.names |= {getattr(groups, kind).handle: kind for kind in kinds}
-    memory.phase = None
-    microbatches, stage = config.num_microbatches, groups.coordinates.pp
+    counter.names = {groups.pp_backward.handle: "pp"}  # counted as pp
+    counter.names |= {getattr(groups, kind).handle: kind for kind in kinds}
+    stage = groups.coordinates.pp
     few = _fewest(config, stage)
+    more = config.num_microbatches - few
 
     def counted(count: int) -> Counts:
         trainer.use(run_schedule(config, count))
-        memory.label_state(trainer)
-        watch.start()
+        counter.label_state(trainer)
+        counter.start()
         trainer.train_step()
-        return watch.end()
+        return counter.end()
 
-    counted(1 if microbatches > few else few)
+    counted(1 if more else few)
     # Under zero=2 the second micro-batch casts the gradients to fp32; the others only add to them.
-    one = 2 if config.zero == 2 else 1
-    differences = (counted(one), counted(one + 1)) if microbatches > few else None
+    first = 2 if config.zero == 2 else 1
+    one, two = (counted(first), counted(first + 1)) if more else (Counts(), Counts())
     counts = counted(few)
-    if differences is not None:
-        counts = grown(counts, *differences, microbatches - few)
-    machine.collect()
+    counts = Counts({key: n + more * (two[key] - one[key]) for key, n in counts.items()})
+    counter.machine.collect()
     placement = trainer.schedule.placement
-    held = [placement.stage(stage, chunk) for chunk in range(placement.chunks)]
-    return Dry(
-        groups.rank, stage, held, counts, memory.peak, memory.at_peak, memory.peak_phase,
-        dict(memory.live), start_peak,
-    )  # fmt: skip
+    parts = {
+        part: {what: counts[what, part] for what in OF_KERNELS} for part in (*PARTS, COMMUNICATION)
+    }
+    return {
+        "rank": groups.rank,
+        "stage": stage,
+        "stages": [placement.stage(stage, chunk) for chunk in range(placement.chunks)],
+        **{f"{kind}_bytes": counter.at_peak[kind] for kind in KINDS},
+        "peak_bytes": counter.peak,
+        "peak_in": counter.peak_phase,
+        "live_bytes": dict(counter.live),
+        "between_steps_bytes": sum(counter.live.values()),
+        "start_peak_bytes": start_peak,
+        **{what: counts.sum(what) for what in OF_KERNELS},
+        "bytes": counts.sum("bytes") - parts[COMMUNICATION]["bytes"],
+        "host_syncs": counts.sum("waits"),
+        "host_waits": counts.of("waits"),
+        "groups": {
+            group: {"bytes_sent": counts["sent", group], "calls": calls}
+            for group, calls in counts.of("calls").items()
+        },
+        "parts": parts,
+    }
 
 
 def _fewest(config: Config, index: int) -> int:
-    """Returns the fewest micro-batches with the same peak of activations on rank `index`."""
+    """Returns the fewest micro-batches that keep as many activations on rank `index` as all, with
+    as many weight gradients deferred."""
     count = config.num_microbatches
     if config.schedule.name in ("gpipe", "auto", "file"):
         return count  # memory grows with each, or the orders depend on their number
 
-    def live(microbatches: int) -> int:
+    def most(microbatches: int) -> tuple[int, int]:
         made = run_schedule(config, microbatches)
-        return walk(made.orders, made.placement).peaks[index]
+        found = deferred = 0
+        for step in made.orders[index]:
+            deferred += (step.kind == Kind.I) - (step.kind == Kind.W)
+            found = max(found, deferred)
+        return walk(made.orders, made.placement).peaks[index], found
 
-    most = live(count)
-    return next((few for few in range(config.pp + MORE, count) if live(few) == most), count)
-
-
-def grown(counts: Counts, one: Counts, two: Counts, times: int) -> Counts:
-    """Returns `counts` with `times` more micro-batches, each of which adds `two` - `one`."""
-    found = Counts()
-    names = [f.name for f in dataclasses.fields(Sums)]
-    for part in counts.parts:
-        base, less, more = (c.parts.get(part, Sums()) for c in (counts, one, two))
-        sums = [getattr(base, n) + times * (getattr(more, n) - getattr(less, n)) for n in names]
-        found.parts[part] = Sums(*sums)
-    for name in ("sent", "calls", "waits"):
-        before, less_of, more_of = (getattr(c, name) for c in (counts, one, two))
-        for key in before:
-            getattr(found, name)[key] = before[key] + times * (more_of[key] - less_of[key])
-    return found
+    all_of = most(count)
+    return next((few for few in range(config.pp + MORE, count) if most(few) == all_of), count)
