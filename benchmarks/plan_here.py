@@ -20,7 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.calibrate.measure import Same
 from parallel3d.commands.plan import searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.data.sampler import Sample
 from parallel3d.estimate.profiled_cost import MeasuredMachine, configure, read, step_parts
 from parallel3d.estimate.search import best
 from parallel3d.host.memory import keep_freed_memory
@@ -54,6 +54,17 @@ LAYOUTS = (
 )
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "zb_h1": 1, "interleaved": 2, "zbv": 2}
 WORLDS = (2, 4, 8)
+
+
+@dataclass
+class Same:
+    """Samples that cost nothing to make."""
+
+    seq_length: int
+
+    def sample(self, i: int) -> Sample:
+        tokens = (np.arange(self.seq_length + 1) + i) % 256
+        return Sample(tokens, np.ones(self.seq_length, dtype=bool))
 
 
 class Ran(NamedTuple):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,37 +64,21 @@ class Table:
 
     def __call__(self, *at: float) -> float:
         """Returns seconds at these sizes, one an axis; 0 if one is 0."""
-        if not all(at):
-            return 0.0
-        return _between(self, at)
+        return math.exp(self._log(at, 0)) if all(at) else 0.0
 
-    def _between(self, at: Sequence[float]) -> float:
-        below, weights = [], []
-        for axis, value in zip(self.axes, at, strict=True):
-            low = min(max(bisect_right(axis, value) - 1, 0), max(len(axis) - 2, 0))
-            below.append(low)
-            if len(axis) == 1:
-                weights.append(0.0)
-            else:
-                weights.append(math.log(value / axis[low]) / math.log(axis[low + 1] / axis[low]))
-        found = 0.0
-        for corner in product((0, 1), repeat=len(at)):
-            share = math.prod(w if up else 1 - w for up, w in zip(corner, weights, strict=True))
-            if share:
-                place = [low + up for low, up in zip(below, corner, strict=True)]
-                found += share * math.log(self._at(place))
-        return math.exp(found)
-
-    def _at(self, index: Sequence[int]) -> float:
-        place = 0
-        for axis, i in zip(self.axes, index, strict=True):
-            place = place * len(axis) + min(i, len(axis) - 1)
-        return self.seconds[place]
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _between(table: Table, at: tuple[float, ...]) -> float:
-    return table._between(at)
+    def _log(self, at: tuple[float, ...], place: int) -> float:
+        """Interpolates along the first axis what the others give; `place`: of their seconds."""
+        depth = len(self.axes) - len(at)
+        if not at:
+            return math.log(self.seconds[place])
+        axis = self.axes[depth]
+        low = min(max(bisect_right(axis, at[0]) - 1, 0), max(len(axis) - 2, 0))
+        below = self._log(at[1:], place * len(axis) + low)
+        share = math.log(at[0] / axis[low])
+        if len(axis) == 1 or not share:
+            return below
+        share /= math.log(axis[low + 1] / axis[low])
+        return below + share * (self._log(at[1:], place * len(axis) + low + 1) - below)
 
 
 FORMAT = "parallel3d calibration"
@@ -110,13 +93,13 @@ TABLES = {
     # tp, tokens of a micro-batch: seconds of one tensor rank, without collectives
     **{f"{piece}.{way}": 2 for piece in ("block", "embedding", "head") for way in WAYS},
     **{f"recompute.{part}": 1 for part in PARTS},  # tp: share of a block's forward
-    **dict.fromkeys(("adamw", "sgd"), 1),  # elements
+    "update": 1,  # elements: gradients cleared and clipped, the optimizer's step
     **{name + way: 2 for name in COLLECTIVES for way in ("", SHARED)},  # ranks, bytes
     "together": 1,  # slow-down by busy ranks, one core each
     "threads": 1,  # slow-down by threads
 }
-# Seconds of the host (a pipeline action, a step) and bytes of a rank without tensors.
-NUMBERS = ("launch.action", "launch.step", "rank_gb", "memory_gb", "peak_tflops")
+# Seconds of the host for a pipeline action, bytes of a rank without tensors and of all memory.
+NUMBERS = ("launch.action", "rank_gb", "memory_gb", "peak_tflops")
 
 
 @dataclass(frozen=True)
@@ -181,11 +164,6 @@ class MeasuredMachine:
     def shares(self) -> bool:
         """Whether the ranks of a host compute on the same cores."""
         return self.made.device == "cpu"
-
-    @property
-    def ranks(self) -> int:
-        """The most ranks whose collectives were measured."""
-        return int(self.tables["all_reduce" + SHARED].axes[0][-1])
 
     def __getitem__(self, name: str) -> Table:
         return self.tables[name]
@@ -444,14 +422,12 @@ class MeasuredCosts:
 
     def update(self, elements: int) -> float:
         """Returns seconds to clear and clip gradients and to step the optimizer."""
-        name = self.config.optim.name
-        return self.machine[name](elements / ((self.config.dp or 1) if self.config.zero else 1))
+        return self.machine["update"](elements / ((self.config.dp or 1) if self.config.zero else 1))
 
     def fixed(self) -> float:
-        """Returns seconds of every step's small all-reduces and of the host."""
+        """Returns seconds of every step's small all-reduces."""
         dp, world = self.config.dp or 1, self.config.tp * self.config.pp * (self.config.dp or 1)
-        few = self.collective("all_reduce", dp, FEW) + self.collective("all_reduce", world, FEW)
-        return few + self.machine.numbers["launch.step"]
+        return self.collective("all_reduce", dp, FEW) + self.collective("all_reduce", world, FEW)
 
 
 def shared_clock(

@@ -55,7 +55,7 @@ def machine(
     tables = {}
     for name, count in TABLES.items():
         axes: tuple[tuple[float, ...], ...] = (TP, AXIS)[:count]
-        if name in ("adamw", "sgd"):
+        if name == "update":
             axes = (AXIS,)
         elif name.removesuffix(".shared") in COLLECTIVES:
             axes = ((2.0, 4.0, 8.0), (64.0, 65536.0, 1e6))

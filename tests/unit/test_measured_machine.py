@@ -153,8 +153,7 @@ def test_collectives_of_a_tensor_group_are_as_many_as_are_sent(
         return 1.0 if plain or name.removesuffix(".shared") == op else 1e-12
 
     made = config(2, tp=2, **keys)
-    none = dict.fromkeys(("launch.action", "launch.step"), 1e-12)
-    calls = step_parts(made, machine(of, **none)).core / 2  # of two ranks
+    calls = step_parts(made, machine(of, **{"launch.action": 1e-12})).core / 2  # of two ranks
     sent = [t for t in transfers(made, Layout(tp=2), 0) if t.op == op]
     activations = sum(t.count for t in sent if t.count >= made.num_microbatches)
     few = 1 if op == "all_reduce" else 0  # loss and norm; gradients of replicas are not priced

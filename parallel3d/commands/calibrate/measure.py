@@ -2,7 +2,7 @@
 
 Every rank runs `calibrate`. The first rank times the actions of the pipeline executor on training's
 own stages, with the sizes that one tensor rank has: the embedding, a few blocks, the head with the
-loss; then the optimizer, and what a step takes besides. The first 2, 4, … ranks measure collectives
+loss, and the optimizer's step. The first 2, 4, … ranks measure collectives
 and messages, and how much busy ranks slow each other. The first rank writes the cluster file.
 """
 
@@ -14,25 +14,21 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.process_groups import SINGLE, ProcessGroups
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.commands.bench.operations import BenchOperation, Site, prepare
 from parallel3d.commands.calibrate.command import written_to
-from parallel3d.config.schema import Config, LaunchConfig, ModelConfig, OptimConfig
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import PARTS, parts_of
-from parallel3d.data.sampler import Sample
 from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
@@ -52,22 +48,19 @@ from parallel3d.metrics.provenance import version_of
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, SegmentPart
+from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import ActionTimes, Executor
 from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
 from parallel3d.run.launch import Worker
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.topology.layout import Layout
-from parallel3d.trainer import Trainer
 
 Run = Callable[[], object]
 Tell = Callable[[str], None]
-LEAST_S = 1e-3  # of a burst: calls are repeated up to that
-MOST_CALLS = 1000
-BURSTS, LONG_S = 3, 0.02  # longer bursts are not repeated
+Point = tuple[int, ...]
 MEASURED_KEY = "parallel3d/calibrate/measured"
-SINGLE_RANK = Table(((1.0, 2.0), (64.0, 128.0)), (1e-4,) * 4)  # of one device: never used
+LEAST = 1e-7
 
 
 def calibrate(config: Config, worker: Worker) -> int:
@@ -76,20 +69,13 @@ def calibrate(config: Config, worker: Worker) -> int:
     set_matmul_precision(config.precision)
     tell = _teller(worker)
     numbers = {"rank_gb": _own_memory(device), "memory_gb": _memory(device)}
-    sizes = group_sizes(worker.world_size)
-    tables = collectives(sizes, device, config.launch, tell) if sizes else {}
-    tables["together"] = slowing(config, device, tell)
+    tables = collectives(config, device, tell) | slowing(config, device, tell)
     if worker.rank == 0:  # the others wait idle
-        tables["threads"] = threads(device, tell)
         numbers["peak_tflops"] = peak_tflops(device, compute_dtype(config.precision))
         found, numbers["launch.action"] = pieces(config, device, worker.world_size, tell)
-        tables |= found | updates(config, device, tell)
-        numbers["launch.step"] = step_launch(config, device, numbers["launch.action"], tables)
-        if not sizes:
-            names = [name + way for name in COLLECTIVES for way in ("", SHARED)]
-            tables |= dict.fromkeys(names, SINGLE_RANK)
         made, path = provenance(config, device), written_to(config)
-        machine = MeasuredMachine(made, BlockShape.of(config.model), tables, numbers)
+        model = BlockShape.of(config.model)
+        machine = MeasuredMachine(made, model, tables | found, numbers)
         replace_durably(path, machine.text().encode())
         _print_result(path, machine, worker.world_size, time.perf_counter() - began)
     _wait_for_rank_0(worker)
@@ -171,9 +157,9 @@ def _print_result(path: Path, machine: MeasuredMachine, ranks: int, seconds: flo
         )
 
 
-def group_sizes(world_size: int) -> list[int]:
-    """Returns 2, 4, 8, … up to the world."""
-    return [n for n in (2**i for i in range(1, 20)) if n <= world_size]
+def powers_of_two(most: int) -> list[int]:
+    """Returns 1, 2, 4, … up to `most`."""
+    return [1 << i for i in range(most.bit_length())]
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -183,37 +169,26 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     return time.process_time
 
 
-def seconds_of(run: Run, device: torch.device, clock: Callable[[], float] | None = None) -> float:
-    """Returns seconds of one call with its device work, without the first call.
-
-    The best of a few bursts, each short enough for a process's turn on a busy core.
-    """
-    now = clock or clock_of(device)
+def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tuple[float, float]]:
+    """Returns (wall, `clock_of`'s) seconds of a call, in each of `count` windows of `calls`."""
+    clock, found = clock_of(device), []
     run()
-    accelerator.synchronize(device)
-    calls, found = 1, []
-    while True:
-        start = now()
+    for _ in range(count):
+        accelerator.synchronize(device)
+        begun, worked = time.perf_counter(), clock()
         for _ in range(calls):
             run()
         accelerator.synchronize(device)
-        spent = now() - start
-        if spent >= LEAST_S or calls >= MOST_CALLS:
-            found.append(spent / calls)
-            if len(found) == BURSTS or spent > LONG_S:
-                return min(found)
-        else:
-            calls = min(MOST_CALLS, max(2 * calls, int(calls * LEAST_S / max(spent, 1e-6)) + 1))
+        found.append(((time.perf_counter() - begun) / calls, (clock() - worked) / calls))
+    return found
 
-
-Point = tuple[int, ...]
 
 # Pieces of a model: the executor's actions on stages of one process.
 BLOCKS = 4  # of a stage: more weights than the next block finds in a cache
 MICRO_BATCHES = (1, 2, 4, 16)  # the first two always, the others up to the global batch
 TOGETHER = 2  # micro-batches of a run of the executor
-RUN_S, MOST_RUNS, LONG_RUN_S = 0.4, 8, 8.0  # a point's runs in a pass; no larger micro-batch after
-LEAST = 1e-7
+RUN_S, MOST_RUNS = 0.4, 8  # of a point in a pass
+LONG_S = 8.0  # of a point: larger micro-batches are not measured
 
 
 class WorkTimes(ActionTimes):
@@ -272,6 +247,8 @@ class Pieces:
             stages.append(Stage(model, layers, False, False, context))
         stages.append(Stage(model, range(0), False, True, usual, stages[0], True))
         self.engine = data_parallel_engine(config, stages, initializer, dtype, groups)
+        self.optimizer = Optimizer(config.optim, self.engine.segments, groups.tp)
+        self.elements = sum(p.numel() for p in self.engine.parameters.values())
         for stage in stages:
             stage.pre_forward = self.engine.pre_forward
         route = P2PRoute(groups.pp, StageAssignment(1, len(stages)))
@@ -291,115 +268,85 @@ class Pieces:
         self.batch = (tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None)
         self.scale = torch.tensor(1.0 / tokens.numel(), device=device)
 
-    def run(self) -> float:
-        """Runs two micro-batches; returns seconds between the actions, for one action."""
+    def run(self) -> dict[str, float]:
+        """Runs a step of two micro-batches.
+
+        Returns the mean seconds of an action by kind and chunk (`F1`), of the host between two
+        (`action`), and those to clear and clip gradients and step the optimizer (`update`).
+        """
         now = clock_of(self.device)
+        accelerator.synchronize(self.device)
+        begun = now()
         self.engine.start_step(TOGETHER)
         accelerator.synchronize(self.device)
+        cleared = now()
         self.executor.action_times = times = WorkTimes(self.device)
-        begun = now()
         self.executor.train_step(
             self.plan, lambda _: self.batch, self.scale, self.engine.start_last_microbatch
         )
         accelerator.synchronize(self.device)
-        spent = now() - begun
+        done = now()
         self.engine.finish_step()
-        inside = sum(end - start for _, start, end in times.measured())
-        return max(spent - inside, 0.0) / len(self.plan)
+        self.optimizer.step(1e-6, float(self.optimizer.squared_norm()) ** 0.5)
+        accelerator.synchronize(self.device)
+        found = {"update": now() - done + cleared - begun}
+        spans = [end - start for _, start, end in times.measured()]
+        found["action"] = max(done - cleared - sum(spans), 0.0) / len(spans)
+        for action, seconds in zip(self.plan, spans, strict=True):
+            key = f"{action.kind.value}{action.chunk}"
+            found[key] = found.get(key, 0.0) + seconds / TOGETHER
+        return found
 
-    def best(self) -> dict[tuple[str, int], float]:
-        """Returns (kind, chunk) → seconds of an action, and ("", 0) → of the time between two."""
-        found: dict[tuple[str, int], float] = {}
+    def best(self) -> dict[str, float]:
+        """Returns the least of several runs, the first left out."""
         self.run()
-        begun = time.perf_counter()
-        for _ in range(MOST_RUNS):
-            actions = {("", 0): [self.run()]}
-            assert self.executor.action_times is not None
-            spans = self.executor.action_times.measured()
-            for action, (_, start, end) in zip(self.plan, spans, strict=True):
-                actions.setdefault((action.kind.value, action.chunk), []).append(end - start)
-            for key, each in actions.items():  # the mean of a run, as a step has slow ones too
-                mean = sum(each) / len(each)
-                found[key] = min(mean, found.get(key, mean))
+        begun, found = time.perf_counter(), self.run()
+        for _ in range(MOST_RUNS - 1):
             if time.perf_counter() - begun > RUN_S:
                 break
+            found = {key: min(found[key], seconds) for key, seconds in self.run().items()}
         return found
 
 
 def pieces(
     config: Config, device: torch.device, most: int, tell: Tell
 ) -> tuple[dict[str, Table], float]:
-    """Measures blocks and ends of every tp and several micro-batches, in interleaved passes.
+    """Measures blocks, ends and updates of every tp and several micro-batches, in passes.
 
     Returns the tables, and seconds of the host between two actions.
     """
-    model, kinds = config.model, dict(zip(WAYS, "FIW", strict=True))
     found: dict[str, dict[Point, float]] = {}
-    between = float("inf")
+    ways = [(), *((part,) for part in PARTS)]
+    sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
 
     def keep(name: str, point: Point, seconds: float) -> None:
         points = found.setdefault(name, {})
         points[point] = max(min(seconds, points.get(point, seconds)), LEAST)
 
-    sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
-    for number in range(config.calibrate.passes):
-        for tp in tensor_sizes(model, most):
-            shard = shard_of(model, tp)
-            for size in list(sizes):
-                tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
-                begun, here = time.perf_counter(), Pieces(config, shard, size, device)
-                times = here.best()
-                between = min(between, times["", 0])
-                for name, chunk, count in (
-                    ("embedding", 0, 1), ("block", 1, here.blocks), ("head", 2, 1)
-                ):  # fmt: skip
-                    for way, kind in kinds.items():
-                        point = (tp, size * model.seq_length)
-                        keep(f"{name}.{way}", point, times[kind, chunk] / count)
-                if tp == 1 and number == 0 and time.perf_counter() - begun > LONG_RUN_S:
-                    sizes = [n for n in sizes if n <= max(size, 2)]
-            tell(f"tp={tp}, recomputation, pass {number + 1}")
-            ways = [(), *((part,) for part in PARTS)]
-            times = Pieces(config, shard, sizes[0], device, ways).best()
-            for chunk, part in enumerate(PARTS, 2):
-                more = times["I", chunk] - times["I", 1]
-                keep(f"recompute.{part}", (tp,), max(more / times["F", 1], 1e-3))
-    return {name: table_of(points) for name, points in found.items()}, max(between, LEAST)
-
-
-UPDATES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23)  # elements, on a core
-LARGE_UPDATES = (1 << 16, 1 << 20, 1 << 24, 1 << 27)
-
-
-def updates(config: Config, device: torch.device, tell: Tell) -> dict[str, Table]:
-    """Measures steps of the optimizers."""
-    dtype, found = compute_dtype(config.precision), {}
-    sizes = LARGE_UPDATES if accelerator.is_accelerator(device) else UPDATES
-    for name in ("adamw", "sgd"):
-        tell(name)
-        runs = {(count,): update(name, count, dtype, device) for count in sizes}
-        found[name] = table_of({point: seconds_of(run, device) for point, run in runs.items()})
-    return found
-
-
-def update(name: str, count: int, dtype: torch.dtype, device: torch.device) -> Run:
-    """Makes a step that clears, norms, clips, updates and casts one flat shard."""
-    wide = torch.promote_types(dtype, torch.float32)
-    master, grad = (torch.rand(count, device=device, dtype=wide) for _ in range(2))
-    param = master if dtype == wide else master.to(dtype)
-    part = SegmentPart("weight", ParameterSpec((count,), (), replicated=False), 0, count)
-    segment = Segment(param, grad, master, True, False, tied_lm_head=False, parts=[part])
-    optimizer = Optimizer(OptimConfig(name=name), [segment], SINGLE)
-    clips = 2 * optimizer.optim.clip_grad
-
-    def run() -> None:
-        grad.zero_()
-        optimizer.squared_norm()
-        optimizer.step(1e-6, clips)
-        if param is not master:
-            param.copy_(master)
-
-    return run
+    for number, tp in product(range(config.calibrate.passes), tensor_sizes(config.model, most)):
+        shard = shard_of(config.model, tp)
+        for size in list(sizes):
+            tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
+            begun, here = time.perf_counter(), Pieces(config, shard, size, device)
+            times, at = here.best(), (tp, size * shard.seq_length)
+            for chunk, (name, count) in enumerate(
+                {"embedding": 1, "block": here.blocks, "head": 1}.items()
+            ):
+                for way, kind in zip(WAYS, "FIW", strict=True):
+                    keep(f"{name}.{way}", at, times[f"{kind}{chunk}"] / count)
+            keep("update", (here.elements,), times["update"])
+            keep("action", (), times["action"])
+            if number == 0 and time.perf_counter() - begun > LONG_S:
+                sizes = [n for n in sizes if n <= max(size, 2)]  # tp=1 comes first
+        tell(f"tp={tp}, recomputation, pass {number + 1}")
+        here = Pieces(config, shard, sizes[1], device, ways)
+        times = here.best()
+        keep("update", (here.elements,), times["update"])
+        for chunk, part in enumerate(PARTS, 2):
+            more = times[f"I{chunk}"] - times["I1"]
+            keep(f"recompute.{part}", (tp,), max(more / times["F1"], 1e-3))
+    action = found.pop("action")[()]
+    return {name: table_of(points) for name, points in found.items()}, action
 
 
 def table_of(points: dict[Point, float]) -> Table:
@@ -408,181 +355,83 @@ def table_of(points: dict[Point, float]) -> Table:
     return Table(axes, tuple(points[p] for p in product(*axes)))
 
 
-@dataclass
-class Same:
-    """Samples that cost nothing to make."""
-
-    seq_length: int
-
-    def sample(self, i: int) -> Sample:
-        tokens = (np.arange(self.seq_length + 1) + i) % 256
-        return Sample(tokens, np.ones(self.seq_length, dtype=bool))
-
-
-STEPS = 12
-
-
-def step_launch(
-    config: Config, device: torch.device, action: float, tables: Mapping[str, Table]
-) -> float:
-    """Returns seconds of a step beyond its actions and its update, of a model of one layer."""
-    model = dataclasses.replace(config.model, num_layers=1)
-    small = dataclasses.replace(
-        config, dp=1, micro_batch_size=1, global_batch_size=1, model=model, recompute="none"
-    )
-    trainer = Trainer(small, ProcessGroups.single(), device, train_source=Same(model.seq_length))
-    elements = sum(p.numel() for stage in trainer.stages for p in stage.parameters())
-    clock, left = clock_of(device), []
-    for _ in range(STEPS):
-        accelerator.synchronize(device)
-        trainer.executor.action_times = times = WorkTimes(device)
-        begun = clock()
-        trainer.train_step()
-        accelerator.synchronize(device)
-        spans = times.measured()
-        spent = clock() - begun - sum(end - start for _, start, end in spans)
-        left.append(spent - action * len(spans))
-    return max(min(left) - tables[config.optim.name](elements), LEAST)
-
-
 # Collectives, messages, and cores that several ranks use at once.
 SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes
 LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)
 # Calls of a window, short enough to be undisturbed sometimes; the best window counts.
 CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
 MOST_WAIT = 3.0  # times a call's CPU work: longer wall times are a neighbour's
-SQUARE = 384  # of a matmul that fits into a cache
 
 
-def collectives(
-    ranks: Sequence[int], device: torch.device, launch: LaunchConfig, tell: Tell
-) -> dict[str, Table]:
+def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, Table]:
     """Measures each collective over the first 2, 4, … ranks; collective over the world.
 
     Ranks that share cores (tables with suffix SHARED) sleep while they wait, and only their CPU
     work counts, as a wait for a core is a neighbour's work. Ranks with their own core or GPU spin,
-    and the wall clock counts.
+    and the wall clock counts. One rank has none: its tables are never used.
     """
     found: dict[str, dict[Point, float]] = {}
-    world, sizes = dist.get_world_size(), SIZES
-    if accelerator.is_accelerator(device):
-        sizes = LARGE_SIZES
-    for count in ranks:
+    world, launch, on_gpu = dist.get_world_size(), config.launch, accelerator.is_accelerator(device)
+    for count in powers_of_two(world)[1:]:
         layout = Layout(tp=count, dp=world // count)
         groups = ProcessGroups.create(layout, device.type, launch.timeout_s, launch)
-        boxes = None
+        tp, boxes = groups.tp, None
         if device.type == "cpu" and launch.shared_memory:
-            tp = groups.tp
             assert tp.handle is not None
             boxes = SharedMemoryP2P.open(tp.handle, tp.index, tp.size, launch.timeout_s)
-        for name, size, shares in product(COLLECTIVES, sizes, _ways(count, device)):
+        ways = [False] if on_gpu else [True, False] if count <= cores() else [True]
+        for name, size, shares in product(COLLECTIVES, LARGE_SIZES if on_gpu else SIZES, ways):
             tell(f"{name} over {count} ranks")
-            site = Site(groups.tp, device, boxes, chain=name == "send_recv")
-            _spin(site, 0.0 if shares else SPIN_S)
+            for memory in (tp.shared, boxes):  # how long a rank spins before it sleeps
+                if memory is not None:
+                    memory.memory.spin_s = 0.0 if shares else SPIN_S
             reduction = "sum" if name.startswith(("all_reduce", "reduce")) else None
-            run = prepare(BenchOperation(name, reduction, own=True), site, size).run
-            seconds = _slowest(run, groups, count, device, shares)
-            if not shares and (work := found.get(name + SHARED)):
-                seconds = min(seconds, MOST_WAIT * work[count, size])
+            site = Site(tp, device, boxes, chain=name == "send_recv")
+            run, seconds = prepare(BenchOperation(name, reduction, own=True), site, size).run, 0.0
+            if groups.rank < count:
+                each = windows(run, device, CALLS, FEW_WINDOWS if shares else WINDOWS)
+                wall, work = (sorted(s) for s in zip(*each, strict=True))
+                seconds = work[len(work) // 4] if shares else wall[0]
+            seconds = max(all_gather_json(seconds, dist.group.WORLD, device))
+            if not shares and (shared := found.get(name + SHARED)):
+                seconds = min(seconds, MOST_WAIT * shared[count, size])
             found.setdefault(name + SHARED * shares, {})[count, size] = seconds
         if boxes is not None:
             boxes.memory.close()
         groups.close()
     tables = {name: table_of(points) for name, points in found.items()}
-    for name in COLLECTIVES if tables else ():  # on one core or on GPUs there is only one way
-        either = tables.get(name, tables.get(name + SHARED))
-        assert either is not None
-        tables.setdefault(name, either)
-        tables.setdefault(name + SHARED, either)
+    for name in COLLECTIVES:  # on one core or on GPUs there is only one way
+        either = tables.get(name) or tables.get(name + SHARED) or Table(((1,), (64,)), (LEAST,))
+        tables = {name: either, name + SHARED: either} | tables
     return tables
 
 
-def _ways(count: int, device: torch.device) -> list[bool]:
-    """Whether ranks share cores; both if they need not."""
-    if accelerator.is_accelerator(device):
-        return [False]
-    return [True, False] if count <= cores() else [True]
+def slowing(config: Config, device: torch.device, tell: Tell) -> dict[str, Table]:
+    """Measures blocks on several ranks at once, up to one a core, and on one with several threads.
 
-
-def _spin(site: Site, seconds: float) -> None:
-    """Sets how long ranks spin before they sleep."""
-    for one in (site.group.shared, site.boxes):
-        if one is not None:
-            one.memory.spin_s = seconds
-
-
-def _slowest(
-    run: Callable[[], object], groups: ProcessGroups, count: int, device: torch.device, shares: bool
-) -> float:
-    """Returns seconds of one call in the first group, on its slowest rank; equal on every rank."""
-    seconds = 0.0
-    if groups.rank < count:
-        seconds = _seconds(run, groups, device, shares)
-    return max(all_gather_json(seconds, dist.group.WORLD, device))
-
-
-def _seconds(
-    run: Callable[[], object], groups: ProcessGroups, device: torch.device, shares: bool
-) -> float:
-    wall, work = [], []
-    run()
-    dist.barrier(group=groups.tp.handle)
-    for _ in range(FEW_WINDOWS if shares else WINDOWS):
-        accelerator.synchronize(device)
-        begun, worked = time.perf_counter(), time.process_time()
-        for _ in range(CALLS):
-            run()
-        accelerator.synchronize(device)
-        wall.append((time.perf_counter() - begun) / CALLS)
-        work.append((time.process_time() - worked) / CALLS)
-    return sorted(work)[len(work) // 4] if shares else min(wall)
-
-
-def slowing(config: Config, device: torch.device, tell: Tell) -> Table:
-    """Measures the slow-down of blocks by busy ranks, up to one a core; collective."""
-    world = dist.get_world_size()
-    most = min(world, cores()) if device.type == "cpu" else world
-    run, times = Pieces(config, config.model, 1, device).run, {}
-    for count in (n for n in (2**i for i in range(16)) if n <= most):
-        tell(f"blocks on {count} ranks at once")
-        times[count,] = min(_at_once(run, count, device) for _ in range(3))
-    return table_of({at: max(1.0, seconds / times[1,]) for at, seconds in times.items()})
-
-
-def _at_once(run: Callable[[], object], count: int, device: torch.device) -> float:
-    """Returns seconds of a call on `count` ranks at once, the mean of the ranks; collective."""
-    dist.barrier()
-    seconds = None
-    if dist.get_rank() < count:
-        until = time.perf_counter() + 0.05
-        times = [seconds_of(run, device)]
-        while time.perf_counter() < until:
-            times.append(seconds_of(run, device))
-        seconds = sorted(times)[len(times) // 2]
-    seen = [s for s in all_gather_json(seconds, dist.group.WORLD, device) if s is not None]
-    return sum(seen) / len(seen)
-
-
-def threads(device: torch.device, tell: Tell) -> Table:
-    """Measures the speed-up of a matmul by threads, on one rank alone."""
-    if accelerator.is_accelerator(device):
-        return Table(((1,),), (1.0,))
-    before = torch.get_num_threads()
+    Collective. Tables of the slow-down by ranks (`together`) and threads, at most 1 for threads.
+    """
+    on_gpu, world = accelerator.is_accelerator(device), dist.get_world_size()
+    run = Pieces(config, config.model, 1, device).run
     times: dict[Point, float] = {}
-    a = torch.rand(2 * SQUARE, 2 * SQUARE)
-    for count in (n for n in (2**i for i in range(16)) if n <= cores()):
-        tell(f"{count} threads")
+    for count in powers_of_two(world if on_gpu else min(world, cores())):
+        tell(f"blocks on {count} ranks at once")
+        dist.barrier()
+        work = [s for _, s in windows(run, device, 1, 8)] if dist.get_rank() < count else []
+        seen = [sorted(w) for w in all_gather_json(work, dist.group.WORLD, device) if w]
+        times[count,] = sum(w[len(w) // 4] for w in seen) / len(seen)
+    found = {"together": {at: max(1.0, s / times[1,]) for at, s in times.items()}}
+    before, times = torch.get_num_threads(), {}
+    for count in powers_of_two(1 if on_gpu or dist.get_rank() else cores()):
         torch.set_num_threads(count)
-        times[count,] = min(seconds_of(lambda: a @ a, device, time.perf_counter) for _ in range(5))
+        times[count,] = min(wall for wall, _ in windows(run, device, 1, 8))
     torch.set_num_threads(before)
-    alone = times[1,]
-    return table_of({point: min(1.0, seconds / alone) for point, seconds in times.items()})
+    found["threads"] = {at: min(1.0, s / times[1,]) for at, s in times.items()}
+    return {name: table_of(points) for name, points in found.items()}
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the rate of the fastest matmul: of one device, or of one thread's core."""
-    clock, best = clock_of(device), 0.0
-    for size in (512, 1024) if device.type == "cpu" else (4096, 8192):
-        a = torch.rand(size, size, device=device).to(dtype)
-        best = max(best, 2 * size**3 / seconds_of(partial(torch.matmul, a, a), device, clock))
-    return best / 1e12
+    """Returns the rate of a large matmul: of one device, or of one thread's core."""
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.rand(size, size, device=device).to(dtype)
+    return 2e-12 * size**3 / min(work for _, work in windows(lambda: a @ a, device, 2, 8))
