@@ -469,14 +469,9 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
     last = pair.index.document_from(wanted)
     last = min(max(1, last), pair.documents - 1)
     split = int(pair.index.begins(last, last + 1)[0])
-    tokenizer = chat.tokenizer
-    return Corpus(
-        train=pair.tokens.part(0, split),
-        valid=pair.tokens.part(split, len(pair)),
+    return Corpus.of(
+        *(pair.tokens, len(pair) - split, chat.tokenizer),
         fingerprint=digest,
-        vocab_size=tokenizer.vocab_size,
-        eot=tokenizer.eot,
-        tokenizer=tokenizer.digest,
         tokenizer_name=data.tokenizer,
         documents=pair,
         marked=True,

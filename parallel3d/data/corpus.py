@@ -88,16 +88,10 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path, report: cache.Re
     else:
         pair, digest, files = cached_pair(folder, documents, tokenizer, report)
         tokens = pair.tokens
-    split = len(tokens) - _held_out(data, seq_length, documents, len(tokens))
-    return Corpus(
-        train=tokens.part(0, split),
-        valid=tokens.part(split, len(tokens)),
-        fingerprint=digest,
-        vocab_size=tokenizer.vocab_size,
-        eot=tokenizer.eot,
-        tokenizer=tokenizer.digest,
-        tokenizer_name=data.tokenizer or BYTE,
-        files=files,
+    held_out = _held_out(data, seq_length, documents, len(tokens))
+    name = data.tokenizer or BYTE
+    return Corpus.of(
+        tokens, held_out, tokenizer, fingerprint=digest, tokenizer_name=name, files=files
     )
 
 

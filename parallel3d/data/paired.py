@@ -77,14 +77,9 @@ def open_pair(
         )
     tokens = pair.tokens.below(limit or facts.vocab_size, named)
     fingerprint, files = _watched(pair, tokens, facts.text)
-    split = len(pair) - held_out
-    return Corpus(
-        train=tokens.part(0, split),
-        valid=tokens.part(split, len(pair)),
+    return Corpus.of(
+        *(tokens, held_out, facts),
         fingerprint=fingerprint,
-        vocab_size=facts.vocab_size,
-        eot=facts.eot,
-        tokenizer=facts.digest,
         tokenizer_name=facts.name,
         documents=pair,
         name=prefix,

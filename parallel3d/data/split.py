@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 
 
 _LOOKED_AT = 1 << 22  # tokens at a time
+
+
+class TokenizerFacts(Protocol):
+    """What a corpus knows of its tokenizer."""
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eot(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,19 @@ class Corpus:
     name: str = ""
     marked: bool = False
     files: tuple[WatchedFile, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: Tokens, held_out: int, tokenizer: TokenizerFacts, **more: Any) -> Corpus:
+        """Splits `tokens`, whose last `held_out` are not trained on."""
+        split = len(tokens) - held_out
+        return cls(
+            train=tokens.part(0, split),
+            valid=tokens.part(split, len(tokens)),
+            vocab_size=tokenizer.vocab_size,
+            eot=tokenizer.eot,
+            tokenizer=tokenizer.digest,
+            **more,
+        )
 
     @property
     def watched(self) -> dict[str, WatchedFile]:

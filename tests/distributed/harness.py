@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from tests.distributed.cases import (
 from tests.distributed.pool import Pool
 from tests.distributed.simulated import here
 from tests.reference.train import ReferenceRun, batch_loss, build, train_reference
+
+T = TypeVar("T")
 
 
 class Step(NamedTuple):
@@ -253,6 +256,36 @@ def differences(
             found["replicas"] = f"{first.replicas[1]} is {first.replicas[0]:.2e} off rank 0's"
         if worst[0] > tolerance.weights:
             found["weights"] = f"{worst[1]} is {worst[0]:.2e} off"
+    return found
+
+
+def check_cases(
+    sizes: tuple[int, int, int],
+    cases: Sequence[Case],
+    pool: Pool,
+    references: References,
+    *options: Any,
+    run: Callable = run_cases,
+) -> list[list[Outcome]]:
+    """Trains the cases and compares each with its reference; returns their outcomes by rank."""
+    by_rank = pool.run(math.prod(sizes), run, sizes, cases, *options, timeout_s=900)
+    outcomes = [list(found) for found in zip(*by_rank, strict=True)]
+    failures = []
+    for case, found in zip(cases, outcomes, strict=True):
+        off = differences(found, references.of(case.problem), case.problem)
+        failures += [f"{case}: {off}"] if off else []
+    assert not failures, "\n".join(failures)
+    return outcomes
+
+
+def cover(pairs: Mapping[T, frozenset]) -> list[T]:
+    """Returns a small set of candidates, found greedily, that hold all that `pairs` has."""
+    found, left = [], dict(pairs)
+    while left:
+        best = max(left, key=lambda each: len(left[each]))
+        found.append(best)
+        held = left[best]
+        left = {each: of - held for each, of in left.items() if of - held}
     return found
 
 

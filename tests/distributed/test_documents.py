@@ -23,7 +23,12 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, plain_groups, run_cases
+from tests.distributed.harness import (
+    References,
+    check_cases,
+    cover,
+    plain_groups,
+)
 from tests.distributed.pool import Pool
 
 Sizes = tuple[int, int, int]
@@ -112,26 +117,7 @@ def every_combination() -> Iterator[Levels]:
 @functools.cache
 def chosen_levels() -> list[Levels]:
     """A small set of combinations that holds every pair of levels that can meet."""
-    candidates = {levels: levels.pairs() for levels in every_combination()}
-    chosen = []
-    while candidates:
-        best = max(candidates, key=lambda levels: len(candidates[levels]))
-        chosen.append(best)
-        held = candidates[best]
-        left = ((levels, pairs - held) for levels, pairs in candidates.items())
-        candidates = {levels: pairs for levels, pairs in left if pairs}
-    return chosen
-
-
-def failures(sizes: Sizes, cases: list[Case], pool: Pool, references: References) -> list[str]:
-    """Where the cases part from their references."""
-    world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pool.run(world, run_cases, sizes, cases, timeout_s=900)
-    found = []
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        off = differences(outcomes, references.of(case.problem), case.problem)
-        found += [f"{case}: {off}"] if off else []
-    return found
+    return cover({levels: levels.pairs() for levels in every_combination()})
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
@@ -139,8 +125,7 @@ def test_every_layout_keeps_documents_apart_as_the_reference_does(
     sizes: Sizes, pool: Pool, references: References
 ) -> None:
     cases = [levels.case() for levels in chosen_levels() if levels.layout == sizes]
-    found = failures(sizes, cases, pool, references)
-    assert not found, "\n".join(found)
+    check_cases(sizes, cases, pool, references)
 
 
 def test_every_pair_that_can_meet_is_there() -> None:
@@ -196,5 +181,4 @@ def test_half_precision_keeps_documents_apart(
     )
     zero, sp = int(sizes[2] > 1), sizes[0] > 1
     cases = [Case(problem, sp=sp, keys=(("zero", zero), ("recompute", "full")))]
-    found = failures(sizes, cases, pool, references)
-    assert not found, "\n".join(found)
+    check_cases(sizes, cases, pool, references)

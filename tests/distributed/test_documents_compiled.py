@@ -6,7 +6,6 @@ TorchInductor's in the first case alone, PyTorch's in the others, which are then
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, make_trainer, run_cases
+from tests.distributed.harness import References, check_cases, make_trainer
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
 
@@ -29,24 +28,11 @@ def compiled(problem: Problem, **way: Any) -> Case:
     return Case(problem, compile=True, keys=keys, bucket_cap_mb=0.02, **way)
 
 
-def check(
-    sizes: tuple[int, int, int],
-    cases: list[Case],
-    pool: Pool,
-    references: References,
-    kernels: Any = no_kernels,
-) -> None:
-    world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pool.run(world, run_cases, sizes, cases, kernels, timeout_s=900)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        assert not differences(outcomes, references.of(case.problem), case.problem), case
-
-
 def test_compiled_kernels_rotate_by_positions_that_restart(
     pool: Pool, references: References
 ) -> None:
     one = replace(LLAMA, layers=1, optimizer="adamw")  # which is not evaluated: no third graph
-    check((1, 1, 1), [compiled(one)], pool, references, nullcontext)
+    check_cases((1, 1, 1), [compiled(one)], pool, references)
 
 
 def test_compiled_blocks_keep_documents_apart(pool: Pool, references: References) -> None:
@@ -54,14 +40,20 @@ def test_compiled_blocks_keep_documents_apart(pool: Pool, references: References
         compiled(DROPS, sp=True, recompute="[norm,activation,attention]"),
         compiled(GPT, recompute="full"),
     ]
-    check((2, 1, 1), cases, pool, references)
+    check_cases((2, 1, 1), cases, pool, references, no_kernels)
 
 
 def test_compiled_stages_put_weight_gradients_off(pool: Pool, references: References) -> None:
     """What a weight gradient still has to read is not written again, nor are the documents of a
     micro-batch between its forwards and backwards."""
     problem = replace(GPT, layers=4)
-    check((1, 2, 1), [compiled(problem, schedule="zbv", microbatches=3, vpp=2)], pool, references)
+    check_cases(
+        (1, 2, 1),
+        [compiled(problem, schedule="zbv", microbatches=3, vpp=2)],
+        pool,
+        references,
+        no_kernels,
+    )
 
 
 def graphs_by_step() -> list[int]:

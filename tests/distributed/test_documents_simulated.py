@@ -17,7 +17,7 @@ from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences
+from tests.distributed.harness import References, check_cases
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import run_on_own_device, waits
 
@@ -153,7 +153,4 @@ def test_trains_as_the_reference_does_without_a_wait(
     simulated: SimulatedPool,
     references: References,
 ) -> None:
-    world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = simulated.run(world, run_on_own_device, sizes, cases, timeout_s=900)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        assert not differences(outcomes, references.of(case.problem), case.problem), case
+    check_cases(sizes, cases, simulated, references, run=run_on_own_device)

@@ -16,13 +16,12 @@ import operator
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import combinations, product
-from math import prod
 from typing import Any
 
 import pytest
 
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.harness import References, check_cases
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
 
@@ -177,16 +176,10 @@ LAYOUTS = sorted({*FACTORS["layout"], *COMPILED.values(), *(levels[0] for levels
 def test_engines_together_train_as_the_reference_does(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
-    failures = []
     for kernels, with_them in ((nullcontext, True), (no_kernels, False)):
         cases = [c for layout, c in all_cases() if layout == sizes and has_kernels(c) == with_them]
-        if not cases:
-            continue
-        by_rank = pool.run(prod(sizes), run_cases, sizes, cases, kernels, timeout_s=900)
-        for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-            found = differences(outcomes, references.of(case.problem), case.problem)
-            failures += [f"{case}: {found}"] if found else []
-    assert not failures, "\n".join(failures)
+        if cases:
+            check_cases(sizes, cases, pool, references, kernels)
 
 
 def test_every_pair_that_can_meet_is_there() -> None:

@@ -18,10 +18,8 @@ from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
-    differences,
+    check_cases,
     make_trainer,
-    plain_groups,
-    run_cases,
 )
 from tests.distributed.pool import Pool
 
@@ -71,7 +69,7 @@ CASES = {
 def test_sharded_training_is_the_reference(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
-    compare(sizes, CASES[sizes], pool, references, plain_groups)
+    check_cases(sizes, CASES[sizes], pool, references)
 
 
 def test_copies_over_two_ranks_each_are_the_reference(pool: Pool, references: References) -> None:
@@ -80,21 +78,11 @@ def test_copies_over_two_ranks_each_are_the_reference(pool: Pool, references: Re
         for stage, problem in ((2, GPT), (3, LLAMA))
         for way in (EVERY, ONCE)
     ]
-    compare((1, 1, 4), cases, pool, references, with_copies_of_two)
+    check_cases((1, 1, 4), cases, pool, references, nullcontext, with_copies_of_two)
 
 
 def test_all_dimensions_together_are_the_reference(pool: Pool, references: References) -> None:
-    compare((2, 2, 2), [zero(3, sp=True)], pool, references, plain_groups)
-
-
-def compare(
-    sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References, groups: Any
-) -> None:
-    world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pool.run(world, run_cases, sizes, cases, nullcontext, groups, timeout_s=900)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        found = differences(outcomes, references.of(case.problem), case.problem)
-        assert not found, f"{case}: {found}"
+    check_cases((2, 2, 2), [zero(3, sp=True)], pool, references)
 
 
 def test_groups_of_copies_and_replicas() -> None:

@@ -21,10 +21,9 @@ from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
-    differences,
+    check_cases,
     make_trainer,
     plain_groups,
-    run_cases,
 )
 from tests.distributed.pool import Pool
 
@@ -156,7 +155,4 @@ def test_training_in_measured_order_is_the_reference(
         Case(momentum, keys=(MEASURED,), **way),
         Case(llama, keys=(MEASURED, ("zero", 1)), **way),
     ]
-    by_rank = pool.run(4, run_cases, sizes, cases)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        found = differences(outcomes, references.of(case.problem), case.problem)
-        assert not found, f"{case}: {found}"
+    check_cases(sizes, cases, pool, references)

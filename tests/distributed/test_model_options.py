@@ -13,10 +13,9 @@ from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
-    differences,
+    check_cases,
     make_trainer,
     plain_groups,
-    run_cases,
 )
 from tests.distributed.pool import Pool
 
@@ -129,10 +128,7 @@ CASES = [
 def test_options_train_as_the_reference_does(
     sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
 ) -> None:
-    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases, timeout_s=900)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        found = differences(outcomes, references.of(case.problem), case.problem)
-        assert not found, f"{case}: {found}"
+    check_cases(sizes, cases, pool, references)
 
 
 NORMED_PAIRS = replace(PAIRS, model=(*PAIRS.model, ("qk_norm", True)))

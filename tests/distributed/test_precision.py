@@ -11,7 +11,7 @@ import torch
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, make_trainer, run_cases
+from tests.distributed.harness import References, check_cases, make_trainer
 from tests.distributed.pool import Pool
 
 LAYOUTS = [*product((1, 2), repeat=3), (4, 1, 1), (1, 3, 1), (1, 1, 3)]
@@ -35,10 +35,7 @@ def test_bf16_and_fp16_stay_near_fp32(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
     cases = low_precision_cases(*sizes)
-    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        found = differences(outcomes, references.of(case.problem), case.problem)
-        assert not found, f"{case}: {found}"
+    check_cases(sizes, cases, pool, references)
 
 
 def overflowing_run(sizes: tuple[int, int, int]) -> tuple[list, list, float, bool]:

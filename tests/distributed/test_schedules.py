@@ -21,7 +21,7 @@ import pytest
 from parallel3d.schedules.schedule import V_SHAPED, make
 from parallel3d.schedules.table import write_table
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import Outcome, References, differences, run_cases
+from tests.distributed.harness import Outcome, References, check_cases
 from tests.distributed.pool import Pool
 
 KINDS = [
@@ -133,26 +133,12 @@ LAYOUTS = [
 ]
 
 
-def check(
-    sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
-) -> list[list[Outcome]]:
-    """Train the cases and compare each with its reference; returns their outcomes by rank."""
-    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases, timeout_s=900)
-    outcomes = [list(found) for found in zip(*by_rank, strict=True)]
-    failures = []
-    for case, found in zip(cases, outcomes, strict=True):
-        off = differences(found, references.of(case.problem), case.problem)
-        failures += [f"{case}: {off}"] if off else []
-    assert not failures, "\n".join(failures)
-    return outcomes
-
-
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_every_schedule_trains_as_the_reference_does(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
     cases = [levels.case() for levels in chosen_levels() if levels.layout == sizes]
-    check(sizes, cases, pool, references)
+    check_cases(sizes, cases, pool, references)
 
 
 def test_all_that_is_promised_is_among_them() -> None:
@@ -185,7 +171,7 @@ def test_compiled_blocks_put_weight_gradients_off(
         )
         for name, chunks, layers in (COMPILED if dp == 1 else COMPILED[-1:])
     ]  # fmt: skip
-    check(sizes, cases, pool, references)
+    check_cases(sizes, cases, pool, references)
 
 
 def test_schedules_that_add_in_the_same_order_have_the_same_bits(
@@ -209,7 +195,7 @@ def test_schedules_that_add_in_the_same_order_have_the_same_bits(
         for group in alike
         for name, chunks, file in group
     ]  # fmt: skip
-    outcomes = iter(check((1, 2, 1), cases, pool, references))
+    outcomes = iter(check_cases((1, 2, 1), cases, pool, references))
     for group in alike:
         found = [next(outcomes)[0] for _ in group]
         bits = [(one.steps, one.evaluation, digests_of(one)) for one in found]

@@ -18,7 +18,7 @@ from itertools import combinations
 import pytest
 
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences
+from tests.distributed.harness import References, check_cases, cover, differences
 from tests.distributed.simulated import SimulatedPool
 from tests.distributed.simulated_runs import (
     DROPS,
@@ -53,15 +53,8 @@ def pairs_of(levels: Levels) -> Pairs:
 @functools.cache
 def chosen_levels() -> list[Levels]:
     """A small set of combinations that holds every pair, found greedily; one has tp, pp and dp."""
-    chosen = [TOGETHER[0]]
-    candidates = {levels: pairs_of(levels) - pairs_of(chosen[0]) for levels in possible()}
-    while candidates:
-        best = max(candidates, key=lambda levels: len(candidates[levels]))
-        chosen.append(best)
-        held = candidates[best]
-        left = ((levels, pairs - held) for levels, pairs in candidates.items())
-        candidates = {levels: pairs for levels, pairs in left if pairs}
-    return chosen
+    first = TOGETHER[0]
+    return [first, *cover({levels: pairs_of(levels) - pairs_of(first) for levels in possible()})]
 
 
 def small(levels: Levels) -> tuple[Sizes, Case]:
@@ -99,13 +92,7 @@ def test_trains_as_the_reference_does(
     sizes: Sizes, simulated: SimulatedPool, references: References
 ) -> None:
     cases = [case for layout, case in all_cases() if layout == sizes]
-    world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = simulated.run(world, run_on_own_device, sizes, cases, timeout_s=900)
-    failures = []
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        found = differences(outcomes, references.of(case.problem), case.problem)
-        failures += [f"{case}: {found}"] if found else []
-    assert not failures, "\n".join(failures)
+    check_cases(sizes, cases, simulated, references, run=run_on_own_device)
 
 
 # The sum of the residual stream is in the norm's kernel, or apart where a norm is made again.
@@ -124,9 +111,7 @@ RESIDUALS = [
 def test_residuals_added_by_the_norms_train_as_the_reference_does(
     simulated: SimulatedPool, references: References
 ) -> None:
-    by_rank = simulated.run(2, run_on_own_device, (2, 1, 1), RESIDUALS, timeout_s=900)
-    for case, outcomes in zip(RESIDUALS, zip(*by_rank, strict=True), strict=True):
-        assert not differences(outcomes, references.of(case.problem), case.problem), str(case)
+    check_cases((2, 1, 1), RESIDUALS, simulated, references, run=run_on_own_device)
 
 
 def test_a_residual_without_its_gradient_is_found(
