@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -281,23 +281,26 @@ class Fabric:
         found[self.domain[here] == self.domain[there]] = LinkClass.NVLINK
         return found
 
-    def inner_size(self, groups: Matrix) -> int:
-        """Counts the members of the first group in the domain of its first member."""
-        first = self.domain[groups[0]]
-        return int((first == first[0]).sum())
+    def levels(self, groups: Matrix) -> Matrix | None:
+        """Returns (groups, outer, inner): positions in `groups` (of slots) by domain, then by leaf
+        switch; None unless all groups have `inner` > 1 members in each of several domains.
 
-    def outer_order(self, groups: Matrix) -> Matrix | None:
-        """Returns (groups, n): members by domain, then by leaf switch; None unless all groups have
-        `inner_size` > 1 members in each of several domains."""
-        size, inner = groups.shape[1], self.inner_size(groups)
+        The j-th members of all domains, in the order of their rails, form an outer group.
+        """
+        domain, size = self.domain[groups], groups.shape[1]
+        inner = int((domain[0] == domain[0, 0]).sum())
         if inner in (1, size) or size % inner:
             return None
-        domain = self.domain[groups]
-        order = np.lexsort((self.leaf[groups], domain), axis=1)
-        placed = np.take_along_axis(domain, order, axis=1).reshape(len(order), -1, inner)
+        order = np.lexsort((self.leaf[groups], domain), axis=1).reshape(len(groups), -1, inner)
+        placed = _tiled(domain, order)
         whole = (placed == placed[:, :, :1]).all()
         apart = (placed[:, 1:, 0] != placed[:, :-1, 0]).all()
         return order if whole and apart else None
+
+
+def _tiled(groups: npt.NDArray[Any], order: Matrix) -> npt.NDArray[Any]:
+    """Returns (groups, outer, inner) of (groups, n) in the order of `Fabric.levels`."""
+    return np.take_along_axis(groups, order.reshape(len(order), -1), axis=1).reshape(order.shape)
 
 
 @dataclass(frozen=True)
@@ -312,13 +315,9 @@ class Pair:
         return f"rank {self.ranks[0]} ({self.names[0]}) and rank {self.ranks[1]} ({self.names[1]})"
 
 
-@dataclass(frozen=True)
-class Hierarchy:
+class Hierarchy(NamedTuple):
     """Two-level (hierarchical) reduction: `inner` members of one domain, then `outer` domains.
-
-    The j-th members of all domains, in the order of their rails, form an outer group. `one_rail`:
-    no outer group leaves its rail.
-    """
+    `one_rail`: no outer group leaves its rail."""
 
     inner: int
     outer: int
@@ -396,12 +395,11 @@ def _classify(placement: RankMapping, fabric: Fabric, dim: str) -> DimLinks:
 
 def _hierarchy(fabric: Fabric, groups: Matrix) -> Hierarchy | None:
     """Returns the two levels of groups of slots; None if groups have none or differ."""
-    order = fabric.outer_order(groups)
+    order = fabric.levels(groups)
     if order is None:
         return None
-    placed = np.take_along_axis(groups, order, axis=1)
-    rail = fabric.cluster.rail_of[placed].reshape(len(order), -1, fabric.inner_size(groups))
-    return Hierarchy(rail.shape[2], rail.shape[1], bool((rail == rail[:, :1]).all()))
+    rail = _tiled(fabric.cluster.rail_of[groups], order)
+    return Hierarchy(order.shape[2], order.shape[1], bool((rail == rail[:, :1]).all()))
 
 
 def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
@@ -411,13 +409,11 @@ def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[
     levels. None without two levels, or if ranks inside a domain are not in the order of their rails
     (snake), as the members of a process group are in rank order.
     """
-    ranks, fabric = members(placement.layout, dim), Fabric(placement.cluster)
-    groups = placement.slots[ranks]
-    order = fabric.outer_order(groups)
+    ranks = members(placement.layout, dim)
+    order = Fabric(placement.cluster).levels(placement.slots[ranks])
     if order is None:
         return None
-    placed = np.take_along_axis(ranks, order, axis=1)
-    tiled = placed.reshape(len(placed), -1, fabric.inner_size(groups))
+    tiled = _tiled(ranks, order)
     if (np.diff(tiled, axis=2) < 0).any():
         return None
     outer = np.sort(tiled.transpose(0, 2, 1), axis=2)
@@ -477,25 +473,26 @@ class Flows:
 
 def flows_of(
     dim: str, fabric: Fabric, groups: Matrix, loops: int = 1
-) -> tuple[Flows, Flows | None]:
-    """Returns the flows of all groups' rings (or stages), and in two levels those between domains.
+) -> tuple[Flows, int, Flows | None]:
+    """Returns the flows of all groups' rings (or stages), and in two levels the members inside of a
+    domain and the flows between domains; else 1, None.
 
     `groups`: slots. A chain of stages has its forward flows only; backward is the mirror image.
     With `loops` the last rank sends to the first in all loops but one.
     """
     if dim == "pp" and (loops == 1 or groups.shape[1] == 2):
-        return Flows(fabric, groups[:, :-1].ravel(), groups[:, 1:].ravel()), None
+        return Flows(fabric, groups[:, :-1].ravel(), groups[:, 1:].ravel()), 1, None
     ring = Flows(fabric, groups.ravel(), np.roll(groups, -1, axis=1).ravel())
     if dim == "pp":
         weights = np.ones(groups.shape)
         weights[:, -1] = (loops - 1) / loops
-        return replace(ring, weights=weights.ravel()), None
-    order = None if dim in OPEN_CHAINS else fabric.outer_order(groups)
+        return replace(ring, weights=weights.ravel()), 1, None
+    order = None if dim in OPEN_CHAINS else fabric.levels(groups)
     if order is None:
-        return ring, None
-    placed = np.take_along_axis(groups, order, axis=1)
-    after = np.roll(placed, -fabric.inner_size(groups), axis=1)  # same member of the next domain
-    return ring, Flows(fabric, placed.ravel(), after.ravel())
+        return ring, 1, None
+    placed = _tiled(groups, order)
+    after = np.roll(placed, -1, axis=1)  # the same member of the next domain
+    return ring, order.shape[2], Flows(fabric, placed.ravel(), after.ravel())
 
 
 @dataclass(frozen=True)
@@ -601,10 +598,9 @@ def price_step(
         groups = placement.slots[members(layout, dim)]
         if groups.shape[1] == 1:
             continue
-        ring, outer = flows_of(dim, fabric, groups, layout.loops)
-        paths = Paths(groups.shape[1], ring.slowest())
-        if outer is not None:
-            paths = Paths(paths.n, paths.flat, fabric.inner_size(groups), outer.slowest())
+        ring, inner, outer = flows_of(dim, fabric, groups, layout.loops)
+        between_domains = None if outer is None else outer.slowest()
+        paths = Paths(groups.shape[1], ring.slowest(), inner, between_domains)
         priced = tuple(
             price_transfer(t, paths, fabric.cluster, algorithms) for t in transfers if t.dim == dim
         )
@@ -685,7 +681,7 @@ def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
     for dim, priced in price.dims.items():
         groups = placement.slots[members(placement.layout, dim)]
         flat, inside, between = flow_bytes(priced.transfers, priced.paths)
-        ring, outer = flows_of(dim, fabric, groups, placement.layout.loops)
+        ring, _, outer = flows_of(dim, fabric, groups, placement.layout.loops)
         if dim == "pp":  # half of the bytes goes forward, half back
             add(ring, flat / 2)
             add(Flows(fabric, ring.there, ring.here, ring.weights), flat / 2)
@@ -699,19 +695,12 @@ def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
     return Loads(nvlink, nic, uplink, uplink / nics * (cluster.oversubscription or 1.0))
 
 
-@dataclass(frozen=True)
-class Route:
-    """One route: the GPUs, sender and receiver included, and the wire of each hop."""
+class Route(NamedTuple):
+    """One route: seconds, the GPUs, sender and receiver included, and the wire of each hop."""
 
+    seconds: float
     slots: tuple[int, ...]
     hops: tuple[LinkClass, ...]
-    seconds: float
-
-    def describe(self, cluster: Cluster) -> str:
-        """Formats `node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1`."""
-        names = [cluster.slot_name(s) for s in self.slots]
-        hops = (f" -{h.label}- {n}" for h, n in zip(self.hops, names[1:], strict=True))
-        return names[0] + "".join(hops)
 
 
 def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
@@ -721,12 +710,9 @@ def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
     that is under b's leaf switch (NCCL's PXN; NCCL_P2P_PXN_LEVEL), priced as store and forward,
     each message with its wire to itself.
     """
-    kind = LinkClass(int(cluster.link_class(a, b)))
-    if kind is LinkClass.SELF:
-        return []
-    found = []
-    if kind is not LinkClass.NONE:
-        found.append(Route((a, b), (kind,), messages(1, nbytes, cluster.link(kind))))
+    kind, found = LinkClass(int(cluster.link_class(a, b))), []
+    if kind not in (LinkClass.SELF, LinkClass.NONE):
+        found.append(Route(messages(1, nbytes, cluster.link(kind)), (a, b), (kind,)))
     near = cluster.domain == cluster.domain[a]
     near &= (cluster.rail_of == cluster.rail_of[b]) & (cluster.unit == cluster.unit[b])
     relays = np.flatnonzero(near)
@@ -734,5 +720,5 @@ def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
         same_node = relays[cluster.node[relays] == cluster.node[a]]
         relay = int((same_node if same_node.size else relays)[0])
         seconds = messages(1, nbytes, cluster.nvlink) + messages(1, nbytes, cluster.rail)
-        found.append(Route((a, relay, b), (LinkClass.NVLINK, LinkClass.RAIL), seconds))
+        found.append(Route(seconds, (a, relay, b), (LinkClass.NVLINK, LinkClass.RAIL)))
     return sorted(found, key=lambda r: (r.seconds, len(r.hops)))

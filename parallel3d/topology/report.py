@@ -225,7 +225,12 @@ def _routes(report: TopologyReport) -> dict[str, Any] | None:
         "what": what,
         "ways": [
             {
-                "path": route.describe(cluster),
+                # node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1
+                "path": cluster.slot_name(source)
+                + "".join(
+                    f" -{hop.label}- {cluster.slot_name(slot)}"
+                    for hop, slot in zip(route.hops, route.slots[1:], strict=True)
+                ),
                 "hops": [hop.label for hop in route.hops],
                 "seconds": route.seconds,
             }
