@@ -26,13 +26,8 @@ from typing import Any
 
 from parallel3d.schedules.actions import ComputeSchedule, Kind, action
 from parallel3d.schedules.check import check
-from parallel3d.schedules.choose import (
-    RankWork,
-    ScheduleChoice,
-    choose,
-    measure,
-    measured_schedules,
-)
+from parallel3d.schedules.choose import ScheduleChoice, choose, measure, measured_schedules
+from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.walk import ScheduleError

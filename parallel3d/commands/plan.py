@@ -56,10 +56,10 @@ from parallel3d.estimate.search import (
 )
 from parallel3d.estimate.step import breakdown
 from parallel3d.estimate.work import sizes_of_model
-from parallel3d.schedules.choose import RankWork
+from parallel3d.schedules.costs import Costs, RankWork
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import Schedule, make
-from parallel3d.schedules.walk import Costs, time_orders
+from parallel3d.schedules.walk import time_orders
 from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.report import MADE_BY as MAP_MADE_BY
 from parallel3d.topology.report import facts_of, make_report, picture_of

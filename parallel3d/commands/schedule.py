@@ -20,13 +20,13 @@ from parallel3d.metrics.text import encodable
 from parallel3d.schedules.check import ScheduleReport, check
 from parallel3d.schedules.choose import (
     LARGEST,
-    RankWork,
     ScheduleChoice,
     choose,
     measure,
     measured_schedules,
     wanted,
 )
+from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.messages import peak_in_flight
 from parallel3d.schedules.schedule import ONE_CHUNK, Schedule

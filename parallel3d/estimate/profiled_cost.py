@@ -35,9 +35,10 @@ from parallel3d.estimate.step import StepTime
 from parallel3d.estimate.work import Number, sizes_of_model
 from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import Action
+from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
-from parallel3d.schedules.walk import Costs, walk
+from parallel3d.schedules.walk import walk
 
 
 @dataclass(frozen=True)

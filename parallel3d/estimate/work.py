@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.config.schema import ModelConfig
+from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.walk import Costs, walk
+from parallel3d.schedules.walk import walk
 
 Number = NDArray[Any]
 

@@ -70,7 +70,7 @@ def check(
     count = highest(program) + 1 if microbatches is None else microbatches
     found = None
     if 1 <= count <= min(map(len, program), default=0):
-        with suppress(IndexError, KeyError):  # no such micro-batch or chunk
+        with suppress(IndexError):  # no such micro-batch or chunk
             found = walk(program, placement, slots=0, count=count)
     if found is None or not found.complete or found.sent != found.received:
         raise ScheduleError(_fault(program, placement, count, found))

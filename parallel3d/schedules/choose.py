@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeAlias
 
 from parallel3d.errors import UserError
+from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.greedy import Rule, list_schedule
 from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.table import read_file
-from parallel3d.schedules.walk import Costs, walk
+from parallel3d.schedules.walk import walk
 
 WORK = 600_000  # actions that the search schedules: a few seconds
 SAME = 1e-9
@@ -34,50 +34,13 @@ class ScheduleChoice:
     why: str = ""
 
 
-# By stage: (fraction of a rank's layers, extra forwards in its forward, extra forwards in its
-# backward, for recomputation), the last two in units of a rank's forward.
-Weights: TypeAlias = Sequence[tuple[float, float, float]]
-
-
-@dataclass(frozen=True)
-class RankWork:
-    """Seconds that a rank computes per micro-batch, over all its layers.
-
-    The layers are spread evenly over chunks, or by `weights`; None there: no such stages exist.
-    """
-
-    forward: float = 1.0
-    input: float = 1.0
-    weight: float = 1.0
-    hop: float = 0.0
-    weights: Callable[[StageAssignment], Weights | None] | None = None
-
-    def fits(self, placement: StageAssignment) -> bool:
-        """Whether the model has costs for this stage assignment."""
-        return self.weights is None or self.weights(placement) is not None
-
-    def costs(self, placement: StageAssignment) -> Costs:
-        """Returns seconds by stage. Raises ValueError if `placement` does not fit."""
-        if self.weights is None:
-            return Costs.even(placement, self.forward, self.input, self.weight, self.hop)
-        weights = self.weights(placement)
-        if weights is None:
-            raise ValueError(f"no costs are known for {placement}")
-        return Costs(
-            tuple((part + more) * self.forward for part, more, _ in weights),
-            tuple(part * self.input + again * self.forward for part, _, again in weights),
-            tuple(part * self.weight for part, _, _ in weights),
-            self.hop,
-        )
-
-
 def wanted(
     name: str,
     ranks: int,
     microbatches: int,
     chunks: int,
     file: str | None = None,
-    work: RankWork = RankWork(),
+    work: RankWork | None = None,
     memory: float = 1.0,
 ) -> Schedule:
     """Returns the schedule `name`: a named one, "auto" (`choose`) or "file" (`read_file`).
@@ -93,7 +56,7 @@ def wanted(
             "nearest is schedule=file."
         )
     if name == "auto":
-        return chosen(ranks, microbatches, chunks, work, memory).schedule
+        return chosen(ranks, microbatches, chunks, work or RankWork(), memory).schedule
     return make(name, ranks, microbatches, chunks)
 
 

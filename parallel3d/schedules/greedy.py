@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, action
+from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.walk import Costs
 
 _LATER = 1e-9  # seconds: arrivals closer than this count as simultaneous
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
+from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.orders import StageAssignment
 
 _ENDED = 1 << 60  # more than any place that a run yields
@@ -16,49 +17,6 @@ _ENDED = 1 << 60  # more than any place that a run yields
 
 class ScheduleError(ValueError):
     """Raised for a program that would hang or not compute the model; names the place."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds per micro-batch: each stage's forward and the two halves of its backward.
-
-    `hop`: latency of a message to another rank; messages overlap with compute and cost their sender
-    nothing, and chunks of one rank exchange none.
-
-    Raises ValueError for costs that are not positive and finite, or a negative hop.
-    """
-
-    forward: tuple[float, ...]
-    input: tuple[float, ...]
-    weight: tuple[float, ...]
-    hop: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "input", "weight"):
-            if not all(0 < cost < float("inf") for cost in getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
-        if not 0 <= self.hop < float("inf"):
-            raise ValueError(f"hop={self.hop} must not be negative")
-
-    @classmethod
-    def even(
-        cls,
-        placement: StageAssignment,
-        forward: float = 1.0,
-        input: float = 1.0,
-        weight: float = 1.0,
-        hop: float = 0.0,
-    ) -> Costs:
-        """Spreads the costs of one rank's layers evenly over its chunks."""
-        f, i, w = ((c / placement.chunks,) * placement.stages for c in (forward, input, weight))
-        return cls(f, i, w, hop)
-
-    def of(self, kind: Kind, stage: int) -> float:
-        """Returns the seconds of one compute action."""
-        if kind == Kind.F:
-            return self.forward[stage]
-        both = self.input[stage] + self.weight[stage]
-        return {Kind.I: self.input[stage], Kind.W: self.weight[stage]}.get(kind, both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +78,7 @@ class Wait(NamedTuple):
 class Walk:
     """What a walk found, by rank.
 
-    starts, ends: seconds of each compute action, in order.
+    starts, ends: seconds of each compute action, in order; of orders without messages.
     peaks: the most chunk-activations (one micro-batch in one chunk) held at once, from the start of
         F to the end of B or W.
     sent, received: names of the messages between two ranks, in order; the same at both ends.
@@ -160,13 +118,11 @@ class Walk:
             circle = path[path.index(rank) :] if rank in path else path
             return "deadlock: " + ", while ".join(map(self._waiting, circle))
         beyond = [*path[1:], rank] if rank in path else path[1:]
-        return (
-            f"rank {path[0]} waits for ever for the input of {self.waits[path[0]].step}"
-            + "".join(
-                f", while rank {other} does not go beyond {self.waits[other].step}"
-                for other in beyond
-                if other is not None
-            )
+        first = f"rank {path[0]} waits for ever for the input of {self.waits[path[0]].step}"
+        return first + "".join(
+            f", while rank {other} does not go beyond {self.waits[other].step}"
+            for other in beyond
+            if other is not None
         )
 
     def _waiting(self, rank: int) -> str:
@@ -197,7 +153,7 @@ def walk(
         count: micro-batches; default: the highest number + 1.
 
     Raises ScheduleError for orders without an action, ValueError for costs of another number of
-    stages, KeyError and IndexError for an action of another rank or beyond `count`; but not for
+    stages, IndexError for an action of another rank or beyond `count`; but not for
     ranks that wait for ever: see `Walk.waits` and `ended`.
     """
     if slots is None and not (program and all(program)):
@@ -220,8 +176,8 @@ def walk(
         if place != _ENDED:
             found.waits[rank] = walker.wait(rank, program[rank][place])
     done = walker.done.values()
-    noted = sum(map(len, found.ends)) + walker.whole
-    noted += sum(map(len, found.sent.values())) + sum(map(len, found.received.values()))
+    noted = sum(map(len, program)) - len(found.left) + walker.whole
+    noted += sum(map(len, (*found.sent.values(), *found.received.values())))
     found.complete = noted == len(done) * count and all(None not in times for times in done)
     return found
 
@@ -284,15 +240,22 @@ class _Ring:
         self.taken = 0
         self.numbers: dict[int, int] = {}
 
+    def empty(self, name: int) -> None:
+        self.taken = max(self.taken, self.numbers[name])
 
-# Of a computation: its input and the hop to it, the ring that it empties and its first message's
+
+# Of a computation: its input and the hop to it, the ring that it empties with its first message's
 # name, what of its own rank it needs, what it makes (B makes I and W), seconds, change of live.
+_Emptied: TypeAlias = tuple[_Ring, int]
 _Compute: TypeAlias = tuple[
-    _Times | None, float, _Ring | None, int, _Times | None, _Times, _Times | None, float, int
+    _Times | None, float, _Emptied | None, _Times | None, _Times, _Times | None, float, int
 ]
 # Of a message: the computation that makes it (None: a receive), itself, its counterpart (None: it
 # does not block), the flow, the first message's name, the ring.
 _Message: TypeAlias = tuple[_Times | None, _Times, _Times | None, list[int], int, _Ring | None]
+# Of no action of the rank: the list has no time for any micro-batch, so that it is an IndexError.
+_NO_COMPUTE: _Compute = (None, 0.0, None, [], [], None, 0.0, 0)
+_NO_MESSAGE: _Message = ([], [], None, [], 0, None)
 
 
 class _Walker:
@@ -320,12 +283,12 @@ class _Walker:
         """Walks one rank; yields its place while it waits."""
         computes, messages = self.rules(rank)
         begin, end = self.found.starts[rank].append, self.found.ends[rank].append
-        leave, slots = self.found.left.append, self.slots or 0
+        leave, slots, timed = self.found.left.append, self.slots or 0, self.slots is None
         now = 0.0
         live = peak = 0
         for place, step in enumerate(self.program[rank]):
             if type(step) is Action:
-                source, delay, ring, first, own, made, more, cost, held = computes[step.row]
+                source, delay, emptied, own, made, more, cost, held = computes[step.row]
                 m = step.microbatch
                 if source is not None:
                     came = source[m]
@@ -335,14 +298,15 @@ class _Walker:
                     came += delay
                     if came > now:
                         now = came
-                    if ring is not None:
-                        ring.taken = max(ring.taken, ring.numbers[first + m])
+                    if emptied is not None:
+                        emptied[0].empty(emptied[1] + m)
                 if own is not None:
                     while own[m] is None:
                         yield place
-                begin(now)
-                now += cost
-                end(now)
+                if timed:
+                    begin(now)
+                    now += cost
+                    end(now)
                 made[m] = now
                 if more is not None:
                     more[m] = now
@@ -370,11 +334,11 @@ class _Walker:
                         yield place
             leave(rank)
 
-    def rules(self, rank: int) -> tuple[dict[int, _Compute], dict[int, _Message]]:
+    def rules(self, rank: int) -> tuple[list[_Compute], list[_Message]]:
         """Returns what the rank's computations and messages need and make, by `Action.row`."""
         costs, found, times, passes = self.costs, self.found, self.done, self.slots is None
-        computes: dict[int, _Compute] = {}
-        messages: dict[int, _Message] = {}
+        rows = row_of(Kind.F, self.placement.chunks)
+        computes, messages = [_NO_COMPUTE] * rows, [_NO_MESSAGE] * rows
         for chunk, (stage, before, after) in enumerate(self.placement.around(rank)):
             forward, input, weight = (times[kind, stage] for kind in (Kind.F, Kind.I, Kind.W))
             row = row_of(Kind.F, chunk)
@@ -382,7 +346,7 @@ class _Walker:
                 (forward, Kind.SEND_F, Kind.RECV_F, before, after, 1),
                 (input, Kind.SEND_B, Kind.RECV_B, after, before, -1),
             ):
-                source, delay, ring, name = None, 0.0, None, 0
+                source, delay, emptied = None, 0.0, None
                 if maker is not None and (passes or maker[0] == rank):
                     source = times[Kind.F if on > 0 else Kind.I, stage - on]
                     delay = 0.0 if maker[0] == rank else costs.hop
@@ -390,9 +354,9 @@ class _Walker:
                     pair, name = (maker[0], rank), (2 * stage + (on < 0)) * self.count
                     mine, theirs = times[receive, stage], times[send, stage - on]
                     ring = self.ring(pair)
-                    source, delay = (mine, 0.0) if ring is None else (theirs, costs.hop)
+                    source, other = (mine, theirs) if ring is None else (theirs, None)
+                    emptied = None if ring is None else (ring, name)
                     flow = found.received.setdefault(pair, [])
-                    other = theirs if ring is None else None
                     messages[row_of(receive, chunk)] = None, mine, other, flow, name, ring
                 if reader is not None and reader[0] != rank and not passes:
                     pair, to = (rank, reader[0]), (2 * (stage + on) + (on < 0)) * self.count
@@ -402,16 +366,13 @@ class _Walker:
                     messages[row_of(send, chunk)] = ours
                 if on > 0:
                     cost = costs.forward[stage]
-                    computes[row] = source, delay, ring, name, None, made, None, cost, 1
+                    computes[row] = source, delay, emptied, None, made, None, cost, 1
                     continue
-                comes, first, last = (
-                    (source, delay, ring, name),
-                    costs.input[stage],
-                    costs.weight[stage],
-                )
-                computes[row_of(Kind.B, chunk)] = *comes, forward, made, weight, first + last, -1
-                computes[row_of(Kind.I, chunk)] = *comes, forward, made, None, first, 0
-                computes[row_of(Kind.W, chunk)] = None, 0.0, None, 0, made, weight, None, last, -1
+                first, last = costs.input[stage], costs.weight[stage]
+                comes = source, delay, emptied, forward, made
+                computes[row_of(Kind.B, chunk)] = *comes, weight, first + last, -1
+                computes[row_of(Kind.I, chunk)] = *comes, None, first, 0
+                computes[row_of(Kind.W, chunk)] = None, 0.0, None, made, weight, None, last, -1
         return computes, messages
 
     def ring(self, pair: Pair) -> _Ring | None:

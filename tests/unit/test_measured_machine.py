@@ -27,8 +27,9 @@ from parallel3d.estimate.profiled_cost import (
     step_parts,
 )
 from parallel3d.estimate.traffic import transfers
+from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
-from parallel3d.schedules.walk import Costs, ScheduleError, walk
+from parallel3d.schedules.walk import ScheduleError, walk
 from parallel3d.topology.layout import Layout
 from tests.unit.measured_machine import BLOCK, MADE, RATE, machine, seconds
 

@@ -17,8 +17,9 @@ from parallel3d.estimate.work import (
     split_evenly,
     stages_by_cost,
 )
+from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.walk import Costs, time_orders
+from parallel3d.schedules.walk import time_orders
 from tests.unit.plan_work import work
 
 

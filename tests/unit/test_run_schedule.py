@@ -18,7 +18,8 @@ from parallel3d.estimate.balance import (
     why_chosen,
 )
 from parallel3d.estimate.ops import layer_flops
-from parallel3d.schedules.choose import RankWork, choose, measure
+from parallel3d.schedules.choose import choose, measure
+from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.orders import StageAssignment
 
 

@@ -11,16 +11,12 @@ import pytest
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import check
-from parallel3d.schedules.choose import (
-    RankWork,
-    choose,
-    measure,
-    measured_schedules,
-)
+from parallel3d.schedules.choose import choose, measure, measured_schedules
+from parallel3d.schedules.costs import Costs, RankWork
 from parallel3d.schedules.messages import add_communication, peak_in_flight
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
-from parallel3d.schedules.walk import Costs, ScheduleError, time_orders
+from parallel3d.schedules.walk import ScheduleError, time_orders
 from tests.tools.schedule_faults import corrupt, is_sound
 
 
