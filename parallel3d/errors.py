@@ -34,10 +34,24 @@ def _brief(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or its kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Returns the known word that `word` is most likely meant to be, or None if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
+
+
+def nearest_hint(word: str, known: Iterable[str], key: str = "") -> str:
+    """Returns "; the nearest is …" for the end of a sentence, or "" if none is close.
+
+    `key` stands before the word, as "format=".
+    """
+    close = nearest(word, known)
+    return f"; the nearest is {key}{close}" if close else ""
 
 
 def closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:

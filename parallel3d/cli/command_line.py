@@ -42,7 +42,7 @@ from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
 from parallel3d.data.tokenizer import with_own_tokenizer
-from parallel3d.errors import USER_ERROR, UserError, nearest, print_line, readable
+from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
 from parallel3d.host.devices import HostError, check_precision_of, choose_device, gpu_environment
 from parallel3d.host.processes import open_closed_streams
 from parallel3d.run.directory import check_run, make_run_directory, take_run
@@ -307,8 +307,7 @@ def _unknown_subcommand(arguments: list[str]) -> str:
         )
     known = (s.split()[0] if s.split()[0] in FAMILIES else s for s in SUBCOMMANDS)
     names = list(dict.fromkeys(known))
-    close = nearest(word.lstrip("-"), names)
-    hint = f"; the nearest is {close}" if close else ""
+    hint = nearest_hint(word.lstrip("-"), names)
     if "=" in word:
         hint = f"; overrides come after it, as in: parallel3d train {word}"
     return f"{word} is not a subcommand: it must be one of {', '.join(names)}{hint}."

@@ -13,7 +13,7 @@ from textwrap import dedent
 
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.config.fields import all_keys, nearest_key, show
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError, nearest, nearest_hint
 from parallel3d.files import plain
 
 HELP = frozenset(("-h", "--help"))
@@ -45,8 +45,7 @@ def choose(command: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> str 
         return None
     name = argv[0]
     if name not in verbs:
-        close = nearest(name.lstrip("-"), verbs)
-        hint = f"; the nearest is {close}" if close else ""
+        hint = nearest_hint(name.lstrip("-"), verbs)
         raise UserError(
             f"{command} {name}: {name} is not a verb; it must be one of {', '.join(verbs)}{hint}"
         )

@@ -19,7 +19,7 @@ from parallel3d.config.fields import (
     unknown_key,
 )
 from parallel3d.config.schema import conf_dir
-from parallel3d.errors import UserError, nearest, readable
+from parallel3d.errors import UserError, nearest, nearest_hint, readable
 
 MOST_ENTRIES = 1000  # of a list: Hydra parses a thousand in a quarter of a second
 
@@ -131,8 +131,7 @@ def _wrong_preset(group: str, option: str) -> str:
         close = nearest(group, groups())
         hint = f"the nearest is {close}" if close else f"there are {', '.join(groups())}"
         return f"{group}={option}: {group} is not a group of presets; {hint}."
-    close = nearest(option, known)
-    hint = f"; the nearest is {group}={close}" if close else ""
+    hint = nearest_hint(option, known, f"{group}=")
     return f"{group}={option} must be one of {', '.join(known)}{hint}."
 
 

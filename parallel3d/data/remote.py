@@ -31,7 +31,7 @@ import fsspec
 
 from parallel3d.data import cache
 from parallel3d.data.cache import unusable
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, first_line
 from parallel3d.files import no_link
 
 T = TypeVar("T")
@@ -163,8 +163,8 @@ class BlockFile:
             ) from None
         except Exception as error:  # each of fsspec's file systems raises its own kinds
             raise UserError(
-                f"{named} cannot be read, {address}: {_words(error)}; give a pair that this host "
-                "can reach"
+                f"{named} cannot be read, {address}: {first_line(error)}; give a pair that this "
+                "host can reach"
             ) from error
         places = [digest.hex() for digest in self._places.values()]
         facts = json.dumps([*self._version, places]).encode()
@@ -279,7 +279,7 @@ class BlockFile:
         except UserError:
             raise
         except Exception as error:
-            raise OSError(f"{self.name} cannot be {verb}: {_words(error)}") from error
+            raise OSError(f"{self.name} cannot be {verb}: {first_line(error)}") from error
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.block"
@@ -298,11 +298,6 @@ def _retried(call: Callable[[], T]) -> T:
         except Exception:
             time.sleep(pause)
     return call()
-
-
-def _words(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _digest(block: bytes) -> bytes:

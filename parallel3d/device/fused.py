@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
+from parallel3d.errors import first_line
 
 _library = torch.library.Library("parallel3d", "FRAGMENT")
 
@@ -107,7 +108,7 @@ class _Fused(Generic[*Ts, T]):
                 return kernel(*plain)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
             # Raised before anything ran. The plain function is slower and gives the same.
-            self._warn(_first_line(error))
+            self._warn(first_line(error))
             self.compiles = False
             return self.function(*args)
 
@@ -161,7 +162,3 @@ def fused(function: Callable[[*Ts], T], *, least: int | None = None) -> Callable
         least: elements of its largest argument from which it is compiled; None: LEAST_ELEMENTS.
     """
     return _Fused(function, least)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -23,7 +23,7 @@ from parallel3d.checkpoint.hf.names import (
 )
 from parallel3d.config.fields import show
 from parallel3d.config.schema import ModelConfig
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError, nearest_hint
 
 # model.activation ↔ GPT-2's activation_function. Llama has SwiGLU alone, under the name silu.
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
@@ -150,8 +150,7 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns format and `model` section. Raises UserError for an unknown or unsupported key."""
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
-        close = nearest(str(kind), ARCHITECTURES)
-        hint = f"; the nearest is {close}" if close else ""
+        hint = nearest_hint(str(kind), ARCHITECTURES)
         raise UserError(
             f"config.json has model_type={show(kind)}: it must be one of "
             f"{', '.join(ARCHITECTURES)}{hint}"

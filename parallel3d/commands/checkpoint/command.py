@@ -12,7 +12,7 @@ from pathlib import Path
 from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError, nearest, nearest_hint
 
 CHECKPOINT = "checkpoint"
 RUNS_DIR = "runs_dir"
@@ -89,8 +89,7 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
         return list_runs(runs_dir, run or None)
     dtype = given.get("dtype")
     if dtype is not None and dtype not in DTYPES:
-        close = nearest(dtype, DTYPES)
-        hint = f"; the nearest is dtype={close}" if close else ""
+        hint = nearest_hint(dtype, DTYPES, "dtype=")
         raise UserError(f"dtype={show(dtype)} must be one of {', '.join(DTYPES)}{hint}")
     step = whole_number("step", given)
     if name in ("verify", "diff"):

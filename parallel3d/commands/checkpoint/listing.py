@@ -22,7 +22,7 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     unreadable,
 )
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import open_regular, plain, read_bounded
 from parallel3d.run.directory import CONFIG_FILE, TEMPORARY
 
@@ -40,10 +40,8 @@ def find_run(runs_dir: Path, run: str) -> Path:
     known = run_names(runs_dir)
     if run in known:
         return runs_dir / run
-    close = nearest(run, known)
-    hint = f"; the nearest is run={close}" if close else ""
-    if not known:
-        hint = f", which has none (runs_dir={runs_dir})"
+    none = f", which has none (runs_dir={runs_dir})"
+    hint = nearest_hint(run, known, "run=") if known else none
     raise UserError(f"run={run} is not a run in {runs_dir}{hint}")
 
 

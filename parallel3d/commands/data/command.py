@@ -10,7 +10,7 @@ from pathlib import Path
 from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
 from parallel3d.config.fields import show as shown
 from parallel3d.data.preprocess.formats import KINDS, PACKED
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError, nearest_hint
 
 DATA = "data"
 SMALLEST, LARGEST = 257, 1 << 24  # tokens of a trained tokenizer: 256 bytes and an end of text
@@ -84,8 +84,7 @@ def _run(name: str, given: Mapping[str, str]) -> int:
         return show.show(given["prefix"], given.get("tokenizer"), 3 if count is None else count)
     kind, text_key = given.get("format"), given.get("text_key", "text")
     if kind is not None and kind not in KINDS:
-        close = nearest(kind, KINDS)
-        hint = f"; the nearest is format={close}" if close else ""
+        hint = nearest_hint(kind, KINDS, "format=")
         raise UserError(f"format={shown(kind)} must be one of {', '.join(KINDS)}{hint}")
     to = Path(os.path.expanduser(given["to"]))
     if name == "train-tokenizer":
