@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
@@ -302,15 +303,7 @@ FEW = 64  # bytes of an all-reduce of a few numbers
 STATISTICS = 12  # bytes a token that each rank contributes to the loss
 
 
-class Passes(NamedTuple):
-    """Seconds of forward, input gradient and weight gradient of one micro-batch."""
-
-    forward: float = 0.0
-    input: float = 0.0
-    weight: float = 0.0
-
-    def plus(self, other: Passes, times: float = 1.0) -> Passes:
-        return Passes(*(a + times * b for a, b in zip(self, other, strict=True)))
+Passes: TypeAlias = NDArray[Any]  # seconds of forward, input gradient and weight gradient
 
 
 @dataclass(frozen=True)
@@ -355,7 +348,7 @@ class MeasuredCosts:
     def _measured(self, piece: str, ratio: float) -> Passes:
         """Returns a piece's measured passes, times the ratio of its FLOPs to the measured one's."""
         at = self.config.tp, self.rows
-        return Passes(*(ratio * self.machine[f"{piece}.{way}"](*at) for way in WAYS))
+        return ratio * np.array([self.machine[f"{piece}.{way}"](*at) for way in WAYS])
 
     def block(self) -> Passes:
         """Returns the passes of one transformer block without collectives and recomputation."""
@@ -364,7 +357,7 @@ class MeasuredCosts:
 
     def layer(self) -> Passes:
         """Returns the passes of one block with its collectives, without recomputation."""
-        return self.block().plus(Passes(self._tensor(2, 2, 2), self._tensor(2, 4, 2)))
+        return self.block() + np.array((self._tensor(2, 2, 2), self._tensor(2, 4, 2), 0.0))
 
     def recomputed(self) -> float:
         """Returns seconds of what a layer's backward recomputes."""
@@ -373,7 +366,7 @@ class MeasuredCosts:
         alone = parts - {small for large in parts for small in contained.get(large, ())}
         share = sum(self.machine[f"recompute.{part}"](self.config.tp) for part in alone)
         columns, rows = split_counts(repeated(layer_ops(widths(self.config.model)), parts))
-        return share * self.block().forward + self._tensor(rows, columns, rows)
+        return share * float(self.block()[0]) + self._tensor(rows, columns, rows)
 
     @property
     def _width(self) -> float:
@@ -382,7 +375,7 @@ class MeasuredCosts:
     def embedding(self) -> Passes:
         """Returns the passes of the look-up and its gradient."""
         found = self._measured("embedding", self._width)
-        return found.plus(Passes(self._tensor(1, 0, 1), self._tensor(0, 1, 0)))
+        return found + np.array((self._tensor(1, 0, 1), self._tensor(0, 1, 0), 0.0))
 
     def head(self) -> Passes:
         """Returns the passes of final norm, logits and loss; gradients are in the forward."""
@@ -390,14 +383,19 @@ class MeasuredCosts:
         tp = self.config.tp
         sums = self.collective("all_gather", tp, STATISTICS * tp * self.rows)
         found = self._measured("head", self._width * columns)
-        return found.plus(Passes(sums + self._tensor(1, 1, 1)))
+        return found + np.array((sums + self._tensor(1, 1, 1), 0.0, 0.0))
 
-    def elements(self, layers: range, first: bool, last: bool, both: bool) -> int:
-        """Counts a tensor rank's elements of one stage; `both`: it has both ends."""
-        parts = stage_parameters(
-            self.config.model, self.config.tp, layers, first, last, borrows_table=both
-        )
-        return sum(p.numel for p in parts)
+    def elements(self, stages: Sequence[int], last: int) -> int:
+        """Counts a tensor rank's elements of some of the stages, of which `last` has the head."""
+        both, splits = {0, last} <= {*stages}, layers_of_stages(self.config)
+        return sum(
+            part.numel
+            for stage in stages
+            for part in stage_parameters(
+                self.config.model, self.config.tp, splits[stage], stage == 0, stage == last,
+                borrows_table=both,
+            )
+        )  # fmt: skip
 
     def gradients(self, elements: int) -> float:
         """Returns seconds of gradient reductions over dp, and of zero's all-gathers."""
@@ -489,9 +487,7 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return sum(
-            (self.compute, self.bubble, self.messages, self.gradients, self.optimizer, self.fixed)
-        )
+        return float(sum(getattr(self, name) for name in STEP))
 
 
 def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
@@ -503,18 +499,13 @@ def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
     schedule = run_schedule(config)
     placement = schedule.placement
     each = _stages(config, costs)
-    sums = [sum(stage) for stage in each]
+    sums = [float(stage.sum()) for stage in each]
     held = [
         [placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(config.pp)
     ]
     count, last = config.num_microbatches, placement.stages - 1
-    splits = layers_of_stages(config)
-    elements = [
-        sum(costs.elements(splits[s], s == 0, s == last, 0 in mine and last in mine) for s in mine)
-        for mine in held
-    ]
-    gradients = [costs.gradients(n) for n in elements]
-    updates = [costs.update(n) for n in elements]
+    gradients = [costs.gradients(costs.elements(mine, last)) for mine in held]
+    updates = [costs.update(costs.elements(mine, last)) for mine in held]
     fixed, tied = costs.fixed(), costs.tied()
     ends = [
         g + u + fixed + tied * (0 in mine or last in mine)
@@ -522,21 +513,19 @@ def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
     ]
     hop, replicas = costs.hop(), config.tp * (config.dp or 1)
     speed = speed_of(machine, config.tp * config.pp * (config.dp or 1))
-    forward, input, weight = (tuple(max(s, 1e-9) for s in way) for way in zip(*each, strict=True))
+    forward, input, weight = (tuple(way) for way in np.maximum(each, 1e-9).T.tolist())
     clock = Costs(forward, input, weight, hop)
     total = shared_clock(schedule.orders, placement, clock, replicas, speed, ends)
-    messages = 2 * hop * count * max(placement.chunks * (config.pp > 1), 0)
+    messages = 2 * hop * count * placement.chunks
     busy = [count * sum(sums[s] for s in mine) for mine in held]
     slowest = max(range(config.pp), key=lambda rank: busy[rank] + ends[rank])
     alone = 1 / speed(config.pp * replicas)
-    parts = messages, gradients[slowest] + tied * (config.pp > 1), updates[slowest], fixed
-    shown = [part * alone for part in parts]
-    computing = busy[slowest] * alone
-    scale = min(1.0, total / (computing + sum(shown)))  # faster while others wait
-    shown, computing = [part * scale for part in shown], computing * scale
+    parts = busy[slowest], messages, gradients[slowest] + tied, updates[slowest], fixed
+    scale = min(alone, total / sum(parts))  # faster while others wait
+    computing, sent, reduced, updated, few = (part * scale for part in parts)
     work = replicas * (sum(busy) + sum(ends) + messages * config.pp)
-    bubble = total - computing - sum(shown)
-    return Parts(computing, bubble, shown[0], shown[1], shown[2], shown[3], work)
+    bubble = total - scale * sum(parts)
+    return Parts(computing, bubble, sent, reduced, updated, few, work)
 
 
 def _stages(config: Config, costs: MeasuredCosts) -> list[Passes]:
@@ -547,11 +536,11 @@ def _stages(config: Config, costs: MeasuredCosts) -> list[Passes]:
     found = []
     for stage, layers in enumerate(splits):
         repeated = recomputing(config.recompute_layers, stage, len(layers))
-        passes = Passes(action, action + again * repeated).plus(layer, len(layers))
+        passes = len(layers) * layer + np.array((action, action + again * repeated, 0.0))
         if stage == 0:
-            passes = passes.plus(costs.embedding())
+            passes = passes + costs.embedding()
         if stage == len(splits) - 1:
-            passes = passes.plus(costs.head())
+            passes = passes + costs.head()
         found.append(passes)
     return found
 
@@ -586,9 +575,7 @@ def measured_layouts(
     name = fixed.get("schedule")
     held = {key: value for key, value in fixed.items() if key != "schedule"}
     for choice in layouts(sizes, ranks, ranks, batch, held):
-        if choice.zero > 1 and "zero" not in fixed:
-            continue
-        if fixed.get("vpp", choice.vpp) != choice.vpp:
+        if (choice.zero > 1 and "zero" not in fixed) or fixed.get("vpp", choice.vpp) != choice.vpp:
             continue
         if choice.pp == 1:
             if name in (None, "1f1b", choice.schedule):
@@ -650,7 +637,10 @@ def price_measured(
     fits = np.array([p is not None for p in parts])
     seconds = _column(parts, "total")
     time = StepTime(*(_column(parts, name) for name in STEP))
-    held = _memory(peaks, machine.numbers["rank_gb"] * 1e9)
+    state = np.sum([_column(peaks, name) for name in STATE], axis=0)
+    whole = _column(peaks, "total") + machine.numbers["rank_gb"] * 1e9
+    activations, logits = _column(peaks, "activations"), _column(peaks, "logits")
+    held = MemoryEstimate(whole, state, activations, logits, np.zeros(len(peaks)), whole)
     order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: seconds[i])
     tight = held.total > PARALLEL3D["memory.tight"] * sizes["memory_bytes"]
     return Priced(choices, time, seconds, held, fits, tight, simple_first(choices, seconds, order))
@@ -659,14 +649,6 @@ def price_measured(
 def _column(found: Sequence[object | None], name: str) -> Number:
     """Returns one figure of all; infinite for those that were not priced or cannot run."""
     return np.array([np.inf if one is None else getattr(one, name) for one in found])
-
-
-def _memory(found: Sequence[RankMemory | None], bare: float) -> MemoryEstimate:
-    state = np.sum([_column(found, name) for name in STATE], axis=0)
-    total = _column(found, "total") + bare
-    none = np.zeros(len(found))
-    activations, logits = _column(found, "activations"), _column(found, "logits")
-    return MemoryEstimate(total, state, activations, logits, none, total)
 
 
 def _checked(config: Config) -> Config | None:

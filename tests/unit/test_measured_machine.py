@@ -133,7 +133,7 @@ def test_a_model_that_was_not_measured_is_scaled_by_flops_and_said_so(
     made, here = config(model=changes), machine(blocks_alone)
     flops = layer_flops(made.model)
     tokens = made.micro_batch_size * made.model.seq_length
-    assert MeasuredCosts(made, here).block().forward == pytest.approx(flops * tokens / RATE)
+    assert MeasuredCosts(made, here).block()[0] == pytest.approx(flops * tokens / RATE)
     said = scaled(here, "here.yaml", made.model)
     assert f"{flops / BLOCK.flops:.3g} times its FLOPs" in said and "\n" not in said
     assert scaled(here, "here.yaml", config(model={"num_layers": 6, "vocab_size": 512}).model) == ""
