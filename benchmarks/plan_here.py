@@ -1,6 +1,7 @@
-"""The plan of this machine against steps measured on it, and how good layout=auto chooses.
+r"""The plan of this machine against steps measured on it, and how good layout=auto chooses.
 
-    parallel3d calibrate calibrate.file=here.yaml
+    parallel3d calibrate calibrate.file=here.yaml model=llama_tiny model.num_query_groups=8 \
+        model.seq_length=128 global_batch_size=16
     python -m benchmarks.plan_here here.yaml [--rounds 3] [--steps 5] [--only one|steps|auto]
 
 `one`: models of several shapes on one rank; its step on the wall is of one thread and the plan's of

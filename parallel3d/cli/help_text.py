@@ -81,7 +81,7 @@ ABOUT = {
     "schedule": "draw a pipeline schedule, check it, and list time, bubble and memory of all",
     "plan": "price every layout of a model on a cluster and list the ten best, with time, MFU and "
     "memory; keys that are typed hold, the others are searched",
-    "calibrate": "measure this machine (matmuls, attention, memory, launches, collectives) into a "
+    "calibrate": "measure this machine (blocks of the model, memory, collectives) into a "
     "cluster file, which plan and train layout=auto read as cluster=FILE",
     "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
     "allocates, launches, computes and sends, and whether it fits",
@@ -150,7 +150,7 @@ EXAMPLES = {
         parallel3d plan model=llama3_8b cluster=dgx_h100 cluster.nodes=2 schedule=1f1b zero=1
         parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 plan.html=plan.html""",
     "calibrate": """\
-        parallel3d calibrate
+        parallel3d calibrate model=llama_tiny
         parallel3d calibrate precision=bf16 calibrate.file=here-bf16.yaml calibrate.ranks=4
         parallel3d plan cluster=calibrated.yaml model=gpt_tiny""",
     "schedule": """\
