@@ -166,6 +166,9 @@ def stretch(config: Config) -> float:
 
 WIDTH = 100
 GB = 1e9
+SIZES = ((GB, "GB"), (1e6, "MB"), (1e3, "kB"))
+WORK = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
+TIMES = ((1e-3, "ms"), (1e-6, "µs"))
 PART_LABELS = {
     "gemm_layers": "GEMMs of the layers",
     "gemm_head": "GEMMs of the head",
@@ -226,12 +229,11 @@ def _heading(facts: Facts) -> Iterator[str]:
         f"{facts['model']}, {si(facts['parameters'])}parameters, on {facts['world_size']:,} × "
         f"{facts['gpu']}" + (f" ({sizes})" if sizes else "")
     )
-    order = ""
-    if facts["settings"]["schedule"] not in IN_ORDER:
-        order = ", schedule={schedule} vpp={vpp}"
+    plain = facts["settings"]["schedule"] in IN_ORDER
     yield (
         "{global_batch_size} sequences of {seq_length} a step: micro-batches of {micro_batch_size},"
-        " {num_microbatches} a replica; {precision}, zero={zero}, recompute={recompute}" + order
+        " {num_microbatches} a replica; {precision}, zero={zero}, recompute={recompute}"
+        + ("" if plain else ", schedule={schedule} vpp={vpp}")
     ).format(**facts["settings"])
     if facts["compiled"]:
         yield "compile=true is estimated: the blocks' element-wise kernels are joined between GEMMs"
@@ -240,21 +242,18 @@ def _heading(facts: Facts) -> Iterator[str]:
 
 
 def _verdict(facts: Facts) -> str:
-    peak = max(row["peak_bytes"] for row in facts["rows"])
     memory, reserve = facts["gpu_memory_bytes"], facts["reserve_bytes"]
-    word = "fits" if facts["fits"] else "does not fit"
-    numbers = [three_digits(n / GB) for n in (peak, memory - reserve, memory, reserve)]
-    return "It {}: {} GB of {} ({} less {} kept for context, NCCL and fragments)".format(
-        word, *numbers
+    peak, usable, memory, reserve = (
+        three_digits(n / GB) for n in (facts["peak_bytes"], memory - reserve, memory, reserve)
+    )
+    return (
+        f"It {'fits' if facts['fits'] else 'does not fit'}: {peak} GB of {usable} ({memory} less "
+        f"{reserve} kept for context, NCCL and fragments)"
     )
 
 
-def _time_unit(facts: Facts) -> Unit:
-    return _unit(facts["seconds"], (1e-3, "ms"), (1e-6, "µs"))
-
-
 def _speed(facts: Facts) -> str:
-    bubble, time = "", _time_unit(facts)
+    bubble, time = "", _unit(facts["seconds"], *TIMES)
     if facts["layout"]["pp"] > 1:
         bubble = f", {percent(1 - facts['busy_share'])} of it the pipeline's bubble"
     return (
@@ -274,10 +273,9 @@ def _waits(facts: Facts) -> str:
 
 def _tables(facts: Facts) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yields (title, head, rows) of every table."""
-    sizes = ((GB, "GB"), (1e6, "MB"), (1e3, "kB"))
-    memory, moved = _unit(facts["peak_bytes"], *sizes), _unit(facts["bytes"], *sizes)
-    work = _unit(facts["flops"], (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
-    time, total = _time_unit(facts), facts["seconds"] or 1.0
+    memory, moved = _unit(facts["peak_bytes"], *SIZES), _unit(facts["bytes"], *SIZES)
+    work, time = _unit(facts["flops"], *WORK), _unit(facts["seconds"], *TIMES)
+    total = facts["seconds"] or 1.0
     if len(facts["rows"]) > 1:
         head = ["stage", "rank", f"peak {memory.name}", "peaks in", f"start {memory.name}"]
         yield (

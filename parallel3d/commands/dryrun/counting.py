@@ -77,8 +77,6 @@ class Gpu:
     def seconds(self, kind: str, flops: float, nbytes: float, dtype: str, head_dim: int) -> float:
         """Returns seconds of a kernel; `kind`: gemm_layers, gemm_head, attention or another."""
         moving = nbytes / (self.bandwidth * BANDWIDTH)
-        if not flops:
-            return moving
         share = SHARES.get(kind, ATTENTION_NARROW if head_dim <= NARROW else ATTENTION_WIDE)
         return max(moving, flops / (self.peaks.get(dtype, self.peak.flops) * share))
 
@@ -372,16 +370,16 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
 
 
 @cache
-def _facts(file: str, function: str) -> tuple[str | None, ...]:
+def _frame_facts(file: str, function: str) -> tuple[str | None, ...]:
     path = file.replace("\\", "/")
-    rows = (row for row in _FRAMES if row[0] in path and row[1] in (None, function))
-    return next(rows, (None,) * 5)
+    rows = (row[2:] for row in _FRAMES if row[0] in path and row[1] in (None, function))
+    return next(rows, (None, None, None))
 
 
 def _innermost(column: int) -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = _facts(frame.f_code.co_filename, frame.f_code.co_name)[column]
+        found = _frame_facts(frame.f_code.co_filename, frame.f_code.co_name)[column]
         if found is not None:
             return found
         frame = frame.f_back
@@ -390,19 +388,19 @@ def _innermost(column: int) -> str | None:
 
 def part_of_step() -> str:
     """Returns blocks, loss, optimizer, sharding (FSDP2's copies) or other."""
-    return _innermost(2) or BLOCKS
+    return _innermost(0) or BLOCKS
 
 
 def kind_of_memory() -> str:
     """Returns activations, logits, buffers, or FSDP2's parameters and gradients."""
-    return _innermost(3) or "activations"
+    return _innermost(1) or "activations"
 
 
 def phase_of_step() -> str:
     """Returns the phase in words."""
     by_autograd = isinstance(threading.current_thread(), threading._DummyThread)
     apart = "backward" if by_autograd else "between forward and backward passes"
-    return _innermost(4) or apart
+    return _innermost(2) or apart
 
 
 def caller() -> str:
