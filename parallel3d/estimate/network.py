@@ -46,7 +46,6 @@ SHOWN_PAIRS = 4
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
 
-Numbers = npt.NDArray[np.int32]
 Matrix = npt.NDArray[np.int64]  # (groups, members)
 Bytes = npt.NDArray[np.float64]
 
@@ -234,72 +233,25 @@ def neighbours(layout: Layout, dim: str) -> tuple[Slots, Slots]:
     return ranks[:, :-1].ravel(), ranks[:, 1:].ravel()
 
 
-@dataclass(frozen=True)
-class Fabric:
-    """Switches of a cluster's slots (equal numbers are the same switch) and their capacities,
-    computed once for many rank mappings."""
+def _levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
+    """Returns (groups, outer, inner): positions in `groups` (of slots) by domain, then by leaf
+    switch; None unless all groups have `inner` > 1 members in each of several domains.
 
-    cluster: Cluster
-
-    # int32 halves the memory traffic at a million ranks.
-    @cached_property
-    def domain(self) -> Numbers:
-        return self.cluster.domain.astype(np.int32)
-
-    @cached_property
-    def leaf(self) -> Numbers:
-        """(size,): one leaf switch is one rail of one unit."""
-        cluster = self.cluster
-        return (cluster.unit * cluster.rails + cluster.rail_of).astype(np.int32)
-
-    @cached_property
-    def nic(self) -> Numbers:
-        """(size,): one NIC is one rail of one node."""
-        cluster = self.cluster
-        return (cluster.node * cluster.rails + cluster.rail_of).astype(np.int32)
-
-    @cached_property
-    def leaf_nics(self) -> Slots:
-        """(leaf switches,): NICs under each; a NIC counts at its first GPU."""
-        cluster = self.cluster
-        first = np.flatnonzero(cluster.local < cluster.rails)
-        if cluster.local_rail:
-            first = np.unique(self.nic, return_index=True)[1]
-        leaves = (int(cluster.unit.max()) + 1) * cluster.rails
-        return np.bincount(self.leaf[first], minlength=leaves)
-
-    @cached_property
-    def shares_nics(self) -> bool:
-        """Whether any NIC has several GPUs."""
-        rails = self.cluster.local_rail
-        return len(set(rails)) < len(rails) or int(self.cluster.local.max()) >= self.cluster.rails
-
-    def kinds(self, here: Slots, there: Slots) -> npt.NDArray[np.int8]:
-        """Returns `Cluster.link_class` element by element; no GPU may meet itself."""
-        far = LinkClass.NONE if self.cluster.oversubscription is None else LinkClass.SPINE
-        found = np.where(self.leaf[here] == self.leaf[there], np.int8(LinkClass.RAIL), np.int8(far))
-        found[self.domain[here] == self.domain[there]] = LinkClass.NVLINK
-        return found
-
-    def levels(self, groups: Matrix) -> Matrix | None:
-        """Returns (groups, outer, inner): positions in `groups` (of slots) by domain, then by leaf
-        switch; None unless all groups have `inner` > 1 members in each of several domains.
-
-        The j-th members of all domains, in the order of their rails, form an outer group.
-        """
-        domain, size = self.domain[groups], groups.shape[1]
-        inner = int((domain[0] == domain[0, 0]).sum())
-        if inner in (1, size) or size % inner:
-            return None
-        order = np.lexsort((self.leaf[groups], domain), axis=1).reshape(len(groups), -1, inner)
-        placed = _tiled(domain, order)
-        whole = (placed == placed[:, :, :1]).all()
-        apart = (placed[:, 1:, 0] != placed[:, :-1, 0]).all()
-        return order if whole and apart else None
+    The j-th members of all domains, in the order of their rails, form an outer group.
+    """
+    domain, size = cluster.domain[groups], groups.shape[1]
+    inner = int((domain[0] == domain[0, 0]).sum())
+    if inner in (1, size) or size % inner:
+        return None
+    order = np.lexsort((cluster.leaf[groups], domain), axis=1).reshape(len(groups), -1, inner)
+    placed = _tiled(domain, order)
+    whole = (placed == placed[:, :, :1]).all()
+    apart = (placed[:, 1:, 0] != placed[:, :-1, 0]).all()
+    return order if whole and apart else None
 
 
 def _tiled(groups: npt.NDArray[Any], order: Matrix) -> npt.NDArray[Any]:
-    """Returns (groups, outer, inner) of (groups, n) in the order of `Fabric.levels`."""
+    """Returns (groups, outer, inner) of (groups, n) in the order of `_levels`."""
     return np.take_along_axis(groups, order.reshape(len(order), -1), axis=1).reshape(order.shape)
 
 
@@ -354,27 +306,27 @@ class DimLinks:
 
 def classify(placement: RankMapping) -> dict[str, DimLinks]:
     """Classifies the links of tp, cp, dp, pp and `embedding`."""
-    fabric = Fabric(placement.cluster)
-    return {dim: _classify(placement, fabric, dim) for dim in CLASSIFIED}
+    return {dim: _classify(placement, dim) for dim in CLASSIFIED}
 
 
-def _classify(placement: RankMapping, fabric: Fabric, dim: str) -> DimLinks:
+def _classify(placement: RankMapping, dim: str) -> DimLinks:
+    cluster = placement.cluster
     groups = placement.slots[members(placement.layout, dim)]
     count, size = groups.shape
     if size == 1:
         return DimLinks(dim, 1, count, {}, count, 0, 0)
     ranks = neighbours(placement.layout, dim)
     here, there = (placement.slots[r] for r in ranks)
-    kinds, rail = fabric.kinds(here, there), placement.cluster.rail_of
+    kinds, rail = cluster.link_class(here, there), cluster.rail_of
     counts = np.bincount(kinds, minlength=len(LinkClass))
     inside, one_leaf = (
         (numbers == numbers[:, :1]).all(axis=1)
-        for numbers in (fabric.domain[groups], fabric.leaf[groups])
+        for numbers in (cluster.domain[groups], cluster.leaf[groups])
     )
     crossing = np.flatnonzero(~inside & ~one_leaf)
 
     def pair(i: int) -> Pair:
-        a, b = (placement.cluster.slot_name(int(slots[i])) for slots in (here, there))
+        a, b = (cluster.slot_name(int(slots[i])) for slots in (here, there))
         return Pair((int(ranks[0][i]), int(ranks[1][i])), (a, b), LinkClass(kinds[i]))
 
     wanted = LinkClass.NVLINK if dim in ("tp", "cp") else LinkClass.RAIL
@@ -388,17 +340,17 @@ def _classify(placement: RankMapping, fabric: Fabric, dim: str) -> DimLinks:
         crossing=crossing.size,
         rails=np.unique(rail[groups[crossing[0]]]).size if crossing.size else 0,
         between_units=int(((kinds > LinkClass.RAIL) & (rail[here] == rail[there])).sum()),
-        hierarchy=None if dim in OPEN_CHAINS else _hierarchy(fabric, groups),
+        hierarchy=None if dim in OPEN_CHAINS else _hierarchy(cluster, groups),
         offending=tuple(pair(i) for i in np.flatnonzero(kinds > wanted)[:SHOWN_PAIRS]),
     )
 
 
-def _hierarchy(fabric: Fabric, groups: Matrix) -> Hierarchy | None:
+def _hierarchy(cluster: Cluster, groups: Matrix) -> Hierarchy | None:
     """Returns the two levels of groups of slots; None if groups have none or differ."""
-    order = fabric.levels(groups)
+    order = _levels(cluster, groups)
     if order is None:
         return None
-    rail = _tiled(fabric.cluster.rail_of[groups], order)
+    rail = _tiled(cluster.rail_of[groups], order)
     return Hierarchy(order.shape[2], order.shape[1], bool((rail == rail[:, :1]).all()))
 
 
@@ -410,7 +362,7 @@ def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[
     (snake), as the members of a process group are in rank order.
     """
     ranks = members(placement.layout, dim)
-    order = Fabric(placement.cluster).levels(placement.slots[ranks])
+    order = _levels(placement.cluster, placement.slots[ranks])
     if order is None:
         return None
     tiled = _tiled(ranks, order)
@@ -425,14 +377,14 @@ class Flows:
     """Simultaneous flows from slots `here` to `there`, element by element; `weights`: the fraction
     of a flow's bytes that each sends, None: 1."""
 
-    fabric: Fabric
+    cluster: Cluster
     here: Slots
     there: Slots
     weights: Bytes | None = None
 
     @cached_property
     def kinds(self) -> npt.NDArray[np.int8]:
-        return self.fabric.kinds(self.here, self.there)
+        return self.cluster.link_class(self.here, self.there)
 
     @cached_property
     def counts(self) -> dict[LinkClass, float]:
@@ -448,18 +400,18 @@ class Flows:
         """
         if LinkClass.NONE in self.counts:
             return None
-        fabric, cluster = self.fabric, self.fabric.cluster
+        cluster = self.cluster
         ends = (self.here,) if leaf_weight is not None else (self.here, self.there)
         through_nic, up = 1, 0.0  # the most flows through a NIC, and up a leaf over its NICs
         outside, spine = self.kinds > LinkClass.NVLINK, self.kinds == LinkClass.SPINE
-        if fabric.shares_nics:
+        if cluster.shares_nics:
             through_nic = max(
-                int(np.bincount(fabric.nic[end[outside]]).max(initial=1)) for end in ends
+                int(np.bincount(cluster.nic[end[outside]]).max(initial=1)) for end in ends
             )
         if spine.any():
-            nics = fabric.leaf_nics
+            nics = cluster.leaf_nics
             for end in ends:
-                flows = np.bincount(fabric.leaf[end[spine]], minlength=nics.size)
+                flows = np.bincount(cluster.leaf[end[spine]], minlength=nics.size)
                 load = flows / np.maximum(nics, 1) if leaf_weight is None else flows * leaf_weight
                 up = max(up, float(load.max()))
         found = [cluster.nvlink] if LinkClass.NVLINK in self.counts else []
@@ -472,7 +424,7 @@ class Flows:
 
 
 def flows_of(
-    dim: str, fabric: Fabric, groups: Matrix, loops: int = 1
+    dim: str, cluster: Cluster, groups: Matrix, loops: int = 1
 ) -> tuple[Flows, int, Flows | None]:
     """Returns the flows of all groups' rings (or stages), and in two levels the members inside of a
     domain and the flows between domains; else 1, None.
@@ -481,18 +433,18 @@ def flows_of(
     With `loops` the last rank sends to the first in all loops but one.
     """
     if dim == "pp" and (loops == 1 or groups.shape[1] == 2):
-        return Flows(fabric, groups[:, :-1].ravel(), groups[:, 1:].ravel()), 1, None
-    ring = Flows(fabric, groups.ravel(), np.roll(groups, -1, axis=1).ravel())
+        return Flows(cluster, groups[:, :-1].ravel(), groups[:, 1:].ravel()), 1, None
+    ring = Flows(cluster, groups.ravel(), np.roll(groups, -1, axis=1).ravel())
     if dim == "pp":
         weights = np.ones(groups.shape)
         weights[:, -1] = (loops - 1) / loops
         return replace(ring, weights=weights.ravel()), 1, None
-    order = None if dim in OPEN_CHAINS else fabric.levels(groups)
+    order = None if dim in OPEN_CHAINS else _levels(cluster, groups)
     if order is None:
         return ring, 1, None
     placed = _tiled(groups, order)
     after = np.roll(placed, -1, axis=1)  # the same member of the next domain
-    return ring, order.shape[2], Flows(fabric, placed.ravel(), after.ravel())
+    return ring, order.shape[2], Flows(cluster, placed.ravel(), after.ravel())
 
 
 @dataclass(frozen=True)
@@ -584,7 +536,6 @@ def price_step(
     placement: RankMapping,
     transfers: list[Transfer],
     *,
-    fabric: Fabric | None = None,
     algorithms: tuple[str, ...] = ALGORITHMS,
 ) -> StepPrice:
     """Returns seconds by dimension and bytes by link class of one step.
@@ -592,17 +543,17 @@ def price_step(
     `transfers` are the busiest rank's; those of pp are the traffic between two neighbours, half of
     it each way. Dimensions of size one are left out. `algorithms` limits those of reductions.
     """
-    fabric, layout = fabric or Fabric(placement.cluster), placement.layout
+    cluster, layout = placement.cluster, placement.layout
     dims = {}
     for dim in dict.fromkeys(t.dim for t in transfers):
         groups = placement.slots[members(layout, dim)]
         if groups.shape[1] == 1:
             continue
-        ring, inner, outer = flows_of(dim, fabric, groups, layout.loops)
+        ring, inner, outer = flows_of(dim, cluster, groups, layout.loops)
         between_domains = None if outer is None else outer.slowest()
         paths = Paths(groups.shape[1], ring.slowest(), inner, between_domains)
         priced = tuple(
-            price_transfer(t, paths, fabric.cluster, algorithms) for t in transfers if t.dim == dim
+            price_transfer(t, paths, cluster, algorithms) for t in transfers if t.dim == dim
         )
         flat, inside, between = flow_bytes(priced, paths)
         nbytes = {k: count * flat for k, count in ring.counts.items() if flat}
@@ -650,7 +601,7 @@ class Loads:
 
     def busiest(self, cluster: Cluster) -> dict[str, tuple[str, float]]:
         """Returns (name, bytes) of the busiest `nic` and `uplink`, if they are used."""
-        nics = np.bincount(cluster.node * cluster.rails + cluster.rail_of, self.nic)
+        nics = np.bincount(cluster.nic, self.nic)
         node, rail = divmod(int(nics.argmax()), cluster.rails)
         unit, leaf = divmod(int(self.port.argmax()), cluster.rails)
         uplink = f"uplink of the leaf of rail {leaf} in unit {unit}"
@@ -663,9 +614,9 @@ class Loads:
 
 def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
     """Returns the bytes that every GPU and leaf switch sends."""
-    cluster, fabric = placement.cluster, Fabric(placement.cluster)
+    cluster = placement.cluster
     nvlink, nic = np.zeros(cluster.size), np.zeros(cluster.size)
-    leaf = np.zeros(fabric.leaf_nics.size)
+    leaf = np.zeros(cluster.leaf_nics.size)
 
     def add(flows: Flows, nbytes: float) -> None:
         """Adds `nbytes` at the senders of the flows."""
@@ -673,7 +624,7 @@ def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
         for total, chosen, numbers in (
             (nvlink, kinds == LinkClass.NVLINK, slots),
             (nic, kinds > LinkClass.NVLINK, slots),
-            (leaf, kinds == LinkClass.SPINE, fabric.leaf[slots]),
+            (leaf, kinds == LinkClass.SPINE, cluster.leaf[slots]),
         ):
             weights = None if flows.weights is None else flows.weights[chosen]
             total += nbytes * np.bincount(numbers[chosen], weights, minlength=total.size)
@@ -681,17 +632,17 @@ def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
     for dim, priced in price.dims.items():
         groups = placement.slots[members(placement.layout, dim)]
         flat, inside, between = flow_bytes(priced.transfers, priced.paths)
-        ring, _, outer = flows_of(dim, fabric, groups, placement.layout.loops)
+        ring, _, outer = flows_of(dim, cluster, groups, placement.layout.loops)
         if dim == "pp":  # half of the bytes goes forward, half back
             add(ring, flat / 2)
-            add(Flows(fabric, ring.there, ring.here, ring.weights), flat / 2)
+            add(Flows(cluster, ring.there, ring.here, ring.weights), flat / 2)
             continue
         add(ring, flat)
         if outer is not None and between:
             add(outer, between)
             nvlink[groups.ravel()] += inside
     uplink = leaf.reshape(-1, cluster.rails)
-    nics = np.maximum(fabric.leaf_nics, 1).reshape(uplink.shape)
+    nics = np.maximum(cluster.leaf_nics, 1).reshape(uplink.shape)
     return Loads(nvlink, nic, uplink, uplink / nics * (cluster.oversubscription or 1.0))
 
 

@@ -109,7 +109,7 @@ def _finite(seconds: float) -> float | None:
 def _cluster(cluster: Cluster) -> dict[str, Any]:
     domains = np.unique(cluster.domain).size
     units = np.unique(cluster.unit).size
-    leaves = np.unique(cluster.unit * cluster.rails + cluster.rail_of).size
+    leaves = np.unique(cluster.leaf).size
     wires = {"nvlink": cluster.nvlink, "rail": cluster.rail}
     if cluster.oversubscription is not None:
         wires["spine"] = cluster.spine

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from parallel3d.estimate.network import Fabric, Transfer, loads_of, price_step, routes
+from parallel3d.estimate.network import Transfer, loads_of, price_step, routes
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import RankSample, merged
@@ -122,7 +122,7 @@ def test_estimate_equals_the_full_price_on_even_clusters() -> None:
         traffic = [t for t in traffic if t.dim != "world"]
         tiling = Tiling.parse(order, layout)
         unit = 8 * (cluster.unit_nodes or cluster.nodes)
-        sample = RankSample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
+        sample = RankSample(layout, np.arange(cluster.size), domain, unit, cluster)
         full = price_step(placed(cluster, layout, order), traffic).seconds
         assert sample.seconds(tiling, traffic, {}) == pytest.approx(full)
         compared += 1
@@ -148,7 +148,7 @@ def test_estimate_of_large_worlds_is_nearly_always_the_full_price() -> None:
             tiling = Tiling(tuple(digits), snake=True)
         traffic = [t for t in some_traffic(layout, rng) if t.dim != "world"]
         unit = 8 * (unit_nodes or nodes)
-        sample = RankSample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
+        sample = RankSample(layout, np.arange(cluster.size), domain, unit, cluster)
         full = price_step(RankMapping.tiled(cluster, layout, tiling), traffic).seconds
         exact += math.isclose(sample.seconds(tiling, traffic, {}), full, rel_tol=1e-9)
     assert exact >= 54

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.estimate.network import Fabric, Transfer, classify, price_step
+from parallel3d.estimate.network import Transfer, classify, price_step
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import every_tiling
@@ -22,8 +22,8 @@ from tests.pace import in_cpu_time
 from tests.placements import a_cluster, random_cluster, random_layout, slow_places, some_traffic
 
 
-def cost(placement: RankMapping, traffic: list[Transfer], fabric: Fabric | None = None) -> float:
-    price = price_step(placement, traffic, fabric=fabric)
+def cost(placement: RankMapping, traffic: list[Transfer]) -> float:
+    price = price_step(placement, traffic)
     return price.seconds if price.reachable else math.inf
 
 
@@ -108,12 +108,12 @@ def test_small_searches_find_the_best_of_all_tilings() -> None:
     while compared < 40:
         cluster = random_cluster(rng, 8)
         layout = random_layout(rng, min(cluster.size, 48))
-        traffic, fabric = some_traffic(layout, rng), Fabric(cluster)
+        traffic = some_traffic(layout, rng)
         every = every_tiling(layout, 200)
         if len(every) < 6:
             continue
         placements = (RankMapping.tiled(cluster, layout, t) for t in every)
-        best = min(cost(p, traffic, fabric) for p in placements)
+        best = min(cost(p, traffic) for p in placements)
         found = search(cluster, layout, traffic)[0].seconds
         assert found <= best * (1 + 1e-9)
         compared += 1
@@ -147,9 +147,9 @@ def unlike_permutations(cluster: Cluster) -> list[np.ndarray]:
 @pytest.mark.parametrize(("cluster", "layout"), TINY)
 def test_tiny_worlds_have_no_better_permutation(cluster: Cluster, layout: Layout) -> None:
     """All permutations of 6 or 8 GPUs with rank 0 on the first."""
-    traffic, fabric = some_traffic(layout), Fabric(cluster)
+    traffic = some_traffic(layout)
     tried = (RankMapping(cluster, layout, p, "tried") for p in unlike_permutations(cluster))
-    best = min(cost(placement, traffic, fabric) for placement in tried)
+    best = min(cost(placement, traffic) for placement in tried)
     assert math.isfinite(best)
     assert search(cluster, layout, traffic)[0].seconds == pytest.approx(best)
 

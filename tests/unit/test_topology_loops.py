@@ -12,7 +12,7 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops
-from parallel3d.estimate.network import Fabric, classify, loads_of, neighbours, price_step
+from parallel3d.estimate.network import classify, loads_of, neighbours, price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
@@ -117,7 +117,7 @@ def test_a_sample_of_all_ranks_sees_the_way_back(name: str, text: str) -> None:
     cluster = a_cluster(16, gpus=2, unit_nodes=4, oversubscription=2.0)
     placement = placed(cluster, config, text)
     layout, sent = placement.layout, transfers(config, placement.layout)
-    sample = RankSample(layout, np.arange(cluster.size), 2, 8, Fabric(cluster))
+    sample = RankSample(layout, np.arange(cluster.size), 2, 8, cluster)
     whole = price_step(placement, sent).seconds
     assert sample.seconds(Tiling.parse(text, layout), sent, {}) == pytest.approx(whole)
 
@@ -129,7 +129,7 @@ def test_a_sample_sees_that_the_way_back_has_an_uplink_for_itself() -> None:
     placement = placed(cluster, config)
     layout = placement.layout
     sent = [t for t in transfers(config, layout) if t.dim == "pp"]
-    sample = RankSample(layout, np.arange(3), 1, 2, Fabric(cluster))
+    sample = RankSample(layout, np.arange(3), 1, 2, cluster)
     text = Tiling.parse("tp-cp-dp-pp", layout)
     assert sample.seconds(text, sent, {}) == pytest.approx(price_step(placement, sent).seconds)
 

@@ -152,6 +152,31 @@ class Cluster:
             return np.asarray(self.node_unit, dtype=np.int64)[self.node]
         return self.node // (self.unit_nodes or self.nodes)
 
+    # int32 halves the memory traffic at a million ranks.
+    @cached_property
+    def leaf(self) -> npt.NDArray[np.int32]:
+        """(size,): the leaf switch of each slot, one rail of one unit."""
+        return (self.unit * self.rails + self.rail_of).astype(np.int32)
+
+    @cached_property
+    def nic(self) -> npt.NDArray[np.int32]:
+        """(size,): the NIC of each slot, one rail of one node."""
+        return (self.node * self.rails + self.rail_of).astype(np.int32)
+
+    @cached_property
+    def leaf_nics(self) -> Slots:
+        """(leaf switches,): NICs under each; a NIC counts at its first GPU."""
+        first = np.flatnonzero(self.local < self.rails)
+        if self.local_rail:
+            first = np.unique(self.nic, return_index=True)[1]
+        return np.bincount(self.leaf[first], minlength=(int(self.unit.max()) + 1) * self.rails)
+
+    @cached_property
+    def shares_nics(self) -> bool:
+        """Whether any NIC has several GPUs."""
+        several = len(set(self.local_rail)) < len(self.local_rail)
+        return several or int(self.local.max()) >= self.rails
+
     def sorted_slots(self) -> Slots:
         """Returns (size,): all slots, those with the fastest wires next to each other.
 
@@ -173,11 +198,11 @@ class Cluster:
         `RAIL` is one leaf switch: same rail, same unit. All other pairs of domains use the spine.
         """
         a, b = np.asarray(a), np.asarray(b)
-        one_leaf = (self.rail_of[a] == self.rail_of[b]) & (self.unit[a] == self.unit[b])
         far = LinkClass.NONE if self.oversubscription is None else LinkClass.SPINE
-        found = np.where(one_leaf, np.int8(LinkClass.RAIL), np.int8(far))
-        found = np.where(self.domain[a] == self.domain[b], np.int8(LinkClass.NVLINK), found)
-        return np.where(a == b, np.int8(LinkClass.SELF), found).astype(np.int8)
+        found = np.where(self.leaf[a] == self.leaf[b], np.int8(LinkClass.RAIL), np.int8(far))
+        found[self.domain[a] == self.domain[b]] = LinkClass.NVLINK
+        found[a == b] = LinkClass.SELF
+        return found
 
     def link(self, kind: LinkClass) -> Link:
         """Returns the speed of a link class for one GPU; the spine's when all GPUs use it.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parallel3d.estimate.network import OPEN_CHAINS, Fabric, Flows, Paths, Transfer, price_transfer
+from parallel3d.estimate.network import OPEN_CHAINS, Flows, Paths, Transfer, price_transfer
 from parallel3d.topology.cluster.parts import Cluster, Link, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.topology.tiling import SNAKED, Tiling
@@ -69,7 +69,7 @@ class RankSample:
     slots: Slots
     domain: int
     unit: int
-    fabric: Fabric
+    cluster: Cluster
     positions: Slots = field(init=False)
     leaf_weight: np.ndarray = field(init=False)
 
@@ -82,7 +82,7 @@ class RankSample:
         starts = np.unique(np.linspace(0, (world - 1) // stretch, count).astype(np.int64)) * stretch
         positions = (starts[:, None] + np.arange(stretch)).ravel()
         self.positions = positions[positions < world]
-        leaf, nics = self.fabric.leaf[self.slots[:world]], self.fabric.leaf_nics
+        leaf, nics = self.cluster.leaf[self.slots[:world]], self.cluster.leaf_nics
         used = np.bincount(leaf, minlength=nics.size)
         seen = np.bincount(leaf[self.positions], minlength=nics.size)
         self.leaf_weight = used / np.maximum(seen, 1) / np.maximum(nics, 1)
@@ -101,8 +101,7 @@ class RankSample:
                 continue
             if paths.flat is None and dim != "world":
                 return math.inf
-            cluster = self.fabric.cluster
-            mine = (price_transfer(t, paths, cluster) for t in transfers if t.dim == dim)
+            mine = (price_transfer(t, paths, self.cluster) for t in transfers if t.dim == dim)
             total += exposed.get(dim, 1.0) * math.fsum(p.seconds for p in mine)
         return total
 
@@ -150,7 +149,7 @@ class RankSample:
 
     def _wire(self, at: Slots, to: Slots) -> Link | None:
         """Returns the wire of the slowest of these flows."""
-        return Flows(self.fabric, self.slots[at], self.slots[to]).slowest(self.leaf_weight)
+        return Flows(self.cluster, self.slots[at], self.slots[to]).slowest(self.leaf_weight)
 
 
 def _shift(own: list[Digit], was: Coordinates, now: Coordinates) -> Slots:

@@ -27,7 +27,6 @@ import numpy as np
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.network import (
     DimLinks,
-    Fabric,
     Paths,
     StepPrice,
     Transfer,
@@ -86,14 +85,13 @@ class _Task:
     cluster: Cluster
     layout: Layout
     transfers: list[Transfer]
-    fabric: Fabric
     exposed: Mapping[str, float]  # by dimension, default 1
 
     def placed(self, tiling: Tiling, base: Base, is_default: bool = False) -> Candidate:
         """Returns the candidate priced in full; infinity if a needed wire is missing."""
         named = Candidate(tiling, base, math.inf, is_default)
         placement = RankMapping.tiled(self.cluster, self.layout, tiling, base.slots, str(named))
-        price = price_step(placement, self.transfers, fabric=self.fabric)
+        price = price_step(placement, self.transfers)
         seconds = math.inf
         if price.reachable:
             weighed = (self.exposed.get(d, 1.0) * x.seconds for d, x in price.dims.items())
@@ -134,7 +132,7 @@ def search(
 
     Raises ValueError for fewer slots than ranks.
     """
-    task = _Task(cluster, layout, transfers, Fabric(cluster), exposed or {})
+    task = _Task(cluster, layout, transfers, exposed or {})
     tried = bases(cluster, layout, slots)
     if tried[0].slots.size < layout.world_size:
         raise ValueError(f"{tried[0].slots.size} GPUs for {layout.world_size} ranks")
@@ -172,7 +170,7 @@ def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
     """Scores all tilings over one base."""
     layout = task.layout
     sample = (
-        None if in_full else RankSample(layout, base.slots, base.domain, base.unit, task.fabric)
+        None if in_full else RankSample(layout, base.slots, base.domain, base.unit, task.cluster)
     )
     found: dict[Tiling, Candidate] = {}
 
@@ -250,7 +248,7 @@ def _chosen(
     if wanted == "default":
         return RankMapping.tiled(cluster, layout, permutations(layout)[0], slots, "default order")
     tiling = _readable(wanted, layout)
-    task = _Task(cluster, layout, transfers, Fabric(cluster), {})
+    task = _Task(cluster, layout, transfers, {})
     tried = bases(cluster, layout, slots)
     if len(tried) == 1:
         return RankMapping.tiled(cluster, layout, tiling, slots)
