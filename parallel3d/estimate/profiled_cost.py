@@ -97,7 +97,7 @@ TABLES = {
     **{f"recompute.{part}": 1 for part in PARTS},  # tp: share of a block's forward
     "update": 1,  # elements: gradients cleared and clipped, the optimizer's step
     **{name + way: 2 for name in COLLECTIVES for way in ("", SHARED)},  # ranks, bytes
-    "together": 1,  # slow-down by busy ranks, one core each
+    "together": 1,  # busy ranks: slow-down of each one's CPU seconds
     "threads": 1,  # slow-down by threads
 }
 # Seconds of the host for a pipeline action, bytes of a rank without tensors and of all memory.
@@ -524,6 +524,7 @@ def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
     scale = min(alone, total / sum(parts))  # faster while others wait
     computing, sent, reduced, updated, few = (part * scale for part in parts)
     work = replicas * (sum(busy) + sum(ends) + messages * config.pp)
+    work *= machine["together"](config.pp * replicas)
     bubble = total - scale * sum(parts)
     return Parts(computing, bubble, sent, reduced, updated, few, work)
 
@@ -548,7 +549,8 @@ def _stages(config: Config, costs: MeasuredCosts) -> list[Passes]:
 def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
     """Returns a function: number of busy ranks → speed of each, 1 as if alone with one thread.
 
-    Ranks share the cores, and busy cores slow each other by what they share besides.
+    Ranks share the cores, and busy ranks slow each other by what they share besides: memory, and
+    the caches of a core that several take turns on.
     """
     if not machine.shares:
         return lambda busy: 1.0
@@ -558,7 +560,7 @@ def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
     def speed(busy: int) -> float:
         own = min(1.0, cores / busy)
         alone = machine["threads"](threads) if threads > 1 else 1.0
-        return own / machine["together"](min(busy, cores)) / alone
+        return own / machine["together"](busy) / alone
 
     return speed
 

@@ -407,14 +407,15 @@ def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, T
 
 
 def slowing(config: Config, device: torch.device, tell: Tell) -> dict[str, Table]:
-    """Measures blocks on several ranks at once, up to one a core, and on one with several threads.
+    """Measures blocks on several ranks at once, and on one with several threads; collective.
 
-    Collective. Tables of the slow-down by ranks (`together`) and threads, at most 1 for threads.
+    Ranks that share a core count their own CPU seconds: those lost to others' use of its cache.
+    Returns tables of the slow-down by ranks (`together`) and threads, at most 1 for threads.
     """
-    on_gpu, world = accelerator.is_accelerator(device), dist.get_world_size()
+    on_gpu = accelerator.is_accelerator(device)
     run = Pieces(config, config.model, 1, device).run
     times: dict[Point, float] = {}
-    for count in powers_of_two(world if on_gpu else min(world, cores())):
+    for count in powers_of_two(dist.get_world_size()):
         tell(f"blocks on {count} ranks at once")
         dist.barrier()
         work = [s for _, s in windows(run, device, 1, 8)] if dist.get_rank() < count else []
