@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from parallel3d.errors import UserError
 from parallel3d.schedules.costs import RankWork
-from parallel3d.schedules.greedy import Rule, list_schedule
-from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
+from parallel3d.schedules.greedy import SAME, greedy_schedules
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.table import read_file
 from parallel3d.schedules.walk import walk
 
-WORK = 600_000  # actions that the search schedules: a few seconds
-SAME = 1e-9
-# Micro-batches × stages that can be searched in a few seconds.
-LARGEST = 300_000
+LARGEST = 300_000  # micro-batches × stages that can be searched in a few seconds
 
 
 @dataclass(frozen=True)
@@ -140,8 +135,8 @@ def choose(
         named = measured_schedules(ranks, microbatches, chunks, work)
     fitting = [one for one in named if one.peak_live <= memory + SAME]
     fitting.sort(key=_merit)
-    found = [measure(s, work) for s in _greedy(ranks, microbatches, chunks, work, memory)]
-    found = [choice for choice in found if choice.peak_live <= memory + SAME]
+    greedy = greedy_schedules(ranks, microbatches, chunks, work, memory)
+    found = [one for one in (measure(s, work) for s in greedy) if one.peak_live <= memory + SAME]
     best = min([*fitting, *found], key=_merit, default=None)
     if best is None:
         raise UserError(
@@ -166,33 +161,3 @@ def _why(best: ScheduleChoice, fitting: Sequence[ScheduleChoice], memory: float)
     beaten = f"; next {' and '.join(others)}" if others else ""
     held = f"at most {memory:g} of 1F1B's activations"
     return f"{kind}: {best.overhead:.1%} over compute with {held}{beaten}"
-
-
-def _greedy(
-    ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
-) -> Iterator[Schedule]:
-    """Yields greedy schedules over interleaved orders, the most promising first, until WORK is
-    done: several numbers of chunks, sizes of groups and rules."""
-    # `chunks`, then a few smaller numbers; groups of `ranks`, and larger ones where memory allows,
-    # to hide slow hops.
-    counts = sorted({chunks, *(n for n in (4, 3, 2, 1) if n <= chunks)}, reverse=True)
-    groups = [ranks, *(round(ranks * part) for part in (1.125, 1.25, 1.375) if part <= memory)]
-    groups = sorted({min(group, microbatches) for group in groups})
-    left = WORK
-    for wait_fraction, alternates, slope, group, count in product(
-        (0.25, 0.0, 0.5), (True, False), (0.0, 0.25), groups, counts
-    ):
-        actions = 3 * ranks * count * microbatches
-        if left < actions:
-            return
-        left -= actions
-        placement = StageAssignment(ranks, count)
-        if not work.fits(placement):
-            continue
-        most = int(memory * min(ranks, microbatches) * count + SAME)
-        caps = tuple(max(count, int(most - slope * rank)) for rank in range(ranks))
-        base = interleaved_zero_bubble(ranks, count, microbatches, group)
-        rule = Rule(caps, wait_fraction, alternates)
-        orders = list_schedule(base, placement, work.costs(placement), rule)
-        if orders is not None:
-            yield Schedule("auto", placement, microbatches, orders)

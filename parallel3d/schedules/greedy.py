@@ -9,14 +9,48 @@ and hops decide which kind comes next and how far forwards run ahead.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, action
-from parallel3d.schedules.costs import Costs
-from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.costs import Costs, RankWork
+from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
+from parallel3d.schedules.schedule import Schedule
 
+WORK = 600_000  # actions that the search schedules: a few seconds
+SAME = 1e-9
 _LATER = 1e-9  # seconds: arrivals closer than this count as simultaneous
+
+
+def greedy_schedules(
+    ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
+) -> Iterator[Schedule]:
+    """Yields greedy schedules over interleaved orders, the most promising first, until WORK is
+    done: several numbers of chunks, sizes of groups and rules."""
+    # `chunks`, then a few smaller numbers; groups of `ranks`, and larger ones where memory allows,
+    # to hide slow hops.
+    counts = sorted({chunks, *(n for n in (4, 3, 2, 1) if n <= chunks)}, reverse=True)
+    groups = [ranks, *(round(ranks * part) for part in (1.125, 1.25, 1.375) if part <= memory)]
+    groups = sorted({min(group, microbatches) for group in groups})
+    left = WORK
+    for wait_fraction, alternates, slope, group, count in product(
+        (0.25, 0.0, 0.5), (True, False), (0.0, 0.25), groups, counts
+    ):
+        actions = 3 * ranks * count * microbatches
+        if left < actions:
+            return
+        left -= actions
+        placement = StageAssignment(ranks, count)
+        if not work.fits(placement):
+            continue
+        most = int(memory * min(ranks, microbatches) * count + SAME)
+        caps = tuple(max(count, int(most - slope * rank)) for rank in range(ranks))
+        base = interleaved_zero_bubble(ranks, count, microbatches, group)
+        rule = Rule(caps, wait_fraction, alternates)
+        orders = list_schedule(base, placement, work.costs(placement), rule)
+        if orders is not None:
+            yield Schedule("auto", placement, microbatches, orders)
 
 
 @dataclass(frozen=True)
@@ -47,7 +81,11 @@ def list_schedule(
 
 
 class _Run:
-    """Schedules one step; queues are lists with the number of entries done."""
+    """Schedules one step; queues are lists with the number of entries done.
+
+    Makes a program, unlike `walk`, which reads one: what a rank does next depends on what has come
+    by now, so that events are taken in order of time.
+    """
 
     def __init__(
         self,
@@ -59,58 +97,58 @@ class _Run:
         self.placement, self.costs, self.rule = placement, costs, rule
         self.forwards = [_queue(order, (Kind.F,)) for order in base]
         self.inputs = [_queue(order, (Kind.I, Kind.B)) for order in base]
-        self.done = [[0, 0, 0] for _ in base]  # forwards, input gradients, weight gradients
-        self.came: dict[tuple[bool, int, int, int], float] = {
-            (False, *placement.place(0), m): 0.0 for m in {m for m, _ in self.forwards[0]}
-        }  # (is backward, rank, chunk, micro-batch) → arrival of its input
+        self.done = [{Kind.F: 0, Kind.I: 0, Kind.W: 0} for _ in base]
+        # (kind, rank, chunk, micro-batch) → arrival of its input
+        self.came: dict[tuple[Kind, int, int, int], float] = {
+            (Kind.F, *placement.place(0), m): 0.0 for m, _ in self.forwards[0]
+        }
         self.free = [0.0] * placement.ranks
         self.last_was_input = [False] * placement.ranks
         self.orders: ComputeSchedule = [[] for _ in base]
         self.events = [(0.0, rank) for rank in range(placement.ranks)]
 
     def is_done(self, rank: int) -> bool:
-        return self.done[rank][2] == len(self.inputs[rank])
+        return self.done[rank][Kind.W] == len(self.inputs[rank])
 
     def decide(self, rank: int, now: float) -> None:
         """Starts the rank's next action by the rule, or wakes it when that may change."""
-        forwards, inputs, weights = self.done[rank]
-        if weights == len(self.inputs[rank]):
+        if self.is_done(rank):
             return
-        full = forwards - weights >= self.rule.caps[rank]
-        backward = self._arrival(True, rank, self.inputs[rank], inputs)
-        forward = None if full else self._arrival(False, rank, self.forwards[rank], forwards)
-        can_backward = backward is not None and backward <= now + _LATER
-        can_forward = forward is not None and forward <= now + _LATER
+        done = self.done[rank]
+        full = done[Kind.F] - done[Kind.W] >= self.rule.caps[rank]
+        backward = self._arrival(Kind.I, rank)
+        forward = _NEVER if full else self._arrival(Kind.F, rank)
+        can_backward, can_forward = backward <= now + _LATER, forward <= now + _LATER
         if can_backward and can_forward:
             can_backward = not (self.rule.alternates and self.last_was_input[rank])
+        coming = min(backward, forward)
         if can_backward:
             self._start(Kind.I, rank, now)
         elif can_forward:
             self._start(Kind.F, rank, now)
-        else:
-            coming = min((t for t in (backward, forward) if t is not None), default=float("inf"))
-            if weights < inputs and (full or coming - now > self._wait(rank)):
-                self._start(Kind.W, rank, now)
-            elif coming < float("inf"):
-                heapq.heappush(self.events, (coming, rank))
+        elif done[Kind.W] < done[Kind.I] and (full or coming - now > self._wait(rank)):
+            self._start(Kind.W, rank, now)
+        elif coming < _NEVER:
+            heapq.heappush(self.events, (coming, rank))
 
-    def _arrival(
-        self, backward: bool, rank: int, queue: Sequence[tuple[int, int]], done: int
-    ) -> float | None:
-        if done == len(queue):
-            return None
-        m, chunk = queue[done]
-        return self.came.get((backward, rank, chunk, m))
+    def _next(self, kind: Kind, rank: int) -> tuple[int, int]:
+        """Returns the (micro-batch, chunk) of the rank's next action of this kind."""
+        queue = self.forwards[rank] if kind == Kind.F else self.inputs[rank]
+        return queue[self.done[rank][kind]]
+
+    def _arrival(self, kind: Kind, rank: int) -> float:
+        if self.done[rank][kind] == len(self.inputs[rank]):
+            return _NEVER
+        m, chunk = self._next(kind, rank)
+        return self.came.get((kind, rank, chunk, m), _NEVER)
 
     def _wait(self, rank: int) -> float:
-        chunk = self.inputs[rank][self.done[rank][2]][1]
+        chunk = self._next(Kind.W, rank)[1]
         return self.rule.wait_fraction * self.costs.weight[self.placement.stage(rank, chunk)]
 
     def _start(self, kind: Kind, rank: int, now: float) -> None:
-        which = 0 if kind == Kind.F else 1 if kind == Kind.I else 2
-        queue = self.forwards[rank] if kind == Kind.F else self.inputs[rank]
-        m, chunk = queue[self.done[rank][which]]
-        self.done[rank][which] += 1
+        m, chunk = self._next(kind, rank)
+        self.done[rank][kind] += 1
         self.orders[rank].append(action(kind, m, chunk))
         end = now + self.costs.of(kind, self.placement.stage(rank, chunk))
         self.free[rank] = end
@@ -118,16 +156,17 @@ class _Run:
         self.last_was_input[rank] = kind == Kind.I
         if kind == Kind.W:
             return
-        backward = kind == Kind.I
-        reader = self.placement.neighbour(rank, chunk, -1 if backward else 1)
-        if reader is None and backward:
+        reader = self.placement.neighbour(rank, chunk, -1 if kind == Kind.I else 1)
+        if reader is None and kind == Kind.I:
             return
-        # The last stage starts its own backward.
-        if reader is None:
-            backward, reader = True, (rank, chunk)
+        if reader is None:  # the last stage starts its own backward
+            kind, reader = Kind.I, (rank, chunk)
         arrival = end + (self.costs.hop if reader[0] != rank else 0.0)
-        self.came[(backward, *reader, m)] = arrival
+        self.came[(kind, *reader, m)] = arrival
         heapq.heappush(self.events, (arrival, reader[0]))
+
+
+_NEVER = float("inf")
 
 
 def _queue(order: Sequence[Action], kinds: tuple[Kind, ...]) -> list[tuple[int, int]]:
