@@ -32,6 +32,21 @@ def test_a_shard_holds_the_parameters_of_a_tensor_rank(tp: int) -> None:
     assert [p.numel for p in shard] == [p.numel for p in rank]
 
 
+def test_tensor_sizes_are_those_that_a_run_allows() -> None:
+    model = ModelConfig(hidden_size=120, num_attention_heads=12, num_query_groups=6, vocab_size=384)
+    assert measure.tensor_sizes(model, 12) == [1, 2, 3, 6, 12]
+    assert measure.tensor_sizes(model, 4) == [1, 2, 3]
+
+
+def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
+    config = Config(device="cpu", model=MODEL, global_batch_size=16)
+    config.calibrate.passes = 1
+    with patch.multiple(measure, LONG_S=0.0, MOST_RUNS=1):
+        tables, _ = measure.pieces(config, CPU, 2, lambda _: None)
+    assert tables["block.forward"].axes == ((1, 2), (16, 32))
+    assert tables["recompute.mlp"].axes == ((1, 2),)
+
+
 def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None:
     config = Config(device="cpu", model=MODEL, global_batch_size=1)
     pieces = measure.Pieces(config, MODEL, 1, CPU, [(), ("layer",)])

@@ -188,7 +188,7 @@ BLOCKS = 4  # of a stage: more weights than the next block finds in a cache
 MICRO_BATCHES = (1, 2, 4, 16)  # the first two always, the others up to the global batch
 TOGETHER = 2  # micro-batches of a run of the executor
 RUN_S, MOST_RUNS = 0.4, 8  # of a point in a pass
-LONG_S = 8.0  # of a point: larger micro-batches are not measured
+LONG_S = 8.0  # of a point: no larger micro-batch is measured
 
 
 class WorkTimes(ActionTimes):
@@ -213,8 +213,12 @@ def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
 
 def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
     """Returns the tp that layouts of up to `most` ranks have."""
-    sizes = model.num_attention_heads, model.ffn_size, model.padded_vocab_size
-    return [tp for tp in range(1, most + 1) if not any(size % tp for size in sizes)]
+    sizes, kv = (model.num_attention_heads, model.ffn_size, model.padded_vocab_size), model.kv_heads
+    return [
+        tp
+        for tp in range(1, most + 1)
+        if not any(size % tp for size in sizes) and not (kv % tp and tp % kv)
+    ]
 
 
 class Pieces:
@@ -239,11 +243,11 @@ class Pieces:
             config.seed, torch.promote_types(dtype, torch.float32), device, deferred=True
         )
         usual = BuildContext.of_run(config, initializer, groups.tp)
-        self.blocks, self.device = min(BLOCKS, model.num_layers), device
+        self.device, blocks = device, min(BLOCKS, model.num_layers)
         stages = [Stage(model, range(0), True, False, usual, first_and_last_share_rank=True)]
         for i, way in enumerate(ways):
             context = dataclasses.replace(usual, recompute=parts_of(tuple(way)))
-            layers = range(i * self.blocks, (i + 1) * self.blocks)
+            layers = range(i * blocks, (i + 1) * blocks)
             stages.append(Stage(model, layers, False, False, context))
         stages.append(Stage(model, range(0), False, True, usual, stages[0], True))
         self.engine = data_parallel_engine(config, stages, initializer, dtype, groups)
@@ -316,32 +320,39 @@ def pieces(
     Returns the tables, and seconds of the host between two actions.
     """
     found: dict[str, dict[Point, float]] = {}
-    ways = [(), *((part,) for part in PARTS)]
     sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
 
     def keep(name: str, point: Point, seconds: float) -> None:
         points = found.setdefault(name, {})
         points[point] = max(min(seconds, points.get(point, seconds)), LEAST)
 
+    def measure(
+        shard: ModelConfig, size: int, ways: Sequence[Collection[str]]
+    ) -> tuple[dict[str, float], int]:
+        here = Pieces(config, shard, size, device, ways)  # freed before the next is made
+        return here.best(), here.elements
+
     for number, tp in product(range(config.calibrate.passes), tensor_sizes(config.model, most)):
         shard = shard_of(config.model, tp)
-        for size in list(sizes):
+        blocks = min(BLOCKS, shard.num_layers)
+        for place, size in enumerate(sizes):
             tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
-            begun, here = time.perf_counter(), Pieces(config, shard, size, device)
-            times, at = here.best(), (tp, size * shard.seq_length)
+            begun, at = time.perf_counter(), (tp, size * shard.seq_length)
+            times, elements = measure(shard, size, [()])
             for chunk, (name, count) in enumerate(
-                {"embedding": 1, "block": here.blocks, "head": 1}.items()
+                (("embedding", 1), ("block", blocks), ("head", 1))
             ):
                 for way, kind in zip(WAYS, "FIW", strict=True):
                     keep(f"{name}.{way}", at, times[f"{kind}{chunk}"] / count)
-            keep("update", (here.elements,), times["update"])
+            keep("update", (elements,), times["update"])
             keep("action", (), times["action"])
-            if number == 0 and time.perf_counter() - begun > LONG_S:
-                sizes = [n for n in sizes if n <= max(size, 2)]  # tp=1 comes first
+            long = time.perf_counter() - begun > LONG_S
+            if number == 0 and tp == 1 and place and long:
+                sizes = sizes[: place + 1]
+                break
         tell(f"tp={tp}, recomputation, pass {number + 1}")
-        here = Pieces(config, shard, sizes[1], device, ways)
-        times = here.best()
-        keep("update", (here.elements,), times["update"])
+        times, elements = measure(shard, sizes[1], [(), *((part,) for part in PARTS)])
+        keep("update", (elements,), times["update"])
         for chunk, part in enumerate(PARTS, 2):
             more = times[f"I{chunk}"] - times["I1"]
             keep(f"recompute.{part}", (tp,), max(more / times["F1"], 1e-3))
