@@ -3,7 +3,8 @@
     python -m benchmarks.published CALIBRATION QUESTIONS [--out predictions.json] [--write]
 
 CALIBRATION and QUESTIONS are folders of JSON files as docs/planner.md describes. Constants are
-fitted on calibration rows alone. Errors are of groups that were left out of the fit as wholes.
+fitted on calibration rows alone. Errors are of groups, and choices (their number, the median regret
+and the rank correlation) of model sizes, that were left out of the fit as wholes.
 `--write` keeps the constants in parallel3d/estimate/constants.json.
 """
 
@@ -13,8 +14,9 @@ import argparse
 import json
 import subprocess
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,99 +28,156 @@ from benchmarks.published_rows import Run, read_folder
 from benchmarks.published_scores import (
     PEERS,
     balanced,
-    by_group,
+    choose,
     errors,
     null,
-    rank_correlation,
-    regret,
     scaled,
 )
-from parallel3d.estimate.rates import FILE, Constants
+from parallel3d.estimate.rates import FILE, Constants, Seen
 
 Array = NDArray[np.float64]
 FOLDS = 6
+SHARE = (0.1, 0.9)  # between which a range holds 80 % of left-out rows
 WITH_MEMORY = ("nanotron_playbook", "bigscience_bloom_3d", "torchtitan")
 
 
-def folds(runs: Sequence[Run]) -> list[int]:
-    """Each run's fold: groups go round in turn within their set, so no group is in two folds."""
-    order: dict[str, list[str]] = {}
-    for run in runs:
-        groups = order.setdefault(run.set, [])
-        if run.group not in groups:
-            groups.append(run.group)
-    return [sorted(order[run.set]).index(run.group) % FOLDS for run in runs]
+def device(run: Run) -> float:
+    return run.candidates[0]["speed"]
+
+
+def size(run: Run) -> float:
+    return run.candidates[0]["hidden"]
+
+
+def folds(runs: Sequence[Run], kind: Callable[[Run], float] | None = None) -> list[int]:
+    """Each run's fold. Whole groups go round in turn within their set, or whole `kind`s in all
+    sets, so that none is in two folds."""
+    keys = [("", kind(run)) if kind else (run.set, run.group) for run in runs]
+    order: dict[str, list[float | str]] = {}
+    for name, key in sorted(set(keys)):  # type: ignore[type-var]
+        order.setdefault(name, []).append(key)
+    return [order[name].index(key) % FOLDS for name, key in keys]
 
 
 @dataclass
 class Held:
-    """What is said of each run by constants that its group had no part in."""
+    """What is said of each run by constants that its fold had no part in."""
 
     seconds: Array
-    null: Array
-    planted: Array  # one constant for all sets in the planner's place
     gib: Array  # as its source reports it
     fits: NDArray[np.bool_]
+    fold: list[int]
+    novel: list[str]  # key of `ranges`
 
 
-def left_out(runs: Sequence[Run]) -> Held:
-    """Every run's prediction with its whole group left out of the fit."""
-    seconds, nulls, planted, gib = (np.full(len(runs), np.nan) for _ in range(4))
-    well = np.zeros(len(runs), dtype=bool)
-    fold, plain = folds(runs), null(runs)
-    measured = np.array([run.seconds or np.nan for run in runs])
-    for k in range(FOLDS):
+def left_out(runs: Sequence[Run], fold: list[int]) -> Held:
+    """Every run's prediction with its whole fold left out of the fit."""
+    seconds, gib = (np.full(len(runs), np.nan) for _ in range(2))
+    well, novel = np.zeros(len(runs), dtype=bool), ["known"] * len(runs)
+    for k in sorted(set(fold)):
         known = [run for run, f in zip(runs, fold, strict=True) if f != k]
         rows = [i for i, f in enumerate(fold) if f == k]
-        if not rows:
-            continue
         peaks = fit_memory(known)
         values = fit_times(known, peaks)
         hidden = Table.of([runs[i] for i in rows]).with_stalls(peaks)
         seconds[rows] = hidden.seconds(Constants(values))
         gib[rows] = hidden.reported(peaks)
+        seen = Seen.of([run.candidates[0] for run in known if run.seconds])
         for i, peak in zip(rows, hidden.memory(peaks), strict=True):
             well[i] = fits(runs[i], peak, peaks)
+            novel[i] = seen.novelty(runs[i].candidates[0])
+    return Held(seconds, gib, well, fold, novel)
+
+
+def spreads(
+    runs: Sequence[Run], held: Sequence[Held]
+) -> tuple[dict[str, list[float]], list[float]]:
+    """By novelty, measured over predicted seconds that a tenth of left-out rows are below and
+    above; and the share of rows inside, each by the other folds' figures."""
+    ok = [i for i, run in enumerate(runs) if run.seconds and run.trusted]
+    ratio = np.concatenate([
+        np.array([runs[i].seconds for i in ok], dtype=float) / h.seconds[ok] for h in held
+    ])  # fmt: skip
+    novel = np.array([h.novel[i] for h in held for i in ok])
+    fold = np.array([h.fold[i] for h in held for i in ok])
+    sets = [runs[i].set for i in ok] * len(held)
+    # Few places can be left out, so that there each set has one vote.
+    there = Counter(zip(sets, novel.tolist(), strict=True))
+    votes = np.array(
+        [1 / there[key] if key[1] == "place" else 1.0 for key in zip(sets, novel, strict=True)]
+    )
+    made, shares = {}, []
+    for kind in ("known", "size", "place"):
+        mine = np.flatnonzero(novel == kind)
+        made[kind] = _quantiles(ratio[mine], votes[mine])
+        inside = np.full(len(mine), np.nan)
+        for k in set(fold[mine]):
+            rows = fold[mine] == k
+            if not rows.all():
+                low, high = _quantiles(ratio[mine][~rows], votes[mine][~rows])
+                inside[rows] = (ratio[mine][rows] >= low) & (ratio[mine][rows] <= high)
+        known = ~np.isnan(inside)
+        shares.append(float(np.average(inside[known], weights=votes[mine][known])))
+    return made, shares
+
+
+def _quantiles(ratio: Array, votes: Array) -> list[float]:
+    return np.quantile(ratio, SHARE, weights=votes, method="inverted_cdf").tolist()
+
+
+def nulls(runs: Sequence[Run], fold: list[int]) -> tuple[Array, Array]:
+    """The null model's seconds with one constant for each set, and with one for all, each from the
+    other folds."""
+    own, planted = (np.full(len(runs), np.nan) for _ in range(2))
+    plain = null(runs)
+    measured = np.array([run.seconds or np.nan for run in runs])
+    for k in set(fold):
         others = [i for i, run in enumerate(runs) if fold[i] != k and run.seconds]
+        rows = [i for i, f in enumerate(fold) if f == k]
         planted[rows] = scaled(plain, others, measured)[rows]
         for name in {runs[i].set for i in rows}:
             mine = [i for i in rows if runs[i].set == name]
-            others = [
-                i for i, run in enumerate(runs) if run.set == name and fold[i] != k and run.seconds
-            ]
-            nulls[mine] = scaled(plain, others, measured)[mine]
-    return Held(seconds, nulls, planted, gib, well)
+            same = [i for i in others if runs[i].set == name]
+            own[mine] = scaled(plain, same, measured)[mine]
+    return own, planted
 
 
-def report(runs: Sequence[Run], held: Held) -> list[str]:
-    """The table of errors by set."""
-    head = "| set | rows | error mean / median | rho in a group | regret | null | peers |"
+def report(runs: Sequence[Run], groups: Held, sizes: Held) -> list[str]:
+    """The table by set: errors with whole groups left out, choices with whole sizes left out."""
+    base, planted = nulls(runs, groups.fold)
+    chosen = choose(runs, sizes.seconds, sizes.fits)
+    head = (
+        "| set | rows | error mean / median | size left out | choices, regret, rho | null | peers |"
+    )
     lines = [head, "|---|---|---|---|---|---|---|"]
-    for name in sorted({run.set for run in runs}):
-        mine = [i for i, r in enumerate(runs) if r.set == name and r.seconds and r.trusted]
+    for name in [*sorted({run.set for run in runs}), "all"]:
+        mine = [i for i, r in enumerate(runs) if name in (r.set, "all") and r.seconds and r.trusted]
         if not mine:
             continue
-        part = [runs[i] for i in mine]
-        measured = np.array([run.seconds for run in part], dtype=float)
-        own, base = errors(held.seconds[mine], measured), errors(held.null[mine], measured)
-        rho = by_group(part, held.seconds[mine], measured, rank_correlation)
-        worse = by_group(part, held.seconds[mine], measured, regret)
+        measured = np.array([runs[i].seconds for i in mine], dtype=float)
+        off = [errors(of[mine], measured) for of in (groups.seconds, sizes.seconds, base)]
+        own, unseen, flat = (f"{of.mean():.1f} / {np.median(of):.1f} %" for of in off)
+        part = [c for c in chosen if name in (c.set, "all")]
+        said = ""
+        if part:
+            regret = np.median([c.regret for c in part])
+            rho = np.nanmedian([c.correlation for c in part])
+            wrong = sum(c.regret == np.inf for c in part)
+            said = f"{len(part)}: {regret:.1f} %, {rho:.2f}, {wrong} failed"
         lines.append(
-            f"| {name} | {len(mine)} | {own.mean():.1f} / {np.median(own):.1f} % | {rho:.2f} "
-            f"| {worse:.1f} % | {base.mean():.1f} / {np.median(base):.1f} % "
-            f"| {PEERS.get(name, '')} |"
+            f"| {name} | {len(mine)} | {own} | {unseen} | {said} | {flat} | {PEERS.get(name, '')} |"
         )
-    return lines + memory_lines(runs, held) + planted_line(runs, held)
+    return lines + memory_lines(runs, groups) + planted_line(runs, groups.seconds, planted)
 
 
-def planted_line(runs: Sequence[Run], held: Held) -> list[str]:
+def planted_line(runs: Sequence[Run], seconds: Array, one: Array) -> list[str]:
     """The report on a model of one constant in the planner's place, scored as the planner is.
 
     Raises SystemExit where that model is not worse: then the report would prove nothing.
     """
     rows = [i for i, run in enumerate(runs) if run.seconds and run.trusted]
     measured = np.array([runs[i].seconds for i in rows], dtype=float)
-    own, planted = (errors(of[rows], measured).mean() for of in (held.seconds, held.planted))
+    own, planted = (errors(of[rows], measured).mean() for of in (seconds, one))
     if planted <= own:
         raise SystemExit(f"one constant errs by {planted:.1f} %, the planner by {own:.1f} %")
     return ["", f"all rows: the planner errs by {own:.1f} %, one constant by {planted:.1f} %"]
@@ -146,14 +205,17 @@ def fits(run: Run, gib: float, values: dict[str, float]) -> bool:
     return bool(run.runs and gib < room)
 
 
-def predictions(runs: Sequence[Run], values: dict[str, float]) -> dict[str, dict[str, object]]:
+def predictions(
+    runs: Sequence[Run], values: dict[str, float], seen: Seen, ranges: dict[str, list[float]]
+) -> dict[str, dict[str, object]]:
     """Question id → what the planner says."""
     rows = Table.of(runs).with_stalls(values)
     seconds, peak = rows.seconds(Constants(values)), rows.memory(values)
     gib = rows.reported(values)
     made: dict[str, dict[str, object]] = {}
     for run, s, g, most in zip(runs, seconds.tolist(), gib.tolist(), peak.tolist(), strict=True):
-        made[run.id] = {"iter_s": s}
+        low, high = ranges[seen.novelty(run.candidates[0])]
+        made[run.id] = {"iter_s": s, "low": s * low, "high": s * high}
         if run.set in WITH_MEMORY:
             made[run.id].update(memory_gib=g, fits=fits(run, most, values))
     return made
@@ -176,13 +238,20 @@ def main() -> None:
     known = list(read_folder(options.calibration, READERS))
     peaks = fit_memory(known)
     values = peaks | fit_times(known, peaks)
-    print("\n".join(report(known, left_out(known))))
+    groups, sizes, devices = (left_out(known, folds(known, of)) for of in (None, size, device))
+    print("\n".join(report(known, groups, sizes)))
+    ranges, inside = spreads(known, (groups, sizes, devices))
+    for (kind, (low, high)), share in zip(ranges.items(), inside, strict=True):
+        print(f"{kind}: from {low:.2f} to {high:.2f} of the prediction, {share:.0%} of rows inside")
+    seen = Seen.of([run.candidates[0] for run in known if run.seconds])
     asked = list(read_folder(options.questions, READERS))
-    made = predictions(asked, values)
+    made = predictions(asked, values, seen, ranges)
     options.out.write_text(json.dumps(made, indent=0) + "\n")
     if options.write:
         kept = {name: float(f"{value:.5g}") for name, value in sorted(values.items())}
-        FILE.write_text(json.dumps({"constants": kept}, indent=1) + "\n")
+        short = {kind: [round(of, 3) for of in pair] for kind, pair in ranges.items()}
+        made_of = {"ranges": short, "seen": asdict(seen), "constants": kept}
+        FILE.write_text(json.dumps(made_of, indent=1) + "\n")
     print(f"{len(made)} predictions, {time.monotonic() - began:.0f} s, commit {commit()}")
 
 

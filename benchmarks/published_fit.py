@@ -36,7 +36,8 @@ class Table:
     runs: list[Run]
     work: StepWork
     starts: NDArray[np.int64]
-    stalls: Array | float = 0.0
+    peaks: Mapping[str, float] | None = None  # the memory's constants: for stalls of full GPUs
+    held: Array | float = 0.0
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Table:
@@ -47,12 +48,14 @@ class Table:
 
     def seconds(self, c: Constants) -> Array:
         """The planner's step time of each run: its fastest candidate's."""
-        return np.minimum.reduceat(step(self.work, c).total + self.stalls, self.starts)
+        found = step(self.work, c).total
+        if self.peaks is not None:
+            found = memory.stalled(self.work, self.peaks, self.held, found)
+        return np.minimum.reduceat(found, self.starts)
 
     def with_stalls(self, values: Mapping[str, float]) -> Table:
         """The same, with what nearly full GPUs lose by the memory's constants."""
-        peak = memory.memory(self.work, values).total
-        self.stalls = memory.stall(self.work, values, peak)
+        self.peaks, self.held = values, memory.memory(self.work, values).total
         return self
 
     def memory(self, values: Mapping[str, float]) -> Array:
@@ -155,7 +158,8 @@ def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) ->
 
 
 def fit_room(runs: Sequence[Run], values: Mapping[str, float]) -> float:
-    """The share of a GPU's memory that tells runs which ended well from others best."""
+    """The share of a GPU's memory that tells runs which ended well from others; of shares that tell
+    about equally well the least, as a layout that fails is the worst choice."""
     asked = [run for run in runs if run.fits is not None and run.runs]
     guess = memory.GUESSES["full"][0]
     if len({run.fits for run in asked}) < 2:
@@ -163,9 +167,6 @@ def fit_room(runs: Sequence[Run], values: Mapping[str, float]) -> float:
     rows = Table.of(asked)
     used = rows.memory(values) * memory.GIB / rows.work.memory_bytes[rows.starts]
     truth = [bool(run.fits) for run in asked]
-    shares = np.arange(0.8, 1.1, 0.01)
-    scores = [balanced([bool(u < s) for u in used], truth) for s in shares]
-    best = max(scores)
-    return float(
-        np.mean([s for s, score in zip(shares, scores, strict=True) if score > best - 0.004])
-    )
+    shares = np.arange(0.78, 1.1, 0.01)
+    scores = np.array([balanced([bool(u < s) for u in used], truth) for s in shares])
+    return float(shares[scores > scores.max() - 0.01][0])

@@ -130,7 +130,8 @@ def narayanan(row: Row) -> Run | None:
     common["scatter_gather"] = float(row.get("scatter_gather", True))
     common["overlap_dp"] = float(bool(row.get("dp_grad_overlap")) or zero3)
     common["zero"] = 3 if zero3 else 0
-    made = [candidate("a100", "fp16", "hdr", **common, **b) for b in chosen]
+    engine = "deepspeed" if zero3 else "megatron"
+    made = [candidate("a100", "fp16", "hdr", engine, **common, **b) for b in chosen]
     seconds = row.get("iter_time_s")
     rate = row.get("tflops_per_gpu_hardware") or row.get("tflops_per_gpu")
     if rate and not seconds:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,31 +52,54 @@ def scaled(plain: Array, known: Iterable[int], measured: Array) -> Array:
 
 
 def rank_correlation(a: Array, b: Array) -> float:
-    """Spearman's, without ties' care."""
+    """Spearman's, ties at their mean rank; NaN for fewer than three."""
     if len(a) < 3:
         return float("nan")
-    x, y = (np.argsort(np.argsort(v)).astype(float) for v in (a, b))
+    x, y = ((v[:, None] > v).sum(1) + (v[:, None] == v).sum(1) / 2 for v in (a, b))
     if x.std() == 0 or y.std() == 0:
         return 0.0
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def regret(predicted: Array, measured: Array) -> float:
-    """How much slower the predicted best is than the measured best, in per cent."""
-    return float(measured[np.argmin(predicted)] / measured.min() - 1) * 100
+@dataclass(frozen=True)
+class Choice:
+    """What one group of layouts of the same model, GPUs and batch costs a user of the planner."""
+
+    set: str
+    regret: float  # per cent; infinite where the choice fails
+    correlation: float  # of the layouts that ran
 
 
-def by_group(
-    runs: Sequence[Run], predicted: Array, measured: Array, score: Callable[[Array, Array], float]
-) -> float:
-    """The median over groups of at least four runs."""
-    groups = sorted({run.group for run in runs})
+def choose(runs: Sequence[Run], seconds: Array, fits: Array) -> list[Choice]:
+    """Each group's choice: the least predicted time among layouts that are said to fit.
+
+    Regret is its measured time over the best measured one. A choice that failed when it was run is
+    wrong: its regret is infinite. Rows that their source flags count neither way; groups have at
+    least three measured rows.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, run in enumerate(runs):
+        if (run.seconds and run.trusted) or run.fits is False:
+            groups.setdefault(same_job(run), []).append(i)
     found = []
-    for group in groups:
-        mine = np.array([run.group == group for run in runs])
-        if mine.sum() >= 4:
-            found.append(score(predicted[mine], measured[mine]))
-    return float(np.nanmedian(found)) if found else float("nan")
+    for mine in groups.values():
+        ran = [i for i in mine if runs[i].seconds]
+        if len(ran) < 3:
+            continue
+        measured = np.array([runs[i].seconds for i in ran], dtype=float)
+        chosen = min([i for i in mine if fits[i]] or mine, key=lambda i: seconds[i])
+        regret = 100 * ((runs[chosen].seconds or np.inf) / measured.min() - 1)
+        order = rank_correlation(seconds[ran], measured)
+        found.append(Choice(runs[chosen].set, regret, order))
+    return found
+
+
+def same_job(run: Run) -> tuple[object, ...]:
+    """What a user has before choosing: the set's machine, a model, GPUs and a batch."""
+    c = run.candidates[0]
+    model = (c[key] for key in ("layers", "hidden", "ffn", "vocab", "seq", "speed"))
+    gpus = c["tp"] * c["pp"] * c["dp"] * c["cp"]
+    return (run.set, *model, round(gpus), round(c["micro_batch"] * c["microbatches"] * c["dp"]))
 
 
 def balanced(says: Sequence[bool], is_so: Sequence[bool]) -> float:

@@ -41,7 +41,7 @@ from parallel3d.estimate.profiled_cost import (
     scaled,
 )
 from parallel3d.estimate.profiled_cost import configure as configured_here
-from parallel3d.estimate.rates import NETWORKS, SPEEDS, load
+from parallel3d.estimate.rates import NETWORKS, SPEEDS, load, ranges
 from parallel3d.estimate.search import (
     MOST_STAGES,
     MOST_V_HALF,
@@ -120,7 +120,7 @@ def caution(config: Config) -> str:
 
 def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
     """Returns the lines of the table."""
-    rows = best(priced, ROWS)
+    rows, likely = best(priced, ROWS), spread_of(config)
     where, said = f"{gpus} GPUs of {config.cluster.name}", caution(config)
     if (file := config.cluster.file) is not None:
         where = f"{gpus} ranks of the machine in {file}"
@@ -131,7 +131,7 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
         f"{len(priced.choices)} layouts, {len(priced.order)} fit",
         "",
         "  #   tp  pp vpp    dp  mb schedule       recompute         "
-        "zero  step s   MFU %  GiB  why",
+        "zero  step s" + "       range" * (likely is not None) + "   MFU %  GiB  why",
     ]
     for place, i in enumerate(rows, 1):
         c, seconds = priced.choices[i], float(priced.seconds[i])
@@ -140,9 +140,24 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
         lines.append(
             f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
             f"{c.schedule:14s} {c.recompute:17s} {c.zero:4d} {seconds:7.3g} "
+            f"{f'{within(seconds, likely):>11s} ' if likely else ''}"
             f"{mfu(config, sizes, gpus, seconds):7.1f} {held:4.{2 if held < 1 else 0}f}  {why}"
         )
     return [*lines, *filter(None, [said]), "", command(priced, rows[0])]
+
+
+def spread_of(config: Config) -> tuple[float, float] | None:
+    """Returns what measured steps are to predictions, from a tenth to nine tenths of them; None
+    for a measured machine.
+
+    As wide as for a network and engine that no run covers: parallel3d itself has none.
+    """
+    return None if config.cluster.file else ranges()["place"]
+
+
+def within(seconds: float, spread: tuple[float, float]) -> str:
+    """Returns the seconds that four of five steps lie within."""
+    return "–".join(f"{seconds * factor:.3g}" for factor in spread)
 
 
 def mfu(config: Config, sizes: Mapping[str, float], gpus: int, seconds: float) -> float:

@@ -102,16 +102,24 @@ def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
     return MemoryEstimate(peaks.max(axis=0), state, activations, ends, worst, peaks[0])
 
 
-def stall(work: StepWork, values: Mapping[str, float], peak: Number) -> Any:
-    """Returns the seconds that a nearly full GPU of a pipeline loses in its allocator.
+def stalled(work: StepWork, values: Mapping[str, float], peak: Number, seconds: Number) -> Any:
+    """Returns a step's seconds with what nanotron's pipelines lose in stalls.
 
-    Observed in nanotron's runs; no other published set has rows that could show it.
+    They wait half a second for each micro-batch and message where a GPU is nearly full and its
+    allocator retries, and where no ZeRO shards gradients of more than two replicas or four nodes.
+    No other published set has such rows. Between surely not and surely full the price is the mean
+    of the logarithms, so that a layout with room to spare goes first.
     """
-    share = values.get("memory.tight", GUESSES["tight"][0])
+    tight = values.get("memory.tight", GUESSES["tight"][0])
     each = values.get("memory.stall_s", GUESSES["stall_s"][0])
-    trips = (work.microbatches + work.pp - 1) * np.minimum(work.pp - 1, 2)
-    stalls = (peak > share * work.memory_bytes) & (work.engine == ENGINES.index("nanotron"))
-    return np.where(stalls, each * trips, 0.0)
+    waits = each * (work.microbatches + work.pp - 1) * np.minimum(work.pp - 1, 2)
+    gpus = work.tp * work.pp * work.dp
+    across = (gpus > work.gpus_per_node) & ((work.dp > 2) | (gpus > 4 * work.gpus_per_node))
+    whole = (work.zero == 0) & (work.tied == 0) & (work.dp > 1) & across
+    chance = np.clip((peak / work.memory_bytes - tight) / 0.1 + 0.5, 0, 1)
+    chance = np.where(whole, 1.0, np.where(work.microbatches > 1, chance, 0.0))
+    chance = np.where(work.engine == ENGINES.index("nanotron"), chance, 0.0)
+    return seconds * (1 + waits / seconds) ** chance
 
 
 def _pick(which: Number, of: list[Any]) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,6 @@ GUESSES: dict[str, tuple[float, float]] = {
     "link.latency_us": (15.0, 0.6),
     "pp.exposed": (1.0, 0.7),
     "pp.hidden": (1.5, 1.0),  # odds that a message is hidden, with overlap
-    "dp.hidden": (4.0, 0.7),  # odds that a gradient's bytes are
     "fsdp.contention": (1.1, 0.2),
     "cp.exposed": (0.3, 0.7),
     "step.fixed_us": (8000.0, 0.8),
@@ -80,6 +80,8 @@ PER_ENGINE = {
     "hop_us": (200.0, 1.0),  # for a message to the next stage
     "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where the slowest host counts
     "flash": (0.45, 0.4),  # attention's fraction of a GEMM's rate over the causal half
+    "dp_hidden": (2.0, 1.0),  # odds that gradients, and zero 1's parameters, hide, with overlap
+    "dp_messages": (1.0, 1.0),  # collectives of a layer's gradients
     "tp_hidden": (0.7, 1.0),  # odds that tp's collectives hide behind GEMMs, with overlap
 }
 _FAMILIES = (
@@ -97,6 +99,8 @@ def guesses() -> dict[str, tuple[float, float]]:
             for key, guess in keys.items():
                 found[f"{family}.{name}.{key}"] = guess
     found["network.efa.crowd_us"] = (25.0, 1.0)
+    found["engine.nanotron.dp_hidden"] = (0.3, 0.7)
+    found["engine.megatron.dp_messages"] = (0.2, 1.0)  # several layers are one bucket
     return found
 
 
@@ -127,6 +131,46 @@ class Constants:
 def load(path: Path = FILE) -> Constants:
     """Reads the fitted constants, or returns the guesses if there is no file."""
     return Constants(json.loads(path.read_text())["constants"] if path.exists() else {})
+
+
+def ranges() -> dict[str, tuple[float, float]]:
+    """Returns, by `Seen.novelty`, measured over predicted seconds of runs that were left out of
+    the fit: a tenth are below the first figure, a tenth above the second."""
+    return {
+        kind: (low, high) for kind, (low, high) in json.loads(FILE.read_text())["ranges"].items()
+    }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the measured runs cover: values of `StepWork`, and the most GPUs by engine."""
+
+    speed: list[float]
+    fabric: list[float]
+    hidden: list[float]
+    most_gpus: dict[str, float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, float]]) -> Seen:
+        """Lists what `rows`, fields of `StepWork`, cover."""
+        most: dict[str, float] = {}
+        for row in rows:
+            engine = ENGINES[int(row["engine"])]
+            most[engine] = max(most.get(engine, 0), row["tp"] * row["pp"] * row["dp"])
+        speed, fabric, hidden = (sorted({row[key] for row in rows}) for key in _COVERED)
+        return cls(speed, fabric, hidden, most)
+
+    def novelty(self, row: Mapping[str, float]) -> str:
+        """Returns "place" for a GPU, type, network or engine without a run; "size" for a model's
+        width without one, or for more GPUs than any; else "known"."""
+        most = self.most_gpus.get(ENGINES[int(row["engine"])])
+        if most is None or row["speed"] not in self.speed or row["fabric"] not in self.fabric:
+            return "place"
+        new = row["hidden"] not in self.hidden or row["tp"] * row["pp"] * row["dp"] > most
+        return "size" if new else "known"
+
+
+_COVERED = ("speed", "fabric", "hidden")
 
 
 # GB/s one way of a GPU's part of its node's network.

@@ -24,6 +24,7 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 # Largest pipelines in the search. Time grows with the square of the ranks; choosing a pattern of
 # V-Half takes 2 s for 64 ranks.
 MOST_STAGES, MOST_V_HALF = 512, 64
+TIGHT = 1.05  # a nearly full GPU must win by more: measured ones stall, or fail
 SAME = 1.005  # layouts within this ratio count as equally fast: the simpler one goes first
 
 
@@ -154,17 +155,11 @@ def price(
     time, held = step(work, c), memory(work, PARALLEL3D) if held is None else held
     seconds = np.asarray(time.total)
     share = held.total / work.memory_bytes
-    fits = share <= PARALLEL3D["memory.full"]
-    order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: seconds[i])
-    return Priced(
-        choices,
-        time,
-        seconds,
-        held,
-        fits,
-        share > PARALLEL3D["memory.tight"],
-        simple_first(choices, seconds, order),
-    )
+    fits, tight = share <= PARALLEL3D["memory.full"], share > PARALLEL3D["memory.tight"]
+    risked = seconds * np.where(tight, TIGHT, 1.0)
+    order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: risked[i])
+    order = simple_first(choices, risked, order)
+    return Priced(choices, time, seconds, held, fits, tight, order)
 
 
 def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int]) -> list[int]:

@@ -33,29 +33,33 @@ def layer_parameters(work: StepWork) -> Any:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer: compute, exposed collectives and the host's launches."""
+    """Seconds of one layer: the GPU's by kind, forward and backward, and the host's launches."""
 
-    forward: Number
-    backward: Number  # with recomputation
-    exposed_tp: Number  # of forward and backward
+    parts: dict[str, Number]
     host: Number
     power: float
 
     @property
     def total(self) -> Any:
         """The GPU's time, or the host's if launches take longer."""
-        device = self.forward + self.backward + self.exposed_tp
+        device: Any = sum(self.parts.values())
         return rates.smooth_max(device, self.host, self.power)
 
 
 def layer(work: StepWork, c: Constants) -> LayerTime:
     """Returns the seconds of one layer's forward and backward."""
     forward, backward = matmuls(work, c)
-    (attend, back), rows = attention_and_rows(work, c)
-    forward = forward + attend + rows
-    backward = backward + back + 2 * rows + recomputed_seconds(work, c, forward)
-    exposed = exposed_collectives(work, c)
-    return LayerTime(forward, backward, exposed, _host(work, c), c["launch.power"])
+    attend, back = rates.attention(work, c)
+    rows = _elementwise(work, c)
+    waits = _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
+    parts = {
+        "matmuls": forward + backward,
+        "attention": attend + back,
+        "element-wise": 3 * rows,
+        "recomputed": recomputed_seconds(work, c, forward + attend + rows),
+        "tp collectives": waits,
+    }
+    return LayerTime(parts, _host(work, c), c["launch.power"])
 
 
 def recomputed_seconds(work: StepWork, c: Constants, forward: Any) -> Any:
@@ -68,16 +72,6 @@ def recomputed_seconds(work: StepWork, c: Constants, forward: Any) -> Any:
     width = work.recompute_norm * 8 * work.hidden / share  # two norms read and write it
     width = width + np.maximum(work.recompute_activation, mlp) * _activation(work)
     return np.where(work.full_recompute > 0, forward, parts + _moved(work, c, width))
-
-
-def attention_and_rows(work: StepWork, c: Constants) -> tuple[tuple[Any, Any], Any]:
-    """Returns attention's (forward, backward), and a forward's element-wise operations."""
-    return rates.attention(work, c), _elementwise(work, c)
-
-
-def exposed_collectives(work: StepWork, c: Constants) -> Any:
-    """Returns seconds of a layer's collectives, forward and backward, that nothing hides."""
-    return _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
 
 
 def matmuls(work: StepWork, c: Constants) -> tuple[Any, Any]:
@@ -174,6 +168,13 @@ def head(work: StepWork, c: Constants) -> Any:
     return matmuls * wide + rates.move(work, c, rows * columns * c["head.bytes"])
 
 
+def _ends(work: StepWork, c: Constants) -> Any:
+    """Returns the seconds of head and embedding on the first stage, those between and the last."""
+    top, single = head(work, c), work.pp == 1
+    first = embedding(work, c) + np.where(single, top, 0.0)
+    return np.stack(np.broadcast_arrays(first, 0.0, np.where(single, 0.0, top)))
+
+
 def embedding(work: StepWork, c: Constants) -> Any:
     """Returns seconds of the look-up and its gradient."""
     share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
@@ -199,15 +200,14 @@ class StepTime:
 
 def step(work: StepWork, c: Constants) -> StepTime:
     """Returns the seconds of one step by part. Fields may be arrays: see `StepWork`."""
-    one = layer(work, c)
-    ends = head(work, c), embedding(work, c)
+    ends = _ends(work, c)
     batch = 1e-6 * c.of("engine", "batch_us", work.engine) * np.where(work.graph > 0, 0.1, 1.0)
-    each = _gathered(work, c, one.total)
+    each = _gathered(work, c, layer(work, c).total)
     single = work.pp == 1
-    first = work.first * each + ends[1] + batch + np.where(single, ends[0], 0)
+    first = work.first * each + ends[0] + batch
     middle = np.where(work.middle > 0, work.middle * each + batch, 0)
-    last = np.where(single, first, work.last * each + ends[0] + batch)
-    total = work.layers * each + ends[0] + ends[1] + batch * work.pp
+    last = np.where(single, first, work.last * each + ends[2] + batch)
+    total = work.layers * each + head(work, c) + embedding(work, c) + batch * work.pp
     span = pipeline_time(first, middle, last, total, work.microbatches, work.chunks, work.split)
     busy = work.microbatches * np.maximum(np.maximum(first, middle), last)
     backward = (first if np.ndim(first) else np.asarray(first)) * 2 / 3
@@ -239,8 +239,10 @@ def largest_stage(work: StepWork) -> Any:
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     """Returns a layer's time with zero 3: two all-gathers of parameters, one of gradients."""
-    bytes = 2 * layer_parameters(work)
-    wire = 3 * rates.gather(work, c, bytes, work.dp, work.tp * work.cp)
+    ranks, stride = work.dp, work.tp * work.cp
+    one = rates.gather(work, c, 2 * layer_parameters(work), ranks, stride)
+    ring = rates.latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
+    wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
     both = rates.smooth_max(each, wire * c["fsdp.contention"], 4)
     return np.where(work.zero >= 3, both, each)
 
@@ -253,15 +255,24 @@ def _messages(work: StepWork, c: Constants) -> Any:
 
 
 def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
-    """Returns seconds of gradient reductions (and zero 1's all-gather) beyond a backward."""
+    """Returns seconds of gradient reductions (and zero 1's all-gather) beyond a backward.
+
+    Layers are reduced one by one, so each pays the latency of a ring over all ranks: with hundreds
+    of ranks that is longer than the bytes take.
+    """
     ranks, stride = work.dp * work.cp, work.tp
     elements = largest_stage(work)
     summed = rates.reduce(work, c, work.grad_bytes * elements, ranks, stride)
     cut = rates.gather(work, c, work.grad_bytes * elements, ranks, stride)
     back = rates.gather(work, c, 2 * elements, ranks, stride)
-    both = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut + back, summed))
-    hidden = work.overlap_dp * from_odds(c["dp.hidden"]) * both
-    return both - np.minimum(hidden, backward)
+    layers = np.maximum(np.maximum(work.first, work.middle), work.last)
+    ring = rates.latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, layers, 0.0)
+    ring = ring * c.of("engine", "dp_messages", work.engine)
+    odds = c.of("engine", "dp_hidden", work.engine)
+    reduced = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut, summed) + ring)
+    hidden = np.minimum(work.overlap_dp * from_odds(odds) * reduced, backward)
+    returned = np.where((work.zero > 0) & (work.zero < 3), back + ring, 0.0)
+    return reduced - hidden + returned * (1 - work.overlap_dp * from_odds(odds))
 
 
 def _optimizer(work: StepWork, c: Constants) -> Any:
@@ -274,26 +285,13 @@ def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
 
     The remainder after kernels and exposed collectives is the host's launches, or zero 3's gathers.
     """
-    one, (forward, backward) = layer(work, c), matmuls(work, c)
-    attend, rows = attention_and_rows(work, c)
-    single = work.pp == 1
-    stages = np.stack([work.first, work.middle, np.where(single, work.first, work.last)])
-    ends = np.stack([
-        embedding(work, c) + np.where(single, head(work, c), 0.0),
-        0.0 * work.first,
-        np.where(single, 0.0, head(work, c)),
-    ])  # fmt: skip
+    one, ends = layer(work, c), _ends(work, c)
+    stages = np.stack([work.first, work.middle, work.last])
     busiest = int(np.argmax((stages * one.total + ends)[:, 0]))
-    layers, count = stages[busiest, 0], float(work.microbatches[0])
-    each = {
-        "matmuls": forward + backward,
-        "attention": attend[0] + attend[1],
-        "element-wise": 3 * rows,
-        "recomputed": recomputed_seconds(work, c, one.forward),
-        "tp collectives": exposed_collectives(work, c),
-    }
-    found = {kind: float(count * layers * np.ravel(value)[0]) for kind, value in each.items()}
-    found["head and embedding"] = float(count * ends[busiest, 0])
+    count = float(work.microbatches[0])
+    layers = count * float(stages[busiest, 0])
+    found = {kind: layers * float(np.ravel(value)[0]) for kind, value in one.parts.items()}
+    found["head and embedding"] = count * float(ends[busiest, 0])
     rest = compute - sum(found.values())
     if rest < 0:  # no host time is exposed, and kernels overlap a little
         found = {kind: value * compute / sum(found.values()) for kind, value in found.items()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from parallel3d.estimate.memory import GIB, GUESSES, memory, stall
+from parallel3d.estimate.memory import GIB, GUESSES, memory, stalled
 from parallel3d.estimate.rates import ENGINES
 from parallel3d.estimate.step import stage_parameters
 from tests.unit.plan_work import work
@@ -45,6 +46,18 @@ def test_logits_of_a_wide_vocabulary_make_the_last_stage_the_worst() -> None:
 
 
 def test_a_nearly_full_gpu_stalls_only_where_that_was_measured() -> None:
-    tight = work(pp=4, engine=ENGINES.index("nanotron"))
-    assert stall(tight, VALUES, 79 * GIB) > 0 == stall(tight, VALUES, 40 * GIB)
-    assert stall(work(pp=4), VALUES, 79 * GIB) == 0
+    tight = work(pp=4, zero=1, engine=ENGINES.index("nanotron"))
+    full, free = (stalled(tight, VALUES, peak * GIB, np.array(2.0)) for peak in (79, 40))
+    between = stalled(tight, VALUES, VALUES["memory.tight"] * tight.memory_bytes, np.array(2.0))
+    assert full > between > free == 2.0
+    assert between**2 == pytest.approx(full * free)
+    assert stalled(work(pp=4), VALUES, 79 * GIB, np.array(2.0)) == 2.0
+
+
+def test_gradients_that_no_zero_shards_stall_over_many_replicas() -> None:
+    sizes = {"pp": 4, "engine": ENGINES.index("nanotron")}
+    many, two = work(dp=4, **sizes), work(dp=2, **sizes)
+    assert stalled(many, VALUES, 0.0, np.array(2.0)) > 5
+    sharded = work(dp=4, zero=1, **sizes)
+    assert stalled(two, VALUES, 0.0, np.array(2.0)) == 2.0
+    assert stalled(sharded, VALUES, 0.0, np.array(2.0)) == 2.0

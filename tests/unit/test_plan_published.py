@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from benchmarks.published import folds
 from benchmarks.published_fit import fit
 from benchmarks.published_newer import READERS
 from benchmarks.published_rows import Run, hardware_seconds
-from benchmarks.published_scores import balanced, errors, null, rank_correlation, regret
+from benchmarks.published_scores import balanced, choose, errors, null, rank_correlation
+from parallel3d.estimate.rates import Seen
 
 PLAYBOOK = {
     "id": "x", "model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "tied": True,
@@ -77,8 +80,26 @@ def test_scores() -> None:
     measured = np.array([1.0, 2.0, 4.0])
     assert errors(np.array([1.1, 2.0, 3.0]), measured) == pytest.approx([10, 0, 25])
     assert rank_correlation(measured**2, measured) == 1
-    assert regret(np.array([3.0, 1.0, 2.0]), measured) == pytest.approx(100)
+    assert rank_correlation(np.array([1.0, 1.0, 2.0]), measured) == pytest.approx(0.866, abs=1e-3)
     assert balanced([True, True, False, True], [True, True, False, False]) == 0.75
+
+
+def test_a_choice_costs_what_it_is_slower_and_one_that_fails_everything() -> None:
+    one = READERS["nanotron_playbook"]({**PLAYBOOK, "status": "ok", "iter_s": 1.0})
+    runs = [replace(one, seconds=s, fits=s is not None) for s in (1.0, 2.0, 4.0, None)]
+    said, well = np.array([3.0, 1.0, 2.0, 0.5]), np.array([True, True, True, False])
+    (found,) = choose(runs, said, well)
+    assert found.regret == pytest.approx(100) and found.correlation == -0.5
+    assert choose(runs, said, ~well)[0].regret == np.inf
+    assert choose(runs[1:], said[1:], well[1:]) == []
+
+
+def test_what_no_run_covers_is_said() -> None:
+    row = READERS["nanotron_playbook"](PLAYBOOK).candidates[0]
+    seen = Seen.of([row])
+    assert seen.novelty(row) == "known"
+    assert seen.novelty({**row, "hidden": 9}) == seen.novelty({**row, "dp": 999}) == "size"
+    assert seen.novelty({**row, "engine": 0}) == seen.novelty({**row, "speed": 0}) == "place"
 
 
 def test_hardware_rate_and_seconds_are_one() -> None:

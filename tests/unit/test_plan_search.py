@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from parallel3d.estimate.memory import PARALLEL3D, memory
 from parallel3d.estimate.rates import load
 from parallel3d.estimate.search import (
+    TIGHT,
     LayoutChoice,
     best,
     complexity,
@@ -51,9 +55,21 @@ def test_the_simpler_of_equal_layouts_stands_first_and_none_that_does_not_fit() 
     priced = price(list(layouts(SIZES, 64, 8, 256, {})), SIZES, 256, load())
     assert 0 < len(priced.order) < len(priced.choices)
     assert all(bool(priced.fits[i]) for i in priced.order)
+    risked = priced.seconds * np.where(priced.tight, TIGHT, 1.0)
     for a, b in zip(priced.order, priced.order[1:], strict=False):
-        faster = priced.seconds[a] <= priced.seconds[b]
+        faster = risked[a] <= risked[b]
         assert faster or complexity(priced.choices[a]) <= complexity(priced.choices[b])
+
+
+def test_a_nearly_full_gpu_comes_after_a_safe_one_that_is_about_as_fast() -> None:
+    choices = list(layouts(SIZES, 64, 8, 256, {"tp": 8, "pp": 2, "recompute": "none"}))[:2]
+    held = memory(works(choices, SIZES, 256), PARALLEL3D)
+    room = SIZES["memory_bytes"]
+    full = price(choices, SIZES, 256, load(), replace(held, total=np.array([0.95, 0.5]) * room))
+    free = price(choices, SIZES, 256, load(), replace(held, total=np.array([0.5, 0.95]) * room))
+    a, b = full.seconds.tolist()
+    assert 1 / TIGHT < a / b < TIGHT
+    assert (full.order[0], free.order[0]) == (1, 0)
 
 
 def test_rows_are_layouts_and_not_variants_and_each_has_its_reason() -> None:

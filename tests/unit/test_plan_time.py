@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.estimate import rates
 from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS, Constants, gemm, load
-from parallel3d.estimate.step import layer, step
+from parallel3d.estimate.step import layer, matmuls, step
 from parallel3d.estimate.work import (
     StepWork,
     pipeline_time,
@@ -79,16 +79,19 @@ def test_a_last_wave_with_idle_units_costs() -> None:
 def test_heads_of_odd_width_are_slow_where_scores_are_written() -> None:
     plain = replace(work(flash=0, heads=32), head_size=np.array(128.0))
     odd = replace(plain, head_size=np.array(130.0))
-    assert layer(odd, Constants({})).forward > layer(plain, Constants({})).forward
+    a, b = (layer(w, Constants({})).parts["attention"] for w in (odd, plain))
+    assert a > b
 
 
 def test_recomputation_costs_a_forward() -> None:
     c = Constants({})
     none, full = layer(work(), c), layer(work(full_recompute=1), c)
-    assert full.backward - none.backward == pytest.approx(float(none.forward))
+    forward = matmuls(work(), c)[0] + rates.attention(work(), c)[0] + none.parts["element-wise"] / 3
+    assert full.parts["recomputed"] == pytest.approx(float(forward))
+    assert none.parts["recomputed"] == 0
     parts = {"recompute_norm": 1}, {"recompute_activation": 1}, {"recompute_mlp": 1}
-    seconds = [float(layer(work(**part), c).backward - none.backward) for part in parts]
-    assert 0 < seconds[0] < seconds[1] < seconds[2] < float(none.forward)
+    seconds = [float(layer(work(**part), c).parts["recomputed"]) for part in parts]
+    assert 0 < seconds[0] < seconds[1] < seconds[2] < float(forward)
 
 
 def test_a_ring_that_leaves_the_node_runs_at_its_networks_rate() -> None:
@@ -106,6 +109,12 @@ def test_more_pipeline_is_more_bubble_and_less_memory_traffic() -> None:
     assert flat.bubble == 0 < deep.bubble
     assert deep.messages > flat.messages == 0
     assert deep.optimizer < flat.optimizer
+
+
+def test_each_layer_of_gradients_pays_the_latency_of_all_its_replicas() -> None:
+    c = Constants({"engine.megatron.dp_messages": 10.0, "network.ndr.latency_us": 50.0})
+    few, many = (float(step(work(dp=dp, zero=1), c).gradients) for dp in (64, 512))
+    assert many - few > 32 * 2 * 10 * 448 * 40e-6
 
 
 def test_zero_3_without_bandwidth_waits_for_its_parameters() -> None:
