@@ -42,6 +42,7 @@ def test_what_is_not_of_one_function_is_refused(text: str) -> None:
         resources(text)
 
 
+@pytest.mark.slow
 def test_every_decorated_function_is_in_the_list() -> None:
     decorated = set()
     for path in PACKAGE.rglob("*.py"):

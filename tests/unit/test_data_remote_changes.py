@@ -91,6 +91,7 @@ def test_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one
         assert read >= 4500
 
 
+@pytest.mark.slow
 @every_server
 def test_block_of_a_replaced_pair_is_in_no_cache_of_a_later_run(
     home: Path, tells: tuple[str, ...]
@@ -207,6 +208,7 @@ def test_block_without_a_mark_that_is_fetched_again_must_be_the_same(home: Path)
             file.pread(3 * BLOCK, 0)
 
 
+@pytest.mark.slow
 def test_remote_pair_of_another_version_is_proved_at_the_next_start_or_said(home: Path) -> None:
     for facts in (True, False):
         put(home, "a", 0)

@@ -220,6 +220,7 @@ def test_an_empty_document_is_left_out_and_counted(tmp_path: Path) -> None:
     assert (count.rows, count.empty, count.bad) == (4, 3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", PACK)
 def test_a_document_of_ten_million_characters_is_whole(tmp_path: Path, packed: str) -> None:
     long = "0123456789é\n" * (10_000_000 // 12 + 1)

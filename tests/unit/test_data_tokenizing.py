@@ -136,6 +136,7 @@ PLACES = (
 )
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_loses_nothing(text: Path) -> None:
     """Killed again and again, at another moment each time, and done at last: bit-equal."""
     made(job(text))
@@ -180,6 +181,7 @@ def test_what_was_flushed_is_not_made_again(text: Path) -> None:
     assert told[0].documents == journal["done"]["documents"] > 0
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_parent(text: Path) -> None:
     script = """
         import os, pathlib, sys

@@ -90,6 +90,7 @@ def refused(*words: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 def test_another_head_than_the_tied_embedding_is_imported(
     kind: str, capsys: pytest.CaptureFixture[str]

@@ -87,13 +87,10 @@ def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param("watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5", marks=pytest.mark.slow),
+        "watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5",
         "hang.diagnose = broken",
         "failure.who = broken",
-        pytest.param(
-            "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 2.0",
-            marks=pytest.mark.slow,
-        ),
+        "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 2.0",
     ],
 )
 def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
