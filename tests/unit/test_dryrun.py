@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parallel3d.cli.command_line import main
 from parallel3d.config.checks.whole import check_config
@@ -299,6 +300,18 @@ def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
     assert [row["rank"] for row in facts["world"]["rows"]] == [0, 8192, 12288]
     assert facts["world"]["peak_bytes"] == max(r["peak_bytes"] for r in facts["world"]["rows"])
     assert facts["world"]["world_size"] == 16384
+
+
+def test_every_file_by_which_the_counter_sorts_is_there() -> None:
+    """A file that moved would silently count for the blocks."""
+    done = run_code(
+        "import json; from parallel3d.commands.dryrun.counting import _FRAMES; "
+        "print(json.dumps(sorted({row[0] for row in _FRAMES})))"
+    )
+    roots = {"parallel3d": Path("parallel3d"), "torch": Path(torch.__file__).parent}
+    for name in json.loads(done.stdout):
+        _, package, inside = name.split("/", 2)
+        assert (roots[package] / inside).exists(), name
 
 
 # --- the command line ----------------------------------------------------------------------------
