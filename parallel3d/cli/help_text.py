@@ -90,42 +90,37 @@ ABOUT = {
     "generate": "write text with the newest good checkpoint of a run, whose model it takes",
 }
 
-GENERATE_KEYS = (
-    *("run", "runs_dir", "prompt", "generate.max_tokens", "generate.temperature"),
-    *("generate.top_k", "generate.step", "seed", "tp", "pp", "device"),
-)
-DRYRUN_KEYS = (
-    *("tp", "pp", "dp", "sp", "zero", "recompute", "compile"),
-    *("micro_batch_size", "global_batch_size", "model.num_layers", "model.seq_length"),
-    *("dryrun.rank", "dryrun.reserve_gb", "dryrun.json"),
-    *("cluster.gpu", "cluster.gpu_memory_gb", "cluster.gpu_memory_gb_per_s"),
-)
-PLAN_KEYS = (
-    *("tp", "pp", "vpp", "dp", "micro_batch_size", "global_batch_size", "recompute", "zero"),
-    *("model.num_layers", "model.seq_length", "cluster.nodes", "cluster.gpu", "plan.html"),
-)
-CALIBRATE_KEYS = (
-    *("calibrate.file", "calibrate.replace", "calibrate.ranks", "calibrate.passes"),
-    *("precision.name", "device"),
-)
-SCHEDULE_KEYS = (
-    *("pp", "vpp", "schedule.num_microbatches", "schedule.name", "schedule.costs", "schedule.hop"),
-    *("schedule.of_model", "schedule.memory", "schedule.file"),
-    *("schedule.svg", "schedule.csv", "schedule.json"),
-)
-MOST_USED = (
-    *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),
-    *("train.steps", "train.eval_every", "optim.lr", "optim.clip_grad"),
-    *("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.seq_length"),
-    *("data.path", "device", "seed", "run", "runs_dir"),
-)
-
+# The most used keys of each subcommand; of others those of "".
 _KEYS = {
-    "generate": GENERATE_KEYS,
-    "dryrun": DRYRUN_KEYS,
-    "schedule": SCHEDULE_KEYS,
-    "plan": PLAN_KEYS,
-    "calibrate": CALIBRATE_KEYS,
+    "": (
+        *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),
+        *("train.steps", "train.eval_every", "optim.lr", "optim.clip_grad", "model.num_layers"),
+        *("model.hidden_size", "model.num_attention_heads", "model.seq_length"),
+        *("data.path", "device", "seed", "run", "runs_dir"),
+    ),
+    "generate": (
+        *("run", "runs_dir", "prompt", "generate.max_tokens", "generate.temperature"),
+        *("generate.top_k", "generate.step", "seed", "tp", "pp", "device"),
+    ),
+    "dryrun": (
+        *("tp", "pp", "dp", "sp", "zero", "recompute", "compile"),
+        *("micro_batch_size", "global_batch_size", "model.num_layers", "model.seq_length"),
+        *("dryrun.rank", "dryrun.reserve_gb", "dryrun.json"),
+        *("cluster.gpu", "cluster.gpu_memory_gb", "cluster.gpu_memory_gb_per_s"),
+    ),
+    "schedule": (
+        *("pp", "vpp", "schedule.num_microbatches", "schedule.name", "schedule.costs"),
+        *("schedule.hop", "schedule.of_model", "schedule.memory", "schedule.file"),
+        *("schedule.svg", "schedule.csv", "schedule.json"),
+    ),
+    "plan": (
+        *("tp", "pp", "vpp", "dp", "micro_batch_size", "global_batch_size", "recompute", "zero"),
+        *("model.num_layers", "model.seq_length", "cluster.nodes", "cluster.gpu", "plan.html"),
+    ),
+    "calibrate": (
+        *("calibrate.file", "calibrate.replace", "calibrate.ranks", "calibrate.passes"),
+        *("precision.name", "device"),
+    ),
 }
 
 EXAMPLES = {
@@ -187,7 +182,7 @@ def register(app: str) -> str:
 def _template(app: str) -> str:
     """Returns the help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
     keys = all_keys()
-    most_used = _KEYS.get(app, MOST_USED)
+    most_used = _KEYS.get(app, _KEYS[""])
     rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in most_used]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)

@@ -19,16 +19,8 @@ REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum")
 FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
     *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
-    *(
-        "attention_kernel",
-        "recompute",
-        "recompute_layers",
-        "train.progress",
-        "train.log_every",
-        "train.save_weights",
-        "train.noise_scale",
-        "loss.chunk_tokens",
-    ),
+    *("attention_kernel", "recompute", "recompute_layers", "train.progress", "train.log_every"),
+    *("train.save_weights", "train.noise_scale", "loss.chunk_tokens"),
     *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "profile."),
     *("checkpoint.", "recovery.", "generate.", "topology.", "bench.", "calibrate.", "verify."),
     "plan.",
