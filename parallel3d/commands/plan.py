@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
@@ -22,7 +21,6 @@ from parallel3d.config.schema import Config
 from parallel3d.config.sections import spelled
 from parallel3d.errors import UserError, closest, nearest
 from parallel3d.estimate.analytic_memory import (
-    RankMemory,
     configure,
     least_memory,
     memories,
@@ -96,12 +94,7 @@ class SearchProgress:
     def __enter__(self) -> SearchProgress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.shown and self.on_terminal:
             print("\r\x1b[K", end="", file=self.stream, flush=True)
 
@@ -277,7 +270,8 @@ def _best(
     seconds, used = float(priced.seconds[first]), float(priced.memory.total[first])
     rate = config.global_batch_size * config.model.seq_length / seconds
     words = (
-        f"{seconds:.3g} s a step, {rate:,.0f} tokens a second, MFU{_at_most(config)} {mfu:.1f} %, "
+        f"{seconds:.3g} s a step, {rate:,.0f} tokens a second, "
+        f"MFU{' at most' * bool(caution(config))} {mfu:.1f} %, "
         f"{used / 1e9:.1f} of {memory / 1e9:.1f} GB on the fullest GPU. {len(priced.order):,} of "
         f"{len(priced.choices):,} layouts fit."
     )
@@ -286,10 +280,6 @@ def _best(
         f"sequences of {config.model.seq_length:,} tokens a step.</p><section><h2>The best layout"
         f"</h2><p>{escape(words)}</p><pre>{escape(command)}</pre></section>"
     )
-
-
-def _at_most(config: Config) -> str:
-    return " at most" if caution(config) else ""
 
 
 def _table_of_ten(
@@ -377,23 +367,19 @@ def _memory(best: Config, priced: Priced, first: int, memory: float) -> str:
     shown = list(enumerate(stages))
     if len(shown) > MOST_RANKS:
         shown = [*shown[: MOST_RANKS // 2], *shown[-MOST_RANKS // 2 :]]
-    rows = [
-        [f"rank {index}", _bar(_kinds(one, reserve), longest, "GB", memory / 1e9),
-         f"{(one.total + reserve) / 1e9:.1f} GB", f"peaks in {escape(one.phase)}"]
-        for index, one in shown
-    ]  # fmt: skip
+    rows = []
+    for index, one in shown:
+        nbytes = (one.parameters, one.gradients, one.masters + one.optimizer, one.activations,
+                  one.logits, one.buffers, reserve)  # fmt: skip
+        parts = {kind: value / 1e9 for kind, value in zip(KINDS, nbytes, strict=True)}
+        bar = _bar(parts, longest, "GB", memory / 1e9)
+        rows.append([f"rank {index}", bar, f"{sum(parts.values()):.1f} GB",
+                     f"peaks in {escape(one.phase)}"])  # fmt: skip
     return (
         "<section><h2>Memory along the pipeline</h2><p>Each rank at its fullest moment of a step. "
         f"The red line is the GPU's memory, {memory / 1e9:.1f} GB.</p>{_key(KINDS)}"
         f"{_table(('along pp', 'memory', 'in all', ''), rows)}</section>"
     )
-
-
-def _kinds(one: RankMemory, reserve: float) -> dict[str, float]:
-    """Returns GB by kind."""
-    nbytes = [one.parameters, one.gradients, one.masters + one.optimizer, one.activations]
-    nbytes += [one.logits, one.buffers, reserve]
-    return {kind: value / 1e9 for kind, value in zip(KINDS, nbytes, strict=True)}
 
 
 def _cluster(best: Config) -> str:
@@ -645,21 +631,19 @@ def fits_nowhere(
     """Returns the error message for a model that fits no layout: by how much, and what would."""
     least = int(np.argmin(priced.memory.total))
     choice, memory = priced.choices[least], float(sizes["memory_bytes"])
-    over = (float(priced.memory.total[least]) - memory) / GIB
-    if config.cluster.file is not None:
-        return (
-            f"model={config.model.name} fits no layout of the ranks of cluster="
-            f"{config.cluster.file}: the one that needs least (tp={choice.tp} pp={choice.pp} "
-            f"micro_batch_size={choice.micro_batch} recompute={choice.recompute} "
-            f"zero={choice.zero}) misses by {over:.1f} GiB of {memory / GIB:.1f} a rank; "
-            f"{_fewer_layers(config, choice, sizes)}"
-        )
-    words = _nodes_that_fit(config, sizes, fixed, nodes, float(priced.memory.total[least]))
+    needed, file = float(priced.memory.total[least]), config.cluster.file
+    where = f"of the ranks of cluster={file}" if file else f"on cluster.nodes={nodes}"
+    room = f"{memory / GIB:.1f} a rank" if file else f"{memory / GIB:.0f}"
+    if file:
+        words = _fewer_layers(config, choice, sizes)
+    else:
+        words = "cluster.nodes must be larger, "
+        words += _nodes_that_fit(config, sizes, fixed, nodes, needed)
     return (
-        f"model={config.model.name} fits no layout on cluster.nodes={nodes}: the one that needs "
-        f"least (tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "
-        f"recompute={choice.recompute} zero={choice.zero}) misses by {over:.1f} GiB of "
-        f"{memory / GIB:.0f}; cluster.nodes must be larger, {words}"
+        f"model={config.model.name} fits no layout {where}: the one that needs least "
+        f"(tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "
+        f"recompute={choice.recompute} zero={choice.zero}) misses by "
+        f"{(needed - memory) / GIB:.1f} GiB of {room}; {words}"
     )
 
 

@@ -197,32 +197,25 @@ STEP_PARTS = ("compute", "bubble", "messages", "gradients", "optimizer")
 
 def reason(priced: Priced, index: int, first: int, node: int) -> str:
     """Explains what the layout gains or loses against the best one, `first`."""
-    choice, total = priced.choices[index], float(priced.seconds[index])
-    shares = {part: _seconds(priced, part, index) / total for part in STEP_PARTS}
-    if index == first:
-        rest = max(STEP_PARTS[1:], key=lambda part: shares[part])
-        words = f"{100 * shares['compute']:.0f} % of the step computes"
-        if shares[rest] > 0.005:
-            words += f"; most of the rest is {_named(rest, choice)} ({100 * shares[rest]:.0f} %)"
-        return words + _memory(priced, index)
-    slower = total - float(priced.seconds[first])
-    more = {
-        part: _seconds(priced, part, index) - _seconds(priced, part, first) for part in STEP_PARTS
-    }
-    worst = max(STEP_PARTS, key=lambda part: more[part])
-    if slower <= 0.005 * total or more[worst] <= 0:
-        return "as fast, with more to set up" + _memory(priced, index)
-    words = f"+{100 * more[worst] / float(priced.seconds[first]):.0f} % "
-    words += (
-        _compute(choice, priced.choices[first], node)
-        if worst == "compute"
-        else (_named(worst, choice))
+    choice, tight = priced.choices[index], "; memory is tight" * bool(priced.tight[index])
+    total, least = float(priced.seconds[index]), float(priced.seconds[first])
+    mine, best = (
+        {part: float(getattr(priced.time, part)[i]) for part in STEP_PARTS} for i in (index, first)
     )
-    return words + _memory(priced, index)
-
-
-def _seconds(priced: Priced, part: str, index: int) -> float:
-    return float(getattr(priced.time, part)[index])
+    if index == first:
+        rest = max(STEP_PARTS[1:], key=lambda part: mine[part])
+        words = f"{100 * mine['compute'] / total:.0f} % of the step computes"
+        if mine[rest] > 0.005 * total:
+            share = f"{100 * mine[rest] / total:.0f} %"
+            words += f"; most of the rest is {_named(rest, choice)} ({share})"
+        return words + tight
+    worst = max(STEP_PARTS, key=lambda part: mine[part] - best[part])
+    more = mine[worst] - best[worst]
+    if total - least <= 0.005 * total or more <= 0:
+        return "as fast, with more to set up" + tight
+    compute = worst == "compute"
+    why = _compute(choice, priced.choices[first], node) if compute else _named(worst, choice)
+    return f"+{100 * more / least:.0f} % {why}{tight}"
 
 
 def _named(part: str, choice: LayoutChoice) -> str:
@@ -232,7 +225,6 @@ def _named(part: str, choice: LayoutChoice) -> str:
         "messages": f"messages between {choice.pp * choice.vpp} pieces of the model",
         "gradients": f"sums of gradients over dp={choice.dp}",
         "optimizer": "the optimizer's pass over its state",
-        "compute": "compute",
     }[part]
 
 
@@ -247,7 +239,3 @@ def _compute(choice: LayoutChoice, best: LayoutChoice, node: int) -> str:
     if choice.tp > best.tp:
         return f"tensor-parallel waits and narrower products at tp={choice.tp}"
     return "compute: a fuller slowest stage, or smaller products"
-
-
-def _memory(priced: Priced, index: int) -> str:
-    return "; memory is tight" if bool(priced.tight[index]) else ""
