@@ -11,10 +11,8 @@ from parallel3d.run.launch import Worker
 
 def calibrate(config: Config, worker: Worker) -> int:
     with (
-        patch.multiple(
-            measure, LARGE_SIZES=(1024, 65536), CALLS=1, WINDOWS=1, LARGE_UPDATES=(1024, 65536)
-        ),
-        patch.multiple(measure, STEPS=1, MOST_RUNS=1),
+        patch.multiple(measure, LARGE_SIZES=(1024, 65536), CALLS=1, WINDOWS=1),
+        patch.multiple(measure, MICRO_BATCHES=(1, 2), BLOCKS=1, MOST_RUNS=1),
         patch.object(measure, "peak_tflops", lambda *_: 1.0),  # of products of 8192²
     ):
         return measure.calibrate(config, worker)
