@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.process_groups import SINGLE, Group
-from parallel3d.tensor_parallel import layers
+from parallel3d.tensor_parallel import embedding
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from tests.operators import Operators
 
@@ -40,7 +40,7 @@ def test_ranks_that_nothing_makes_equal_add_in_a_fixed_order(
     """On accelerators `index_add_` adds by atomics and `index_put_` sorts."""
     how, plain = gradient(group, sp, bucket)
     assert how == ["index_add_"]
-    monkeypatch.setattr(layers, "is_on_accelerator", lambda tensor: True)
+    monkeypatch.setattr(embedding, "is_on_accelerator", lambda tensor: True)
     how, own = gradient(group, sp, bucket)
     assert ("index_add_" in how) != alike and how[0].strip("_").startswith("index")
     torch.testing.assert_close(own, plain)
