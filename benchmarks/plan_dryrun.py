@@ -46,6 +46,7 @@ def configured(keys: Keys) -> Config:
     keys = dict(keys)
     model = OmegaConf.to_container(OmegaConf.load(_conf("model", keys.pop("model"))))
     model["num_layers"] = keys.pop("layers", model["num_layers"])  # type: ignore[index,call-overload]
+    model["norm"] = keys.pop("norm", model["norm"])  # type: ignore[index,call-overload]
     cluster = OmegaConf.to_container(OmegaConf.load(_conf("cluster", "dgx_h100")))
     config = Config(
         cluster=ClusterConfig(**cluster),  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import (
+    NORMS,
     LocalParameter,
     Op,
     layer_ops,
@@ -70,8 +71,9 @@ def _blocks(rank: PipelineRank, copies: int, sharded: bool) -> int:
     found = rank.recomputed_layers * (_forward(each, copies) + _backward(each, copies) + again)
     unchanged = rank.layer_count - rank.recomputed_layers
     found += unchanged * (_forward(plain, copies) + _backward(plain, copies))
-    learned = model.position_embedding == "learned"
-    return int(found) + (2 + sharded) * rank.last + 2 * (learned + copies) * rank.first
+    learned, (_, _, forward, backward, _) = model.position_embedding == "learned", NORMS[model.norm]
+    last = forward + backward + sharded  # the head's norm
+    return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 
 def _forward(ops: Sequence[Op], copies: int) -> int:

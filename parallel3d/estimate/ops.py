@@ -18,6 +18,29 @@ from parallel3d.config.schema import ModelConfig
 Number = Any  # int, float or a numpy array
 
 
+class NormCost(NamedTuple):
+    """One norm of the hidden states.
+
+    Attributes:
+        keeps: tensors of its input's size that stay until the backward; statistics: fp32 numbers a
+            token beside them.
+        forward, backward: launches.
+        is_fused: one kernel sums the residual stream and normalises it, forward and backward.
+    """
+
+    keeps: int
+    statistics: int
+    forward: int
+    backward: int
+    is_fused: bool
+
+
+NORMS = {
+    "layernorm": NormCost(1, 2, 1, 1, is_fused=False),
+    "rmsnorm": NormCost(1, 1, 1, 1, is_fused=True),
+}
+
+
 class Widths(NamedTuple):
     """Sizes of a layer on one tensor rank, in elements a token; flags are 0 or 1."""
 
@@ -29,7 +52,7 @@ class Widths(NamedTuple):
     ffn: Number
     gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
     share: Number = 1  # ranks that divide the residual stream: tp under sequence parallelism
-    layernorm: Number = 0  # instead of RMSNorm
+    norm: NormCost = NORMS["rmsnorm"]
     head_norms: Number = 0  # q and k are normalised by head
     rope: Number = 0
     qkv_bias: Number = 0
@@ -52,7 +75,7 @@ def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
         model.ffn_size // tp,
         int(model.activation == "swiglu"),
         tp if sp else 1,
-        int(model.norm == "layernorm"),
+        NORMS[model.norm],
         int(model.qk_norm),
         int(model.position_embedding == "rope"),
         int(model.qkv_bias),
@@ -91,15 +114,16 @@ class Op(NamedTuple):
 def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     """Lists a layer's operations in their order; `recompute`: the parts that it recomputes.
 
-    A residual sum and the RMSNorm after it are one kernel, with their gradients, unless the norm is
-    recomputed. Backward of the split into heads: a concatenation; RoPE is a kernel in both ways.
+    A residual sum and a fused norm after it are one kernel, with their gradients, unless the norm
+    is recomputed. Backward of the split into heads: a concatenation; RoPE is a kernel both ways.
     """
     h, stream, qkv = w.hidden, w.hidden / w.share, w.queries + 2 * w.keys
     up = w.ffn * (1 + w.gated)
-    apart = w.layernorm if "norm" not in recompute else 1
-    norm = {"kind": "norm", "inputs": stream, "outputs": stream, "keeps": stream}
-    norm |= {"parts": ("norm", "layer"), "statistics": (1 + w.layernorm) / w.share}
-    norm |= {"forward": 1, "backward": 1}
+    apart = int("norm" in recompute or not w.norm.is_fused)
+    norm = {"kind": "norm", "inputs": stream, "outputs": stream}
+    norm |= {"parts": ("norm", "layer"), "keeps": w.norm.keeps * stream}
+    norm |= {"statistics": w.norm.statistics / w.share}
+    norm |= {"forward": w.norm.forward, "backward": w.norm.backward}
     column, row = {"kind": "gemm", "split": "column"}, {"kind": "gemm", "split": "row"}
     attention, inner, layer = ("attention", "layer"), ("activation", "mlp", "layer"), ("layer",)
     found = [
