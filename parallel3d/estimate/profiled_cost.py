@@ -139,7 +139,12 @@ class BlockShape:
     @classmethod
     def of(cls, model: ModelConfig) -> BlockShape:
         kind = [model.norm, model.position_embedding, model.activation]
-        kind += ["bias"] * model.bias + ["qk_norm"] * model.qk_norm
+        kind += ["bias"] * model.bias
+        kind += [
+            op.name
+            for op in layer_ops(widths(model))
+            if op.name.startswith("attention.") and op.kind == "norm"
+        ]
         return cls(
             str(model.name), " ".join(kind), model.hidden_size, model.num_attention_heads,
             model.kv_heads, model.head_size, model.ffn_size, model.seq_length,

@@ -72,7 +72,7 @@ class Norm(nn.Module):
 
     def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
         super().__init__()
-        self.eps, self.size = model.norm_eps, (model.hidden_size,)
+        self.kind, self.eps, self.size = model.norm, model.norm_eps, (model.hidden_size,)
 
         def vector(part: str, fill: float) -> nn.Parameter:
             shard = ShardSpec(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
@@ -82,13 +82,14 @@ class Norm(nn.Module):
         self.bias = vector("bias", 0.0) if model.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
+        if self.kind == "rmsnorm":
             return rms_norm(x, self.weight, self.eps)
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
     def is_fused_with_sum(self, x: Tensor) -> bool:
         """Whether `add` is one kernel, forward and backward; a compiler fuses by itself."""
-        return self.bias is None and is_on_accelerator(x) and not torch.compiler.is_compiling()
+        fuses = self.kind == "rmsnorm" and is_on_accelerator(x)
+        return fuses and not torch.compiler.is_compiling()
 
     def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, y, self.weight, self.eps)

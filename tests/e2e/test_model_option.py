@@ -1,0 +1,103 @@
+"""The diff of docs/architecture.md that adds a norm: it trains, is priced, dry-run and exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("model=llama_tiny", "model.norm=l1norm", "device=cpu", "tp=2")
+PLAYED = (
+    {"tp": 1, "recompute": "none"},
+    {"tp": 2, "sp": True, "recompute": "[norm,mlp]"},
+    {"tp": 2, "sp": True, "recompute": "full", "pp": 2, "rank": 2},
+)
+NORM = """
+import torch
+from types import SimpleNamespace
+from parallel3d.config.schema import ModelConfig
+from parallel3d.models.layers import Norm
+from parallel3d.parameters.sharding import Initializer
+from tests.reference.model import make_norm
+model = ModelConfig(norm="l1norm", hidden_size=64)
+ours = Norm("norm", model, Initializer(1, torch.float64, torch.device("cpu")))
+theirs = make_norm(SimpleNamespace(norm="l1norm", hidden_size=64, norm_eps=model.norm_eps)).double()
+x = torch.randn(2, 3, 64, dtype=torch.float64)
+torch.testing.assert_close(ours(x), theirs(x))
+"""
+
+
+def documented_diff() -> str:
+    page = (ROOT / "docs/architecture.md").read_text()
+    (found,) = re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
+    return found
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with the diff applied."""
+    copy = tmp_path_factory.mktemp("option")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("parallel3d", "conf", "benchmarks", "tests/reference"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
+    (copy / "tests/__init__.py").touch()
+    done = subprocess.run(
+        ("git", "apply", "-C1", "-"), cwd=copy, input=documented_diff(), text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return copy
+
+
+def run(copy: Path, *words: str) -> str:
+    environ = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        (sys.executable, *words), cwd=copy, env=environ, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_it_is_at_most_five_files() -> None:
+    assert len(re.findall(r"^\+\+\+ ", documented_diff(), re.M)) <= 5
+
+
+@pytest.mark.slow
+def test_it_is_the_references_norm(copy: Path) -> None:
+    run(copy, "-c", NORM)
+
+
+@pytest.mark.slow
+def test_it_trains_under_a_layout_is_verified_and_exported(copy: Path) -> None:
+    run(copy, "-m", "parallel3d", "train", *SMALL, "train.steps=2", "run=option",
+        "logger=none", "checkpoint.every=2")  # fmt: skip
+    # In fp32 rounding turns the sign of a number near zero, of which the gradient is the sign.
+    told = run(copy, "-m", "parallel3d", "verify", *SMALL, "precision=fp64")
+    assert "The layout does not change the model." in told
+    run(copy, "-m", "parallel3d", "checkpoint", "export", "run=option", "to=hf")
+    written = json.loads((copy / "hf/config.json").read_text())
+    assert written["model_type"] == "llama"
+
+
+@pytest.mark.slow
+def test_it_is_priced(copy: Path) -> None:
+    told = run(copy, "-m", "parallel3d", "plan", "model=llama3_8b", "model.norm=l1norm",
+               "cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=16")  # fmt: skip
+    assert "parallel3d train" in told
+
+
+@pytest.mark.slow
+def test_its_operations_are_those_of_the_dry_run(copy: Path) -> None:
+    """Launches and bytes equal, memory within a hundredth."""
+    common = {"model": "llama3_8b", "norm": "l1norm", "layers": 4, "dp": 1, "micro_batch_size": 1}
+    cases = [json.dumps(common | {"global_batch_size": 4} | case) for case in PLAYED]
+    words = [word for case in cases for word in ("--case", case)]
+    told = run(copy, "-m", "benchmarks.plan_dryrun", "--limit", "1", *words)
+    assert re.search(r"launches: median 0.00 %, worst 0.00 %", told), told
