@@ -31,7 +31,7 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.p2p import P2PRoute
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer
-from parallel3d.tensor_parallel import layers
+from parallel3d.tensor_parallel import embedding
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
@@ -342,7 +342,7 @@ def rows_are_added_in_any_order() -> Iterator[None]:
     def add_rows(table: Tensor, ids: Tensor, rows: Tensor, in_order: bool) -> None:
         table.index_add_(0, ids, rows)
 
-    with patch.object(layers, "add_rows", add_rows):
+    with patch.object(embedding, "add_rows", add_rows):
         yield
 
 
