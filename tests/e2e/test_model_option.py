@@ -49,7 +49,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
     (copy / "tests/__init__.py").touch()
     done = subprocess.run(
-        ("git", "apply", "-C1", "-"), cwd=copy, input=documented_diff(), text=True,
+        ("git", "apply", "-p0", "-C1", "-"), cwd=copy, input=documented_diff(), text=True,
         capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
