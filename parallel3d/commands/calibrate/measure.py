@@ -59,6 +59,7 @@ from parallel3d.topology.layout import Layout
 Run = Callable[[], object]
 Tell = Callable[[str], None]
 Point = tuple[int, ...]
+TURNS = 3  # of blocks on several ranks at once; the fastest counts
 MEASURED_KEY = "parallel3d/calibrate/measured"
 LEAST = 1e-7
 
@@ -426,13 +427,18 @@ def slowing(config: Config, device: torch.device, tell: Tell) -> dict[str, Table
     on_gpu = accelerator.is_accelerator(device)
     run = Pieces(config, config.model, 1, device).run
     times: dict[Point, float] = {}
-    for count in powers_of_two(dist.get_world_size()):
+    counts = powers_of_two(dist.get_world_size())
+    for count, turn in product(counts, range(TURNS)):
         tell(f"blocks on {count} ranks at once")
         dist.barrier()
         work = [s for _, s in windows(run, device, 1, 8)] if dist.get_rank() < count else []
         seen = [sorted(w) for w in all_gather_json(work, dist.group.WORLD, device) if w]
-        times[count,] = sum(w[len(w) // 4] for w in seen) / len(seen)
-    found = {"together": {at: max(1.0, s / times[1,]) for at, s in times.items()}}
+        seconds = sum(w[len(w) // 4] for w in seen) / len(seen)
+        times[count,] = min(seconds, times[count,] if turn else seconds)
+    slow: dict[Point, float] = {}
+    for count in reversed(counts):  # more ranks never run faster: what says so is a neighbour's
+        slow[count,] = max(1.0, min([times[count,] / times[1,], *slow.values()]))
+    found = {"together": slow}
     before, times = torch.get_num_threads(), {}
     for count in powers_of_two(1 if on_gpu or dist.get_rank() else cores()):
         torch.set_num_threads(count)
