@@ -633,7 +633,7 @@ def fits_nowhere(
     choice, memory = priced.choices[least], float(sizes["memory_bytes"])
     needed, file = float(priced.memory.total[least]), config.cluster.file
     where = f"of the ranks of cluster={file}" if file else f"on cluster.nodes={nodes}"
-    room = f"{memory / GIB:.1f} a rank" if file else f"{memory / GIB:.0f}"
+    available = f"{memory / GIB:.1f} a rank" if file else f"{memory / GIB:.0f}"
     if file:
         words = _fewer_layers(config, choice, sizes)
     else:
@@ -643,7 +643,7 @@ def fits_nowhere(
         f"model={config.model.name} fits no layout {where}: the one that needs least "
         f"(tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "
         f"recompute={choice.recompute} zero={choice.zero}) misses by "
-        f"{(needed - memory) / GIB:.1f} GiB of {room}; {words}"
+        f"{(needed - memory) / GIB:.1f} GiB of {available}; {words}"
     )
 
 

@@ -108,7 +108,7 @@ def stalled(work: StepWork, values: Mapping[str, float], peak: Number, seconds: 
     They wait half a second for each micro-batch and message where a GPU is nearly full and its
     allocator retries, and where no ZeRO shards gradients of more than two replicas or four nodes.
     No other published set has such rows. Between surely not and surely full the price is the mean
-    of the logarithms, so that a layout with room to spare goes first.
+    of the logarithms, so that a layout that needs less memory goes first.
     """
     tight = values.get("memory.tight", GUESSES["tight"][0])
     each = values.get("memory.stall_s", GUESSES["stall_s"][0])

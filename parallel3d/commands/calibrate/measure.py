@@ -436,7 +436,7 @@ def slowing(config: Config, device: torch.device, tell: Tell) -> dict[str, Table
         seconds = sum(w[len(w) // 4] for w in seen) / len(seen)
         times[count,] = min(seconds, times[count,] if turn else seconds)
     slow: dict[Point, float] = {}
-    for count in reversed(counts):  # more ranks never run faster: what says so is a neighbour's
+    for count in reversed(counts):  # more ranks never run faster: a smaller figure is noise
         slow[count,] = max(1.0, min([times[count,] / times[1,], *slow.values()]))
     found = {"together": slow}
     before, times = torch.get_num_threads(), {}
