@@ -14,7 +14,7 @@ from parallel3d.comm.collectives import Work
 from parallel3d.comm.process_groups import Group
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.estimate.traffic import compressed_rank, padded_numel
+from parallel3d.estimate.buckets import compressed_rank, padded_numel
 
 
 class SideStream:

@@ -15,7 +15,7 @@ from parallel3d.comm.collectives import Work
 from parallel3d.comm.process_groups import Group
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.estimate.traffic import assign, padded_numel
+from parallel3d.estimate.buckets import assign, padded_numel
 from parallel3d.parameters.sharding import (
     Segment,
     SegmentPart,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import parts_of
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
+from parallel3d.estimate.buckets import assign, compressed_rank, padded_numel
 from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.ops import (
     LocalParameter,
@@ -160,73 +161,7 @@ class PipelineRank:
         return [parameter for chunk in self.chunks for parameter in chunk]
 
 
-# Comm volume: every collective and message of one optimizer step, and the gradient buckets.
-
-
-MIB = 1024 * 1024
-FIRST_BUCKET_MIB = 1.0
-CPU_CAP_MIB = 25.0
-# NVLink and InfiniBand approach their bandwidth at 100 MiB and more, TCP far below.
-ACCELERATOR_CAP_MIB = 128.0
-SHARD_ALIGNMENT = 32  # elements: shards in fp32 begin at a multiple of 128 bytes
-
-
-def padded_numel(numel: int, shards: int) -> int:
-    """Returns the elements of a bucket padded to `shards` equal shards; no padding for one."""
-    unit = shards * SHARD_ALIGNMENT if shards > 1 else 1
-    return -(-numel // unit) * unit
-
-
-def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> Sequence[float]:
-    """Returns the MiB at which each bucket closes, the last number for all that follow."""
-    if bucket_cap_mb is None:
-        return [FIRST_BUCKET_MIB, ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB]
-    return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
-
-
-def cap_bytes(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> int:
-    """Returns the largest cap in bytes."""
-    return int(max(caps_of(bucket_cap_mb, accelerated)) * MIB)
-
-
-def assign(
-    sizes: Iterable[int],
-    bucket_cap_mb: float | Sequence[float] | None,
-    alone: Collection[int] = (),
-    accelerated: bool = False,
-) -> list[list[int]]:
-    """Groups parameters, given by their bytes in the order of readiness, into buckets.
-
-    Like `bucket_cap_mb` of PyTorch's DDP: parameters are never split, and a bucket closes with the
-    parameter that makes it reach its cap. With None the first bucket closes at 1 MiB, so that
-    communication starts early, the others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB on an
-    accelerator (`accelerated`). Several caps are for one bucket each, the last for all that follow.
-    Parameters numbered in `alone` get their own buckets: both copies of a tied weight must be
-    sharded alike.
-    """
-    caps = caps_of(bucket_cap_mb, accelerated)
-    buckets: list[list[int]] = []
-    current: list[int] = []
-    filled = 0
-    for i, size in enumerate(sizes):
-        if i in alone and current:
-            buckets.append(current)
-            current, filled = [], 0
-        current.append(i)
-        filled += size
-        if i in alone or filled >= caps[min(len(buckets), len(caps) - 1)] * MIB:
-            buckets.append(current)
-            current, filled = [], 0
-    if current:
-        buckets.append(current)
-    return buckets
-
-
-def compressed_rank(rows: int, columns: int, rank: int) -> int:
-    """Returns the rank at which PowerSGD sends a gradient of this shape; 0: uncompressed, unless
-    both factors together are less than half of the matrix (PyTorch's rule)."""
-    rank = min(rank, rows, columns)
-    return rank if 2 * rank * (rows + columns) < rows * columns else 0
+# Comm volume: every collective and message of one optimizer step.
 
 
 def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:

@@ -18,7 +18,7 @@ from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel import comm_hooks
 from parallel3d.data_parallel.comm_hooks import Factors, InBf16, PowerSGD, orthonormal
-from parallel3d.estimate.traffic import compressed_rank
+from parallel3d.estimate.buckets import compressed_rank
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, relative, run_cases

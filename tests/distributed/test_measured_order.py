@@ -14,7 +14,7 @@ from torch import nn
 from parallel3d.comm import collectives
 from parallel3d.config.schema import DataParallelConfig, OptimConfig
 from parallel3d.data_parallel.engine import BucketedDataParallel, agreed_order, rebuild_buckets
-from parallel3d.estimate.traffic import MIB
+from parallel3d.estimate.buckets import MIB
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import ParameterSpec
 from parallel3d.topology.layout import Layout

@@ -14,7 +14,7 @@ from torch import nn
 from parallel3d.comm.process_groups import SINGLE
 from parallel3d.data_parallel import reducer as buckets_module
 from parallel3d.data_parallel.reducer import Reducer, Sharding, build_buckets
-from parallel3d.estimate.traffic import MIB, assign
+from parallel3d.estimate.buckets import MIB, assign
 from parallel3d.parameters.sharding import ParameterSpec
 
 

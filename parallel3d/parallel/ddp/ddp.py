@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import Group
-from parallel3d.estimate.traffic import MIB
+from parallel3d.estimate.buckets import MIB
 from parallel3d.parallel import groups
 from parallel3d.parallel.ddp.reducer import (
     DDPReducer,

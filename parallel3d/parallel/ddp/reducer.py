@@ -18,7 +18,7 @@ from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.process_groups import Group
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_accelerator, moved
-from parallel3d.estimate.traffic import assign, cap_bytes
+from parallel3d.estimate.buckets import assign, cap_bytes
 from parallel3d.parallel.ddp.transport import (
     SHARED_CAP_MIB,
     Size,
