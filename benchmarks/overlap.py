@@ -71,14 +71,14 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
     config.ddp.bucket_cap_mb = bucket_mb
     groups = ProcessGroups.create(Layout(dp=dp), "cpu", 60, config.launch)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
-    reducer = trainer.data_parallel.reducer
-    sending = reducer.comm_hook
+    engine = trainer.data_parallel
+    sending = engine.comm_hook
     turns = []
     for number in range(rounds + 1):
         for mode in MODES:
-            reducer.overlap = mode == "overlap"
+            engine.reducer.overlap = mode == "overlap"
             silent = mode == "nothing"
-            reducer.comm_hook = (lambda *_: collectives.CompletedWork()) if silent else sending
+            engine.comm_hook = (lambda *_: collectives.CompletedWork()) if silent else sending
             dist.barrier()
             start = time.perf_counter()
             trainer.train_step()
@@ -86,7 +86,7 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
             if number:  # the first warms up
                 turns.append(Turn(mode, ms, 1e3 * trainer.step_timer.last["dp"]))
     if dist.get_rank() == 0:
-        sent = sum(bucket.grad.nbytes for bucket in reducer.buckets)
+        sent = sum(bucket.grad.nbytes for bucket in engine.buckets)
         print(json.dumps({"megabytes": sent / 1e6, "turns": turns}))
     dist.destroy_process_group()
 

@@ -59,7 +59,7 @@ class Trial:
         self.finish = finisher(self.device)
         self.steps = 0
         self.step()  # after it the buckets are in their final order
-        transport = self.net.reducer.transport if self.net.reducer else None
+        transport = self.net.averager.transport if self.net.averager else None
         if self.in_turn and isinstance(transport, BackendTransport):
             transport.handles = list(self.in_turn)
 
@@ -79,7 +79,7 @@ class Trial:
             self.optimizer.step()
             self.optimizer.zero_grad()
         marks.append(self._now())
-        if self.net.reducer is None or not reduced:
+        if self.net.averager is None or not reduced:
             exposed = 0.0
         forward, backward, update = (b - a for a, b in pairwise(marks))
         return dict(zip(PARTS, (forward, backward - exposed, exposed, update), strict=True))
@@ -190,7 +190,7 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
         times.append([])
         sizes.clear()
         with net.no_sync():  # computing alone
-            net.reducer.enabled = False
+            net.averager.enabled = False
             finish()
             start = time.perf_counter()
             loss.backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.process_groups import Group
+from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.estimate.buckets import compressed_rank, padded_numel
@@ -70,7 +71,8 @@ class HierarchicalAllReduce:
     outer: Group
     side: SideStream = field(default_factory=SideStream)
 
-    def __call__(self, tensor: Tensor, group: Group) -> Work:
+    def __call__(self, group: Group, bucket: GradBucket) -> Work:
+        tensor = bucket.buffer()
         if is_on_accelerator(tensor):
             return self.side.run(tensor, lambda: self._start(tensor))
         return self._start(tensor)
@@ -113,7 +115,8 @@ class InBf16:
 
     side: SideStream = field(default_factory=SideStream)
 
-    def __call__(self, tensor: Tensor, group: Group) -> Work:
+    def __call__(self, group: Group, bucket: GradBucket) -> Work:
+        tensor = bucket.buffer()
         started = _Bf16Started(tensor, group)
         if is_on_accelerator(tensor):
             return self.side.run(tensor, lambda: started)
@@ -147,7 +150,6 @@ class _Bf16Started:
 # PowerSGD (Vogels, Karimireddy and Jaggi 2019, §3).
 
 
-Shapes = list[tuple[int, ...]]
 SEED = 1  # of the first Q: equal on every rank, so that P = Σ M·Q is one matmul
 EPSILON = 1e-30  # a zero matrix has no direction; its factors stay zero
 
@@ -197,26 +199,26 @@ class PowerSGD:
     mean.
 
     Args:
-        layouts: per bucket its flat gradients and the shapes of its parameters, in order.
         rank: r of the paper.
         start: number of uncompressed sums at the start; early gradients are not of low rank.
         rank_of: (rows, columns, rank) → the rank of a matrix, 0 to leave it uncompressed.
+
+    Attributes:
+        factors: the state of each bucket.
     """
 
     def __init__(
         self,
-        layouts: Iterable[tuple[Tensor, Shapes]],
         rank: int,
         start: int,
         rank_of: Callable[[int, int, int], int] = compressed_rank,
     ) -> None:
-        self.start, self.side = start, SideStream()
-        self.by_address = {
-            grad.data_ptr(): _factors(grad, shapes, rank, rank_of) for grad, shapes in layouts
-        }
+        self.rank, self.start, self.rank_of = rank, start, rank_of
+        self.side = SideStream()
+        self.factors: dict[int, Factors] = {}
 
-    def __call__(self, tensor: Tensor, group: Group) -> Work:
-        factors = self.by_address[tensor.data_ptr()]
+    def __call__(self, group: Group, bucket: GradBucket) -> Work:
+        tensor, factors = bucket.buffer(), self.factors_of(bucket)
         factors.steps += 1
         if factors.steps <= self.start or not factors.matrices:
             return collectives.all_reduce_bucket(tensor, group)
@@ -224,23 +226,26 @@ class PowerSGD:
             return self.side.run(tensor, lambda: _PowersgdStarted(tensor, group, factors))
         return _PowersgdStarted(tensor, group, factors)
 
+    def factors_of(self, bucket: GradBucket) -> Factors:
+        """Returns the state of a bucket, whose parameters stay the same."""
+        if bucket.index() not in self.factors:
+            self.factors[bucket.index()] = self._begin(bucket)
+        return self.factors[bucket.index()]
 
-def _factors(
-    grad: Tensor, shapes: Shapes, rank: int, rank_of: Callable[[int, int, int], int]
-) -> Factors:
-    generator = torch.Generator().manual_seed(SEED)
-    found, offset = Factors(), 0
-    for shape in shapes:
-        rows, columns = (*shape, 1)[:2]
-        r = rank_of(rows, columns, rank) if len(shape) == 2 else 0
-        if r:
-            q = torch.randn(columns, r, generator=generator, dtype=torch.float64).to(grad)
-            error = grad.new_zeros(rows, columns)
-            found.matrices.append(Matrix(offset, rows, columns, q, q, error))
-        else:
-            found.plain.append((offset, offset + rows * columns))
-        offset += rows * columns
-    return found
+    def _begin(self, bucket: GradBucket) -> Factors:
+        grad, generator = bucket.buffer(), torch.Generator().manual_seed(SEED)
+        found, offset = Factors(), 0
+        for parameter in bucket.parameters():
+            rows, columns = (*parameter.shape, 1)[:2]
+            r = self.rank_of(rows, columns, self.rank) if parameter.dim() == 2 else 0
+            if r:
+                q = torch.randn(columns, r, generator=generator, dtype=torch.float64).to(grad)
+                error = grad.new_zeros(rows, columns)
+                found.matrices.append(Matrix(offset, rows, columns, q, q, error))
+            else:
+                found.plain.append((offset, offset + parameter.numel()))
+            offset += parameter.numel()
+        return found
 
 
 def orthonormal(matrix: Tensor) -> Tensor:

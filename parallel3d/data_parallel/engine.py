@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -11,21 +12,34 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import Config, DataParallelConfig, OptimConfig
-from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD
-from parallel3d.data_parallel.reducer import (
+from parallel3d.data_parallel.buckets import (
     UNSHARDED,
     Bucket,
-    CommHook,
     InitFn,
-    Reducer,
     Sharding,
     build_buckets,
     current_values,
 )
+from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD
+from parallel3d.data_parallel.reducer import (
+    CommHook,
+    GradBucket,
+    Pending,
+    Reducer,
+    all_reduce,
+    reduce_scatter,
+)
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer, ParameterSlice, parameter_slices
-from parallel3d.parameters.sharding import Initializer, Segment, spec_of
+from parallel3d.parameters.sharding import (
+    Initializer,
+    Segment,
+    main_grad_of,
+    set_grad_ready_hook,
+    spec_of,
+)
 
 
 class DataParallel(Protocol):
@@ -79,7 +93,7 @@ def data_parallel_engine(
         groups.dp,
         config.zero,
         tied,
-        lambda buckets: comm_hook(config, groups, buckets),
+        lambda: comm_hook(config, groups),
         (lambda p: initializer.values(spec_of(p))) if initializer.deferred else current_values,
     )
 
@@ -94,22 +108,34 @@ def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter
     return chunks
 
 
-def comm_hook(config: Config, groups: ProcessGroups, buckets: list[Bucket]) -> CommHook:
+def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
     ddp = config.ddp
     if config.zero and groups.dp.size > 1:
-        return collectives.reduce_scatter_bucket
+        return reduce_scatter
     if groups.dp_inner.size > 1:
         return HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)
     if ddp.comm_hook == "bf16":
         return InBf16()
     if ddp.comm_hook == "powersgd":
-        shapes = [(b.grad, [p.spec.shape for s in b.segments for p in s.parts]) for b in buckets]
-        return PowerSGD(shapes, ddp.powersgd_rank, ddp.powersgd_start)
-    return collectives.all_reduce_bucket
+        return PowerSGD(ddp.powersgd_rank, ddp.powersgd_start)
+    return all_reduce
+
+
+class GradientObserver(Protocol):
+    """Observes gradients before they are reduced."""
+
+    def start_step(self) -> None: ...
+    def added(self, name: str, times: int) -> None: ...
+    def full(self, bucket: Bucket) -> None: ...
 
 
 class BucketedDataParallel:
     """Owns gradient buckets, their reduction, and the all-gather of stepped parameters.
+
+    Gradients are added in the buckets. Only the last ones of a step trigger reductions (Li et al.
+    2020, §3.2.4): a parameter gets one per micro-batch and use, in any order that a pipeline
+    schedule computes them. The loss is already divided by the tokens of the global batch, so the
+    reduction is a plain sum.
 
     Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) gradients are reduce-scattered, each rank
     steps its shard, and the parameters are gathered while the next forward begins, layer by layer.
@@ -120,12 +146,13 @@ class BucketedDataParallel:
         dtype: the compute type.
         tied: names of tables that another rank holds too, in buckets of their own, so that both
             ranks shard them equally.
-        make_hook: creates the `CommHook` of the buckets; None: reduce-scatter or all-reduce.
+        make_hook: creates the hook that reduces the buckets; None: reduce-scatter or all-reduce.
         values: initial values of a parameter (see `build_buckets`).
 
     Attributes:
         segments: flat shards that this rank steps.
         replicas: (index, count) among the dp ranks that step the same elements.
+        works: handles of the reductions of this step, by bucket.
     """
 
     def __init__(
@@ -136,24 +163,25 @@ class BucketedDataParallel:
         dp: Group,
         zero: int,
         tied: Iterable[str] = (),
-        make_hook: Callable[[list[Bucket]], CommHook] | None = None,
+        make_hook: Callable[[], CommHook] | None = None,
         values: InitFn = current_values,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
         self.sharding = Sharding(dp.size, dp.index) if self.sharded else UNSHARDED
         self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
         self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
-        self.cap, self.dtype = config.bucket_cap_mb, dtype
-        self.tied, self.make_hook = list(tied), make_hook or self._plain_hook
+        self.names = list(self.parameters)
+        self.cap, self.overlap, self.dtype = config.bucket_cap_mb, config.overlap, dtype
+        self.tied = list(tied)
+        self.make_hook = make_hook or (lambda: reduce_scatter if self.sharded else all_reduce)
         self.gathering: dict[int, Work] = {}
+        self.works: list[Pending] = []
+        self.running = False
+        self.observer: GradientObserver | None = None
+        self.step_timer = dp.timer or StepTimer()
         self._fill_buckets([list(chunk) for chunk in chunks], values)
-        hook = self.make_hook(self.buckets)
-        self.reducer = Reducer(self.buckets, dp, config.overlap, hook)
-
-    def _plain_hook(self, _: list[Bucket]) -> CommHook:
-        if self.sharded:
-            return collectives.reduce_scatter_bucket
-        return collectives.all_reduce_bucket
+        for number, parameter in enumerate(self.parameters.values()):
+            self._register_hooks(number, parameter)
 
     def _fill_buckets(self, chunks: list[list[str]], values: InitFn = current_values) -> None:
         self.buckets: list[Bucket] = []
@@ -164,6 +192,32 @@ class BucketedDataParallel:
             )
         self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+        self.comm_hook = self.make_hook()
+        number_of = {name: number for number, name in enumerate(self.names)}
+        members = [[number_of[name] for name in bucket.params] for bucket in self.buckets]
+        self.reducer = Reducer(members, self.overlap)
+
+    def _register_hooks(self, number: int, parameter: nn.Parameter) -> None:
+        # A weak reference: Python's collector does not see the cycle parameter → hook → engine →
+        # parameter, and an ended trainer would keep its model and its groups' threads.
+        engine = weakref.ref(self)
+
+        def register_grad_ready() -> None:
+            this = engine()
+            if this is not None and this.running:
+                this._grad_ready(number)
+
+        def accumulate(p: Tensor) -> None:
+            if p.grad is None:  # the layer has added it to the bucket itself
+                return
+            main_grad = main_grad_of(p)
+            assert main_grad is not None
+            main_grad.add_(p.grad)
+            p.grad = None
+            register_grad_ready()
+
+        set_grad_ready_hook(parameter, register_grad_ready)
+        parameter.register_post_accumulate_grad_hook(accumulate)
 
     def rebuild_buckets(self, ready_order: list[str], masters: dict[str, Tensor]) -> None:
         """Moves the parameters to new buckets and `segments`, between steps.
@@ -175,16 +229,62 @@ class BucketedDataParallel:
         for name, parameter in self.parameters.items():
             parameter.data = masters[name].view(parameter.shape)
         self._fill_buckets([ready_order[::-1]])
-        self.reducer.set_buckets(self.buckets, self.make_hook(self.buckets))
 
     def start_step(self, microbatches: int) -> None:
-        self.reducer.start_step(microbatches)
+        for bucket in self.buckets:
+            bucket.grad.zero_()
+        self.expected = [spec_of(p).uses * microbatches for p in self.parameters.values()]
+        self.reducer.begin(self.expected)
+        self.works = []
+        if self.observer is not None:
+            self.observer.start_step()
+        self.running = True
 
     def start_last_microbatch(self) -> None:
-        """Does nothing: the reducer counts micro-batches itself."""
+        """Does nothing: the gradients are counted."""
+
+    def _grad_ready(self, number: int) -> None:
+        left = self.reducer.arrived(number)
+        if left < 0:
+            raise RuntimeError(
+                f"{self.names[number]}: its gradient came once more than the forward used it"
+            )
+        if self.observer is not None:
+            self.observer.added(self.names[number], self.expected[number] - left)
+        if left == 0:
+            for index in self.reducer.filled(number):
+                self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        bucket = self.buckets[index]
+        if self.observer is not None:
+            self.observer.full(bucket)
+        if self.dp.size == 1:
+            return
+        given = GradBucket(
+            index, index == len(self.buckets) - 1, bucket.grad, list(bucket.params.values())
+        )
+        profiled = self.step_timer.ranges is not None
+        name = f"gradient reduction of bucket {index}" if profiled else None
+        with self.step_timer.within("dp", name):  # a hook may do more than communicate
+            self.works.append(self.comm_hook(self.dp, given))
 
     def finish_step(self) -> list[str]:
-        return self.reducer.finish_step()
+        """Reduces the other buckets and waits; returns names of parameters without a gradient."""
+        for index in self.reducer.rest():
+            self._reduce(index)
+        if self.works:
+            with self.step_timer.within("dp", "wait gradient reduction"):
+                for work in self.works:
+                    work.wait()
+        self.running = False
+        counts = zip(self.names, self.reducer.left, self.expected, strict=True)
+        return [name for name, left, expected in counts if left == expected]
+
+    @property
+    def ready_order(self) -> list[str]:
+        """Names in the order in which the last step's gradients were complete."""
+        return [self.names[number] for number in self.reducer.arrivals]
 
     def tied_gradient(self, name: str) -> Tensor:
         """Returns the shard of a tied table's gradient that this rank steps, flat."""
@@ -197,7 +297,7 @@ class BucketedDataParallel:
             if segment.master is not segment.param:
                 segment.param.copy_(segment.master)
         if self.sharded:
-            with self.reducer.step_timer.range("parameter all-gather"):
+            with self.step_timer.range("parameter all-gather"):
                 for bucket in reversed(self.buckets):  # those of the first layers first
                     work = collectives.all_gather_bucket(bucket.param, self.dp)
                     self.gathering[bucket.index] = work
@@ -210,7 +310,7 @@ class BucketedDataParallel:
             (b.index for name, b in self.bucket_of.items() if name.startswith(f"{part}.")),
             default=len(self.buckets),
         )
-        with self.reducer.step_timer.range("wait parameter all-gather"):
+        with self.step_timer.range("wait parameter all-gather"):
             for index in [i for i in self.gathering if i >= last]:
                 self.gathering.pop(index).wait()
 
@@ -233,7 +333,7 @@ def rebuild_buckets(
     meanwhile.
     """
     engine.wait_for_all_gathers()
-    ready_order = agreed_order(engine.reducer.ready_order, list(engine.parameters), groups)
+    ready_order = agreed_order(engine.ready_order, engine.names, groups)
     slices = parameter_slices(optimizer, groups, engine.replicas, tied=False)
     group = engine.dp if engine.sharded else None
     state = full_values(slices, engine.parameters, group)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
-from parallel3d.data_parallel.reducer import segment_kind
+from parallel3d.data_parallel.buckets import segment_kind
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.sharding import (

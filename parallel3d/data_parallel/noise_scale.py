@@ -20,8 +20,8 @@ from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
+from parallel3d.data_parallel.buckets import Bucket
 from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
-from parallel3d.data_parallel.reducer import Bucket
 from parallel3d.optim import sum_of_squares
 from parallel3d.parameters.sharding import ParameterSpec, Segment, main_grad_of, spec_of
 
@@ -146,7 +146,7 @@ class NoiseScale:
         if not isinstance(engine, BucketedDataParallel):
             raise ValueError("the noise scale needs gradients in buckets: zero=0 or zero=1")
         norms = PartialNorms(engine, groups, config.sp, tied)
-        engine.reducer.observer = norms
+        engine.observer = norms
         return cls(config.global_batch_size, parts, norms)
 
     def squares(self) -> list[Tensor]:

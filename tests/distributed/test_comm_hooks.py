@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel import comm_hooks
-from parallel3d.data_parallel.comm_hooks import Factors, InBf16, PowerSGD, orthonormal
+from parallel3d.data_parallel.comm_hooks import InBf16, PowerSGD, orthonormal
+from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.estimate.buckets import compressed_rank
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
@@ -68,7 +69,7 @@ def bf16_sums(dp: int, shared_memory: bool, mutation: Mutation = nullcontext) ->
     kinds = [(5003, torch.float32), (3, torch.float32), (256, torch.float64)]
     buckets = [of_rank(groups.rank, n, dtype) for n, dtype in kinds]
     with mutation():
-        works = [InBf16()(bucket, groups.dp) for bucket in buckets]
+        works = [InBf16()(groups.dp, bucket_of(bucket, [bucket.shape])) for bucket in buckets]
         for work in works:
             work.wait()
     groups.close()
@@ -92,12 +93,8 @@ def test_sums_in_bf16_are_told_apart(pool: Pool) -> None:
     assert all(not same[0] for same in found), found
 
 
-def hook_for(bucket: Tensor, rank: int = RANK) -> PowerSGD:
-    return PowerSGD([(bucket, SHAPES)], rank, start=0)
-
-
-def factors_of(hook: PowerSGD) -> Factors:
-    return next(iter(hook.by_address.values()))
+def bucket_of(flat: Tensor, shapes: Sequence[Sequence[int]] = SHAPES) -> GradBucket:
+    return GradBucket(0, True, flat, [nn.Parameter(flat.new_zeros(shape)) for shape in shapes])
 
 
 @contextmanager
@@ -105,10 +102,10 @@ def no_error_feedback() -> Iterator[None]:
     """What a step loses is lost."""
     sound = PowerSGD.__call__
 
-    def forgetful(self: PowerSGD, tensor: Tensor, group: Group) -> object:
-        for matrix in factors_of(self).matrices:
+    def forgetful(self: PowerSGD, group: Group, bucket: GradBucket) -> object:
+        for matrix in self.factors_of(bucket).matrices:
             matrix.error.zero_()
-        return sound(self, tensor, group)
+        return sound(self, group, bucket)
 
     with patch.object(PowerSGD, "__call__", forgetful):
         yield
@@ -120,16 +117,16 @@ def over_steps(mutation: Mutation = nullcontext) -> dict[str, object]:
     own = of_rank(groups.rank, sum(SIZES), torch.float64)
     true = sum(of_rank(rank, sum(SIZES), torch.float64) for rank in range(2))
     bucket = own.clone()
-    hook = hook_for(bucket)
+    given, hook = bucket_of(bucket), PowerSGD(RANK, start=0)
     mean, first = torch.zeros_like(true), None
     with mutation():
         for _ in range(STEPS):
             bucket.copy_(own)
-            hook(bucket, groups.dp).wait()
+            hook(groups.dp, given).wait()
             mean += bucket / STEPS
             first = bucket.clone() if first is None else first
     owed = torch.zeros_like(true)
-    for matrix in factors_of(hook).matrices:
+    for matrix in hook.factors_of(given).matrices:
         matrix.of(owed).copy_(matrix.error)
     dist.all_reduce(owed)
     groups.close()
@@ -165,7 +162,7 @@ def of_low_rank() -> dict[str, float]:
     """Gradients of rank 1 on four ranks, with silence between: their sum is found exactly."""
     groups = groups_of(4, shared_memory=False)
     bucket = torch.zeros(sum(SIZES), dtype=torch.float64)
-    hook = hook_for(bucket, rank=4)
+    given, hook = bucket_of(bucket), PowerSGD(4, start=0)
     found = {}
     for step, loudness in enumerate((1.0, 0.0, 1.0)):
         whole = []
@@ -178,7 +175,7 @@ def of_low_rank() -> dict[str, float]:
                     parts[-1] = loudness * torch.outer(left, right).flatten()
             whole.append(torch.cat(parts))
         bucket.copy_(whole[groups.rank])
-        hook(bucket, groups.dp).wait()
+        hook(groups.dp, given).wait()
         found[f"step {step}"] = (bucket - sum(whole)).abs().max().item()
     groups.close()
     return found
@@ -208,15 +205,15 @@ def beside_pytorch() -> float:
     state = PowerSGDState(groups.dp.handle, RANK, start_powerSGD_iter=2)
     state.iter = 2
     ours = torch.zeros(sum(SIZES), dtype=torch.float64)
-    hook = hook_for(ours)
-    matrices = factors_of(hook).matrices
+    given, hook = bucket_of(ours), PowerSGD(RANK, start=0)
+    matrices = hook.factors_of(given).matrices
     state.q_memory_dict[0] = torch.cat([m.q.flatten() for m in matrices])
     state.p_memory_dict[0] = ours.new_zeros(sum(m.rows * RANK for m in matrices))
     worst = 0.0
     for step in range(10):
         own = of_rank(10 * step + groups.rank, sum(SIZES), torch.float64)
         ours.copy_(own)
-        hook(ours, groups.dp).wait()
+        hook(groups.dp, given).wait()
         bucket = SimpleNamespace(
             buffer=lambda own=own: own,
             gradients=lambda own=own: [

@@ -65,14 +65,14 @@ def graphs_by_step() -> tuple[list[int], int, list[float], list[str]]:
     case = Case(Problem("llama_tiny", "sgd", False, layers=5), compile=True, bucket_cap_mb=0.02)
     trainer = make_trainer(case, groups)
     seen, early, left_out = [], 0, []
-    finish = trainer.data_parallel.reducer.finish_step
+    finish = trainer.data_parallel.finish_step
 
     def finish_step() -> list[str]:
         nonlocal early
-        early = len(trainer.data_parallel.reducer.works)
+        early = len(trainer.data_parallel.works)
         return finish()
 
-    trainer.data_parallel.reducer.finish_step = finish_step
+    trainer.data_parallel.finish_step = finish_step
     with mock.patch.object(transformer, "GRAPH_BLOCKS", 2), no_kernels():
         for _ in range(3):
             start = time.perf_counter()

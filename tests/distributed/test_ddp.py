@@ -18,7 +18,7 @@ from parallel3d import DistributedDataParallel
 from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.parallel.ddp import ddp, transport
-from parallel3d.parallel.ddp.reducer import DDPReducer
+from parallel3d.parallel.ddp.averager import GradientAverager
 from parallel3d.parallel.ddp.transport import SharedTransport
 from parallel3d.topology.layout import Layout
 from tests.distributed.ddp_cases import (
@@ -78,7 +78,7 @@ def trained(case: Case, group: Group) -> nn.Module:
             for parameter in net.parameters():
                 parameter.add_(group.index)  # the first rank's values must be sent
     net = DistributedDataParallel(net, group, **case.options)
-    assert isinstance(net.reducer.transport, SharedTransport) == case.shared_memory
+    assert isinstance(net.averager.transport, SharedTransport) == case.shared_memory
     optimizer = case.optimizer(net)
     with net.join(case.by_initial_size, enable=case.fewer > 0):
         for step in range(case.steps_of(group.index)):
@@ -155,7 +155,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 def sums() -> AbstractContextManager[None]:
     """Gradients are summed, not averaged."""
-    return replaced(DDPReducer, "scale", property(lambda self: 1.0, lambda self, value: None))
+    return replaced(GradientAverager, "scale", property(lambda self: 1.0, lambda self, value: None))
 
 
 def unsent() -> AbstractContextManager[None]:
@@ -165,41 +165,41 @@ def unsent() -> AbstractContextManager[None]:
 
 def leftover() -> AbstractContextManager[None]:
     """What has no gradient in a backward keeps what its bucket held before."""
-    sound = DDPReducer._take
+    sound = GradientAverager._take
 
-    def take(self: DDPReducer, number: int) -> None:
-        _, view = self.place_of[number]
+    def take(self: GradientAverager, number: int) -> None:
+        view = self.view_of[number]
         kept = view.clone()
         sound(self, number)
         if self.parameters[number].grad is None:
             view.copy_(kept)
 
-    return replaced(DDPReducer, "_take", take)
+    return replaced(GradientAverager, "_take", take)
 
 
 def touched() -> AbstractContextManager[None]:
     """A parameter that no rank used gets a gradient of zero."""
-    sound = DDPReducer._write_flags
+    sound = GradientAverager._write_flags
 
-    def write(self: DDPReducer, flags: list[bool]) -> None:
+    def write(self: GradientAverager, flags: list[bool]) -> None:
         sound(self, [True] * (len(flags) - 1) + flags[-1:])
 
-    return replaced(DDPReducer, "_write_flags", write)
+    return replaced(GradientAverager, "_write_flags", write)
 
 
 def hasty() -> AbstractContextManager[None]:
     """The first of several gradients of a backward is taken for all."""
 
-    def arrived(self: DDPReducer, number: int) -> None:
+    def arrived(self: GradientAverager, number: int) -> None:
         self.counting = False
         self.expected = [1] * len(self.parameters)
         if not self.running:
             self.begin()
-        if self.left[number]:
-            self.left[number] = 0
+        if self.reducer.left[number]:
+            self.reducer.left[number] = 0
             self._take(number)
 
-    return replaced(DDPReducer, "_arrived", arrived)
+    return replaced(GradientAverager, "_arrived", arrived)
 
 
 def half() -> AbstractContextManager[None]:

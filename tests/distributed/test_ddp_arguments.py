@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from parallel3d import DistributedDataParallel
 from tests.distributed.pool import Pool
@@ -136,7 +135,7 @@ def copies() -> dict[str, Any]:
         assert not {id(p) for p in twin.parameters()} & {id(p) for p in net.parameters()}
         assert same(grads_of(twin), wanted)
         assert twin.find_unused_parameters
-        assert len(twin.reducer.buckets) > 1
+        assert len(twin.averager.buckets) > 1
         assert same(grads_of(net), wanted)
         hooked, joined = make(net), make(net)
         hooked.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -174,57 +173,68 @@ def half_public() -> dict[str, str]:
     grads_of(net)
     own = [module.own.weight.grad.clone(), module.own.bias.grad.clone()]
     assert module.mark == rank
-    assert [n for n, _ in module.named_parameters() if n not in module.names] == net.reducer.names
+    assert [n for n, _ in module.named_parameters() if n not in module.names] == net.averager.names
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, module.shared.layer.weight.grad)
     assert torch.equal(*everyone)
-    assert len(list(net._get_data_parallel_params(module))) == len(net.reducer.parameters)
-    net._remove_autograd_hooks()
-    net._set_ddp_sink_clone(False)
-    grads_of(net)
+    with net.no_sync():
+        grads_of(net)
     assert all(torch.equal(p.grad, g) for p, g in zip(module.own.parameters(), own, strict=True))
-    dist.all_gather_object(everyone, module.shared.layer.weight.grad)
-    assert not torch.equal(*everyone)
     static = DistributedDataParallel(Net())
     static._set_static_graph()
     wanted = grads_of(DistributedDataParallel(Net(), static_graph=True))
     for _ in range(2):
         assert same(grads_of(static), wanted)
-    assert static.reducer.static
-    for rank, given in ((0, None), (1, list(static.module.buffers()))):
-        static.norm.running_mean.fill_(dist.get_rank())
-        static._default_broadcast_coalesced(given, static.broadcast_bucket_size, rank)
-        assert static.norm.running_mean.eq(rank).all()
+    assert static.averager.static
     return {"late": called(static._set_static_graph)}
-
-
-def summed(_: None, buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
-    """A hook that sums the means of batch norm."""
-    assert list(buffers) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
-    return [dist.all_reduce(buffers["norm.running_mean"], async_op=True).get_future()]
-
-
-def buffer_hooks() -> dict[str, list[float]]:
-    """The means after two steps, by where the hook is called."""
-    found = {}
-    for place in _BufferCommHookLocation:
-        net = DistributedDataParallel(Net())
-        net.norm.momentum = 1.0  # the mean is that of the last batch
-        net._register_buffer_comm_hook(None, summed, place)
-        for _ in range(2):
-            grads_of(net)
-        found[place.name] = net.norm.running_mean.tolist()
-    return found
-
-
-def test_a_hook_of_buffers_is_called_where_it_says(pool: Pool) -> None:
-    first, second = pool.run(2, buffer_hooks)
-    assert first["POST_FORWARD"] == second["POST_FORWARD"]
-    assert first["PRE_FORWARD"] != second["PRE_FORWARD"]
-    total = [a + b for a, b in zip(first["PRE_FORWARD"], second["PRE_FORWARD"], strict=True)]
-    assert first["POST_FORWARD"] == pytest.approx(total, abs=1e-6)
 
 
 def test_half_public_methods_that_scripts_call(pool: Pool) -> None:
     for said in pool.run(2, half_public):
         assert said["late"].startswith("RuntimeError: _set_static_graph should be called before")
+
+
+TINY = 1e-6  # MiB: a bucket for each parameter
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def step(net: nn.Module) -> list[Tensor]:
+    net.zero_grad()
+    net(torch.full((3, 4), 1.0 + dist.get_rank())).pow(2).sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def listed() -> None:
+    """Buckets of sizes of their own, which go before `bucket_cap_mb`."""
+    caps = [1e-6, 80 / (1 << 20), 1e-6]
+    net = DistributedDataParallel(Layers(), bucket_cap_mb=25, bucket_cap_mb_list=caps)
+    wanted = step(DistributedDataParallel(Layers()))
+    assert [bucket.flat.nbytes for bucket in net.averager.buckets] == [8, 112, 16, 64]
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(step(net), wanted, strict=True))
+    filled = [(len(bucket.members), bucket.flat.nbytes >= 80) for bucket in net.averager.buckets]
+    assert filled[0] == (1, False)
+    assert filled[1][1]
+    assert [members for members, _ in filled[2:]] == [1] * len(filled[2:])
+    assert net.bucket_bytes_cap_list == [int(cap * (1 << 20)) for cap in caps]
+    assert step(copy.deepcopy(net))
+    for none in (None, [], ()):
+        usual = DistributedDataParallel(Layers(), bucket_cap_mb=TINY, bucket_cap_mb_list=none)
+        assert usual.bucket_bytes_cap_list == []
+        assert len(usual.averager.buckets) == 6
+    for wrong in ([1, -1], [1, "2"], [True], [float("nan")]):
+        with pytest.raises(ValueError, match="must hold numbers of MiB"):
+            DistributedDataParallel(Layers(), bucket_cap_mb_list=wrong)
+
+
+def test_each_bucket_may_have_a_size_of_its_own(pool: Pool) -> None:
+    pool.run(2, listed)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d import DistributedDataParallel
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.parallel.ddp.reducer import GradBucket
+from parallel3d.data_parallel.reducer import GradBucket
 from tests.distributed.ddp_cases import Case, Mixed, batch_of, loss_of
 from tests.distributed.pool import Pool
 
@@ -76,7 +76,7 @@ def hooked() -> dict[str, object]:
             )
             net.register_comm_hook(state, hook)
             grads_of(net, rank)
-            assert len(net.reducer.buckets) > 1
+            assert len(net.averager.buckets) > 1
             seen.clear()
             ours = grads_of(net, rank)
             factor = 2 if name == "own" else 1
@@ -185,7 +185,7 @@ def mixed() -> dict[str, float]:
         (loss_of(reference, batch_of(rank, 0)) / 2).backward()
     loss_of(net, batch_of(dist.get_rank(), 0)).backward()
     torch.set_default_dtype(torch.float32)
-    types = [bucket.flat.dtype for bucket in net.reducer.buckets]
+    types = [bucket.flat.dtype for bucket in net.averager.buckets]
     assert set(types) == {torch.float32, torch.float64}
     return {
         n: (p.grad - q.grad).abs().max().item() / torch.finfo(p.dtype).eps
@@ -355,7 +355,7 @@ def ends() -> dict[str, object]:
     for handle in handles:
         handle.remove()
     found["after"] = off(grads_of(net, rank), mean_of_ranks(2, 4, 3))
-    gone = weakref.ref(net.reducer)
+    gone = weakref.ref(net.averager)
     del net, handles, loss
     gc.collect()
     found["dropped"] = gone() is None
@@ -376,7 +376,7 @@ def one_backward_less() -> tuple[list[float], str]:
         else:
             met = [grads_of(net_of(4, 3), steps[number]) for steps in STEPS_OF_RANKS]
             found.append(off(ours, [(a + b) / 2 for a, b in zip(*met, strict=True)]))
-    net.reducer.close()  # as the end of this process does
+    net.averager.close()  # as the end of this process does
     dist.barrier()
     return found, said
 

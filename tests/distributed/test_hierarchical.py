@@ -10,6 +10,7 @@ import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce
+from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.estimate.network import two_levels
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
@@ -63,7 +64,7 @@ def sums(elements: int) -> tuple[np.ndarray, list[int]]:
     tensor = (groups.rank + 1) * torch.arange(1.0, elements + 1, dtype=torch.float64)
     sent: list[int] = []
     reduce = HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)
-    started = reduce(tensor, groups.dp)
+    started = reduce(groups.dp, GradBucket(0, True, tensor, []))
     sent.append(started.shard.numel())
     started.wait()
     groups.close()

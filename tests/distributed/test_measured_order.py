@@ -73,7 +73,7 @@ def artificial(
         optimizer.step(0.1, 1.0)
         engine.all_gather_params()
         if measured and step == 0:
-            result["ready order"] = list(engine.reducer.ready_order)
+            result["ready order"] = list(engine.ready_order)
             with mutation():
                 optimizer = rebuild_buckets(engine, optimizer, optim, groups)
         result[f"buckets {step}"] = [list(b.params) for b in engine.buckets]
@@ -131,7 +131,7 @@ def model_order(sizes: tuple[int, int, int]) -> tuple[list[str], list[str]]:
     trainer.train_step()
     after = [name for b in trainer.data_parallel.buckets for name in b.params]
     trainer.train_step()
-    arrived = trainer.data_parallel.reducer.ready_order
+    arrived = trainer.data_parallel.ready_order
     groups.close()
     assert after == arrived != before
     return before, after

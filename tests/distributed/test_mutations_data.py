@@ -21,7 +21,6 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
-from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer, ShardSpec
 from parallel3d.trainer import Trainer
@@ -36,28 +35,28 @@ from tests.distributed.test_mutations import ADAMW, ALL_NUMBERS, SGD, Mutation
 def unfilled_buckets_left() -> Iterator[None]:
     """A bucket that still waits for a gradient at the end of the step is not reduced."""
 
-    def finish_step(self: Reducer) -> list[str]:
+    def finish_step(self: BucketedDataParallel) -> list[str]:
         for work in self.works:
             work.wait()
         self.syncing = False
         return []
 
-    with patch.object(Reducer, "finish_step", finish_step):
+    with patch.object(BucketedDataParallel, "finish_step", finish_step):
         yield
 
 
 @contextmanager
 def gradients_kept() -> Iterator[None]:
     """The gradients of the step before are still in the buckets."""
-    sound = Reducer.start_step
+    sound = BucketedDataParallel.start_step
 
-    def start_step(self: Reducer, microbatches: int) -> None:
+    def start_step(self: BucketedDataParallel, microbatches: int) -> None:
         kept = [bucket.grad.clone() for bucket in self.buckets]
         sound(self, microbatches)
         for bucket, grad in zip(self.buckets, kept, strict=True):
             bucket.grad.copy_(grad)
 
-    with patch.object(Reducer, "start_step", start_step):
+    with patch.object(BucketedDataParallel, "start_step", start_step):
         yield
 
 

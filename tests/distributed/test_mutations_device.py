@@ -22,7 +22,7 @@ from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.data.loader import Batches
 from parallel3d.data_parallel import comm_hooks, engine, fully_sharded
 from parallel3d.data_parallel.comm_hooks import SideStream
-from parallel3d.data_parallel.reducer import Reducer
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.device import accelerator, fused
 from parallel3d.faults.health import Health
 from parallel3d.models.dropout import Dropout
@@ -67,12 +67,12 @@ def train(sizes: Sizes, keys: Sequence[tuple[str, Any]], mutation: Mutation, ste
 def sums_are_read_before_they_are_there() -> Iterator[None]:
     """The step goes on without waiting for its buckets."""
 
-    def finish_step(self: Reducer) -> list[str]:
-        while len(self.works) < len(self.buckets):
-            self._reduce_next()
+    def finish_step(self: BucketedDataParallel) -> list[str]:
+        for index in self.reducer.rest():
+            self._reduce(index)
         return []
 
-    with patch.object(Reducer, "finish_step", finish_step):
+    with patch.object(BucketedDataParallel, "finish_step", finish_step):
         yield
 
 
@@ -131,14 +131,14 @@ def an_event_of_another_stream() -> Iterator[None]:
 @contextmanager
 def a_side_stream_writes_what_the_other_reads() -> Iterator[None]:
     """Gradients are cleared on a stream of their own, to save time."""
-    plain = Reducer.start_step
+    plain = BucketedDataParallel.start_step
 
-    def start_step(self: Reducer, microbatches: int) -> None:
+    def start_step(self: BucketedDataParallel, microbatches: int) -> None:
         device = self.buckets[0].grad.device
         with accelerator.on_stream(accelerator.module(device).Stream(device)):
             plain(self, microbatches)
 
-    with patch.object(Reducer, "start_step", start_step):
+    with patch.object(BucketedDataParallel, "start_step", start_step):
         yield
 
 
@@ -218,14 +218,14 @@ def groups_are_closed_in_another_order() -> Iterator[None]:
 
 @contextmanager
 def a_bucket_more_on_one_rank() -> Iterator[None]:
-    plain = Reducer._reduce_next
+    plain = BucketedDataParallel._reduce
 
-    def reduce_next(self: Reducer) -> None:
+    def reduce(self: BucketedDataParallel, index: int) -> None:
         if dist.get_rank() == 1 and not self.works:
-            collectives.all_reduce_bucket(self.buckets[-1].grad, self.group)
-        plain(self)
+            collectives.all_reduce_bucket(self.buckets[-1].grad, self.dp)
+        plain(self, index)
 
-    with patch.object(Reducer, "_reduce_next", reduce_next):
+    with patch.object(BucketedDataParallel, "_reduce", reduce):
         yield
 
 

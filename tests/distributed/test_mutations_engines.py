@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import Group
-from parallel3d.data_parallel.reducer import Reducer
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.models import transformer
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.layers import RowParallelLinear
@@ -153,17 +153,15 @@ def recomputed_backward_twice() -> Iterator[None]:
     def recomputed(function: Any, x: Tensor, *rest: Any) -> Tensor:
         return _BackwardTwice.apply(x, function, *rest)
 
-    sound = Reducer._grad_ready
+    sound = BucketedDataParallel._grad_ready
 
-    def arrived(self: Reducer, name: str) -> None:
-        if (
-            name in self.missing[self.index_of[name]]
-        ):  # sound: a weight that is told of twice ends the run
-            sound(self, name)
+    def arrived(self: BucketedDataParallel, number: int) -> None:
+        if self.reducer.left[number]:  # sound: a weight that is told of twice ends the run
+            sound(self, number)
 
     with (
         patch.object(transformer, "recomputed", recomputed),
-        patch.object(Reducer, "_grad_ready", arrived),
+        patch.object(BucketedDataParallel, "_grad_ready", arrived),
     ):
         yield
 

@@ -190,7 +190,6 @@ def count_calls(layout: Layout, sp: bool, microbatches: int) -> tuple[Counter, i
             setattr(collectives, name, counting(name))
         for name in raw:
             setattr(dist, name, raw_counting(name))
-        trainer.data_parallel.reducer.comm_hook = collectives.all_reduce_bucket
         trainer.train_step()
     finally:
         for name in watched:

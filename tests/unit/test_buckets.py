@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel3d.comm.process_groups import SINGLE
-from parallel3d.data_parallel import reducer as buckets_module
-from parallel3d.data_parallel.reducer import Reducer, Sharding, build_buckets
+from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.config.schema import DataParallelConfig
+from parallel3d.data_parallel import buckets as buckets_module
+from parallel3d.data_parallel.buckets import Sharding, build_buckets
+from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.estimate.buckets import MIB, assign
 from parallel3d.parameters.sharding import ParameterSpec
 
@@ -118,16 +121,27 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[int] = []
 
-    def __call__(self, grad: torch.Tensor, group: object) -> Recorded:
-        self.calls.append(grad.numel())
+    def __call__(self, group: object, bucket: GradBucket) -> Recorded:
+        self.calls.append(bucket.buffer().numel())
         return self
 
     def wait(self) -> None:
         return None
 
 
-def two_ranks() -> object:
-    return SINGLE.__class__("dp", (0, 1), 0, None)
+def two_ranks() -> Group:
+    return Group("dp", (0, 1), 0, None)
+
+
+def engine_of(
+    parameters: list[tuple[str, nn.Parameter]],
+    cap: float | None,
+    group: Group,
+    hook: Recorded,
+) -> BucketedDataParallel:
+    config = DataParallelConfig(bucket_cap_mb=cap)
+    chunks = [dict(parameters)]
+    return BucketedDataParallel(chunks, config, torch.float32, group, 0, (), lambda: hook)
 
 
 def backward(parameters: list[tuple[str, nn.Parameter]], skip: str = "") -> None:
@@ -137,37 +151,35 @@ def backward(parameters: list[tuple[str, nn.Parameter]], skip: str = "") -> None
 
 def test_reduction_starts_during_the_last_backward_alone() -> None:
     parameters, hook = named(), Recorded()
-    reducer = Reducer(build_buckets(parameters, 16 / MIB, torch.float32), two_ranks(), True, hook)
-    reducer.start_step(2)
+    engine = engine_of(parameters, 16 / MIB, two_ranks(), hook)
+    engine.start_step(2)
     backward(parameters)
     assert hook.calls == [], "accumulating micro-batches must not communicate"
     backward(parameters)
     assert hook.calls == [32, 8, 32], "every bucket is under way before the step is finished"
-    assert reducer.finish_step() == []
+    assert engine.finish_step() == []
     assert hook.calls == [32, 8, 32], "one reduction per bucket and step"
     for _, p in parameters:
         assert torch.equal(p.main_grad, torch.full(p.shape, 4.0))
         assert p.grad is None
-    reducer.start_step(2)
+    engine.start_step(2)
     assert all(not p.main_grad.any() for _, p in parameters)
 
 
 def test_unused_parameter_is_named_and_its_bucket_still_reduced() -> None:
     parameters, hook = named(), Recorded()
-    reducer = Reducer(build_buckets(parameters, 16 / MIB, torch.float32), two_ranks(), True, hook)
-    reducer.start_step(1)
+    engine = engine_of(parameters, 16 / MIB, two_ranks(), hook)
+    engine.start_step(1)
     backward(parameters, skip="last.weight")
     assert hook.calls == [], "bucket 0 waits, and order is kept"
-    assert reducer.finish_step() == ["last.weight"]
+    assert engine.finish_step() == ["last.weight"]
     assert hook.calls == [32, 8, 32]
 
 
 def test_tied_parameter_is_ready_after_its_last_use() -> None:
     table, hook = parameter(4, 4, uses=2), Recorded()
-    reducer = Reducer(
-        build_buckets([("table", table)], None, torch.float32), two_ranks(), True, hook
-    )
-    reducer.start_step(1)
+    engine = engine_of([("table", table)], None, two_ranks(), hook)
+    engine.start_step(1)
     table.register_grad_ready()
     assert hook.calls == []
     table.register_grad_ready()
@@ -176,8 +188,8 @@ def test_tied_parameter_is_ready_after_its_last_use() -> None:
 
 def test_group_of_one_reduces_nothing() -> None:
     parameters, hook = named(), Recorded()
-    reducer = Reducer(build_buckets(parameters, None, torch.float32), SINGLE, True, hook)
-    reducer.start_step(1)
+    engine = engine_of(parameters, None, SINGLE, hook)
+    engine.start_step(1)
     backward(parameters)
-    assert reducer.finish_step() == []
+    assert engine.finish_step() == []
     assert hook.calls == []

@@ -13,7 +13,7 @@ from parallel3d import optim as optimizer_module
 from parallel3d.comm.process_groups import SINGLE
 from parallel3d.config.schema import ModelConfig, OptimConfig
 from parallel3d.data_parallel import reducer
-from parallel3d.data_parallel.reducer import build_buckets
+from parallel3d.data_parallel.buckets import build_buckets
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 
 from parallel3d.comm.process_groups import SINGLE
 from parallel3d.data_parallel import comm_hooks, fully_sharded
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
-from parallel3d.data_parallel.reducer import CommHook
+from parallel3d.data_parallel.reducer import CommHook, GradBucket
 from parallel3d.device import accelerator
 
 SHAPE = (40, 30)
@@ -65,40 +65,41 @@ def streams() -> Iterator[Streams]:
         yield made
 
 
-def two_levels(bucket: Tensor) -> CommHook:
+def two_levels() -> CommHook:
     return HierarchicalAllReduce(SINGLE, SINGLE)
 
 
-def in_bf16(bucket: Tensor) -> CommHook:
-    return InBf16()
+def low_rank() -> PowerSGD:
+    return PowerSGD(rank=2, start=0)
 
 
-def low_rank(bucket: Tensor) -> CommHook:
-    return PowerSGD([(bucket, [SHAPE])], rank=2, start=0)
+def bucket_of_one() -> GradBucket:
+    parameter = nn.Parameter(torch.randn(SHAPE))
+    return GradBucket(0, True, parameter.detach().flatten().clone(), [parameter])
 
 
 @pytest.mark.parametrize(
     ("make", "phase"),
     [
         (two_levels, (comm_hooks.collectives, "all_gather")),
-        (in_bf16, (comm_hooks.collectives, "all_gather")),
+        (InBf16, (comm_hooks.collectives, "all_gather")),
         (low_rank, (comm_hooks.collectives, "all_reduce")),
     ],
 )
 def test_the_last_phase_is_queued_before_anybody_waits(
-    make: Callable[[Tensor], CommHook], phase: tuple[object, str], streams: Streams
+    make: Callable[[], CommHook], phase: tuple[object, str], streams: Streams
 ) -> None:
-    bucket = torch.randn(SHAPE).flatten()
+    bucket = bucket_of_one()
     sound = getattr(*phase)
 
     def noted(*args: object) -> object:
         streams.said.append("last phase")
         return sound(*args)
 
-    hook = make(bucket)
+    hook = make()
     with patch.object(*phase, noted):
         for _ in range(2):
-            work = hook(bucket, SINGLE)
+            work = hook(SINGLE, bucket)
             assert streams.said == [
                 "side waits for compute", "on side", "last phase", "off side", "side records",
             ]  # fmt: skip
@@ -109,12 +110,11 @@ def test_the_last_phase_is_queued_before_anybody_waits(
 
 
 def test_what_a_phase_replaces_lives_until_the_compute_stream_has_waited(streams: Streams) -> None:
-    bucket = torch.randn(SHAPE).flatten()
-    hook = low_rank(bucket)
-    (factors,) = hook.by_address.values()
-    (matrix,) = factors.matrices
+    bucket = bucket_of_one()
+    hook = low_rank()
+    (matrix,) = hook.factors_of(bucket).matrices
     first = [matrix.q.data_ptr(), matrix.error.data_ptr()]  # made on the compute stream
-    work = hook(bucket, SINGLE)
+    work = hook(SINGLE, bucket)
     assert [matrix.q.data_ptr(), matrix.error.data_ptr()] != first
     assert [t.data_ptr() for t in work.kept.replaced[0]] == first
     work.wait()

@@ -6,8 +6,7 @@ import copy
 import hashlib
 import json
 import operator
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
@@ -15,26 +14,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import Group
+from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.estimate.buckets import MIB
 from parallel3d.parallel import groups
-from parallel3d.parallel.ddp.reducer import (
-    DDPReducer,
-    DDPStepRecord,
-    Hook,
-    alone_hook,
-    check_shared,
-    recorded,
-    sizes_of,
-)
+from parallel3d.parallel.ddp.averager import GradientAverager, check_shared
 from parallel3d.parallel.ddp.transport import (
     MESSAGE_BYTES,
     BufferSync,
@@ -46,20 +36,14 @@ from parallel3d.parallel.ddp.transport import (
 )
 
 PREFIX = "module."
-BUILTIN_HOOKS: dict[dist.BuiltinCommHookType, Callable[..., torch.futures.Future]] = {
-    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-}
-BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future] | None]
 NOT_COPIED = (  # by `copy.deepcopy` and pickle
     "group",
-    "reducer",
+    "averager",
     "buffer_sync",
     "frozen",
     "numbers",
     "contents",
     "device_mesh",
-    "step_record",
 )
 
 
@@ -189,26 +173,23 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
         self.contents = Contents(self.module)
         self.buffer_sync: BufferSync | None = None
-        self.reducer: DDPReducer | None = None
-        self.buffer_hook: tuple[BufferHook, object, bool] | None = None
-        self.step_record = DDPStepRecord()
+        self.averager: GradientAverager | None = None
 
-    def _open(self) -> DDPReducer:
+    def _open(self) -> GradientAverager:
         self.buffer_sync = BufferSync(
             self.module, self.group, self.device, self.parameters_to_ignore
         )
-        self.reducer = DDPReducer(
+        self.averager = GradientAverager(
             self._trained,
             list(self.numbers),
             self.group,
-            self.step_record,
             bucket_cap_mb=self._bucket_cap_mb,
             as_views=self.gradient_as_bucket_view,
             static=self.static_graph,
             measure=self.static_graph or not self.find_unused_parameters,
             overlap=self._overlap,
         )
-        return self.reducer
+        return self.averager
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Runs the module's forward on this rank's inputs."""
@@ -216,24 +197,20 @@ class DistributedDataParallel(nn.Module, Joinable):
             inputs, named = tree_map_only(
                 Tensor, lambda t: t.to(self.inputs_to, non_blocking=True), (inputs, named)
             )
-        if self.reducer is None and self.group.size > 1 and torch.is_grad_enabled():
+        if self.averager is None and self.group.size > 1 and torch.is_grad_enabled():
             self._open()  # a copy
-        if self.reducer is None:
+        if self.averager is None:
             return self.module(*inputs, **named)
-        self._before_forward(self.reducer)
-        hooked = self.buffer_hook is not None and self.buffer_hook[2] and self.will_sync_buffers()
+        self._before_forward(self.averager)
         output = self.module(*inputs, **named)
-        if hooked:
-            self._call_buffer_hook()
-        self._after_forward(self.reducer, output)
+        self._after_forward(self.averager, output)
         return output
 
-    @recorded
-    def _before_forward(self, reducer: DDPReducer) -> None:
-        if reducer.running and torch._C._current_graph_task_id() < 0:
-            reducer.running = False  # the last backward raised
-        if not reducer.began:
-            check_optimizers(list(zip(reducer.names, reducer.parameters, strict=True)))
+    def _before_forward(self, averager: GradientAverager) -> None:
+        if averager.running and torch._C._current_graph_task_id() < 0:
+            averager.running = False  # the last backward raised
+        if not averager.began:
+            check_optimizers(list(zip(averager.names, averager.parameters, strict=True)))
         for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -242,15 +219,11 @@ class DistributedDataParallel(nn.Module, Joinable):
                 )
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._check_contents()
-            self.step_record.forward()
         joining = self._join_config.enable
         if joining:
-            self._notify_join(reducer)
+            self._notify_join(averager)
         if self.will_sync_buffers():
-            if self.buffer_hook is not None:
-                if not self.buffer_hook[2]:
-                    self._call_buffer_hook()
-            elif joining:
+            if joining:
                 self.sync_buffers_joined(joined=False)
             else:
                 assert self.buffer_sync is not None  # will_sync_buffers
@@ -271,22 +244,22 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "would be this rank's alone; wrap the module again"
                 )
 
-    def _after_forward(self, reducer: DDPReducer, output: Any) -> None:
+    def _after_forward(self, averager: GradientAverager, output: Any) -> None:
         self.require_forward_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if not torch.is_grad_enabled():
             return
-        reducer.enabled = self.require_backward_grad_sync
-        if not reducer.enabled:
+        averager.enabled = self.require_backward_grad_sync
+        if not averager.enabled:
             return
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         for tensor in tensors:
-            tensor.register_hook(reducer.output_hook)
+            tensor.register_hook(averager.output_hook)
         # Shared memory sums all buckets at the end of the backward anyway.
-        overlaps = not isinstance(reducer.transport, SharedTransport)
+        overlaps = not isinstance(averager.transport, SharedTransport)
         if self.find_unused_parameters and not self.static_graph and overlaps:
             unused = unused_parameters(tensors, self.numbers) if tensors else set()
             # After several forwards their backwards may come in any order.
-            reducer.unused = unused if reducer.unused is None else unused & reducer.unused
+            averager.unused = unused if averager.unused is None else unused & averager.unused
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -297,8 +270,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    @recorded
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` reduce each bucket's gradients.
 
         As in PyTorch: it gets a `GradBucket` that is neither summed nor divided, and returns a
@@ -313,53 +285,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise TypeError(
                 f"the communication hook must be callable; it is a {type(hook).__name__}"
             )
-        self._use(state, hook, getattr(hook, "__qualname__", type(hook).__qualname__))
-
-    @recorded
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """All-reduces in PyTorch's way, or in fp16. Raises ValueError for another type."""
-        if comm_hook_type not in BUILTIN_HOOKS:
-            raise ValueError(
-                f"comm_hook_type={comm_hook_type!r} must be one of "
-                f"{', '.join(map(str, BUILTIN_HOOKS))}"
-            )
-        # A group of one has no handle, and PyTorch's hooks take None for all ranks.
-        hook: Hook = alone_hook if self.group.size == 1 else BUILTIN_HOOKS[comm_hook_type]
-        self._use(self.group.handle, hook, str(comm_hook_type))
-
-    def _use(self, state: object, hook: Hook, name: str) -> None:
-        reducer = self._open() if self.reducer is None else self.reducer
-        reducer.use(state, hook)
-        self.step_record.comm_hook = name
-
-    def _register_buffer_comm_hook(
-        self,
-        state: object,
-        hook: BufferHook,
-        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Lets `hook(state, buffers by name)` synchronise buffers, as PyTorch's; waits for it."""
-        after = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
-        self.buffer_hook = (hook, state, after)
-
-    def _call_buffer_hook(self) -> None:
-        assert self.buffer_hook is not None
-        hook, state, _ = self.buffer_hook
-        named = left(self.module.named_buffers(), self.parameters_to_ignore)
-        futures = hook(state, dict(named))
-        if futures is not None:
-            torch.futures.wait_all(list(futures))
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int = 0,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """Broadcasts buffers for buffer hooks, as PyTorch's; collective. Ignores `bucket_size`."""
-        named = left(self.module.named_buffers(), self.parameters_to_ignore)
-        taken = [buffer for _, buffer in named] if bufs is None else bufs
-        broadcast_all(taken, authoritative_rank, self.group)
+        averager = self._open() if self.averager is None else self.averager
+        averager.use(state, hook)
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -385,7 +312,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if self.group.size == 1:
             return nullcontext()
-        if self.reducer is None:
+        if self.averager is None:
             self._open()  # a copy
         return Join(
             [self],
@@ -409,13 +336,13 @@ class DistributedDataParallel(nn.Module, Joinable):
     def process_group(self) -> dist.ProcessGroup | None:
         return self.group.handle
 
-    def _notify_join(self, reducer: DDPReducer) -> None:
+    def _notify_join(self, averager: GradientAverager) -> None:
         work = Join.notify_join_context(self)
         active = self.group.size
         if work is not None:
             work.wait()
             active = int(work.result()[0].item())
-        reducer.scale = 1.0 / (self.group.size if self.by_initial_size else active)
+        averager.scale = 1.0 / (self.group.size if self.by_initial_size else active)
 
     def sync_buffers_joined(self, joined: bool) -> None:
         """Broadcasts the buffers of the last rank with inputs; collective."""
@@ -490,58 +417,16 @@ class DistributedDataParallel(nn.Module, Joinable):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     )
-    _get_data_parallel_params = staticmethod(
-        nn.parallel.DistributedDataParallel._get_data_parallel_params
-    )
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
         caps = self._bucket_cap_mb
         return [int(cap * MIB) for cap in caps] if isinstance(caps, list) else []
 
-    def _get_ddp_logging_data(self) -> LoggingData:
-        """Returns arguments, buckets and step times, under PyTorch's names.
-
-        Of the last step, and means over all: PyTorch's class samples steps. Times are measured on
-        CPUs alone. `has_rebuilt_buckets` is 1 when the buckets are in the order of the first
-        backward, also if that was their order before.
-        """
-        return logging_data(self)
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Returns the reduced parameters in the module's order; none has sparse gradients."""
-        return list(self.numbers), [False] * len(self.numbers)
-
-    @recorded
-    def _build_debug_param_to_name_mapping(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> dict[int, str]:
-        places = {p: i for i, p in enumerate(parameters)}
-        names = {}
-        for name, parameter in zip(self._trained, self.numbers, strict=True):
-            if parameter not in places:
-                raise ValueError(f"Param with name {name} is reduced, but is not among those given")
-            names[places[parameter]] = name
-        if len(places) != len(names):
-            raise ValueError(
-                f"Expected param to name mapping to cover all parameters: {len(places)} are given, "
-                f"{len(names)} are reduced"
-            )
-        return names
-
-    @recorded
     def _set_static_graph(self) -> None:
-        if self.reducer is not None:
-            self.reducer.set_static()
+        if self.averager is not None:
+            self.averager.set_static()
         self.static_graph = True
-
-    def _set_ddp_sink_clone(self, _: bool) -> None:
-        """Does nothing: outputs are never cloned here."""
-
-    def _remove_autograd_hooks(self) -> None:
-        self.require_backward_grad_sync = False
-        if self.reducer is not None:
-            self.reducer.enabled = False
 
 
 def _check_defaults(**given: tuple[object, object]) -> None:
@@ -692,7 +577,6 @@ class DDPJoinHook(JoinHook):
         super().__init__()
         self.net = net
         net.by_initial_size = by_initial_size
-        net.step_record.joins = True
 
     def main_hook(self) -> None:
         net = self.net
@@ -701,8 +585,8 @@ class DDPJoinHook(JoinHook):
         synced = any_of(net.group, False, net.device)
         net.require_forward_sync = synced
         if synced:
-            assert net.reducer is not None  # `join` opens it
-            net.reducer.take_part()
+            assert net.averager is not None  # `join` opens it
+            net.averager.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         net = self.net
@@ -719,103 +603,3 @@ def highest(group: Group, value: int, device: torch.device) -> int:
 
 def any_of(group: Group, value: bool, device: torch.device) -> bool:
     return highest(group, int(value), device) > 0
-
-
-LoggingData = dict[str, int | str]
-NOT_SET = "N/A"  # PyTorch's value for an environment variable that is not set
-VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
-OF_BACKEND = {
-    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
-    "nccl": (
-        "NCCL_SOCKET_IFNAME",
-        "TORCH_NCCL_BLOCKING_WAIT",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "NCCL_DEBUG",
-        "NCCL_NTHREADS",
-        "NCCL_IB_TIMEOUT",
-    ),
-}
-TYPES = {  # C++'s names, which PyTorch's class logs
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
-
-
-def logging_data(net: DistributedDataParallel) -> LoggingData:
-    """Returns the data of `_get_ddp_logging_data`; unknown or unmeasured values are left out."""
-    parameters = list(net.numbers)
-    index = None if net.inputs_to is None else net.inputs_to.index
-    record, reducer = net.step_record, net.reducer
-    data: LoggingData = {
-        "world_size": net.group.size,
-        "rank": net.group.index,
-        "module_name": type(net.module).__name__,
-        "device_ids": "" if index is None else str(index),
-        "output_device": -1 if index is None else index,
-        "is_multi_device_module": 0,  # refused when the module is wrapped
-        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in net.module.modules())),
-        "broadcast_buffers": int(net.broadcast_buffers),
-        "find_unused_parameters": int(net.find_unused_parameters),
-        "gradient_as_bucket_view": int(net.gradient_as_bucket_view),
-        "dtypes": ", ".join(sorted({TYPES.get(p.dtype, str(p.dtype)) for p in parameters})),
-        "num_parameter_tensors": len(parameters),
-        "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
-        "iteration": max(0, record.forwards - 1),
-        **_environment(VARIABLES),
-        **_backend(net.group.handle),
-    }
-    if net.static_graph:
-        data["static_graph"] = 1
-    if record.joins:
-        data["join_uneven_inputs"] = 1
-    if record.comm_hook:
-        data["comm_hook"] = record.comm_hook
-    if record.error:
-        data |= {"has_error": 1, "error": record.error}
-    return data if reducer is None else data | _of_steps(reducer, record)
-
-
-def _environment(names: Iterable[str]) -> LoggingData:
-    keys = {name: name.lower().replace("torch_nccl", "nccl") for name in names}
-    return {key: os.environ.get(name, NOT_SET) for name, key in keys.items()}
-
-
-def _backend(handle: dist.ProcessGroup | None) -> LoggingData:
-    if handle is None:
-        return {}
-    name = dist.get_backend(handle)
-    data: LoggingData = {"backend_name": name, **_environment(OF_BACKEND.get(name, ()))}
-    if name == "gloo":
-        options = getattr(handle._get_backend(torch.device("cpu")), "options", None)
-        if options is not None:
-            data["gloo_num_threads"] = options._threads
-    return data
-
-
-def _of_steps(reducer: DDPReducer, record: DDPStepRecord) -> LoggingData:
-    data: LoggingData = {
-        "bucket_cap_bytes": reducer.cap_bytes,
-        "bucket_sizes": _joined(reducer.first_sizes),
-    }
-    if reducer.measured:
-        members = (" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
-        data |= {
-            "has_rebuilt_buckets": 1,
-            "rebuilt_bucket_sizes": _joined(sizes_of(reducer.buckets)),
-            "rebuilt_per_bucket_param_indices": _joined(members),
-        }
-    if reducer.reached is not None:
-        silent = set(range(len(reducer.parameters))) - set(reducer.arrivals)
-        data |= {
-            "num_buckets_reduced": reducer.started,
-            "unused_parameter_size": sum(reducer.parameters[n].nbytes for n in silent),
-            "prev_iteration_grad_ready_order_indices": _joined(reducer.arrivals),
-            "can_set_static_graph": int(reducer.graph_static),
-        }
-    return data | record.times()
-
-
-def _joined(numbers: Iterable[Any]) -> str:
-    return ", ".join(map(str, numbers))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.process_groups import Group
+from parallel3d.data_parallel.reducer import CommHook, GradBucket, Pending, Reducer, views_of
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_accelerator, moved
-from parallel3d.estimate.buckets import assign, cap_bytes
+from parallel3d.estimate.buckets import assign
 from parallel3d.parallel.ddp.transport import (
     SHARED_CAP_MIB,
     Size,
@@ -26,99 +24,6 @@ from parallel3d.parallel.ddp.transport import (
     is_shared,
     open_transport,
 )
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class DDPStepRecord:
-    """Records what happened in the steps of a wrapper, for its logging data.
-
-    Attributes:
-        forwards: forwards with gradients, outside of `no_sync`.
-        error: the last exception, with its type.
-        comm_hook: name of the communication hook.
-        joins: `join` was used.
-        forward_at, backward_at, computed_at, comm_at, comm_ended_at: when, in the last step, the
-            forward and the backward began, the backward's own work ended, the first bucket was
-            sent, and the last mean was received; nanoseconds of `time.perf_counter_ns`.
-        sums: of the durations over `backwards` backwards.
-    """
-
-    def __init__(self) -> None:
-        self.forwards = self.backwards = 0
-        self.error = self.comm_hook = ""
-        self.joins = False
-        self.forward_at = self.backward_at = self.computed_at = 0
-        self.comm_at = self.comm_ended_at = 0
-        self.sums: dict[str, int] = {}
-
-    def forward(self) -> None:
-        self.forwards += 1
-        self.forward_at = time.perf_counter_ns()
-
-    def backward(self) -> None:
-        self.backward_at = time.perf_counter_ns()
-
-    def computed(self) -> None:
-        self.computed_at = time.perf_counter_ns()
-
-    def comm(self) -> None:
-        self.comm_at = time.perf_counter_ns()
-
-    def comm_ended(self) -> None:
-        self.comm_ended_at = time.perf_counter_ns()
-        self.backwards += 1
-        for name, duration in self.durations().items():
-            self.sums[name] = self.sums.get(name, 0) + duration
-
-    def durations(self) -> dict[str, int]:
-        return {
-            "forward_compute_time": self.backward_at - self.forward_at,
-            "backward_compute_time": self.computed_at - self.backward_at,
-            "backward_comm_time": self.comm_ended_at - self.comm_at,
-            "backward_compute_comm_overlap_time": max(0, self.computed_at - self.comm_at),
-        }
-
-    def times(self) -> dict[str, int | str]:
-        """Returns nanoseconds: durations, their means, and start and end since 1970."""
-        if not self.backwards:
-            return {}
-        since_1970 = time.time_ns() - time.perf_counter_ns()
-        return {
-            **self.durations(),
-            **{f"avg_{name}": total // self.backwards for name, total in self.sums.items()},
-            "forward_compute_time_start": since_1970 + self.forward_at,
-            "backward_compute_time_start": since_1970 + self.backward_at,
-            "backward_compute_time_end": since_1970 + self.computed_at,
-            "backward_comm_time_start": since_1970 + self.comm_at,
-            "backward_comm_time_end": since_1970 + self.comm_ended_at,
-        }
-
-
-class _Recording(Protocol):
-    step_record: DDPStepRecord
-
-
-S = TypeVar("S", bound=_Recording)
-
-
-def recorded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Records in `self.step_record` what the method raises."""
-
-    @functools.wraps(method)
-    def noting(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self.step_record.error = f"{type(error).__name__}: {error}"
-            raise
-
-    return noting
-
-
-def sizes_of(buckets: Iterable[DDPBucket]) -> list[int]:
-    return [bucket.flat.nbytes for bucket in buckets]
 
 
 @dataclass
@@ -129,14 +34,12 @@ class DDPBucket:
         members: numbers of its parameters, in the order of readiness.
         flat: their gradients, concatenated.
         views: the part of `flat` of each member, with the parameter's shape and strides.
-        missing: how many gradients have yet to arrive in this backward.
         total, total_views: the same of the sum over the ranks, once there is one.
     """
 
     members: list[int]
     flat: Tensor
     views: list[Tensor]
-    missing: int = 0
     total: Tensor | None = None
     total_views: list[Tensor] = field(default_factory=list)
 
@@ -160,64 +63,13 @@ def arrange(
     return sorted(found, key=lambda members: place[members[-1]])
 
 
-def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns the part of `flat` of each parameter, in its strides if these leave no gaps."""
-    views, start = [], 0
-    for p in parameters:
-        part = flat[start : start + p.numel()]
-        if is_non_overlapping_and_dense_or_false(p):
-            views.append(part.as_strided(p.shape, p.stride()))
-        else:
-            views.append(part.view(p.shape))
-        start += p.numel()
-    return views
-
-
-class GradBucket:
-    """Holds a bucket for a communication hook; the interface of `torch.distributed.GradBucket`."""
-
-    def __init__(
-        self, index: int, last: bool, buffer: Tensor, parameters: Sequence[nn.Parameter]
-    ) -> None:
-        self._index, self._last, self._buffer = index, last, buffer
-        self._parameters = list(parameters)
-
-    def index(self) -> int:
-        return self._index
-
-    def is_last(self) -> bool:
-        return self._last
-
-    def buffer(self) -> Tensor:
-        """Returns this rank's gradients, flat, neither summed nor divided."""
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-
-    def parameters(self) -> list[Tensor]:
-        """Returns its parameters, in the order of their gradients in the buffer."""
-        return list(self._parameters)
-
-    def gradients(self) -> list[Tensor]:
-        return views_of(self._buffer, self._parameters)
-
-
-Hook = Callable[[Any, GradBucket], torch.futures.Future]
-
-
-def alone_hook(_: object, bucket: GradBucket) -> torch.futures.Future:
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 class HookTransport:
     """Passes each full bucket to a hook, whose future holds the result.
 
-    On a CPU each bucket waits for the previous one. A hook's second message is sent by the thread
-    that ends its first, so that with several buckets in flight two ranks could send in different
-    orders and deadlock (as PyTorch's PowerSGD hook does on gloo).
+    On a CPU each bucket waits for the previous one, if that is a future. A hook's second message is
+    sent by the thread that ends its first, so that with several buckets in flight two ranks could
+    send in different orders and deadlock (as PyTorch's PowerSGD hook does on gloo). Hooks of this
+    package send theirs in `wait`.
 
     The flags are all-reduced separately, after the buckets: a hook may round a buffer.
     """
@@ -231,36 +83,39 @@ class HookTransport:
         group: Group,
         members: Sequence[Sequence[nn.Parameter]],
         state: object,
-        hook: Hook,
+        hook: CommHook,
     ) -> None:
         device = members[0][0].device
         self.group, self.members, self.state, self.hook = group, members, state, hook
         self.buffers = [torch.zeros(n, dtype=dtype, device=device) for n, dtype in sizes]
         self.flags = self.summed_flags = torch.zeros(flags, device=device)
-        self.futures: list[torch.futures.Future] = []
+        self.pending: list[Pending] = []
         self.fault: str | None = None
 
     def before(self) -> None:
         """Does nothing: the buffers are this rank's own."""
 
     def start(self, index: int) -> None:
-        if self.futures and not is_accelerator(self.buffers[index].device):
-            self.futures[-1].wait()
+        on_cpu = not is_accelerator(self.buffers[index].device)
+        if on_cpu and self.pending and isinstance(self.pending[-1], torch._C.Future):
+            self.pending[-1].wait()
         last = index == len(self.buffers) - 1
         bucket = GradBucket(index, last, self.buffers[index], self.members[index])
-        future = self.hook(self.state, bucket)
-        if not isinstance(future, torch._C.Future):  # `Work.get_future` returns this base class
+        pending = self.hook(self.state, bucket)
+        if not callable(getattr(pending, "wait", None)):
             raise TypeError(
                 f"the communication hook must return a torch.futures.Future; it returned a "
-                f"{type(future).__name__}"
+                f"{type(pending).__name__}"
             )
-        self.futures.append(future)
+        self.pending.append(pending)
 
     def finish(self) -> Iterator[Tensor]:
-        futures, self.futures, self.fault = self.futures, [], None
-        for index, (future, buffer) in enumerate(zip(futures, self.buffers, strict=True)):
-            made = future.wait()
+        started, self.pending, self.fault = self.pending, [], None
+        for index, (pending, buffer) in enumerate(zip(started, self.buffers, strict=True)):
+            made = pending.wait()
             made = made[0] if isinstance(made, (list, tuple)) else made
+            if made is None:
+                made = buffer
             if isinstance(made, Tensor) and made.shape == buffer.shape:
                 yield made
                 continue
@@ -279,7 +134,7 @@ class HookTransport:
         """Does nothing: the hooks' results are this rank's own."""
 
     def close(self) -> None:
-        self.futures = []
+        self.pending = []
 
 
 class BackwardFlags:
@@ -327,22 +182,22 @@ class BackwardFlags:
 
 @dataclass(frozen=True)
 class _Watch:
-    reducer: weakref.ref[DDPReducer]
+    averager: weakref.ref[GradientAverager]
     number: int
 
     def __call__(self, _: Tensor) -> None:
-        reducer = self.reducer()
-        if reducer is not None and reducer.enabled:
-            reducer._arrived(self.number)
+        averager = self.averager()
+        if averager is not None and averager.enabled:
+            averager._arrived(self.number)
 
 
 def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> None:
-    """Raises ValueError for a parameter of two reducers if one keeps gradients in buckets."""
+    """Raises ValueError for a parameter of two wrappers if one keeps gradients in buckets."""
     for name, parameter in named:
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            other = hook.reducer() if isinstance(hook, _Watch) else None
-            # The first reducer to send a bucket would scale the gradient that the other has yet
-            # to read.
+            other = hook.averager() if isinstance(hook, _Watch) else None
+            # The first one to send a bucket would scale the gradient that the other has yet to
+            # read.
             if other is not None and (as_views or other.as_views):
                 raise ValueError(
                     f"parameter {name} is in another DistributedDataParallel already, which "
@@ -351,38 +206,37 @@ def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> N
                 )
 
 
-class DDPReducer:
-    """Averages the gradients of some parameters; every backward is collective while `enabled`.
+class GradientAverager:
+    """Averages the `.grad` of some parameters over a group; each average is collective.
 
-    After a backward the `.grad` of every parameter is the mean over the ranks of their `.grad`,
-    where a missing one counts as zero. Gradients accumulated by earlier backwards (under `no_sync`)
-    are included, as the mean is linear.
+    Afterwards the `.grad` of every parameter is the mean over the ranks of their `.grad`, where a
+    missing one counts as zero. Gradients accumulated by earlier backwards (under `no_sync`) are
+    included, as the mean is linear. Where no rank has a gradient, none is made.
 
-    A gradient is copied into its bucket when it arrives. A bucket is started when it is full, in
-    the same order on every rank. Gradients that have not arrived at the end of the backward are
-    zero. The last bucket, which holds the first layer, is started at the end. It carries the flags:
-    for each parameter whether this rank has a gradient, and whether this rank found an error. So
+    With `watch` every backward is averaged while `enabled`: a gradient is copied into its bucket
+    when it arrives, and a bucket is started when it is full, in the same order on every rank.
+    Gradients that have not arrived at the end of the backward are zero. Without, `average` does all
+    of it after the backwards.
+
+    The last bucket, which holds the first layer, is started at the end. It carries the flags: for
+    each parameter whether this rank has a gradient, and whether this rank found an error. So
     neither needs a message of its own.
 
     Args:
         names, parameters: in the order of the module, the same on every rank.
-        step_record: receives steps and exceptions.
         bucket_cap_mb: for all buckets; or for each, the last one for those after it too.
         as_views: keep gradients in the buckets (`gradient_as_bucket_view`).
         static: every backward uses the same parameters, each as often as the first one did.
         measure: rebuild the buckets in the order of the first backward.
         overlap: start buckets during the backward; else all at its end.
+        watch: average at the end of each backward.
 
     Attributes:
-        enabled: whether backwards are reduced.
+        enabled: whether backwards are averaged.
         scale: factor of gradients before they are summed.
         running: a backward is running, or has raised.
         unused: numbers of parameters that the next backward will not reach, if known.
-        arrivals: numbers of the parameters that the last backward reached, in their order.
-        reached: those of the first backward; None before it.
-        graph_static: every backward reached the same ones on this rank.
         measured: the buckets are in the order of the first backward.
-        first_sizes: bytes of the buckets before that.
     """
 
     def __init__(
@@ -390,39 +244,37 @@ class DDPReducer:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         group: Group,
-        step_record: DDPStepRecord,
         bucket_cap_mb: float | Sequence[float] | None = None,
         as_views: bool = False,
         static: bool = False,
         measure: bool = True,
         overlap: bool = True,
+        watch: bool = True,
     ) -> None:
         self.names, self.parameters, self.group = list(names), list(parameters), group
-        self.step_record = step_record
         self.bucket_cap_mb, self.as_views, self.static = bucket_cap_mb, as_views, static
         self.measure, self.overlap = measure, overlap
-        self.hook: tuple[object, Hook] | None = None
+        self.hook: tuple[object, CommHook] | None = None
         self.device = self.parameters[0].device
         self.enabled, self.running, self.began = True, False, False
         self.scale = 1.0 / group.size
         self.unused: set[int] | None = None
         self.expected = [1] * len(self.parameters)
         self.counting = static  # until the first backward has ended
-        self.arrivals: list[int] = []
-        self.reached: frozenset[int] | None = None
-        self.graph_static, self.measured = True, False
-        self.timed = self.device.type == "cpu"  # on an accelerator the host only queues the work
+        self.measured = False
         self.errors = BackwardFlags(group, self.device)
         self.buckets: list[DDPBucket] = []
         self._fill(list(range(len(self.parameters)))[::-1])
-        self._watch()
+        if watch:
+            mine = weakref.ref(self)  # see `data_parallel.engine.BucketedDataParallel`
+            for number, parameter in enumerate(self.parameters):
+                parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
 
     def _fill(self, ready: list[int]) -> None:
         """Makes buckets in this order of readiness; collective."""
         cap = self.bucket_cap_mb
         if cap is None and self.hook is None and is_shared(self.group, self.device):
             cap = SHARED_CAP_MIB
-        self.cap_bytes = cap_bytes(cap, is_accelerator(self.device))
         members = arrange(self.parameters, ready, cap)
         of_buckets = [[self.parameters[n] for n in numbers] for numbers in members]
         sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in of_buckets]
@@ -444,16 +296,14 @@ class DDPReducer:
             DDPBucket(numbers, flat, views_of(flat, part))
             for numbers, flat, part in zip(members, self.transport.buffers, of_buckets, strict=True)
         ]
-        if not self.measured:
-            self.first_sizes = sizes_of(self.buckets)
-        self.place_of = {
-            n: (bucket, view)
+        self.view_of = {
+            n: view
             for bucket in self.buckets
             for n, view in zip(bucket.members, bucket.views, strict=True)
         }
+        self.reducer = Reducer(members, self.overlap, held=1)
 
-    @recorded
-    def use(self, state: object, hook: Hook) -> None:
+    def use(self, state: object, hook: CommHook) -> None:
         """Reduces the buckets by `hook`. Raises RuntimeError after the first backward."""
         if self.hook is not None:
             raise RuntimeError("a communication hook is registered already; there is one at most")
@@ -462,7 +312,6 @@ class DDPReducer:
         self.hook = (state, hook)
         self._fill(self.order)
 
-    @recorded
     def set_static(self) -> None:
         """Sets `static`. Raises RuntimeError after the first backward."""
         if self.began:
@@ -472,54 +321,44 @@ class DDPReducer:
     def close(self) -> None:
         self.transport.close()
 
-    def _watch(self) -> None:
-        mine = weakref.ref(self)  # see `data_parallel.reducer.Reducer`
-        for number, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
-
     def output_hook(self, _: Tensor) -> None:
         if self.enabled:
             self.begin()
 
-    @recorded
     def begin(self) -> None:
         """Begins a backward. Its end is that of the outermost one, as checkpoints nest them."""
         if self.running:
             return
         self.errors.check()
-        if self.timed:
-            self.step_record.backward()
         # Called at the end of the outermost backward, not of one that recomputes a layer.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._reset()
         silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())
         for number in silent:
-            self.left[number] = 0
+            self.reducer.left[number] = 0
             self._take(number)
         self.unused = None
 
     def _reset(self) -> None:
         self.transport.before()
         self.running = self.began = True
-        self.left = [0] * len(self.expected) if self.counting else list(self.expected)
-        self.arrivals, self.started = [], 0
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.members)
+        # Counted down from 0 in the first backward of a static graph, which starts no bucket.
+        self.reducer.begin([0] * len(self.expected) if self.counting else self.expected)
+        self.reducer.overlap = self.overlap and not self.counting
 
     def _arrived(self, number: int) -> None:
         if not self.running:
             self.begin()
-        left = self.left[number] = self.left[number] - 1
+        left = self.reducer.arrived(number)
         if left == 0:
-            self.arrivals.append(number)
             self._take(number)
         elif left < 0:
             self._arrived_again(number)
 
     def _arrived_again(self, number: int) -> None:
         if self.counting:
-            if self.left[number] == -1:
-                self.arrivals.append(number)
+            if self.reducer.left[number] == -1:
+                self.reducer.arrivals.append(number)
         elif self.static:
             self.errors.found(
                 f"static_graph=True, but {self.names[number]} got more gradients in this backward "
@@ -537,8 +376,7 @@ class DDPReducer:
             with torch.no_grad():
                 self._take(number)
             return
-        parameter = self.parameters[number]
-        bucket, view = self.place_of[number]
+        parameter, view = self.parameters[number], self.view_of[number]
         grad = parameter.grad
         if grad is None:
             view.zero_()
@@ -548,22 +386,15 @@ class DDPReducer:
                 parameter.grad = view
         elif self.hook is not None:
             view.copy_(grad)
-        else:  # never in place: another reducer may have yet to read the gradient
+        else:  # never in place: another wrapper may have yet to read the gradient
             torch.mul(grad, self.scale, out=view)
-        bucket.missing -= 1
-        if bucket.missing == 0 and self.overlap and not self.counting:
-            while self.started < len(self.buckets) - 1 and not self.buckets[self.started].missing:
-                self._start()
+        for index in self.reducer.filled(number):
+            self._start(index)
 
-    @recorded
-    def _start(self) -> None:
-        index = self.started
-        if index == 0 and self.timed:
-            self.step_record.comm()
+    def _start(self, index: int) -> None:
         if self.as_views and self.hook is None:
             self.buckets[index].flat.mul_(self.scale)
-        self.started += 1
-        if self.started == len(self.buckets):
+        if index == len(self.buckets) - 1:
             has = [p.grad is not None for p in self.parameters]
             self._write_flags([*has, self.errors.fault is not None])
         self.transport.start(index)
@@ -576,41 +407,32 @@ class DDPReducer:
             given = torch.tensor(flags, dtype=self.transport.flags.dtype)
             self.transport.flags.copy_(moved(given, self.device))
 
-    @recorded
     def _end(self) -> None:
         """Ends the backward: sends what is left and writes the means."""
-        if self.timed:
-            self.step_record.computed()
         self.running = False
-        self._compare()
         self._check_static()
-        for number, left in enumerate(self.left):
+        for number, left in enumerate(self.reducer.left):
             if left > 0 or self.counting:
                 self._take(number)
         self.counting = False
         with torch.no_grad():
-            while self.started < len(self.buckets):
-                self._start()
+            for index in self.reducer.rest():
+                self._start(index)
             self._hand_out()
-        if self.timed:
-            self.step_record.comm_ended()
         self._after()
 
-    def _compare(self) -> None:
-        reached = frozenset(self.arrivals)
-        if self.reached is None:
-            self.reached = reached
-        elif reached != self.reached:
-            self.graph_static = False
-
-    def _ddp_graph_static(self) -> bool:
-        return self.graph_static
+    @torch.no_grad()
+    def average(self) -> None:
+        """Averages the gradients of backwards that have ended."""
+        self._reset()
+        self.reducer.begin([1] * len(self.parameters))
+        self._end()
 
     def _check_static(self) -> None:
         if self.counting:
-            self.expected = [-left for left in self.left]
+            self.expected = [-left for left in self.reducer.left]
         elif self.static:
-            for number, left in enumerate(self.left):
+            for number, left in enumerate(self.reducer.left):
                 if left > 0:
                     self.errors.found(
                         f"static_graph=True, but {self.names[number]} got "
@@ -644,7 +466,7 @@ class DDPReducer:
             somewhere = self.transport.summed_flags.tolist()
             for number, mean in lacking:
                 if somewhere[number] > 0:
-                    view = self.place_of[number][1]
+                    view = self.view_of[number]
                     self.parameters[number].grad = view if self.as_views else mean.clone()
 
     def take_part(self) -> None:
@@ -656,7 +478,6 @@ class DDPReducer:
         self._write_flags([False] * (len(self.parameters) + 1))
         for index in range(len(self.buckets)):
             self.transport.start(index)
-        self.started = len(self.buckets)
         list(self.transport.finish())
         self.running = self.counting = False
         self._after()
@@ -666,8 +487,8 @@ class DDPReducer:
         self.errors.note(self.transport.summed_flags[-1:], self.transport.fault)
         if self.measure:
             self.measure, self.measured = False, True
-            seen = set(self.arrivals)
-            mine = [*self.arrivals, *(n for n in self.order if n not in seen)]
+            seen = set(self.reducer.arrivals)
+            mine = [*self.reducer.arrivals, *(n for n in self.order if n not in seen)]
             ready = broadcast_json(mine, self.group.handle, self.device)
             if ready != self.order:
                 self._fill(ready)
