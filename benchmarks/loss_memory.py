@@ -38,6 +38,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
     """Prints, on rank 0, one row of the table."""
     from parallel3d.comm.process_groups import ProcessGroups
+    from parallel3d.parameters.sharding import state_of
     from parallel3d.tensor_parallel.loss import HeadLoss, Objective
     from parallel3d.topology.layout import Layout
 
@@ -49,8 +50,7 @@ def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
     rows = args.vocab // args.tp
     generator = torch.Generator().manual_seed(rank)
     table = nn.Parameter((torch.randn(rows, args.hidden, generator=generator) * 0.02).to(kind))
-    table.main_grad = torch.zeros(rows, args.hidden)
-    table.register_grad_ready = lambda: None
+    state_of(table).main_grad = main_grad = torch.zeros(rows, args.hidden)
     x = torch.randn(1, args.tokens, args.hidden, generator=torch.Generator().manual_seed(9))
     x = x.to(kind).requires_grad_()
     labels = torch.arange(args.tokens).view(1, -1) * 61 % args.vocab
@@ -67,7 +67,7 @@ def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
         logits = F.linear(x, table).float().flatten(0, 1)
         losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
         (losses * mask.flatten()).sum().backward(scale)
-        table.main_grad += table.grad
+        main_grad.add_(table.grad)
         x.grad = table.grad = None
 
     step = apart if chunk == "apart" else fused

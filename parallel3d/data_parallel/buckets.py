@@ -14,8 +14,8 @@ from parallel3d.estimate.buckets import assign, padded_numel
 from parallel3d.parameters.sharding import (
     Segment,
     SegmentPart,
-    set_main_grad,
     spec_of,
+    state_of,
 )
 
 
@@ -119,7 +119,7 @@ def _build(
             if begin < stop and dtype != wide:
                 master[begin - first : stop - first] = whole[begin - offset : stop - offset]
             p.data = flat[offset:until].view(p.shape)
-            set_main_grad(p, grad[offset:until].view(p.shape))
+            state_of(p).main_grad = grad[offset:until].view(p.shape)
             offset = until
             del whole  # before the next parameter is drawn
     return bucket

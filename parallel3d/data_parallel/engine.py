@@ -36,9 +36,8 @@ from parallel3d.optim import Optimizer, ParameterSlice, parameter_slices
 from parallel3d.parameters.sharding import (
     Initializer,
     Segment,
-    main_grad_of,
-    set_grad_ready_hook,
     spec_of,
+    state_of,
 )
 
 
@@ -210,13 +209,13 @@ class BucketedDataParallel:
         def accumulate(p: Tensor) -> None:
             if p.grad is None:  # the layer has added it to the bucket itself
                 return
-            main_grad = main_grad_of(p)
+            main_grad = state_of(p).main_grad
             assert main_grad is not None
             main_grad.add_(p.grad)
             p.grad = None
             register_grad_ready()
 
-        set_grad_ready_hook(parameter, register_grad_ready)
+        state_of(parameter).register_grad_ready = register_grad_ready
         parameter.register_post_accumulate_grad_hook(accumulate)
 
     def rebuild_buckets(self, ready_order: list[str], masters: dict[str, Tensor]) -> None:

@@ -31,9 +31,8 @@ from parallel3d.parameters.sharding import (
     Initializer,
     Segment,
     SegmentPart,
-    set_compute_dtype,
-    set_spec,
     spec_of,
+    state_of,
 )
 
 
@@ -100,8 +99,8 @@ class FullyShardedDataParallel:
         self.gradient_of: dict[str, Tensor] = {}
         offset = 0
         for name, parameter in self.parameters.items():
-            set_spec(parameter, specs[name])
-            set_compute_dtype(parameter, dtype)
+            state = state_of(parameter)
+            state.spec, state.compute_dtype = specs[name], dtype
             flat = _local(parameter).view(-1)
             grad = self.gradients[offset : offset + flat.numel()]
             offset += flat.numel()

@@ -23,7 +23,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data_parallel.buckets import Bucket
 from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
 from parallel3d.optim import sum_of_squares
-from parallel3d.parameters.sharding import ParameterSpec, Segment, main_grad_of, spec_of
+from parallel3d.parameters.sharding import ParameterSpec, Segment, spec_of, state_of
 
 HEAD_TABLE = "head.table"  # of an output head that is not tied
 KEEP = 0.98  # decay of the running means per step: they average over about 50 steps
@@ -86,7 +86,7 @@ class PartialNorms:
 
     def _squares_of(self, name: str) -> Tensor:
         parameter = self.engine.parameters[name]
-        main_grad = main_grad_of(parameter)
+        main_grad = state_of(parameter).main_grad
         assert main_grad is not None
         grad = main_grad.flatten()
         views = [grad[run] for run in self._runs(name, spec_of(parameter), 0, grad.numel())]

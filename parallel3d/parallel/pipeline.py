@@ -22,7 +22,8 @@ from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
 from parallel3d.parallel.groups import GroupLike, group_of
 from parallel3d.parallel.replicated import average_gradients, start_equal
-from parallel3d.parameters.gradients import WeightGradients, add_gradient, deferred_queue
+from parallel3d.parameters.gradients import add_gradient, deferred_queue
+from parallel3d.parameters.sharding import WeightGradients, state_of
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
 from parallel3d.schedules.actions import Action, Kind
@@ -525,7 +526,7 @@ class PlainExecutor(Executor):
         self.weight_gradients = weight_gradients
         for stage in stages:
             for parameter in stage.parameters():
-                parameter.weight_gradients = weight_gradients  # type: ignore[attr-defined]
+                state_of(parameter).weight_gradients = weight_gradients
 
     def alloc_recv_buffer(self, action: Action) -> Tensor:
         stage = self.route.placement.stage(self.route.group.index, action.chunk)
@@ -718,7 +719,7 @@ def _can_defer(arguments: dict[str, Any], dims: int = 0) -> bool:
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooked is not None or torch.compiler.is_compiling():
         return False
-    if not hasattr(weight, "weight_gradients") or torch.is_autocast_enabled(x.device.type):
+    if state_of(weight).weight_gradients is None or torch.is_autocast_enabled(x.device.type):
         return False
     return x.dtype == weight.dtype and (x.dim() == dims if dims else x.dim() > 1)
 

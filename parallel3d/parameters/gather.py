@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.exchange import gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.parameters.sharding import ShardSpec, compute_dtype_of, spec_of
+from parallel3d.parameters.sharding import ShardSpec, spec_of, state_of
 
 MESSAGE_BYTES = 1 << 26  # small shards are sent together, up to this size
 FIELDS = tuple(field.name for field in fields(ShardSpec))
@@ -41,7 +41,7 @@ def full_local_parameter(parameter: nn.Parameter) -> Tensor:
     """Returns this rank's local parameter; collective over dp where FSDP2 shards it."""
     local = parameter.detach()
     full_tensor: Callable[[], Tensor] | None = getattr(local, "full_tensor", None)
-    return local if full_tensor is None else full_tensor().to(compute_dtype_of(parameter))
+    return local if full_tensor is None else full_tensor().to(state_of(parameter).compute_dtype)
 
 
 def gather_shards(

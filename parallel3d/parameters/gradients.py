@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
 from parallel3d.device.matmul import is_widened, matmul
-from parallel3d.parameters.sharding import main_grad_of, register_grad_ready
-
-DeferredGradient = Callable[[], None]  # adds one deferred weight gradient to its bucket
-
-
-class WeightGradients:
-    """Queues deferred weight gradients of linear layers.
-
-    Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) compute the gradient of a stage's input
-    first (I) and those of its weights later (W), where the rank would idle. All linear layers call
-    `add_weight_gradient`, so deferring these calls splits a backward. Between I and W only the
-    layer's input and its output gradient are kept. Norms, biases and embeddings belong to I.
-    """
-
-    def __init__(self) -> None:
-        self.queue: list[DeferredGradient] | None = None  # None: gradients are computed at once
-
-    @contextmanager
-    def deferred(self) -> Iterator[list[DeferredGradient]]:
-        """Defers weight gradients inside the block; yields their queue, to be called in order."""
-        queue: list[DeferredGradient] = []
-        self.queue = queue
-        try:
-            yield queue
-        finally:
-            self.queue = None
-
-
-def set_weight_gradients(parameter: Tensor, weight_gradients: WeightGradients) -> None:
-    parameter.weight_gradients = weight_gradients  # type: ignore[attr-defined]
+from parallel3d.parameters.sharding import DeferredGradient, state_of
 
 
 def deferred_queue(weight: Tensor) -> list[DeferredGradient] | None:
     """Returns the queue for deferred gradients of this weight; None: they are computed at once."""
-    weight_gradients: WeightGradients | None = getattr(weight, "weight_gradients", None)
+    weight_gradients = state_of(weight).weight_gradients
     return None if weight_gradients is None else weight_gradients.queue
 
 
@@ -60,7 +30,8 @@ def add_weight_gradient(
     Args:
         weight: (out, in). grad: (tokens, out). x: (tokens, in), or a function that returns it.
     """
-    main_grad, queue = main_grad_of(weight), deferred_queue(weight)
+    state, queue = state_of(weight), deferred_queue(weight)
+    main_grad = state.main_grad
     if main_grad is None and queue is None:
         return matmul(grad.t(), x if isinstance(x, Tensor) else x())
 
@@ -70,7 +41,7 @@ def add_weight_gradient(
             add_gradient(weight, matmul(grad.t(), rows))
         else:
             add_matmul(main_grad, grad, rows)
-            register_grad_ready(weight)
+            state.register_grad_ready()
 
     if queue is None:
         add()
@@ -115,9 +86,9 @@ def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.d
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:
     """Adds a finished gradient to the parameter's bucket, or to `.grad` where it has none."""
-    main_grad = main_grad_of(parameter)
-    if main_grad is None:
+    state = state_of(parameter)
+    if state.main_grad is None:
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return
-    main_grad.add_(grad)
-    register_grad_ready(parameter)
+    state.main_grad.add_(grad)
+    state.register_grad_ready()

@@ -1,4 +1,4 @@
-"""Sharding specs of local parameters, and their initial values.
+"""Sharding specs of local parameters, the state kept about each, and their initial values.
 
 A spec lists the shards of *full* matrices that a local parameter holds: q, k and v apart, gate and
 up apart, the vocabulary without its padding. Initialisation, gathering, comparison and resharding
@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -113,45 +114,65 @@ class ParameterSpec:
         return len(self.shape) > 1
 
 
-# Typed access to the attributes that are attached to parameters.
+DeferredGradient = Callable[[], None]  # adds one deferred weight gradient to its bucket
+
+
+class WeightGradients:
+    """Queues deferred weight gradients of linear layers.
+
+    Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) compute the gradient of a stage's input
+    first (I) and those of its weights later (W), where the rank would idle. All linear layers call
+    `add_weight_gradient`, so deferring these calls splits a backward. Between I and W only the
+    layer's input and its output gradient are kept. Norms, biases and embeddings belong to I.
+    """
+
+    def __init__(self) -> None:
+        self.queue: list[DeferredGradient] | None = None  # None: gradients are computed at once
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[DeferredGradient]]:
+        """Defers weight gradients inside the block; yields their queue, to be called in order."""
+        queue: list[DeferredGradient] = []
+        self.queue = queue
+        try:
+            yield queue
+        finally:
+            self.queue = None
+
+
+@dataclass
+class ParameterState:
+    """All that parallel training keeps about one parameter (see `state_of`).
+
+    Attributes:
+        spec: the shards of full tensors that it holds; None for a parameter of a user's module.
+        main_grad: view of a gradient bucket to which its gradients are added; None: to `.grad`.
+        register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
+        weight_gradients: queue of its pipeline stage; None: its gradients are never deferred.
+        compute_dtype: type in which FSDP2 gathers it for the model; None: FSDP2 does not shard it.
+    """
+
+    spec: ParameterSpec | None = None
+    main_grad: Tensor | None = None
+    register_grad_ready: Callable[[], None] = lambda: None
+    weight_gradients: WeightGradients | None = None
+    compute_dtype: torch.dtype | None = None
+
+
+def state_of(parameter: Tensor) -> ParameterState:
+    """Returns the parameter's state: the one attribute that this package hangs on a tensor."""
+    state: ParameterState | None = getattr(parameter, "parallel_state", None)
+    if state is None:
+        state = ParameterState()
+        parameter.parallel_state = state  # type: ignore[attr-defined]
+    return state
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:
-    spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
+    """Returns the spec of a parameter of our own layers, which all have one."""
+    spec = state_of(parameter).spec
+    assert spec is not None
     return spec
-
-
-def set_spec(parameter: Tensor, spec: ParameterSpec) -> None:
-    parameter.spec = spec  # type: ignore[attr-defined]
-
-
-def compute_dtype_of(parameter: Tensor) -> torch.dtype:
-    """Returns the type in which FSDP2 gathers the parameter for the model."""
-    dtype: torch.dtype = parameter.compute_dtype  # type: ignore[attr-defined]
-    return dtype
-
-
-def set_compute_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    parameter.compute_dtype = dtype  # type: ignore[attr-defined]
-
-
-def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """Returns the view of a gradient bucket to which the parameter's gradients are added."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    return main_grad
-
-
-def set_main_grad(parameter: Tensor, main_grad: Tensor) -> None:
-    parameter.main_grad = main_grad  # type: ignore[attr-defined]
-
-
-def register_grad_ready(parameter: Tensor) -> None:
-    """Notifies the reducer that a gradient of the parameter has been added to its `main_grad`."""
-    parameter.register_grad_ready()  # type: ignore[attr-defined]
-
-
-def set_grad_ready_hook(parameter: Tensor, hook: Callable[[], None]) -> None:
-    parameter.register_grad_ready = hook  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -177,7 +198,7 @@ class Initializer:
         else:
             local = self.values(spec)
         parameter = nn.Parameter(local)
-        set_spec(parameter, spec)
+        state_of(parameter).spec = spec
         return parameter
 
     def values(self, spec: ParameterSpec) -> Tensor:

@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.loader import InOrder
 from parallel3d.device import accelerator
 from parallel3d.estimate.balance import sends_slices
-from parallel3d.parameters.gradients import DeferredGradient, WeightGradients, set_weight_gradients
+from parallel3d.parameters.sharding import DeferredGradient, WeightGradients, state_of
 from parallel3d.pipeline.p2p import (
     P2PRoute,
     PendingTransfer,
@@ -146,7 +146,7 @@ class Executor:
         self.weight_gradients = WeightGradients()
         for stage in stages:
             for parameter in stage.parameters():
-                set_weight_gradients(parameter, self.weight_gradients)
+                state_of(parameter).weight_gradients = self.weight_gradients
 
     @classmethod
     def of_run(

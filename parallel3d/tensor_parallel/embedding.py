@@ -14,8 +14,7 @@ from parallel3d.parameters.sharding import (
     Initializer,
     ParameterSpec,
     ShardSpec,
-    main_grad_of,
-    register_grad_ready,
+    state_of,
 )
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
 
@@ -33,14 +32,15 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         ids, outside, weight = ctx.saved_tensors
         grad = grad.masked_fill(outside.unsqueeze(-1), 0.0).flatten(0, -2)
-        main_grad = main_grad_of(weight)
-        if main_grad is None:
-            main_grad = torch.zeros_like(weight)
-            add_rows(main_grad, ids.flatten(), grad, ctx.deterministic)
-            return None, main_grad, None
+        state = state_of(weight)
+        if state.main_grad is None:
+            table = torch.zeros_like(weight)
+            add_rows(table, ids.flatten(), grad, ctx.deterministic)
+            return None, table, None
         # Straight into the bucket: autograd would allocate a dense table per micro-batch.
-        add_rows(main_grad, ids.flatten(), grad.to(main_grad.dtype), ctx.deterministic)
-        register_grad_ready(weight)
+        rows = grad.to(state.main_grad.dtype)
+        add_rows(state.main_grad, ids.flatten(), rows, ctx.deterministic)
+        state.register_grad_ready()
         return None, None, None
 
 

@@ -18,7 +18,7 @@ from parallel3d.device.fused import fused, fuses
 from parallel3d.device.matmul import matmul
 from parallel3d.estimate.ops import loss_chunks
 from parallel3d.parameters.gradients import add_matmul
-from parallel3d.parameters.sharding import main_grad_of, register_grad_ready
+from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
 
 # Block of rows that is processed at a time without fused kernels. On a CPU it stays in the cache
@@ -285,7 +285,7 @@ class _HeadLoss(torch.autograd.Function):
             )
         grad_x, grad_table = ctx.gradients
         if grad_table is None:
-            register_grad_ready(ctx.table)
+            state_of(ctx.table).register_grad_ready()
         return grad_x, grad_table, None, None, None, None
 
 
@@ -341,7 +341,7 @@ class _ChunkedLoss:
         """Writes the losses; returns the gradients of x and, without a bucket, of the table."""
         chunks = self.chunks()
         grad_x = torch.empty_like(self.x)
-        main_grad = main_grad_of(self.table)
+        main_grad = state_of(self.table).main_grad
         wide = torch.promote_types(self.table.dtype, torch.float32)
         out = torch.zeros_like(self.table, dtype=wide) if main_grad is None else main_grad
         factor = self.mask * loss_scale.to(self.mask.dtype)

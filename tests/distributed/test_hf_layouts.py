@@ -15,6 +15,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.models.transformer import Decoder, blank_stage
 from parallel3d.parameters.gather import gather_parameters
+from parallel3d.parameters.sharding import spec_of
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 
@@ -56,7 +57,7 @@ def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any
         source = read_hf_config(folder)
         config = Config(model=ModelConfig(**source.keys), tp=LAYOUT.tp, pp=LAYOUT.pp, dp=1)
         stage = blank_stage(config, groups, torch.device("cpu"))
-        held = {p.name: (p, local) for local in stage.parameters() for p in local.spec.shards}
+        held = {p.name: (p, local) for local in stage.parameters() for p in spec_of(local).shards}
         with torch.no_grad():
             for name, full in tensors_of(folder, config.model, source.kind):
                 if name in held:

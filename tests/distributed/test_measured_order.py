@@ -16,7 +16,7 @@ from parallel3d.config.schema import DataParallelConfig, OptimConfig
 from parallel3d.data_parallel.engine import BucketedDataParallel, agreed_order, rebuild_buckets
 from parallel3d.estimate.buckets import MIB
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import ParameterSpec
+from parallel3d.parameters.sharding import ParameterSpec, state_of
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
@@ -58,7 +58,7 @@ def artificial(
     parameters = {}
     for name in NAMES:
         parameters[name] = nn.Parameter(torch.randn(40, generator=generator))
-        parameters[name].spec = ParameterSpec((40,), (), replicated=True)
+        state_of(parameters[name]).spec = ParameterSpec((40,), (), replicated=True)
     config = DataParallelConfig(bucket_cap_mb=ONE_EACH)
     engine = BucketedDataParallel([parameters], config, dtype, groups.dp, zero)
     optim = OptimConfig(name="adamw", lr=0.1)

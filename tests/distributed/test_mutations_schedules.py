@@ -18,7 +18,7 @@ from parallel3d.comm.collectives import CompletedWork
 from parallel3d.comm.process_groups import Group
 from parallel3d.models import recompute, transformer
 from parallel3d.parameters.gradients import add_matmul, deferred_queue
-from parallel3d.parameters.sharding import Initializer
+from parallel3d.parameters.sharding import Initializer, state_of
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
 from parallel3d.schedules.check import check
@@ -107,11 +107,11 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
 
     def early(weight: Tensor, grad: Tensor, x: Any) -> Tensor | None:
         def add() -> None:
-            add_matmul(weight.main_grad, grad, x if isinstance(x, Tensor) else x())
+            add_matmul(state_of(weight).main_grad, grad, x if isinstance(x, Tensor) else x())
 
         jobs = deferred_queue(weight)
         add() if jobs is None else jobs.append(add)
-        weight.register_grad_ready()
+        state_of(weight).register_grad_ready()
         return None
 
     def at_once(tensor: Tensor, group: Group) -> CompletedWork:

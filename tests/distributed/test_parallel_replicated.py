@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import parallel3d as p3d
 from parallel3d.parallel.pipeline import SplitBackward
-from parallel3d.parameters.gradients import WeightGradients
+from parallel3d.parameters.sharding import WeightGradients, state_of
 from tests.distributed.pool import Pool
 
 HEADS, SIZE, WIDTH = 4, 6, 10
@@ -100,7 +100,9 @@ def deferred() -> float:
     group = p3d.init(tp=2).tp
     torch.manual_seed(3)
     layer = nn.Linear(4, 4, bias=False)
-    layer.weight.weight_gradients = queue = WeightGradients()  # as of a stage of a pipeline
+    state_of(layer.weight).weight_gradients = queue = (
+        WeightGradients()
+    )  # as of a stage of a pipeline
     p3d.sum_gradients_over(layer, group)
     with SplitBackward():
         y = layer(torch.ones(3, 4) * (1 + group.index))

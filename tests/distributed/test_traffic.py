@@ -18,6 +18,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.estimate.ops import stage_parameters
 from parallel3d.estimate.traffic import transfers
+from parallel3d.parameters.sharding import spec_of
 from parallel3d.pipeline import executor
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
@@ -151,7 +152,7 @@ def sent_in_a_step(
         if hasattr(getattr(reducer, "comm_hook", None), "__name__"):  # one of `collectives`
             reducer.comm_hook = getattr(collectives, reducer.comm_hook.__name__)
         trainer.train_step()
-    parameters = [(p.numel(), p.spec.replicated) for p in trainer.parameters.values()]
+    parameters = [(p.numel(), spec_of(p).replicated) for p in trainer.parameters.values()]
     stage = groups.pp.index
     groups.close()
     return stage, counting.found, counting.around, parameters

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d import trainer as trainer_module
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
+from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, spec_of
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
@@ -106,7 +106,7 @@ def made_at_start(stage: int, precision: str, tied: bool) -> dict[str, float]:
     ):
         case = Case(problem, microbatches=1, keys=(("zero", stage),))
         trainer = make_trainer(case, groups)
-    numels = {name: math.prod(p.spec.shape) for name, p in trainer.parameters.items()}
+    numels = {name: math.prod(spec_of(p).shape) for name, p in trainer.parameters.items()}
     found["whole"] = sum(numels.values())
     found["parameter"] = max(numels.values())
     units: Counter[str] = Counter()

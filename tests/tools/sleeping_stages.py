@@ -16,6 +16,7 @@ from parallel3d.comm.process_groups import Group
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data.loader import MicroBatch
 from parallel3d.parameters.gradients import deferred_queue
+from parallel3d.parameters.sharding import state_of
 from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
 from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
 from parallel3d.schedules.schedule import Schedule
@@ -56,7 +57,7 @@ class _Work(torch.autograd.Function):
 
         def weight_gradient() -> None:
             time.sleep(weight_s)
-            ctx.weight.main_grad += activation.numel()
+            state_of(ctx.weight).main_grad += activation.numel()
 
         jobs = deferred_queue(ctx.weight)
         if jobs is None:
@@ -77,7 +78,7 @@ class SleepingStage(nn.Module):
         self.first, self.last, self.costs, self.activations = first, last, costs, held
         self.shape = shape
         self.weight = nn.Parameter(torch.zeros(1))
-        self.weight.main_grad = torch.zeros(1)
+        state_of(self.weight).main_grad = torch.zeros(1)
 
     def forward(self, hidden: Tensor | None, *_: Any) -> Tensor:
         x = torch.zeros(self.shape) if hidden is None else hidden
@@ -131,11 +132,11 @@ def run(
         executor.action_times = ActionTimes(CPU)
         held.peak = held.now
         for stage in stages:
-            stage.weight.main_grad.zero_()
+            state_of(stage.weight).main_grad.zero_()
         start = time.perf_counter()
         loss = executor.train_step(plans[0][rank], load, torch.ones(()), lambda: None)
         seconds = time.perf_counter() - start
-    weights = [float(stage.weight.main_grad) for stage in stages]
+    weights = [float(state_of(stage.weight).main_grad) for stage in stages]
     spans = executor.action_times.measured()
     if boxes is not None:
         boxes.memory.close()

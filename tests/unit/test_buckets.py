@@ -18,7 +18,7 @@ from parallel3d.data_parallel.buckets import Sharding, build_buckets
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.estimate.buckets import MIB, assign
-from parallel3d.parameters.sharding import ParameterSpec
+from parallel3d.parameters.sharding import ParameterSpec, spec_of, state_of
 
 
 @pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0, [0.5, 4.0], [3.0, 0.5, 1.0]])
@@ -44,7 +44,7 @@ def test_the_cap_is_that_of_the_parameters_device() -> None:
     def buckets() -> int:
         on_meta = [(str(i), nn.Parameter(torch.empty(8 * MIB, device="meta"))) for i in range(9)]
         for _, p in on_meta:
-            p.spec = ParameterSpec(tuple(p.shape), (), replicated=True)
+            state_of(p).spec = ParameterSpec(tuple(p.shape), (), replicated=True)
         return len(build_buckets(on_meta, None, torch.float32))
 
     assert buckets() == 9  # of 32 MiB each
@@ -54,7 +54,7 @@ def test_the_cap_is_that_of_the_parameters_device() -> None:
 
 def parameter(*shape: int, replicated: bool = False, uses: int = 1) -> nn.Parameter:
     made = nn.Parameter(torch.randn(shape))
-    made.spec = ParameterSpec(shape, (), replicated, uses=uses)
+    state_of(made).spec = ParameterSpec(shape, (), replicated, uses=uses)
     return made
 
 
@@ -111,7 +111,7 @@ def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, sharding: 
 
 def clone_of(p: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(p.detach().clone())
-    made.spec = p.spec
+    state_of(made).spec = spec_of(p)
     return made
 
 
@@ -160,10 +160,10 @@ def test_reduction_starts_during_the_last_backward_alone() -> None:
     assert engine.finish_step() == []
     assert hook.calls == [32, 8, 32], "one reduction per bucket and step"
     for _, p in parameters:
-        assert torch.equal(p.main_grad, torch.full(p.shape, 4.0))
+        assert torch.equal(state_of(p).main_grad, torch.full(p.shape, 4.0))
         assert p.grad is None
     engine.start_step(2)
-    assert all(not p.main_grad.any() for _, p in parameters)
+    assert all(not state_of(p).main_grad.any() for _, p in parameters)
 
 
 def test_unused_parameter_is_named_and_its_bucket_still_reduced() -> None:
@@ -180,9 +180,9 @@ def test_tied_parameter_is_ready_after_its_last_use() -> None:
     table, hook = parameter(4, 4, uses=2), Recorded()
     engine = engine_of([("table", table)], None, two_ranks(), hook)
     engine.start_step(1)
-    table.register_grad_ready()
+    state_of(table).register_grad_ready()
     assert hook.calls == []
-    table.register_grad_ready()
+    state_of(table).register_grad_ready()
     assert hook.calls == [16]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.parallel.pipeline import SplitBackward
-from parallel3d.parameters.gradients import WeightGradients
+from parallel3d.parameters.sharding import WeightGradients, state_of
 
 
 class Checkpointed(nn.Module):
@@ -57,7 +57,7 @@ def test_gradients_are_the_same_and_those_that_can_wait_do(name: str) -> None:
     theirs = make().double()
     ours, queue = copy.deepcopy(theirs), WeightGradients()
     for parameter in ours.parameters():
-        parameter.weight_gradients = queue
+        state_of(parameter).weight_gradients = queue
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     data = x.detach().clone().requires_grad_()
     theirs(x).square().sum().backward()

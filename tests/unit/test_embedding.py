@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel import embedding
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from tests.operators import Operators
@@ -20,14 +21,14 @@ def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
     generator = torch.Generator().manual_seed(1)
     table = nn.Parameter(torch.randn(11, 4, generator=generator))
     if bucket:
-        table.main_grad, table.register_grad_ready = torch.zeros(11, 4), lambda: None
+        state_of(table).main_grad = torch.zeros(11, 4)
     ids = torch.randint(0, 11, (2, 32), generator=generator)
     layer = VocabParallelEmbedding(table, group=group, sp=sp, replicated=True)
     y = layer(ids)
     with Operators() as operators:
         (y * torch.arange(y.numel()).view_as(y)).sum().backward()
     added = [name for name in operators.names if name in ADDS]
-    return added, table.main_grad if bucket else table.grad
+    return added, state_of(table).main_grad if bucket else table.grad
 
 
 @pytest.mark.parametrize("bucket", [True, False])

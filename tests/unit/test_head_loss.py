@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.loss_memory import peak_bytes
 from parallel3d.estimate.ops import loss_chunk_counts, loss_chunks
+from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from tests.operators import Operators
 
@@ -117,7 +118,8 @@ def test_a_backward_from_another_scale_is_refused() -> None:
 def test_the_bucket_is_told_once_and_in_the_backward() -> None:
     x, labels, told = leaf(1, 6, 5), torch.tensor([[0, 4, 2, 3, 1, 1]]), []
     table = nn.Parameter(leaf(8, 5).detach())
-    table.main_grad, table.register_grad_ready = torch.ones(8, 5).double(), lambda: told.append(1)
+    state = state_of(table)
+    state.main_grad, state.register_grad_ready = torch.ones(8, 5).double(), lambda: told.append(1)
     loss = HeadLoss(Objective(8), 8, chunk_tokens=2).train(x, table, labels, torch.ones(1, 6), ONE)
     assert not told
     loss.backward()
@@ -125,13 +127,13 @@ def test_the_bucket_is_told_once_and_in_the_backward() -> None:
     plain = table.detach().clone().requires_grad_()
     expected = F.cross_entropy((x @ plain.t()).flatten(0, 1), labels[0], reduction="sum")
     (gradient,) = torch.autograd.grad(expected, plain)
-    torch.testing.assert_close(table.main_grad - 1, gradient)
+    torch.testing.assert_close(state.main_grad - 1, gradient)
 
 
 def bucketed(rows: int, hidden: int, dtype: torch.dtype) -> nn.Parameter:
     """A table with a gradient bucket in fp32, as the trainer makes it."""
     table = nn.Parameter(torch.randn(rows, hidden).to(dtype))
-    table.main_grad, table.register_grad_ready = torch.zeros(rows, hidden), lambda: None
+    state_of(table).main_grad = torch.zeros(rows, hidden)
     return table
 
 

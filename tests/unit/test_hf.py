@@ -20,6 +20,7 @@ from parallel3d.checkpoint.hf.names import full_shapes_of
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.parameters.sharding import spec_of
 from tests.huggingface import GROUPED, save_model
 
 GPT = ModelConfig(
@@ -82,7 +83,7 @@ def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -
     stage = huggingface.blank_model(model)
     held = set()
     for parameter in stage.parameters():
-        for piece in parameter.spec.shards:
+        for piece in spec_of(parameter).shards:
             piece.of_local(parameter.detach()).copy_(piece.of_full(weights[piece.name]))
             held.add(piece.name)
     assert held == weights.keys()

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel3d.device import accelerator
 from parallel3d.parameters import gradients, sharding
 from parallel3d.parameters.gradients import add_matmul, supports_wide_addmm
-from parallel3d.parameters.sharding import TILE, Initializer, ParameterSpec, ShardSpec
+from parallel3d.parameters.sharding import TILE, Initializer, ParameterSpec, ShardSpec, spec_of
 
 CPU = torch.device("cpu")
 
@@ -182,7 +182,7 @@ def test_rows_of_a_parameter_are_those_of_the_whole(first: int, rows: int) -> No
 def test_a_deferred_parameter_has_its_shape_and_no_memory() -> None:
     init, spec = Initializer(3, torch.float32, CPU, deferred=True), fused()
     made = init.parameter(spec)
-    assert made.shape == spec.shape and made.spec is spec and made.requires_grad
+    assert made.shape == spec.shape and spec_of(made) is spec and made.requires_grad
     assert made.untyped_storage().nbytes() == 4
     assert torch.equal(init.values(spec), Initializer(3, torch.float32, CPU).parameter(spec))
 

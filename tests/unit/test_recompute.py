@@ -16,7 +16,7 @@ from parallel3d.config.sections import parts_of
 from parallel3d.estimate.ops import recomputing
 from parallel3d.models import ops, transformer
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
-from parallel3d.parameters.sharding import Initializer
+from parallel3d.parameters.sharding import Initializer, state_of
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.kernels import no_kernels
@@ -37,8 +37,7 @@ def middle_stage(recompute: str = "none", layers: int = LAYERS, first: int | Non
     context = BuildContext(init, SINGLE, sp=False, recompute=parts_of(recompute))
     stage = Stage(MODEL, range(layers), False, False, context, recomputed=first)
     for parameter in stage.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
-        parameter.register_grad_ready = lambda: None
+        state_of(parameter).main_grad = torch.zeros_like(parameter)
     return stage
 
 
@@ -136,7 +135,9 @@ def test_compiled_blocks_keep_as_little_and_run_no_more_again() -> None:
 def gradients(stage: Stage) -> dict[str, Tensor]:
     x = hidden()
     (stage(x, *NOTHING) ** 2).sum().backward()
-    kept = {n: p.main_grad if p.dim() == 2 else p.grad for n, p in stage.named_parameters()}
+    kept = {
+        n: state_of(p).main_grad if p.dim() == 2 else p.grad for n, p in stage.named_parameters()
+    }
     return {"x": x.grad, **kept}
 
 
@@ -176,7 +177,7 @@ def test_what_runs_again_is_what_the_backward_needs(
     stage = middle_stage(recompute)
     told: Counter[str] = Counter()
     for name, parameter in stage.named_parameters():
-        parameter.register_grad_ready = lambda name=name: told.update([name])
+        state_of(parameter).register_grad_ready = lambda name=name: told.update([name])
     with (
         patch.object(linear_ops, "column_forward", counted("column", linear_ops.column_forward)),
         patch.object(linear_ops, "row_forward", counted("row", linear_ops.row_forward)),

@@ -29,6 +29,7 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.devices import DEVICES
 from parallel3d.estimate.network import bus_factor
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
+from parallel3d.parameters.sharding import state_of
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.machine import (
     FreedMemory,
@@ -263,7 +264,7 @@ class StepCounter(Observer):
         # read in the compute type.
         own = {p.dtype for p in parameters} != {trainer.dtype}
         self._label([*parameters, *(s.param for s in segments)], "masters" if own else "parameters")
-        gradients = [getattr(p, "main_grad", None) for p in trainer.parameters.values()]
+        gradients = [state_of(p).main_grad for p in trainer.parameters.values()]
         self._label([g for g in gradients if g is not None], "gradients")
         self._label((s.grad for s in segments), "gradients")
         self._label((s.master for s in segments), "masters", keep=("parameters", "masters"))
