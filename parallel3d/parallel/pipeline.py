@@ -20,8 +20,9 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
+from parallel3d.parallel.ddp.averager import GradientAverager
 from parallel3d.parallel.groups import GroupLike, group_of
-from parallel3d.parallel.replicated import average_gradients, start_equal
+from parallel3d.parallel.replicated import start_equal
 from parallel3d.parameters.gradients import add_gradient, deferred_queue
 from parallel3d.parameters.sharding import WeightGradients, state_of
 from parallel3d.pipeline.executor import Executor
@@ -114,6 +115,7 @@ class Pipeline(nn.Module):
         self.progress, self.weight_gradients = Progress(), WeightGradients()
         self.executors: list[PlainExecutor] = []
         start_equal(self, self.dp)
+        self.averager: GradientAverager | None = None  # over dp; from the first step on
 
     @property
     def is_first(self) -> bool:
@@ -148,8 +150,18 @@ class Pipeline(nn.Module):
             self.plans[0][self.group.index], batches.__getitem__, scale, _nothing
         )
         loss = self._end(total, step=True) / microbatches
-        average_gradients(list(self.parameters()), self.dp)
+        if self.dp.size > 1:
+            self._average_gradients()
         return loss
+
+    def _average_gradients(self) -> None:
+        if self.averager is None:
+            named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+            if not named:
+                return
+            names, parameters = zip(*named, strict=True)
+            self.averager = GradientAverager(names, parameters, self.dp, measure=False, watch=False)
+        self.averager.average()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """Returns the mean loss as of `step`, without gradients."""

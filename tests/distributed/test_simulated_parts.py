@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.ddp_figures.measures import Trial
 from parallel3d import DistributedDataParallel
-from parallel3d.parallel import replicated
+from parallel3d.parallel.ddp.averager import GradientAverager
 from parallel3d.parallel.groups import group_of
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import waits
@@ -67,11 +67,15 @@ def waits_of_backwards(uses: list[bool]) -> tuple[list[str], list[list[float] | 
 
 
 def waits_of_replicas(uses: list[bool]) -> tuple[list[str], list[list[float] | None]]:
-    """The waits of `average_gradients` in three buckets, and what it leaves."""
+    """The waits of an average after the backward in three buckets, and what it leaves."""
     net = Net().to(here())
     net(torch.full((2, 4), 1.0 + dist.get_rank()).to(here()), uses[dist.get_rank()]).backward()
-    with patch.object(replicated, "BUCKET_BYTES", 80), waits() as seen:
-        replicated.average_gradients(list(net.parameters()), group_of(None))
+    names, parameters = zip(*net.named_parameters(), strict=True)
+    averager = GradientAverager(
+        names, parameters, group_of(None), 80 / (1 << 20), measure=False, watch=False
+    )
+    with waits() as seen:
+        averager.average()
     return seen, gradients(net)
 
 
@@ -116,7 +120,7 @@ def test_a_backward_of_replicas_copies_nothing_that_waits(
     """It waits for the flags of the backward before, and on lack of a gradient for who has it."""
     for used, (seen, grads) in zip(uses, simulated.run(2, waits_of_backwards, uses), strict=True):
         same(grads, alone(uses))
-        checks = [why for why in seen if why.startswith("an event's") and "reducer.py" in why]
+        checks = [why for why in seen if why.startswith("an event's") and "averager.py" in why]
         flags = [why for why in seen if why.startswith("tolist") and "_hand_out" in why]
         assert (len(checks), len(flags)) == (2, 0 if used else 2), seen
         assert len(seen) == len(checks) + len(flags), seen
