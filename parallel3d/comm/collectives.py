@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import logged, operation_name
-from parallel3d.comm.process_groups import Group
 from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.comm.step_timer import KIND_OF_GROUP, StepTimer
 from parallel3d.device.accelerator import is_on_accelerator

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.group_options import (
     BACKWARD,
     DEFAULTS,
@@ -35,29 +36,6 @@ if TYPE_CHECKING:
     from parallel3d.config.schema import Config
     from parallel3d.topology.tiling import RankMapping
 
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that communicate along one dimension. `handle` is None for a group of one."""
-
-    name: str
-    ranks: tuple[int, ...]
-    index: int  # this rank's place in `ranks`
-    handle: dist.ProcessGroup | None
-    shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
-    log: OperationLog | None = field(default=None, compare=False)  # for diagnosing a hang
-    timer: StepTimer | None = field(default=None, compare=False)  # times its collectives
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def __deepcopy__(self, memo: dict) -> Group:
-        """Returns the group itself: the copy of a module communicates with the same ranks."""
-        return self
-
-
-SINGLE = Group("single", (0,), 0, None)  # of layers built outside of any cluster: unsharded
 
 # Groups with enough bytes for an interface of their own; the others carry a few numbers a step and
 # cross rails, so they stay on the interface of the rendezvous.

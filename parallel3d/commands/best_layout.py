@@ -16,7 +16,8 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.profiled_cost import check_device, configure, read
 from parallel3d.estimate.search import Priced, reason
-from parallel3d.host.devices import CPU, choose_device, cores, device_name, gpu_count
+from parallel3d.host.devices import CPU, choose_device, device_name, gpu_count
+from parallel3d.host.memory import cores
 from parallel3d.run.launch import RankAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES
 from parallel3d.topology.assumptions import chosen_keys

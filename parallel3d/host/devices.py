@@ -241,22 +241,6 @@ def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
     return nvml, gpu
 
 
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use within its container's CPU quota."""
-    quota_file = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "<µs of CPU> <µs of time>" or "max …"
-    if quota_file.is_file():
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            return min(cores(), max(1, round(int(quota) / int(period))))
-    return cores()
-
-
 def _why_no_gpu() -> str:
     build = _torch_build()
     if not (build.get("cuda") or build.get("hip")):

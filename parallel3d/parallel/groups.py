@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.comm.group import EXTERNAL as EXTERNAL  # `parallel.ddp` reads both from here
+from parallel3d.comm.group import group_of as group_of
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import renamed_value
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, current, is_accelerator, make_current
@@ -26,9 +28,6 @@ from parallel3d.run.launch import detect
 from parallel3d.run.rendezvous import rendezvous
 from parallel3d.run.worker import begin_on
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
-
-GroupLike = Group | dist.ProcessGroup | None
-EXTERNAL = "own"  # name of a group that was made elsewhere
 
 
 def init(
@@ -67,25 +66,6 @@ def init(
     if own:
         ScriptEnd(groups)
     return groups
-
-
-def group_of(group: Group | dist.ProcessGroup | None) -> Group:
-    """Returns the `Group` of a process group (None: all ranks). Raises UserError if not in it."""
-    if isinstance(group, Group):
-        return group
-    if group is None and not dist.is_initialized():
-        return SINGLE
-    index = -1
-    if group is None or isinstance(group, dist.ProcessGroup):
-        index = dist.get_rank(group)
-    if index < 0:
-        raise UserError(
-            f"group={group!r} must be a group that this rank is in: groups.tp, groups.pp or "
-            "groups.dp of init, a group of torch.distributed, or None for all ranks"
-        )
-    ranks = tuple(dist.get_process_group_ranks(group))
-    handle = (dist.group.WORLD if group is None else group) if len(ranks) > 1 else None
-    return Group(EXTERNAL, ranks, index, handle)
 
 
 def _join_world(requested: str, timeout_s: float) -> torch.device:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group, GroupLike, group_of
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parallel.groups import GroupLike, group_of
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel.embedding import look_up
 from parallel3d.tensor_parallel.linear_ops import ColumnNode, row_node

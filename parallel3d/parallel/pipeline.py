@@ -15,13 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
 from parallel3d.parallel.ddp.averager import GradientAverager
-from parallel3d.parallel.groups import GroupLike, group_of
 from parallel3d.parallel.replicated import start_equal
 from parallel3d.parameters.gradients import add_gradient, deferred_queue
 from parallel3d.parameters.sharding import WeightGradients, state_of

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.device import accelerator
-from parallel3d.host.devices import available_cores
+from parallel3d.host.memory import available_cores
 
 WORD_EMBEDDING = "embedding.word.weight"
 TILE = 256  # side of the square tiles in which random matrices are drawn

@@ -28,8 +28,8 @@ from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.comm.store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
-from parallel3d.host.devices import cores, gpu_environment
-from parallel3d.host.memory import nothing_collected
+from parallel3d.host.devices import gpu_environment
+from parallel3d.host.memory import cores, nothing_collected
 from parallel3d.host.processes import set_process_name
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE, keep_failures

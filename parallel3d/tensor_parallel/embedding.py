@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.parameters.sharding import (
     Initializer,

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.sharding import (
     Initializer,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork, Work
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.device.matmul import linear, matmul
 from parallel3d.parameters.gradients import add_weight_gradient, deferred_queue
 from parallel3d.tensor_parallel.mappings import (

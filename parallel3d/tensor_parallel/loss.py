@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork, Work
-from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fused, fuses
 from parallel3d.device.matmul import matmul

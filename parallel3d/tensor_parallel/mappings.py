@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 
 
 def sequence_first(x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.host.devices import cores, device_name
+from parallel3d.host.devices import device_name
+from parallel3d.host.memory import cores
 from tests.e2e.command import TINY, Shell
 from tests.e2e.forked import Forked
 from tests.e2e.here import answer

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -107,6 +108,63 @@ def test_no_module_imports_a_public_name_from_the_package_itself() -> None:
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "parallel3d":
                 found += [(path, node.attr)] if node.attr in names else []
     assert not found
+
+
+def imported_by(tree: ast.Module) -> Iterator[str]:
+    """Modules that a file imports when it runs, in functions too; names in them may be none."""
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            nodes += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        nodes += ast.iter_child_nodes(node)
+
+
+def closure_of(module: str, root: Path = ROOT) -> dict[str, int]:
+    """All modules of the package that `module` needs, itself included, with their lines."""
+    found: dict[str, int] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = root.joinpath(*name.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name in found or name.split(".")[0] != module.split(".")[0] or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        found[name] = len(text.splitlines())
+        waiting += imported_by(ast.parse(text))
+    return found
+
+
+@pytest.mark.parametrize(("name", "files", "lines"), [("ColumnParallelLinear", 25, 4000)])
+def test_a_layer_of_the_library_needs_little_of_the_package(
+    name: str, files: int, lines: int
+) -> None:
+    found = closure_of(getattr(parallel3d, name).__module__)
+    told = ", ".join(sorted(found))
+    assert len(found) <= files, told
+    assert sum(found.values()) <= lines, told
+
+
+def test_imports_in_functions_count_and_those_for_types_do_not(tmp_path: Path) -> None:
+    (tmp_path / "sample" / "deep").mkdir(parents=True)
+    for name, text in {
+        "__init__": "",
+        "a": "import os\nif TYPE_CHECKING:\n    import sample.d\n\ndef f():\n    import sample.b\n",
+        "b": "from sample.deep import c, number\n",
+        "d": "",
+        "deep/__init__": "number = 1\n",
+        "deep/c": "import sample.a\n",
+    }.items():
+        (tmp_path / "sample" / f"{name}.py").write_text(text, encoding="utf-8")
+    lines = {"sample.a": 6, "sample.b": 1, "sample.deep": 1, "sample.deep.c": 1}
+    assert closure_of("sample.a", tmp_path) == lines
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "benchmarks/peers", "docs", "examples"])

@@ -12,7 +12,8 @@ from parallel3d.config.checks.run import check_plain, check_run_name
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.host.devices import CPU, choose_device, cores, gpu_count
+from parallel3d.host.devices import CPU, choose_device, gpu_count
+from parallel3d.host.memory import cores
 from parallel3d.topology.assumptions import chosen_keys
 
 CALIBRATE = "calibrate"

@@ -43,7 +43,8 @@ from parallel3d.estimate.profiled_cost import (
     Table,
 )
 from parallel3d.files import replace_durably
-from parallel3d.host.devices import cores, device_name
+from parallel3d.host.devices import device_name
+from parallel3d.host.memory import cores
 from parallel3d.metrics.provenance import version_of
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
