@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from parallel3d.data.sampler import Sample
     from parallel3d.errors import UserError
     from parallel3d.parallel.ddp.ddp import DistributedDataParallel
+    from parallel3d.parallel.grad_norm import clip_grad_norm_
     from parallel3d.parallel.groups import init
     from parallel3d.parallel.linear import (
         ColumnParallelLinear,
@@ -49,6 +50,7 @@ __all__ = [
     "__version__",
     "check_config",
     "check_replicated",
+    "clip_grad_norm_",
     "compose",
     "init",
     "open_corpus",
@@ -71,6 +73,7 @@ _HOME = {
     "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.config.checks.whole",
     "check_replicated": "parallel3d.parallel.replicated",
+    "clip_grad_norm_": "parallel3d.parallel.grad_norm",
     "compose": "parallel3d.config.composing",
     "init": "parallel3d.parallel.groups",
     "open_corpus": "parallel3d.data.corpus",

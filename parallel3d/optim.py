@@ -83,9 +83,7 @@ class Optimizer:
             for run, tp_replicas in segment.runs():
                 first = self.tp.index % tp_replicas == 0  # of the ranks that share the run
                 (counted if counts and first else rest).append(segment.grad[run])
-        device = self.device
-        # 0 · inf and 0 · NaN are NaN
-        return sum_of_squares(counted, device) + 0.0 * sum_of_squares(rest, device)
+        return norm_share(counted, rest, self.device)
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, loss_scale: float = 1.0) -> None:
@@ -168,6 +166,19 @@ class Optimizer:
         )
 
 
+def norm_share(
+    counted: list[Tensor], rest: list[Tensor], device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """Returns Σ |g|^p over the flat gradients that this rank counts (inf: max |g|), float64.
+
+    Not finite if any gradient here is not, also of the rest, which another rank counts.
+    """
+    # 0 · inf and 0 · NaN are NaN
+    if norm_type == 2.0:
+        return sum_of_squares(counted, device) + 0.0 * sum_of_squares(rest, device)
+    return sum_of_powers(counted, device, norm_type) + 0.0 * sum_of_powers(rest, device, norm_type)
+
+
 def sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -175,7 +186,25 @@ def sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
         # In pieces: an fp32 sum over a whole bucket loses its small terms (3e-5 of the norm).
         # Accelerators add in a tree, and each piece would cost the host a call.
         grads = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
-    return torch.stack(torch._foreach_norm(grads)).double().square().sum()
+    return _norms(grads).square().sum()
+
+
+def sum_of_powers(grads: list[Tensor], device: torch.device, norm_type: float) -> Tensor:
+    """Returns Σ |g|^norm_type, or max |g| for inf, in float64."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = _norms(grads, norm_type)
+    return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def _norms(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Returns the norm of each tensor, float64; those of half precision are taken in fp32."""
+    half = [g for g in grads if g.dtype.itemsize < 4]
+    wide = [g for g in grads if g.dtype.itemsize >= 4]
+    norms = [*torch._foreach_norm(wide, norm_type)] if wide else []
+    if half:
+        norms += torch._foreach_norm(half, norm_type, dtype=torch.float32)
+    return torch.stack(norms).double()
 
 
 def counts_in_norm(segment: Segment, tp: Group) -> bool:

@@ -17,7 +17,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group, GroupLike, group_of
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
+from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, state_of
 from parallel3d.tensor_parallel.embedding import look_up
 from parallel3d.tensor_parallel.linear_ops import ColumnNode, row_node
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, reduce_from_tensor_parallel
@@ -59,8 +59,34 @@ class ShardedModule(nn.Module):
                 local = shard.of_full(full.detach()).clone(memory_format=torch.contiguous_format)
             else:
                 local = Initializer(seed, full.dtype, full.device).values(spec)
-            self.register_parameter(key, nn.Parameter(local))
             self.shards[key] = shard
+            self.register_parameter(key, nn.Parameter(local))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Does what every module does; FSDP2 goes past `register_parameter` where none is here."""
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Marks the parameter: `assign=True` and FSDP2 bring new ones."""
+        super().register_parameter(name, param)
+        self._mark()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # copies of parameters have no attributes
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._mark()  # off the meta device they are new
+        return self
+
+    def _mark(self) -> None:
+        for key, parameter in self._parameters.items():
+            if parameter is not None:
+                shard = self.shards[key]
+                whole = shard.shape == shard.full_shape
+                state = state_of(parameter)
+                state.tp, state.spec = self.group, ParameterSpec(shard.shape, (shard,), whole)
 
     def _take_shards_of(self, whole: nn.Module) -> Self:
         """Takes this rank's shards of the parameters of `whole`, on its device; not collective."""

@@ -113,8 +113,14 @@ class Pipeline(nn.Module):
                 self.add_module(str(i), modules[i])
         self.progress, self.weight_gradients = Progress(), WeightGradients()
         self.executors: list[PlainExecutor] = []
+        self._mark()
         start_equal(self, self.dp)
         self.averager: GradientAverager | None = None  # over dp; from the first step on
+
+    def _mark(self) -> None:
+        """Lets `clip_grad_norm_` know the group; copies and FSDP2 bring new parameters."""
+        for parameter in self.parameters():
+            state_of(parameter).pp = self.group
 
     @property
     def is_first(self) -> bool:
@@ -151,6 +157,7 @@ class Pipeline(nn.Module):
         loss = self._end(total, step=True) / microbatches
         if self.dp.size > 1:
             self._average_gradients()
+        self._mark()
         return loss
 
     def _average_gradients(self) -> None:

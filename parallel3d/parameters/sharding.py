@@ -10,16 +10,18 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.host.memory import available_cores
 
@@ -146,6 +148,8 @@ class ParameterState:
 
     Attributes:
         spec: the shards of full tensors that it holds; None for a parameter of a user's module.
+        tp: the group of the tensor-parallel layer of `import parallel3d` that it belongs to.
+        pp: the group of the `Pipeline` that it belongs to, whose other ranks do not hold it.
         main_grad: view of a gradient bucket to which its gradients are added; None: to `.grad`.
         register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
         weight_gradients: queue of its pipeline stage; None: its gradients are never deferred.
@@ -153,16 +157,22 @@ class ParameterState:
     """
 
     spec: ParameterSpec | None = None
+    tp: Group = SINGLE
+    pp: Group = SINGLE
     main_grad: Tensor | None = None
     register_grad_ready: Callable[[], None] = lambda: None
     weight_gradients: WeightGradients | None = None
     compute_dtype: torch.dtype | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as nothing: groups end with their process, and parameters are saved without."""
+        return OrderedDict, ()  # a type that `torch.load(weights_only=True)` admits
+
 
 def state_of(parameter: Tensor) -> ParameterState:
     """Returns the parameter's state: the one attribute that this package hangs on a tensor."""
-    state: ParameterState | None = getattr(parameter, "parallel_state", None)
-    if state is None:
+    state = getattr(parameter, "parallel_state", None)
+    if not isinstance(state, ParameterState):  # none, or that of a parameter from a file
         state = ParameterState()
         parameter.parallel_state = state  # type: ignore[attr-defined]
     return state

@@ -1,0 +1,296 @@
+"""Clips gradients by the norm of the whole model, however it is split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
+from parallel3d.device.accelerator import backend_of
+from parallel3d.errors import UserError
+from parallel3d.optim import norm_share
+from parallel3d.parameters.sharding import ParameterState, state_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+SAME = 1e-3  # relative difference up to which copies of a gradient count as equal
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    groups: GroupLike | list[GroupLike] | tuple[GroupLike, ...] = (),
+) -> Tensor:
+    """Clips the gradients by their norm over the whole model; as `torch.nn.utils.clip_grad_norm_`.
+
+    Each parameter of the model counts once: shards of the tensor-parallel layers and of PyTorch's
+    DTensors (`fully_shard`) are summed over their ranks, the stages of a `Pipeline` over its group,
+    and what several ranks hold counts once. All ranks get the same norm and clip by it. Gradients
+    must be complete: averaged over data parallelism (`DistributedDataParallel`, `Pipeline(dp=…)`),
+    and summed where `sum_gradients_over` is needed.
+
+    Collective over the groups that the parameters are split over; they are found from the
+    parameters. Every rank calls it with its own part of the same parameters.
+
+    Args:
+        parameters: any iterable of parameters, or one.
+        max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
+        norm_type: p of the p-norm, above 0, or inf.
+        error_if_nonfinite: raise RuntimeError, on every rank alike, if the norm is not finite.
+        foreach: ignored: the kernels for lists of tensors are always used.
+        groups: further groups over which *all* these parameters are split, beside those that they
+            know: of a pipeline or of layers of your own. Also for a rank that has no parameter.
+
+    Returns: the norm before clipping, float64, on the gradients' device.
+
+    Raises:
+        UserError: on every rank of the groups alike, gradients that must be copies and differ;
+            `groups` over which the gradients are copies. On this rank: parameters of a `Trainer`
+            or of FSDP1, which clip by themselves; sparse gradients; no parameter in a world of
+            several ranks, which may wait for this one in vain; a wrong number.
+    """
+    _check_numbers(max_norm, norm_type)
+    given = groups if isinstance(groups, (list, tuple)) else (groups,)
+    further = [g for g in dict.fromkeys(map(group_of, given)) if g.size > 1]
+    gradients = [_Gradient.of(p) for p in _distinct(parameters, bool(further))]
+    total = _Norm(float(norm_type), _device(gradients)).of(gradients, further)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
+            "clipped; error_if_nonfinite=False scales them by it all the same"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for local in (g.local for g in gradients if g.local is not None):
+        kinds.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), alike in kinds.items():
+        torch._foreach_mul_(alike, factor.to(device, torch.promote_types(dtype, torch.float32)))
+    return total
+
+
+def _check_numbers(max_norm: float, norm_type: float) -> None:
+    if not float(norm_type) > 0:
+        raise UserError(
+            f"clip_grad_norm_(norm_type={norm_type}) must be above 0 or inf; the nearest is "
+            "norm_type=2.0"
+        )
+    if not float(max_norm) >= 0:
+        raise UserError(
+            f"clip_grad_norm_(max_norm={max_norm}) must be at least 0; the nearest is max_norm=0"
+        )
+
+
+def _distinct(parameters: Tensor | Iterable[Tensor], has_groups: bool) -> list[Tensor]:
+    """Returns the parameters, each once; refuses those whose gradients are elsewhere."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not listed and not has_groups and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UserError(
+            f"clip_grad_norm_ got no parameter on rank {dist.get_rank()}, but must know the groups "
+            "of the others, which wait for it; give groups=groups.pp for a stage without "
+            "parameters, and a new list or iterator in each call"
+        )
+    for parameter in listed:
+        if state_of(parameter).main_grad is not None:
+            raise UserError(
+                "clip_grad_norm_ got parameters of a Trainer, which must clip their gradients "
+                "itself; give optim.clip_grad instead"
+            )
+        # PyTorch's marks, for both values of use_orig_params.
+        if getattr(parameter, "_is_flat_param", False) or hasattr(parameter, "_fsdp_flattened"):
+            raise UserError(
+                "clip_grad_norm_ got parameters of FullyShardedDataParallel (FSDP1), which must "
+                "clip their gradients itself; call its clip_grad_norm_, or use fully_shard instead"
+            )
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise UserError(
+                "clip_grad_norm_ got a sparse gradient, but must get dense ones; give the "
+                "embedding sparse=False instead"
+            )
+    return list(dict.fromkeys(listed))
+
+
+def _device(gradients: Sequence[_Gradient]) -> torch.device:
+    """Returns where norms are added up: beside the gradients, or on the world's device."""
+    if gradients:
+        return gradients[0].device
+    kind = torch.accelerator.current_accelerator()
+    backend = dist.get_backend() if dist.is_initialized() else ""
+    return torch.device("cpu") if kind is None or backend != backend_of(kind) else kind
+
+
+@dataclass
+class _Gradient:
+    """A parameter's gradient on this rank.
+
+    Attributes:
+        local: to be scaled; None: the parameter has no gradient here.
+        whole: the same without partial sums, to be measured.
+        start: of its first element in the flattened parameter that `spec` describes.
+        shards: the groups that split the parameter, beside `state.pp`.
+    """
+
+    local: Tensor | None
+    whole: Tensor | None
+    start: int
+    shards: list[Group]
+    state: ParameterState
+    device: torch.device
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Gradient:
+        state, grad = state_of(parameter), parameter.grad
+        shards = [] if state.spec is None or state.spec.replicated else [state.tp]
+        start, whole, local = 0, grad, grad
+        if hasattr(parameter, "placements"):
+            # Imported here: DTensor takes a second, and who has none need not wait for it.
+            from torch.distributed.tensor import DTensor, Replicate
+
+            placed = parameter if grad is None else grad
+            assert isinstance(placed, DTensor)
+            if grad is not None:
+                complete = [Replicate() if p.is_partial() else p for p in placed.placements]
+                local = placed.to_local()
+                placed = placed.redistribute(placements=complete)
+                whole = placed.to_local()
+            for dim, placement in enumerate(placed.placements):
+                if not placement.is_replicate():
+                    shards.append(group_of(placed.device_mesh.get_group(dim)))
+            if state.spec is not None and not state.spec.replicated:
+                start = _start(placed)
+        shards = [group for group in shards if group.size > 1]
+        return cls(local, whole, start, shards, state, parameter.device)
+
+    def runs(self) -> Iterable[tuple[Tensor, bool]]:
+        """Yields parts of the gradient, flat, and whether this rank counts them."""
+        if self.whole is None or not self.whole.numel():
+            return
+        flat, spec = self.whole.reshape(-1), self.state.spec
+        if spec is None or spec.replicated:
+            yield flat, not (spec is not None and spec.tied_lm_head)
+            return
+        for first, end, tp_replicas in spec.runs(self.start, flat.numel()):
+            first_of_replicas = self.state.tp.index % tp_replicas == 0
+            yield flat[first:end], first_of_replicas and not spec.tied_lm_head
+
+
+def _start(tensor: DTensor) -> int:
+    """Returns the place of the local shard's first element in the flattened tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return sum(i * s for i, s in zip(offset, _contiguous(tensor.shape), strict=True))
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+@dataclass
+class _Norm:
+    """Adds up a norm over ranks; a value is a sum of |g|^p, or the largest |g|, in float64.
+
+    Attributes:
+        wrong: counts copies that differ, and given groups whose ranks have copies.
+    """
+
+    norm_type: float
+    device: torch.device
+    wrong: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wrong = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def of(self, gradients: Sequence[_Gradient], given: Sequence[Group]) -> Tensor:
+        """Returns the norm of all gradients, the same on every rank of every group."""
+        known: dict[tuple[int, ...], Group] = {}  # layers may have different groups of equal ranks
+        alike: dict[tuple[Group, ...], dict[Group, list[_Gradient]]] = {(): {}}
+        for gradient in gradients:
+            shards = tuple(known.setdefault(g.ranks, g) for g in gradient.shards)
+            pp = known.setdefault(gradient.state.pp.ranks, gradient.state.pp)
+            alike.setdefault(shards, {}).setdefault(pp, []).append(gradient)
+        # All ranks of a group that splits tensors hold parts of the same ones, in one order, so
+        # their collectives match. Stages of a pipeline differ, so they meet afterwards, in one
+        # number. Copies come first: what is wrong with them travels with the collectives below.
+        splitting = list(dict.fromkeys(group for shards in alike for group in shards))
+        on_stages: dict[Group, Tensor] = {SINGLE: self._zero()}
+        for shards, by_pipeline in alike.items():
+            for pp, members in by_pipeline.items():
+                value = self._share(members)
+                for group in shards:
+                    value = self._combined(self._gathered(value, group))
+                for group in splitting if not shards else ():
+                    value = self._copy(self._gathered(value, group))
+                pp = pp if pp.size > 1 else SINGLE
+                on_stages[pp] = self._plus(on_stages.get(pp, self._zero()), value)
+        total = on_stages.pop(SINGLE)
+        for pp in on_stages:
+            total = self._copy(self._gathered(total, pp))
+        for pp, value in on_stages.items():
+            total = self._plus(total, self._combined(self._gathered(value, pp)))
+        further = [group for group in given if group.ranks not in known]
+        for group in further:
+            values = self._gathered(total, group)
+            self.wrong[1] += (values == values[0]).all() & (values[0] > 0)
+            total = self._combined(values)
+        if splitting or on_stages or further:
+            self._raise()
+        return total if math.isinf(self.norm_type) else total.pow(1 / self.norm_type)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def _share(self, members: Iterable[_Gradient]) -> Tensor:
+        runs = [run for member in members for run in member.runs()]
+        counted = [flat for flat, counts in runs if counts]
+        rest = [flat for flat, counts in runs if not counts]
+        return norm_share(counted, rest, self.device, self.norm_type)
+
+    def _gathered(self, value: Tensor, group: Group) -> Tensor:
+        """Returns every rank's value, and takes note of what is wrong on any of them."""
+        mine = torch.cat((value.view(1), self.wrong)).view(1, 3)
+        everyone = collectives.all_gather(mine, group)
+        self.wrong = everyone[:, 1:].sum(0)
+        return everyone[:, 0]
+
+    def _combined(self, values: Tensor) -> Tensor:
+        return values.amax() if math.isinf(self.norm_type) else values.sum()
+
+    def _plus(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.maximum(a, b) if math.isinf(self.norm_type) else a + b
+
+    def _copy(self, values: Tensor) -> Tensor:
+        """Returns the first rank's value, of copies; not finite if any of them is not."""
+        low, high = values.aminmax()
+        self.wrong[0] += high - low > SAME * high  # false where they are not finite
+        return torch.where(high.isfinite(), values[0], high)
+
+    def _raise(self) -> None:
+        differ, equal = self.wrong.tolist()
+        if differ:
+            raise UserError(
+                "clip_grad_norm_ got parameters that every rank holds, whose gradients must be "
+                "equal on all ranks and differ; call sum_gradients_over for modules between two "
+                "tensor-parallel layers, or give groups= for parameters that differ from rank to "
+                "rank"
+            )
+        if equal:
+            raise UserError(
+                "clip_grad_norm_(groups=…) must be groups over which all parameters are split, but "
+                "the gradients are copies on the ranks of one; give no groups= for data "
+                "parallelism and for the layers and pipelines of parallel3d"
+            )

@@ -1,0 +1,382 @@
+"""`clip_grad_norm_` beside one process: the norm of the whole model, however it is split."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import parallel3d as p3d
+from parallel3d.parallel import grad_norm
+from parallel3d.parameters.sharding import ParameterSpec, ShardSpec, state_of
+from tests.distributed.pool import Pool
+
+WORDS, WIDTH, SAMPLES = 16, 12, 16
+MAX_NORM = 0.05
+NORM_TYPES = (2.0, float("inf"), 1.0, 3.5)
+TOLERANCE = 1e-9
+
+
+class Block(nn.Module):
+    """A residual MLP, with PyTorch's norm and two layers that may be split."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        column, row, more = nn.Linear, nn.Linear, ()
+        if group is not None:
+            column, row, more = p3d.ColumnParallelLinear, p3d.RowParallelLinear, (group,)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = column(WIDTH, 4 * WIDTH, *more), row(4 * WIDTH, WIDTH, *more)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def net(group: Any = None) -> nn.Sequential:
+    """The same weights on every rank; with a group of tensor-parallel layers and plain ones."""
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    words = nn.Embedding(WORDS, WIDTH)
+    if group is not None:
+        words = p3d.VocabParallelEmbedding.from_embedding(words, group)
+    blocks = [words, Block(group), Block(group), nn.Linear(WIDTH, WORDS)]
+    torch.set_default_dtype(torch.float32)
+    return nn.Sequential(*blocks)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    words = torch.arange(5 * SAMPLES).view(SAMPLES, 5) * 7 % WORDS
+    return words, (3 * words + 1) % WORDS
+
+
+def loss_of(out: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), words.flatten())
+
+
+def one_process(norm_type: float) -> tuple[float, dict[str, Tensor]]:
+    """Norm and clipped gradients, by PyTorch's own function on the whole model."""
+    whole = net()
+    inputs, targets = batch()
+    loss_of(whole(inputs), targets).backward()
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM, norm_type)
+    assert norm > 2 * MAX_NORM
+    return float(norm), {n: p.grad.clone() for n, p in whole.named_parameters()}
+
+
+def mine(dp: Any) -> tuple[Tensor, Tensor]:
+    """This replica's samples."""
+    return tuple(t.chunk(dp.size)[dp.index] for t in batch())  # type: ignore[return-value]
+
+
+def tensor_parallel(groups: p3d.ProcessGroups) -> nn.Module:
+    module = net(groups.tp)
+    inputs, targets = mine(groups.dp)
+    wrapped = p3d.DistributedDataParallel(module, groups.dp)
+    loss_of(wrapped(inputs), targets).backward()
+    return module
+
+
+def pipelined(groups: p3d.ProcessGroups, sharded: bool = False) -> nn.Module:
+    modules = net(groups.tp)
+    if sharded:
+        for module in modules:
+            fully_shard(module, mesh=groups.mesh["dp"])
+    pipe = p3d.Pipeline(
+        modules,
+        groups.pp,
+        loss_fn=loss_of,
+        num_microbatches=2,
+        **({} if sharded else {"dp": groups.dp}),
+    )
+    pipe.step(*mine(groups.dp))
+    return pipe
+
+
+def sharded(groups: p3d.ProcessGroups) -> nn.Module:
+    """FSDP2 over dp, of tensor-parallel and plain layers."""
+    module = net(groups.tp)
+    for part in (module[1], module[2], module):
+        fully_shard(part, mesh=groups.mesh["dp"])
+    inputs, targets = mine(groups.dp)
+    loss_of(module(inputs), targets).backward()
+    return module
+
+
+def all_sharded(groups: p3d.ProcessGroups) -> nn.Module:
+    return pipelined(groups, sharded=True)
+
+
+def full(value: Tensor, theirs: Tensor, group: Any) -> Tensor:
+    """The whole gradient of a parameter, of the shards over dp and tp."""
+    local = value.full_tensor() if hasattr(value, "full_tensor") else value
+    dims = [i for i, (a, b) in enumerate(zip(local.shape, theirs.shape, strict=True)) if a != b]
+    if not dims:
+        return local
+    parts = [torch.empty_like(local) for _ in group.ranks]
+    dist.all_gather(parts, local.contiguous(), group=group.handle)
+    return torch.cat(parts, dims[0])
+
+
+def beside_one_process(make: Callable, sizes: dict[str, int]) -> list[tuple[float, float]]:
+    """Relative error of the norm, and of the clipped gradients, by norm type."""
+    groups, off = p3d.init(**sizes), []
+    for norm_type in NORM_TYPES:
+        norm, theirs = one_process(norm_type)
+        module = make(groups)
+        got = p3d.clip_grad_norm_(module.parameters(), MAX_NORM, norm_type)
+        worst = 0.0
+        for name, parameter in module.named_parameters():
+            clipped = full(parameter.grad, theirs[name], groups.tp)
+            worst = max(worst, float((clipped - theirs[name]).abs().max()))
+        off.append((abs(float(got) - norm) / norm, worst / MAX_NORM))
+    return off
+
+
+LAYOUTS = {
+    "tp": (2, tensor_parallel, {"tp": 2}),
+    "tp of four": (4, tensor_parallel, {"tp": 4}),
+    "pp": (2, pipelined, {"pp": 2}),
+    "dp": (2, tensor_parallel, {"dp": 2}),
+    "zero": (2, sharded, {"dp": 2}),
+    "zero with fewer rows than ranks": (8, sharded, {"dp": 8}),
+    "tp and zero": (4, sharded, {"tp": 2, "dp": 2}),
+    "tp, pp and dp": (8, pipelined, {"tp": 2, "pp": 2, "dp": 2}),
+    "tp, pp and zero": (8, all_sharded, {"tp": 2, "pp": 2, "dp": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norm_and_gradients_are_those_of_one_process(layout: str, pool: Pool) -> None:
+    world, make, sizes = LAYOUTS[layout]
+    for off in pool.run(world, beside_one_process, make, sizes):
+        for errors, norm_type in zip(off, NORM_TYPES, strict=True):
+            assert max(errors) <= TOLERANCE, (norm_type, errors)
+
+
+PLANTED = {
+    "every rank counts the copies": ("_copy", lambda self, values: self._combined(values)),
+    "this rank's parts alone": ("_combined", lambda self, values: values[0]),
+    "the largest part": ("_combined", lambda self, values: values.amax()),
+}
+
+
+def with_a_planted_bug(name: str) -> list[tuple[float, float]]:
+    attribute, wrong = PLANTED[name]
+    with patch.object(grad_norm._Norm, attribute, wrong):
+        return beside_one_process(pipelined, {"tp": 2, "pp": 2})
+
+
+def over_dp_alone() -> list[tuple[float, float]]:
+    """The norm of a script that sums over dp, as without model parallelism."""
+
+    def over_dp(parameters: Any, max_norm: float, norm_type: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    with patch.object(p3d, "clip_grad_norm_", over_dp):
+        return beside_one_process(pipelined, {"tp": 2, "pp": 2})
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_found(name: str, pool: Pool) -> None:
+    found = pool.run(4, with_a_planted_bug, name)
+    assert max(errors[0][0] for errors in found) > 1e-3
+
+
+def test_a_norm_over_data_parallelism_alone_is_found(pool: Pool) -> None:
+    found = pool.run(4, over_dp_alone)
+    assert max(errors[0][0] for errors in found) > 1e-3
+
+
+def of_new_parameters() -> list[float]:
+    """Copies, loaded and moved modules know their groups; a pickled parameter forgets them."""
+    groups = p3d.init(tp=2)
+    norm, _ = one_process(2.0)
+    inputs, targets = batch()
+    module = net(groups.tp)
+    assigned = net(groups.tp)
+    assigned.load_state_dict(module.state_dict(), assign=True)
+    on_meta = copy.deepcopy(module).to("meta").to_empty(device="cpu")
+    on_meta.load_state_dict(module.state_dict())
+    found = []
+    for each in (copy.deepcopy(module), assigned, on_meta, module):
+        loss_of(each(inputs), targets).backward()
+        found.append(float(p3d.clip_grad_norm_(each.parameters(), 1.0)) / norm - 1)
+    kept = io.BytesIO()
+    torch.save(list(module.parameters()), kept)
+    kept.seek(0)
+    alone = torch.load(kept, weights_only=True)
+    assert all(map(torch.equal, alone, module.parameters()))
+    return found
+
+
+def test_new_parameters_know_their_groups(pool: Pool) -> None:
+    for found in pool.run(2, of_new_parameters):
+        assert found == pytest.approx([0.0] * 4, abs=TOLERANCE)
+
+
+def own_layers() -> list[float]:
+    """Parameters that the caller splits: `groups` sums them; a rank without any takes part."""
+    group = p3d.init(pp=2).pp
+    first, last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in (*first.parameters(), *last.parameters()):
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    both = [p.grad for p in (*first.parameters(), *last.parameters())]
+    wanted = float(nn.utils.get_total_norm(both)), float(nn.utils.get_total_norm(both[:2]))
+    own = (first, last)[group.index].parameters()
+    found = float(p3d.clip_grad_norm_(own, 1e9, groups=group))
+    mine_alone = list(first.parameters()) if group.index == 0 else []
+    alone = float(p3d.clip_grad_norm_(mine_alone, 1e9, groups=[group]))
+    return [found - wanted[0], alone - wanted[1]]
+
+
+def test_groups_of_the_caller_are_summed(pool: Pool) -> None:
+    for off in pool.run(2, own_layers):
+        assert off == pytest.approx([0.0, 0.0], abs=TOLERANCE)
+
+
+def beside_plain_modules() -> float:
+    """A pipeline, and a module outside of it that every rank holds: that counts once."""
+    groups = p3d.init(pp=2)
+    pipe, extra = pipelined(groups), nn.Linear(3, 3, bias=False).double()
+    norm, _ = one_process(2.0)
+    extra.weight.grad = torch.full((3, 3), 0.5, dtype=torch.float64)
+    got = p3d.clip_grad_norm_([*extra.parameters(), *pipe.parameters()], 1.0)
+    return float(got) - (norm**2 + 9 * 0.25) ** 0.5
+
+
+def test_a_module_beside_a_pipeline_counts_once(pool: Pool) -> None:
+    assert pool.run(2, beside_plain_modules) == pytest.approx([0.0, 0.0], abs=TOLERANCE)
+
+
+def shared_heads(dp: int) -> tuple[float, float]:
+    """A projection of queries and of key-value heads that two ranks of tp share, maybe over dp."""
+    groups = p3d.init(tp=4, dp=dp)
+    tp = groups.tp
+    generator = torch.Generator().manual_seed(2)
+    query, key = (torch.randn(8, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    spec = ParameterSpec(
+        (6, 3),
+        (
+            ShardSpec("q", (8, 3), (2 * tp.index, 0), (2, 3)),
+            ShardSpec("k", (8, 3), (tp.index // 2 * 4, 0), (4, 3), row=2, tp_replicas=2),
+        ),
+        replicated=False,
+    )
+    parts = zip(spec.shards, (query, key), strict=True)
+    values = torch.cat([shard.of_full(full) for shard, full in parts])
+    local: Tensor = nn.Parameter(torch.zeros_like(values))
+    if dp > 1:
+        local = nn.Parameter(distribute_tensor(local.data, groups.mesh["dp"], [Shard(0)]))
+        values = distribute_tensor(values, groups.mesh["dp"], [Shard(0)])
+    state_of(local).tp, state_of(local).spec = tp, spec
+    local.grad = values
+    both = [query, key]
+    return tuple(
+        float(p3d.clip_grad_norm_(local, 1e9, p) - nn.utils.get_total_norm(both, p))
+        for p in (2.0, 1.0)
+    )
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_heads_that_several_ranks_share_count_once(dp: int, pool: Pool) -> None:
+    for off in pool.run(4 * dp, shared_heads, dp):
+        assert off == pytest.approx((0.0, 0.0), abs=TOLERANCE)
+
+
+def said(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    try:
+        call(*args, **kwargs)
+    except (p3d.UserError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refusals() -> list[str]:
+    groups = p3d.init(tp=2)
+    rank = groups.rank
+    module = tensor_parallel(groups)
+    parameters = list(module.parameters())
+    clip = p3d.clip_grad_norm_
+    found = [
+        said(clip, iter(()), 1.0),
+        said(clip, parameters, 1.0, -2.0),
+        said(clip, parameters, -1.0),
+        said(clip, parameters, 1.0, groups="tp"),
+        said(clip, module[1].norm.parameters(), 1.0, groups=groups.tp),
+    ]
+    found.append(said(clip, parameters, 1.0, groups=groups.tp))  # known already, so right
+    module[1].norm.weight.grad *= 1 + 10 * rank  # as without `sum_gradients_over`
+    found.append(said(clip, parameters, 1.0))
+    module[1].norm.weight.grad.fill_(float("nan") if rank else 1.0)
+    found.append(said(clip, parameters, 1.0, error_if_nonfinite=True))
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    found.append(said(clip, table.parameters(), 1.0))
+    held = nn.Linear(2, 2)
+    state_of(held.weight).main_grad = torch.zeros(4)  # as of a Trainer
+    found.append(said(clip, held.parameters(), 1.0))
+    flat = nn.Linear(2, 2)
+    flat.weight._fsdp_flattened = True  # as of FSDP1
+    found.append(said(clip, flat.parameters(), 1.0))
+    return found
+
+
+def test_a_norm_that_would_be_wrong_is_refused_on_every_rank(pool: Pool) -> None:
+    first, second = pool.run(2, refusals)
+    assert first[1:] == second[1:]
+    wanted = (
+        "UserError: clip_grad_norm_ got no parameter on rank 0",
+        "UserError: clip_grad_norm_(norm_type=-2.0) must be above 0 or inf",
+        "UserError: clip_grad_norm_(max_norm=-1.0) must be at least 0",
+        "UserError: group='tp' must be a group",
+        "UserError: clip_grad_norm_(groups=…) must be groups over which all parameters are split",
+        "",
+        "UserError: clip_grad_norm_ got parameters that every rank holds, whose gradients must",
+        "RuntimeError: the norm of order 2.0 of the gradients is not finite",
+        "UserError: clip_grad_norm_ got a sparse gradient",
+        "UserError: clip_grad_norm_ got parameters of a Trainer",
+        "UserError: clip_grad_norm_ got parameters of FullyShardedDataParallel (FSDP1)",
+    )
+    for sentence, start in zip(first, wanted, strict=True):
+        assert sentence.startswith(start) and bool(sentence) == bool(start), sentence
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 3.0])
+def test_one_process_is_pytorch(dtype: torch.dtype, norm_type: float) -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(50, 40, dtype=dtype), nn.Linear(50, 40)
+    ours.weight.grad = 30 * torch.randn(40, 50).to(dtype)
+    theirs.weight.grad = ours.weight.grad.float().clone()
+    wanted = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5, norm_type)
+    got = p3d.clip_grad_norm_(ours.parameters(), 0.5, norm_type)
+    assert float(got) == pytest.approx(float(wanted), rel=1e-6)
+    clipped, rtol = ours.weight.grad.float(), 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(clipped, theirs.weight.grad, rtol=rtol, atol=1e-6)
+
+
+def test_a_parameter_counts_once_and_one_without_gradient_not_at_all() -> None:
+    layer = nn.Linear(3, 4)
+    assert float(p3d.clip_grad_norm_([], 1.0)) == 0.0
+    assert float(p3d.clip_grad_norm_(layer.bias, 1.0)) == 0.0
+    layer.weight.grad = torch.full((4, 3), 2.0)
+    layer.bias.grad = torch.full((4,), 2.0, dtype=torch.float32)
+    found = p3d.clip_grad_norm_([layer.weight, layer.weight, layer.bias], 4.0)
+    assert float(found) == pytest.approx(8.0)
+    assert layer.bias.grad.tolist() == pytest.approx([1.0] * 4)
+    mixed = nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2).double()
+    for module in mixed:
+        module.weight.grad = torch.ones_like(module.weight)
+    parameters = [p for module in mixed for p in module.parameters()]
+    assert float(p3d.clip_grad_norm_(parameters, 1.0)) == pytest.approx(8**0.5)
