@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from parallel3d.config.schema import Config
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
+    from parallel3d.data_parallel.ddp import DistributedDataParallel
     from parallel3d.errors import UserError
-    from parallel3d.parallel.ddp.ddp import DistributedDataParallel
     from parallel3d.parallel.grad_norm import clip_grad_norm_
     from parallel3d.parallel.groups import init
     from parallel3d.parallel.linear import (
@@ -61,7 +61,7 @@ __all__ = [
 _HOME = {
     "ColumnParallelLinear": "parallel3d.parallel.linear",
     "Config": "parallel3d.config.schema",
-    "DistributedDataParallel": "parallel3d.parallel.ddp.ddp",
+    "DistributedDataParallel": "parallel3d.data_parallel.ddp",
     "Layout": "parallel3d.topology.layout",
     "Pipeline": "parallel3d.parallel.pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",

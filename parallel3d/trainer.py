@@ -21,15 +21,12 @@ from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend
 from parallel3d.data.loader import Batches, SampleSource, sources_of
 from parallel3d.data.split import Corpus
-from parallel3d.data_parallel.engine import (
-    BucketedDataParallel,
-    data_parallel_engine,
-    rebuild_buckets,
-)
-from parallel3d.data_parallel.noise_scale import Noise, NoiseScale
+from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
+from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.estimate.balance import layers_of_stages, run_schedule
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
+from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
 from parallel3d.optim import (
     Optimizer,
@@ -125,12 +122,13 @@ class Trainer:
             config, self.stages, initializer, self.dtype, groups, tied
         )
         self.parameters = self.data_parallel.parameters
-        self.noise = NoiseScale.of_run(config, self.data_parallel, groups, self.tied_name)
+        self.noise = noise_scale(config, self.data_parallel, groups, self.tied_name)
         for stage in self.stages:
             stage.pre_forward = self.data_parallel.pre_forward
         if config.compile:
             compile_blocks(self.stages, saves_operands=self.schedule.splits_backward)
-        self.optimizer = Optimizer(config.optim, self.data_parallel.segments, groups.tp)
+        self.make_optimizer = functools.partial(Optimizer, config.optim, tp=groups.tp)
+        self.optimizer = self.make_optimizer(self.data_parallel.segments)
         self.rebuilds_buckets = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
         self.executor = Executor.of_run(
@@ -209,7 +207,7 @@ class Trainer:
         if self.rebuilds_buckets:  # in the first step alone
             assert isinstance(self.data_parallel, BucketedDataParallel)  # the checks see to it
             self.optimizer = rebuild_buckets(
-                self.data_parallel, self.optimizer, self.config.optim, self.groups
+                self.data_parallel, self.optimizer, self.make_optimizer, self.groups
             )
             self.rebuilds_buckets = False
         if loss is not None:

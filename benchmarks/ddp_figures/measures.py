@@ -18,12 +18,12 @@ from torch import Tensor
 
 from benchmarks.ddp_figures.nets import inputs, made
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.commands.bench.operations import finisher, timed_calls
+from parallel3d.data_parallel.ddp import DistributedDataParallel
+from parallel3d.data_parallel.transport import BackendTransport
 from parallel3d.device.accelerator import is_accelerator, module
 from parallel3d.estimate import network
-from parallel3d.parallel.ddp.ddp import DistributedDataParallel
-from parallel3d.parallel.ddp.transport import BackendTransport
 from parallel3d.topology.cluster.parts import Link
 
 PARTS = ("forward", "backward", "exposed", "optimizer")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator

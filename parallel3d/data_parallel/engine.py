@@ -1,4 +1,4 @@
-"""Data-parallel engines: flat buckets (`zero` 0 and 1), or FSDP2 (`zero` 2 and 3)."""
+"""Data parallelism in flat buckets, which the optimizer steps whole or in shards (ZeRO 1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.config.schema import Config, DataParallelConfig, OptimConfig
 from parallel3d.data_parallel.buckets import (
     UNSHARDED,
     Bucket,
@@ -22,7 +21,6 @@ from parallel3d.data_parallel.buckets import (
     build_buckets,
     current_values,
 )
-from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD
 from parallel3d.data_parallel.reducer import (
     CommHook,
     GradBucket,
@@ -31,10 +29,8 @@ from parallel3d.data_parallel.reducer import (
     all_reduce,
     reduce_scatter,
 )
-from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer, ParameterSlice, parameter_slices
 from parallel3d.parameters.sharding import (
-    Initializer,
     Segment,
     spec_of,
     state_of,
@@ -55,69 +51,6 @@ class DataParallel(Protocol):
     def all_gather_params(self) -> None: ...
     def pre_forward(self, part: str) -> None: ...
     def wait_for_all_gathers(self) -> None: ...
-
-
-def data_parallel_engine(
-    config: Config,
-    stages: Sequence[Stage],
-    initializer: Initializer,
-    dtype: torch.dtype,
-    groups: ProcessGroups,
-    tied: Iterable[str] = (),
-) -> DataParallel:
-    """Creates the engine of `config.zero` for a rank's stages, whose parameters are fp32 or better.
-
-    Args:
-        initializer: of the stages; if `deferred`, each rank draws only the values that it keeps.
-        dtype: the compute type.
-        tied: names of tables that another rank holds too.
-
-    Raises:
-        ValueError: `ddp.shard_size` is not that of the groups (see `ProcessGroups.of_run`).
-    """
-    if config.zero > 1 and groups.dp.size > 1:
-        shards = groups.dp.size if groups.dp_inner.size == 1 else groups.dp_inner.size
-        if config.ddp.shard_size not in (None, shards):
-            raise ValueError(f"ddp.shard_size={config.ddp.shard_size}, but groups of {shards}")
-        # Imported here: FSDP2 and DTensor take a second.
-        from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
-
-        every = config.ddp.reduces_every_microbatch(config.zero)
-        (stage,) = stages
-        return FullyShardedDataParallel(stage, initializer, dtype, groups, config.zero, every)
-    return BucketedDataParallel(
-        parameters_of_chunks(stages),
-        config.ddp,
-        dtype,
-        groups.dp,
-        config.zero,
-        tied,
-        lambda: comm_hook(config, groups),
-        (lambda p: initializer.values(spec_of(p))) if initializer.deferred else current_values,
-    )
-
-
-def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
-    """Returns name → parameter by stage; a shared parameter belongs to the first of its stages."""
-    seen: set[nn.Parameter] = set()
-    chunks = []
-    for stage in stages:
-        chunks.append({name: p for name, p in stage.named_parameters() if p not in seen})
-        seen.update(chunks[-1].values())
-    return chunks
-
-
-def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
-    ddp = config.ddp
-    if config.zero and groups.dp.size > 1:
-        return reduce_scatter
-    if groups.dp_inner.size > 1:
-        return HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)
-    if ddp.comm_hook == "bf16":
-        return InBf16()
-    if ddp.comm_hook == "powersgd":
-        return PowerSGD(ddp.powersgd_rank, ddp.powersgd_start)
-    return all_reduce
 
 
 class GradientObserver(Protocol):
@@ -143,6 +76,7 @@ class BucketedDataParallel:
         chunks: the parameters of each stage by name, in forward order, fp32 or better. No bucket
             holds parameters of two stages, which are ready at other times.
         dtype: the compute type.
+        bucket_cap_mb, overlap: as of DistributedDataParallel.
         tied: names of tables that another rank holds too, in buckets of their own, so that both
             ranks shard them equally.
         make_hook: creates the hook that reduces the buckets; None: reduce-scatter or all-reduce.
@@ -157,10 +91,12 @@ class BucketedDataParallel:
     def __init__(
         self,
         chunks: Sequence[dict[str, nn.Parameter]],
-        config: DataParallelConfig,
         dtype: torch.dtype,
         dp: Group,
         zero: int,
+        *,
+        bucket_cap_mb: float | None = None,
+        overlap: bool = True,
         tied: Iterable[str] = (),
         make_hook: Callable[[], CommHook] | None = None,
         values: InitFn = current_values,
@@ -170,7 +106,7 @@ class BucketedDataParallel:
         self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
         self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
         self.names = list(self.parameters)
-        self.cap, self.overlap, self.dtype = config.bucket_cap_mb, config.overlap, dtype
+        self.cap, self.overlap, self.dtype = bucket_cap_mb, overlap, dtype
         self.tied = list(tied)
         self.make_hook = make_hook or (lambda: reduce_scatter if self.sharded else all_reduce)
         self.gathering: dict[int, Work] = {}
@@ -323,7 +259,10 @@ FullValues = dict[str, dict[str, Tensor]]
 
 
 def rebuild_buckets(
-    engine: BucketedDataParallel, optimizer: Optimizer, optim: OptimConfig, groups: ProcessGroups
+    engine: BucketedDataParallel,
+    optimizer: Optimizer,
+    make_optimizer: Callable[[list[Segment]], Optimizer],
+    groups: ProcessGroups,
 ) -> Optimizer:
     """Re-buckets in ready order, as PyTorch's DDP does; returns the optimizer of the new buckets.
 
@@ -337,7 +276,7 @@ def rebuild_buckets(
     group = engine.dp if engine.sharded else None
     state = full_values(slices, engine.parameters, group)
     engine.rebuild_buckets(ready_order, state.pop("parameter"))
-    moved = Optimizer(optim, engine.segments, groups.tp)
+    moved = make_optimizer(engine.segments)
     moved.restore(optimizer.updates)
     for s in parameter_slices(moved, groups, engine.replicas, tied=False):
         for kind, by_name in state.items():

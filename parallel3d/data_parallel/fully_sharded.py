@@ -26,7 +26,6 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
 from parallel3d.data_parallel.buckets import segment_kind
 from parallel3d.device import accelerator
-from parallel3d.models.transformer import Stage
 from parallel3d.parameters.sharding import (
     Initializer,
     Segment,
@@ -41,6 +40,7 @@ class FullyShardedDataParallel:
 
     Args:
         stage: with parameters in fp32 or better, which become the masters.
+        units: the modules whose parameters are gathered together; the last one is `stage`.
         initializer: of the stage; if `deferred`, the values are drawn here.
         dtype: the compute type, in which parameters are gathered.
         groups: with two levels of dp the inner group (`dp_inner`) shards a model, and the outer one
@@ -56,7 +56,8 @@ class FullyShardedDataParallel:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: nn.Module,
+        units: Sequence[nn.Module],
         initializer: Initializer,
         dtype: torch.dtype,
         groups: ProcessGroups,
@@ -70,7 +71,7 @@ class FullyShardedDataParallel:
         hybrid = groups.dp_inner.size > 1
         shards, replicas = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp, SINGLE)
         mesh, self.zero, self.every_microbatch = _mesh(groups), zero, every_microbatch
-        for module in (*stage.layers.values(), stage):  # drawn and sharded one after the other
+        for module in units:  # drawn and sharded one after the other
             if initializer.deferred:
                 _draw_own_rows(module, initializer, shards)
             # The root's parameters are needed at once in the backward, so they stay.

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config
 from parallel3d.data_parallel.buckets import Bucket
-from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.optim import sum_of_squares
 from parallel3d.parameters.sharding import ParameterSpec, Segment, spec_of, state_of
 
@@ -130,24 +129,6 @@ class NoiseScale:
         # start at zero, which does not change their quotient.
         self.trace = self.signal = 0.0
         self.last: Noise | None = None
-
-    @classmethod
-    def of_run(
-        cls, config: Config, engine: DataParallel, groups: ProcessGroups, tied: str | None
-    ) -> NoiseScale:
-        """Creates a run's estimator; `tied`: name of the table that another stage holds too.
-
-        Raises:
-            ValueError: an engine without buckets, where no replica's own gradients can be read.
-        """
-        parts = groups.dp.size if groups.dp.size > 1 else config.num_microbatches
-        if not config.train.noise_scale:
-            return cls(config.global_batch_size, parts, None)
-        if not isinstance(engine, BucketedDataParallel):
-            raise ValueError("the noise scale needs gradients in buckets: zero=0 or zero=1")
-        norms = PartialNorms(engine, groups, config.sp, tied)
-        engine.observer = norms
-        return cls(config.global_batch_size, parts, norms)
 
     def squares(self) -> list[Tensor]:
         return [] if self.norms is None else [self.norms.squares()]

@@ -10,7 +10,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 
 
 class Reducer:

@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.errors import TrainingFailure
 from parallel3d.parameters.sharding import spec_of
 from parallel3d.run.failure import who

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.config.schema import Config, LossConfig, ModelConfig
 from parallel3d.config.sections import AUTO, parts_of
 from parallel3d.device.accelerator import is_on_accelerator

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.group import EXTERNAL as EXTERNAL  # `parallel.ddp` reads both from here
-from parallel3d.comm.group import group_of as group_of
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import renamed_value
 from parallel3d.config.schema import Config, LaunchConfig

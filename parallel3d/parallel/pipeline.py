@@ -18,9 +18,9 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import LaunchConfig
+from parallel3d.data_parallel.averager import GradientAverager
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parallel.ddp.averager import GradientAverager
 from parallel3d.parallel.replicated import start_equal
 from parallel3d.parameters.gradients import add_gradient, deferred_queue
 from parallel3d.parameters.sharding import WeightGradients, state_of

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group, group_of
+from parallel3d.data_parallel.transport import broadcast_all
 from parallel3d.errors import UserError
-from parallel3d.parallel.ddp.transport import broadcast_all
 from parallel3d.parallel.linear import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from parallel3d import DistributedDataParallel
 from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.parallel.ddp import ddp, transport
-from parallel3d.parallel.ddp.averager import GradientAverager
-from parallel3d.parallel.ddp.transport import SharedTransport
+from parallel3d.data_parallel import ddp, transport
+from parallel3d.data_parallel.averager import GradientAverager
+from parallel3d.data_parallel.transport import SharedTransport
 from parallel3d.topology.layout import Layout
 from tests.distributed.ddp_cases import (
     Case,

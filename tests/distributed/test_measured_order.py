@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from parallel3d.comm import collectives
-from parallel3d.config.schema import DataParallelConfig, OptimConfig
+from parallel3d.config.schema import OptimConfig
 from parallel3d.data_parallel.engine import BucketedDataParallel, agreed_order, rebuild_buckets
 from parallel3d.estimate.buckets import MIB
 from parallel3d.optim import Optimizer
@@ -59,10 +60,9 @@ def artificial(
     for name in NAMES:
         parameters[name] = nn.Parameter(torch.randn(40, generator=generator))
         state_of(parameters[name]).spec = ParameterSpec((40,), (), replicated=True)
-    config = DataParallelConfig(bucket_cap_mb=ONE_EACH)
-    engine = BucketedDataParallel([parameters], config, dtype, groups.dp, zero)
-    optim = OptimConfig(name="adamw", lr=0.1)
-    optimizer = Optimizer(optim, engine.segments, groups.tp)
+    engine = BucketedDataParallel([parameters], dtype, groups.dp, zero, bucket_cap_mb=ONE_EACH)
+    make_optimizer = partial(Optimizer, OptimConfig(name="adamw", lr=0.1), tp=groups.tp)
+    optimizer = make_optimizer(engine.segments)
     result: dict[str, Any] = {}
     for step in range(3):
         engine.wait_for_all_gathers()
@@ -75,7 +75,7 @@ def artificial(
         if measured and step == 0:
             result["ready order"] = list(engine.ready_order)
             with mutation():
-                optimizer = rebuild_buckets(engine, optimizer, optim, groups)
+                optimizer = rebuild_buckets(engine, optimizer, make_optimizer, groups)
         result[f"buckets {step}"] = [list(b.params) for b in engine.buckets]
     engine.wait_for_all_gathers()
     result["values"] = {n: p.detach().float().numpy().tobytes() for n, p in parameters.items()}

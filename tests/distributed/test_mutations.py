@@ -19,7 +19,7 @@ from torch import Tensor
 import parallel3d.optim
 import parallel3d.trainer
 from parallel3d.comm.collectives import CompletedWork
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, ShardSpec
 from parallel3d.pipeline.executor import Executor, Loader

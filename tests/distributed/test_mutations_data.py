@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.optim import Optimizer

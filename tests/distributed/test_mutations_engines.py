@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.models import transformer
 from parallel3d.tensor_parallel import linear_ops

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.models import recompute, transformer
 from parallel3d.parameters.gradients import add_matmul, deferred_queue
 from parallel3d.parameters.sharding import Initializer, state_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.ddp_figures.measures import Trial
 from parallel3d import DistributedDataParallel
 from parallel3d.comm.group import group_of
-from parallel3d.parallel.ddp.averager import GradientAverager
+from parallel3d.data_parallel.averager import GradientAverager
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import waits
 from tests.distributed.test_ddp_figures import check_report, measured

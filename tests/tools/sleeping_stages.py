@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data.loader import MicroBatch
 from parallel3d.parameters.gradients import deferred_queue

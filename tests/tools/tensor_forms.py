@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.tensor_parallel.layers import column_parallel_linear
 from parallel3d.tensor_parallel.linear_ops import row_node
 

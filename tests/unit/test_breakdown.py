@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel3d.comm.collectives import timed
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.comm.step_timer import KINDS, StepTimer
 from parallel3d.metrics.breakdown import RankTimes, by_stage
 from parallel3d.topology.layout import Layout

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel3d.comm.process_groups import SINGLE, Group
-from parallel3d.config.schema import DataParallelConfig
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data_parallel import buckets as buckets_module
 from parallel3d.data_parallel.buckets import Sharding, build_buckets
 from parallel3d.data_parallel.engine import BucketedDataParallel
@@ -139,9 +138,9 @@ def engine_of(
     group: Group,
     hook: Recorded,
 ) -> BucketedDataParallel:
-    config = DataParallelConfig(bucket_cap_mb=cap)
-    chunks = [dict(parameters)]
-    return BucketedDataParallel(chunks, config, torch.float32, group, 0, (), lambda: hook)
+    return BucketedDataParallel(
+        [dict(parameters)], torch.float32, group, 0, bucket_cap_mb=cap, make_hook=lambda: hook
+    )
 
 
 def backward(parameters: list[tuple[str, nn.Parameter]], skip: str = "") -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from tests.operators import Operators
 
 GROUP = Group("dp", (0, 1, 2, 3), 2, "handle")

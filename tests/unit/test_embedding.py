@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel import embedding
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding

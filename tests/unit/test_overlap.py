@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.device import accelerator
 from parallel3d.pipeline import p2p
 from parallel3d.pipeline.p2p import P2PRoute, post

@@ -29,7 +29,6 @@ from parallel3d.commands.bench.operations import BenchOperation, Site, prepare
 from parallel3d.commands.calibrate.command import written_to
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import PARTS, parts_of
-from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.errors import print_line
@@ -47,6 +46,7 @@ from parallel3d.host.devices import device_name
 from parallel3d.host.memory import cores
 from parallel3d.metrics.provenance import version_of
 from parallel3d.models.layers import BuildContext
+from parallel3d.models.parallelize import data_parallel_engine
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.comm import collectives
+from parallel3d.comm import group as groups
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import EXTERNAL, Group
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
-from parallel3d.parallel import groups
 
 DEFAULT_TIMEOUT_S = 1800.0  # of torch.distributed
 
@@ -45,7 +45,7 @@ def group_of(given: dist.ProcessGroup | Group | None) -> Group:
 
 def may_share(group: Group) -> bool:
     """Returns whether to try shared memory; parallel3d's own groups have it if they want it."""
-    return group.size > 1 and (group.shared is not None or group.name == groups.EXTERNAL)
+    return group.size > 1 and (group.shared is not None or group.name == EXTERNAL)
 
 
 def timeout_of(group: Group) -> float:

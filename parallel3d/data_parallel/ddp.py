@@ -20,12 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
+from parallel3d.data_parallel.averager import GradientAverager, check_shared
 from parallel3d.data_parallel.reducer import CommHook
-from parallel3d.estimate.buckets import MIB
-from parallel3d.parallel import groups
-from parallel3d.parallel.ddp.averager import GradientAverager, check_shared
-from parallel3d.parallel.ddp.transport import (
+from parallel3d.data_parallel.transport import (
     MESSAGE_BYTES,
     BufferSync,
     SharedTransport,
@@ -34,6 +32,7 @@ from parallel3d.parallel.ddp.transport import (
     group_of,
     own_device,
 )
+from parallel3d.estimate.buckets import MIB
 
 PREFIX = "module."
 NOT_COPIED = (  # by `copy.deepcopy` and pickle
@@ -409,7 +408,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the wrapper; not collective until its first forward with gradients."""
         super().__setstate__(state)
-        self.__dict__.setdefault("group", groups.group_of(None))
+        self.__dict__.setdefault("group", group_of(None))
         self._reset_state()
         self.device = next(iter(self.numbers)).device  # where it was loaded to
         self.inputs_to = None if self.inputs_to is None else self.device

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.data_parallel.reducer import CommHook, GradBucket, Pending, Reducer, views_of
-from parallel3d.device import accelerator
-from parallel3d.device.accelerator import is_accelerator, moved
-from parallel3d.estimate.buckets import assign
-from parallel3d.parallel.ddp.transport import (
+from parallel3d.data_parallel.transport import (
     SHARED_CAP_MIB,
     Size,
     Transport,
     is_shared,
     open_transport,
 )
+from parallel3d.device import accelerator
+from parallel3d.device.accelerator import is_accelerator, moved
+from parallel3d.estimate.buckets import assign
 
 
 @dataclass

@@ -1,0 +1,105 @@
+"""Applies data parallelism to the stages of a transformer, as a run's configuration wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config
+from parallel3d.data_parallel.buckets import current_values
+from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD
+from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
+from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
+from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
+from parallel3d.models.transformer import Stage
+from parallel3d.parameters.sharding import Initializer, spec_of
+
+
+def data_parallel_engine(
+    config: Config,
+    stages: Sequence[Stage],
+    initializer: Initializer,
+    dtype: torch.dtype,
+    groups: ProcessGroups,
+    tied: Iterable[str] = (),
+) -> DataParallel:
+    """Creates the engine of `config.zero` for a rank's stages, whose parameters are fp32 or better.
+
+    Args:
+        initializer: of the stages; if `deferred`, each rank draws only the values that it keeps.
+        dtype: the compute type.
+        tied: names of tables that another rank holds too.
+
+    Raises:
+        ValueError: `ddp.shard_size` is not that of the groups (see `ProcessGroups.of_run`).
+    """
+    if config.zero > 1 and groups.dp.size > 1:
+        shards = groups.dp.size if groups.dp_inner.size == 1 else groups.dp_inner.size
+        if config.ddp.shard_size not in (None, shards):
+            raise ValueError(f"ddp.shard_size={config.ddp.shard_size}, but groups of {shards}")
+        # Imported here: FSDP2 and DTensor take a second.
+        from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
+
+        every = config.ddp.reduces_every_microbatch(config.zero)
+        (stage,) = stages
+        units = (*stage.layers.values(), stage)
+        return FullyShardedDataParallel(
+            stage, units, initializer, dtype, groups, config.zero, every
+        )
+    return BucketedDataParallel(
+        parameters_of_chunks(stages),
+        dtype,
+        groups.dp,
+        config.zero,
+        bucket_cap_mb=config.ddp.bucket_cap_mb,
+        overlap=config.ddp.overlap,
+        tied=tied,
+        make_hook=lambda: comm_hook(config, groups),
+        values=(lambda p: initializer.values(spec_of(p)))
+        if initializer.deferred
+        else current_values,
+    )
+
+
+def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
+    """Returns name → parameter by stage; a shared parameter belongs to the first of its stages."""
+    seen: set[nn.Parameter] = set()
+    chunks = []
+    for stage in stages:
+        chunks.append({name: p for name, p in stage.named_parameters() if p not in seen})
+        seen.update(chunks[-1].values())
+    return chunks
+
+
+def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
+    ddp = config.ddp
+    if config.zero and groups.dp.size > 1:
+        return reduce_scatter
+    if groups.dp_inner.size > 1:
+        return HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)
+    if ddp.comm_hook == "bf16":
+        return InBf16()
+    if ddp.comm_hook == "powersgd":
+        return PowerSGD(ddp.powersgd_rank, ddp.powersgd_start)
+    return all_reduce
+
+
+def noise_scale(
+    config: Config, engine: DataParallel, groups: ProcessGroups, tied: str | None
+) -> NoiseScale:
+    """Creates a run's estimator; `tied`: name of the table that another stage holds too.
+
+    Raises:
+        ValueError: an engine without buckets, where no replica's own gradients can be read.
+    """
+    parts = groups.dp.size if groups.dp.size > 1 else config.num_microbatches
+    if not config.train.noise_scale:
+        return NoiseScale(config.global_batch_size, parts, None)
+    if not isinstance(engine, BucketedDataParallel):
+        raise ValueError("the noise scale needs gradients in buckets: zero=0 or zero=1")
+    norms = PartialNorms(engine, groups, config.sp, tied)
+    engine.observer = norms
+    return NoiseScale(config.global_batch_size, parts, norms)

@@ -1,1 +1,0 @@
-"""Implements DistributedDataParallel over NCCL, gloo or shared memory."""
