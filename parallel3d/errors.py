@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterable
 USER_ERROR = 2  # exit code
 
 
-class UserError(Exception):
-    """User input that cannot work: one sentence, exit code 2, no traceback."""
+class UserError(ValueError):
+    """User input that cannot work: one sentence; on the command line exit code 2, no traceback.
+
+    A ValueError, as in all of Python: an `except ValueError` that must not catch it needs an
+    `except UserError` before.
+    """
 
 
 class TrainingFailure(RuntimeError):

@@ -209,7 +209,7 @@ def _load(path: Path, report: Report) -> CachedPair | None:
         named = tuple(zip((pair.tokens.file, pair.index.lengths.file), digests, strict=True))
         if len(pair) == facts["tokens"] and all(prove(*one) != Proof.CHANGED for one in named):
             return CachedPair(pair, digests[0], tuple(_watched(*one) for one in named))
-    except (FileNotFoundError, UserError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         pass
     report(f"the token cache {path} is damaged")
     return None

@@ -82,3 +82,9 @@ def test_composing_is_what_the_command_does() -> None:
 def test_a_word_that_cannot_work_is_one_sentence(word: str, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         parallel3d.compose(word)
+
+
+def test_a_mistake_of_the_caller_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="nearest is tp"):
+        parallel3d.compose("tpp=2")
+    assert issubclass(UserError, ValueError)

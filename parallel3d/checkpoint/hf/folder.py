@@ -200,12 +200,12 @@ def read_hf_config(folder: Path) -> HFFolder:
         kind, keys = from_hf(config)
         check_fields(dataclasses.replace(Config(), model=ModelConfig(**keys)))
         kept = kept_keys(config)
+    except UserError as error:
+        raise UserError(f"from={folder}: {plain(str(error))}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UserError(  # a size that is no number, or 0
             f"from={folder}: {path.name} has values that make no sense ({plain(str(error))})"
         ) from None
-    except UserError as error:
-        raise UserError(f"from={folder}: {plain(str(error))}") from None
     weights = config.get(WEIGHTS_KEY)
     untied = keys["tie_embeddings"] and _has_own_head(folder, weights, kind)
     if untied:

@@ -106,6 +106,8 @@ def load_config_of(config: Config) -> Config:
         raise UserError(f"generate needs run=…, the name of a run, {there}")
     try:
         return last_config(find_run(runs, config.run))
+    except UserError:
+        raise
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"run={config.run}: its {CONFIG_FILE} cannot be read ({reason})") from None
