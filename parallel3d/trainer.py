@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.operation_log import blocking
-from parallel3d.comm.process_groups import ProcessGroups, with_timer
+from parallel3d.comm.process_groups import SINGLE, ProcessGroups, with_timer
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
@@ -23,8 +23,9 @@ from parallel3d.data.loader import Batches, SampleSource, sources_of
 from parallel3d.data.split import Corpus
 from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
 from parallel3d.data_parallel.noise_scale import Noise
+from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
-from parallel3d.estimate.balance import layers_of_stages, run_schedule
+from parallel3d.estimate.balance import layers_of_stages, run_schedule, sends_slices
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
@@ -40,6 +41,12 @@ from parallel3d.optim import (
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.p2p import (
+    P2PRoute,
+    SharedMemoryP2P,
+    StageOutputs,
+    measure_baseline_latency,
+)
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 
@@ -131,9 +138,7 @@ class Trainer:
         self.optimizer = self.make_optimizer(self.data_parallel.segments)
         self.rebuilds_buckets = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
-        self.executor = Executor.of_run(
-            config, self.stages, self.schedule, groups, self.dtype, self.device, self.step_timer
-        )
+        self.executor = self._executor()
         self._open_data()
 
     def use(self, schedule: Schedule) -> None:
@@ -142,6 +147,23 @@ class Trainer:
         check(plan, schedule.microbatches, schedule.placement)
         self.schedule, self.plan = schedule, plan[rank]
         self.forwards = schedule.forwards()[rank]
+
+    def _executor(self) -> Executor:
+        """Creates the executor and sets the step timer's baseline latencies; collective."""
+        config, groups, schedule = self.config, self.groups, self.schedule
+        sliced = sends_slices(config, accelerator.is_accelerator(self.device))
+        sequence = config.model.seq_length // (groups.tp.size if config.sp else 1)
+        hidden = (config.micro_batch_size, sequence, config.model.hidden_size)
+        outputs = StageOutputs((hidden,), self.dtype, groups.tp if sliced else SINGLE)
+        message, channel = outputs.empty_message(self.device).zero_(), None
+        route = P2PRoute(groups.pp, schedule.placement, groups.pp_backward)
+        if config.launch.shared_memory:
+            plans = schedule.plan(), schedule.forwards()
+            channel = SharedMemoryP2P.of_plans(plans, route, message, config.launch.timeout_s)
+        latency = measure_baseline_latency(groups, message, channel)
+        self.step_timer.baseline_latency = latency
+        links = [outputs] * (schedule.placement.stages - 1)
+        return Executor(self.stages, route, links, self.device, channel, self.step_timer)
 
     def _open_data(self) -> None:
         parts: Mapping[str, SampleSource] = {}

@@ -7,9 +7,9 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -145,43 +145,6 @@ class Batches:
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return accelerator.moved(tensor, self._device)
-
-
-class InOrder:
-    """Hands out micro-batches in the order of their forwards, the next one loaded ahead of time.
-
-    A batch that several virtual stages of a rank use is loaded once and kept until the last use.
-
-    On an accelerator a forward is queued long before it is done. `look_ahead`, called then, loads
-    and pins the next micro-batch while the device computes instead of between two forwards. The
-    first one of a step is loaded on demand: the device is still busy with the optimizer step.
-
-    Args:
-        load: micro-batch number → tensors.
-        order: the numbers in the order of their forwards, repeated for each virtual stage.
-    """
-
-    def __init__(
-        self, load: Callable[[int], tuple[Any, ...]], order: Sequence[int], device: torch.device
-    ) -> None:
-        self.load, self.left = load, deque(dict.fromkeys(order))
-        self.readers = Counter(order)
-        self.looks_ahead = accelerator.is_accelerator(device)
-        self.ahead: tuple[Any, ...] | None = None
-        self.held: dict[int, tuple[Any, ...]] = {}
-
-    def take(self, m: int) -> tuple[Any, ...]:
-        """Returns micro-batch `m`, the next one or one that another virtual stage has taken."""
-        if m not in self.held:
-            batch, self.ahead = self.ahead, None
-            self.held[m] = self.load(self.left.popleft()) if batch is None else batch
-        self.readers[m] -= 1
-        return self.held[m] if self.readers[m] else self.held.pop(m)
-
-    def look_ahead(self) -> None:
-        """Loads the next micro-batch if there is one and if `looks_ahead`."""
-        if self.looks_ahead and self.ahead is None and self.left:
-            self.ahead = self.load(self.left.popleft())
 
 
 # A thread that reads the next samples. It first prefetches all of them and then reads: the disk

@@ -5,31 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
-from parallel3d.comm.step_timer import StepTimer
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel.averager import GradientAverager
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
 from parallel3d.parallel.replicated import start_equal
-from parallel3d.parameters.gradients import add_gradient, deferred_queue
-from parallel3d.parameters.sharding import WeightGradients, state_of
-from parallel3d.pipeline.executor import Executor
-from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
-from parallel3d.schedules.actions import Action, Kind
+from parallel3d.parallel.split_backward import SplitBackward
+from parallel3d.parameters.sharding import state_of
+from parallel3d.pipeline.executor import Executor, StageFailure
+from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P, StageOutputs
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
-from parallel3d.tensor_parallel.linear_ops import ColumnNode
 
 LossFn = Callable[..., Tensor]
 CPU = torch.device("cpu")
@@ -98,21 +93,24 @@ class Pipeline(nn.Module):
             )
         self.schedule: Schedule = make(schedule, self.group.size, num_microbatches, vpp)
         self.plans = self.schedule.plan(), self.schedule.forwards()
+        self.loss_fn, self.num_modules = loss_fn, len(modules)
+        self.shared_memory, self.timeout_s = shared_memory, timeout_s
         placement = self.schedule.placement
-        stages = stages_of(modules, placement, split)
-        refuse_sharing(modules, stages, placement)
-        self.num_modules = len(modules)
-        self.launch = LaunchConfig(shared_memory=shared_memory, timeout_s=timeout_s)
-        self.loss_fn = loss_fn
-        self.numbers: dict[str, int] = {}  # shapes of inputs → index in `executors`
-        self.mine: dict[int, list[nn.Module]] = {}  # stage → its modules
+        parts = stages_of(modules, placement, split)
+        refuse_sharing(modules, parts, placement)
+        stages = []
         for chunk in range(placement.chunks):
-            stage = placement.stage(self.group.index, chunk)
-            self.mine[stage] = [modules[i] for i in stages[stage]]
-            for i in stages[stage]:
+            number = placement.stage(self.group.index, chunk)
+            own = [modules[i] for i in parts[number]]
+            last = number == placement.stages - 1
+            stages.append(ModuleStage(own, last, self.schedule.splits_backward))
+            for i in parts[number]:
                 self.add_module(str(i), modules[i])
-        self.progress, self.weight_gradients = Progress(), WeightGradients()
-        self.executors: list[PlainExecutor] = []
+        self.stages, route = stages, P2PRoute(self.group, placement)
+        self.executor = Executor(stages, route, [], self.device, keeps_failures=True)
+        # Messages of each kind of batch; `numbers`: shapes of the inputs → index.
+        self.connections: list[Connection] = []
+        self.numbers: dict[str, int] = {}
         self._mark()
         start_equal(self, self.dp)
         self.averager: GradientAverager | None = None  # over dp; from the first step on
@@ -148,13 +146,7 @@ class Pipeline(nn.Module):
             RuntimeError: another rank, or another replica, failed; gradients are incomplete. The
                 failed rank raises its modules' exception.
         """
-        executor, batches = self._begin(inputs, targets, self.loss_fn is not None, step=True)
-        microbatches = self.schedule.microbatches
-        scale = torch.ones((), dtype=torch.float64, device=self.device) / microbatches
-        total = executor.train_step(
-            self.plans[0][self.group.index], batches.__getitem__, scale, _nothing
-        )
-        loss = self._end(total, step=True) / microbatches
+        loss = self._run(inputs, targets, trains=True)
         if self.dp.size > 1:
             self._average_gradients()
         self._mark()
@@ -171,23 +163,15 @@ class Pipeline(nn.Module):
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """Returns the mean loss as of `step`, without gradients."""
-        executor, batches = self._begin(inputs, targets, self.loss_fn is not None)
-        total = executor.evaluate(self.plans[1][self.group.index], batches.__getitem__)
-        return self._end(total) / self.schedule.microbatches
+        return self._run(inputs, targets)
 
     def forward(self, inputs: Any = None) -> Any:
         """Returns the last module's outputs for the whole batch, without gradients.
 
         Ranks without the last stage get None.
         """
-        executor, batches = self._begin(inputs, None, False)
-        self.progress.wants_outputs = True
-        try:
-            executor.evaluate(self.plans[1][self.group.index], batches.__getitem__)
-        finally:
-            self.progress.wants_outputs = False
-        outputs, self.progress.outputs = self.progress.outputs, {}
-        self._end(torch.zeros((), dtype=torch.float64, device=self.device))
+        outputs: dict[int, Any] = {}
+        self._run(inputs, None, outputs=outputs)
         if not self.is_last:
             return None
         parts = [outputs[m] for m in sorted(outputs)]
@@ -217,11 +201,52 @@ class Pipeline(nn.Module):
                         f"{everyone[0][key]} as on rank {self.group.ranks[0]}"
                     )
 
-    def _begin(
-        self, inputs: Any, targets: Any, wants_targets: bool, step: bool = False
-    ) -> tuple[PlainExecutor, list[tuple]]:
-        """Checks and cuts the batch; an error of one rank is raised on all."""
-        self.progress.failure = None
+    def _run(
+        self,
+        inputs: Any,
+        targets: Any,
+        trains: bool = False,
+        outputs: dict[int, Any] | None = None,
+    ) -> Tensor:
+        """Runs a batch and returns the mean loss, or fills `outputs` of the last stage instead."""
+        count, rank = self.schedule.microbatches, self.group.index
+        wants_targets = self.loss_fn is not None and outputs is None
+        xs, ys = self._connect(inputs, targets, wants_targets, trains)
+
+        def load(m: int) -> tuple[Any, ...]:
+            end = partial(self._loss, ys[m])
+            return xs[m], end if outputs is None else partial(self._keep, outputs, m)
+
+        if trains:
+            scale = torch.ones((), dtype=torch.float64, device=self.device) / count
+            total = self.executor.train_step(self.plans[0][rank], load, scale)
+        else:
+            total = self.executor.evaluate(self.plans[1][rank], load)
+        losses = self._exchange(float(total), trains, last=True)
+        return torch.tensor(losses, dtype=torch.float64).sum() / count
+
+    def _loss(self, targets: tuple[Tensor, ...] | None, out: Any) -> Tensor:
+        loss = out if self.loss_fn is None else self.loss_fn(out, *(targets or ()))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(
+                f"the pipeline's loss must be one number of each micro-batch, not {kind}; give a "
+                "loss_fn that takes the mean"
+            )
+        return loss.reshape(())
+
+    def _keep(self, outputs: dict[int, Any], microbatch: int, out: Any) -> Tensor:
+        outputs[microbatch] = out
+        return torch.zeros((), device=self.device)
+
+    def _connect(
+        self, inputs: Any, targets: Any, wants_targets: bool, trains: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """Cuts the batch and connects the stages for its shapes; an error is raised on all ranks.
+
+        Returns inputs and targets by micro-batch.
+        """
+        self.executor.failure = None
         count = self.schedule.microbatches
         xs: list[Any] = [None] * count
         ys: list[Any] = [None] * count
@@ -233,34 +258,59 @@ class Pipeline(nn.Module):
             if self.is_last and wants_targets:
                 ys = cut(targets, count, "targets")
         except UserError as error:
-            self.progress.fails("the batch", error)
-        number = int(self._exchange(float(number), step)[self.schedule.placement.place(0)[0]])
+            self.executor.failure = StageFailure("the batch", error)
+        number = int(self._exchange(float(number), trains)[self.schedule.placement.place(0)[0]])
         if number < 0:
-            number = len(self.executors)
-            self.executors.append(self._executor(xs[0], step))
+            number = len(self.connections)
+            links = self._links(xs[0], trains)
+            self.connections.append((links, self._channel(links)))
             if self.is_first:
                 self.numbers[repr(shapes_of(xs[0]))] = number
-        return self.executors[number], list(zip(xs, ys, range(count), strict=True))
+        self.executor.links, self.executor.channel = self.connections[number]
+        return xs, ys
 
-    def _end(self, total: Tensor, step: bool = False) -> Tensor:
-        values = self._exchange(float(total), step, last=True)
-        return torch.tensor(values, dtype=torch.float64).sum()
+    def _links(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
+        """Runs each stage but the last on zeros and returns what they send; collective."""
+        links: list[StageOutputs] = []
+        for number, (rank, chunk) in enumerate(self.schedule.placement.places[:-1]):
+            facts = None
+            if rank == self.group.index:
+                values = links[-1].zeros(self.device) if number else inputs
+                try:
+                    with torch.no_grad(), unchanged(self, self.device):
+                        made = StageOutputs.of(self.stages[chunk].run(values), number)
+                    facts = made.shapes, str(made.dtype)
+                except Exception as error:
+                    where = f"stage {number} in a first look at its shapes"
+                    self.executor.failure = StageFailure(where, error)
+            facts = all_gather_json(facts, self.group.handle, self.device)[rank]
+            if facts is None:
+                self._exchange(0.0, trains)
+            shapes, dtype = facts
+            links.append(StageOutputs(tuple(map(tuple, shapes)), dtype_of(dtype)))
+        return links
 
-    def _exchange(self, value: float, step: bool, last: bool = False) -> list[float]:
+    def _channel(self, links: Sequence[StageOutputs]) -> SharedMemoryP2P | None:
+        if not links or not self.shared_memory:
+            return None
+        messages = [link.empty_message(self.device) for link in links]
+        largest = max(messages, key=lambda message: message.nbytes)
+        return SharedMemoryP2P.of_plans(self.plans, self.executor.route, largest, self.timeout_s)
+
+    def _exchange(self, value: float, trains: bool, last: bool = False) -> list[float]:
         """Returns every rank's number; raises on all ranks, and replicas, if one has failed."""
-        failure = self.progress.failure
+        failure = self.executor.failure
         mine = torch.tensor([[value, float(failure is not None)]], dtype=torch.float64)
-        facts = collectives.all_gather(mine.to(self.device), self.group).tolist()
-        failed = any(flag for _, flag in facts)
-        others = False
-        if step and (failed or last) and self.dp.size > 1:
+        values, flags = collectives.all_gather(mine.to(self.device), self.group).t().tolist()
+        failed, others = any(flags), False
+        if trains and (failed or last) and self.dp.size > 1:
             flag = torch.tensor([float(failed)], device=self.device)
-            others = bool(collectives.all_reduce(flag, self.dp)) and not failed
+            others = bool(collectives.all_reduce(flag, self.dp))
         if failed:
             self._raise(failure)
         if others:
             raise RuntimeError("another replica of the pipeline failed in this step")
-        return [number for number, _ in facts]
+        return values
 
     def _raise(self, failure: StageFailure | None) -> None:
         mine = failure and [str(failure), isinstance(failure.error, UserError)]
@@ -272,54 +322,37 @@ class Pipeline(nn.Module):
             raise UserError(sentence)
         raise RuntimeError(f"rank {self.group.ranks[index]}: {sentence}")
 
-    def _executor(self, inputs: tuple[Tensor, ...] | None, step: bool) -> PlainExecutor:
-        """Returns an executor; runs each stage once, on zeros, for its shapes; collective."""
-        placement = self.schedule.placement
-        links: dict[int, StageOutputs] = {}
-        stages = [self._stage(number, links) for number in self.mine]
-        for number, (rank, chunk) in enumerate(placement.places[:-1]):
-            facts = None
-            if rank == self.group.index:
-                values = links[number - 1].zeros(self.device) if number else inputs
-                assert values is not None  # the rank of the first stage has cut the batch
-                try:
-                    with torch.no_grad(), unchanged(self, self.device):
-                        facts = StageOutputs.of(stages[chunk].run(values), number).facts()
-                except Exception as error:
-                    self.progress.fails(f"stage {number} in a first look at its shapes", error)
-            facts = all_gather_json(facts, self.group.handle, self.device)[rank]
-            if facts is None:
-                self._exchange(0.0, step)
-            links[number] = StageOutputs.from_facts(facts)
-        messages = [link.message(link.zeros(self.device)) for link in links.values()]
-        shared_memory = None
-        if messages:
-            largest = max(messages, key=lambda message: message.nbytes)
-            shared_memory = SharedMemoryP2P.of_plans(
-                self.plans, placement, self.launch, self.group, largest.view(-1)
-            )
-        route = P2PRoute(self.group, placement)
-        return PlainExecutor(
-            stages, route, links, self.device, shared_memory, self.weight_gradients
-        )
 
-    def _stage(self, number: int, links: Mapping[int, StageOutputs]) -> PlainStage:
-        last = self.schedule.placement.stages - 1
-        return PlainStage(
-            number,
-            number == 0,
-            number == last,
-            self.mine[number],
-            self.loss_fn,
-            self.schedule.splits_backward,
-            links,
-            self.progress,
-            self.device,
-        )
+Connection = tuple[list[StageOutputs], SharedMemoryP2P | None]
 
 
-def _nothing() -> None:
-    """Does nothing at the last backward: gradients are averaged after the step."""
+@dataclass
+class ModuleStage:
+    """Runs some consecutive modules; `splits`: the schedule defers weight gradients."""
+
+    modules: Sequence[nn.Module]
+    last: bool
+    splits: bool
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for module in self.modules for p in module.parameters()]
+
+    def run(self, values: Any) -> Any:
+        for module in self.modules:
+            values = module(*values) if isinstance(values, tuple | list) else module(values)
+        return values
+
+    def __call__(
+        self,
+        x: Any,
+        inputs: tuple[Any, ...] | None,
+        end: Callable[[Any], Tensor],
+        scale: Tensor | None,
+    ) -> Any:
+        """`inputs`: of the first stage. `end`: outputs of the last stage → loss."""
+        with SplitBackward() if self.splits and torch.is_grad_enabled() else nullcontext():
+            out = self.run(inputs if x is None else x)
+            return end(out) if self.last else out
 
 
 def stages_of(
@@ -380,138 +413,6 @@ def refuse_sharing(
                     )
 
 
-def whole_state_dict(own: Mapping[str, Any], group: Group, device: torch.device) -> dict[str, Any]:
-    """Returns the full state dict, in the modules' order, on every rank; collective."""
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-    facts = [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
-    whole: dict[str, Any] = {}
-    for index, theirs in enumerate(all_gather_json(facts, group.handle, device)):
-        for name, shape, kind in theirs:
-            if index == group.index:
-                mine = tensors[name].detach().contiguous()
-                whole[name] = tensors[name]
-            else:
-                dtype = getattr(torch, kind.removeprefix("torch."))
-                mine = whole[name] = torch.empty(shape, dtype=dtype, device=device)
-            if math.prod(shape):
-                collectives.broadcast(mine.view(-1).view(torch.uint8), index, group)
-    return {name: whole[name] for name in sorted(whole, key=lambda n: int(n.partition(".")[0]))}
-
-
-def load_own(state_dict: Mapping[str, Any], mine: set[str], count: int) -> dict[str, Any]:
-    others = {str(i) for i in range(count)} - mine
-    return {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
-
-
-@dataclass
-class StageFailure:
-    where: str
-    error: Exception
-
-    def __str__(self) -> str:
-        if isinstance(self.error, UserError):
-            return str(self.error)
-        return f"{self.where} raised {type(self.error).__name__}: {self.error}"
-
-
-@dataclass
-class Progress:
-    """Holds the state of a rank's stages in a step; `outputs` of the last stage by micro-batch."""
-
-    failure: StageFailure | None = None
-    wants_outputs: bool = False
-    outputs: dict[int, Any] = field(default_factory=dict)
-
-    def fails(self, where: str, error: Exception) -> None:
-        """Keeps the first failure: later ones are its consequences."""
-        if self.failure is None:
-            self.failure = StageFailure(where, error)
-
-
-@dataclass
-class PlainStage:
-    """Runs some consecutive modules as a stage of the pipeline.
-
-    A stage that raises must not leave its neighbours waiting. So the failure is kept, the stage
-    goes on with zeros in the shapes that the others expect, and the ranks exchange failures at the
-    end of the step.
-
-    Attributes:
-        number: of the stage in the pipeline.
-        links: by stage, the outputs that it sends.
-        loss_fn: of the last stage's output and the targets; None: the output is the loss.
-        splits: the schedule defers weight gradients.
-    """
-
-    number: int
-    first: bool
-    last: bool
-    modules: Sequence[nn.Module]
-    loss_fn: LossFn | None
-    splits: bool
-    links: Mapping[int, StageOutputs]
-    progress: Progress
-    device: torch.device
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for module in self.modules for p in module.parameters()]
-
-    def run(self, values: tuple[Any, ...]) -> Any:
-        out: Any = values
-        for module in self.modules:
-            out = module(*out) if isinstance(out, tuple | list) else module(out)
-        return out
-
-    def __call__(
-        self,
-        x: Tensor | None,
-        inputs: tuple[Tensor, ...] | None,
-        targets: tuple[Tensor, ...] | None,
-        microbatch: int,
-        scale: Tensor | None = None,
-    ) -> Tensor:
-        if self.progress.failure is None:
-            try:
-                return self._forward(x, inputs, targets, microbatch)
-            except Exception as error:
-                where = f"stage {self.number} in the forward of micro-batch {microbatch}"
-                self.progress.fails(where, error)
-        if self.last:
-            return torch.zeros((), device=self.device)
-        link = self.links[self.number]
-        return torch.zeros(link.shape, dtype=link.dtype, device=self.device)
-
-    def _forward(
-        self, x: Tensor | None, inputs: Any, targets: tuple[Tensor, ...] | None, microbatch: int
-    ) -> Tensor:
-        values = inputs if x is None else self.links[self.number - 1].values(x)
-        split = self.splits and torch.is_grad_enabled()
-        with SplitBackward() if split else nullcontext():
-            out = self.run(values)
-            if self.last:
-                return self._end(out, targets, microbatch)
-        link, wanted = StageOutputs.of(out, self.number), self.links[self.number]
-        if link != wanted:
-            raise UserError(
-                f"stage {self.number} made {link} of micro-batch {microbatch}, but must make "
-                f"{wanted} as in the first step: the shapes of a pipeline are fixed"
-            )
-        return wanted.message(out)
-
-    def _end(self, out: Any, targets: tuple[Tensor, ...] | None, microbatch: int) -> Tensor:
-        if self.progress.wants_outputs:
-            self.progress.outputs[microbatch] = out
-            return torch.zeros((), device=self.device)
-        loss = out if self.loss_fn is None else self.loss_fn(out, *(targets or ()))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            kind = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(
-                f"the pipeline's loss must be one number of each micro-batch, not {kind}; give a "
-                "loss_fn that takes the mean"
-            )
-        return loss.reshape(())
-
-
 @contextmanager
 def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores buffers and the state of random number generators on exit."""
@@ -525,108 +426,30 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-class PlainExecutor(Executor):
-    """Executes plans whose messages differ in shape and type between stages."""
-
-    stages: Sequence[PlainStage]
-
-    def __init__(
-        self,
-        stages: Sequence[PlainStage],
-        route: P2PRoute,
-        links: Mapping[int, StageOutputs],
-        device: torch.device,
-        shared_memory: SharedMemoryP2P | None,
-        weight_gradients: WeightGradients,
-    ) -> None:
-        super().__init__(stages, route, (), torch.float32, device, shared_memory, StepTimer())
-        self.links, self.progress = links, stages[0].progress
-        self.weight_gradients = weight_gradients
-        for stage in stages:
-            for parameter in stage.parameters():
-                state_of(parameter).weight_gradients = weight_gradients
-
-    def alloc_recv_buffer(self, action: Action) -> Tensor:
-        stage = self.route.placement.stage(self.route.group.index, action.chunk)
-        link = self.links[stage - 1 if action.kind == Kind.RECV_F else stage]
-        return torch.empty(link.shape, dtype=link.dtype, device=self.device)
-
-    def differentiate(self, step: Action, x: Tensor | None, y: Tensor, grad: Tensor) -> None:
-        if self.progress.failure is None and y.requires_grad:
-            try:
-                super().differentiate(step, x, y, grad)
-            except Exception as error:
-                number = self.stages[step.chunk].number
-                where = f"stage {number} in the backward of micro-batch {step.microbatch}"
-                self.progress.fails(where, error)
-        if x is not None and x.grad is None:  # unused by the stage, or the stage failed
-            x.grad = torch.zeros_like(x)
-
-    def _weights(self, step: Action) -> None:
-        if self.progress.failure is not None:
-            self.deferred.pop((step.microbatch, step.chunk), None)
-        else:
-            super()._weights(step)
+def whole_state_dict(own: Mapping[str, Any], group: Group, device: torch.device) -> dict[str, Any]:
+    """Returns the full state dict, in the modules' order, on every rank; collective."""
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    facts = [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
+    whole: dict[str, Any] = {}
+    for index, theirs in enumerate(all_gather_json(facts, group.handle, device)):
+        for name, shape, kind in theirs:
+            if index == group.index:
+                mine = tensors[name].detach().contiguous()
+                whole[name] = tensors[name]
+            else:
+                mine = whole[name] = torch.empty(shape, dtype=dtype_of(kind), device=device)
+            if math.prod(shape):
+                collectives.broadcast(mine.view(-1).view(torch.uint8), index, group)
+    return {name: whole[name] for name in sorted(whole, key=lambda n: int(n.partition(".")[0]))}
 
 
-# Tensors that travel between stages
+def dtype_of(name: str) -> torch.dtype:
+    return getattr(torch, name.removeprefix("torch."))
 
 
-StageValues = Tensor | tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class StageOutputs:
-    """Describes the outputs of a stage; `single`: a tensor, not a tuple of one type."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    single: bool
-
-    @classmethod
-    def of(cls, values: Any, stage: int) -> StageOutputs:
-        """Describes `values`. Raises UserError for results that cannot be sent."""
-        several = values if isinstance(values, tuple | list) else (values,)
-        rule = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
-        if not several or not all(isinstance(value, Tensor) for value in several):
-            raise UserError(f"{rule}, not {type(values).__name__}")
-        kinds = {value.dtype for value in several}
-        if len(kinds) > 1 or not several[0].is_floating_point():
-            names = " and ".join(sorted(str(kind) for kind in kinds))
-            raise UserError(f"{rule} of one floating-point type, not {names}")
-        shapes = tuple(tuple(value.shape) for value in several)
-        return cls(shapes, several[0].dtype, isinstance(values, Tensor))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.shapes[0] if self.single else (sum(map(math.prod, self.shapes)),)
-
-    def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.shapes)
-
-    def message(self, values: StageValues) -> Tensor:
-        if isinstance(values, Tensor) or self.single:
-            (values,) = values if isinstance(values, tuple | list) else (values,)
-            return values.contiguous()
-        return torch.cat([value.reshape(-1) for value in values])
-
-    def values(self, message: Tensor) -> tuple[Tensor, ...]:
-        if self.single:
-            return (message,)
-        parts = message.split([math.prod(shape) for shape in self.shapes])
-        return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
-
-    def facts(self) -> list:
-        return [self.shapes, str(self.dtype), self.single]
-
-    @classmethod
-    def from_facts(cls, facts: Sequence) -> StageOutputs:
-        shapes, dtype, single = facts
-        kind = getattr(torch, dtype.removeprefix("torch."))
-        return cls(tuple(map(tuple, shapes)), kind, single)
-
-    def __str__(self) -> str:
-        return " and ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes)
+def load_own(state_dict: Mapping[str, Any], mine: set[str], count: int) -> dict[str, Any]:
+    others = {str(i) for i in range(count)} - mine
+    return {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
 
 
 def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
@@ -674,105 +497,3 @@ def shapes_of(values: Sequence[Any]) -> list[list]:
         [list(v.shape), str(v.dtype)] if isinstance(v, Tensor) else [[], type(v).__name__]
         for v in values
     ]
-
-
-# Deferred weight gradients of plain modules, for schedules that split the backward
-
-
-CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-
-
-class SplitBackward(TorchFunctionMode):
-    """Makes linear layers and convolutions of a forward defer their weight gradients.
-
-    Other layers (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, whatever is
-    compiled, checkpointed or under autocast) compute both gradients at once, which changes no
-    result.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            arguments = _by_name(("input", "weight", "bias"), args, kwargs)
-            if _can_defer(arguments):
-                x, weight, bias = (arguments.get(key) for key in ("input", "weight", "bias"))
-                return ColumnNode.apply(x, weight, bias, SINGLE, None)
-        elif func in CONVOLUTIONS:
-            arguments = _by_name(CONVOLUTION, args, kwargs)
-            dims, padding = CONVOLUTIONS[func], arguments.get("padding", 0)
-            if not isinstance(padding, str) and _can_defer(arguments, dims + 2):
-                how = (
-                    _each(arguments.get("stride", 1), dims),
-                    _each(padding, dims),
-                    _each(arguments.get("dilation", 1), dims),
-                    arguments.get("groups", 1),
-                )
-                return _Convolution.apply(
-                    arguments["input"], arguments["weight"], arguments.get("bias"), how
-                )
-        return func(*args, **kwargs)
-
-
-def _by_name(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _each(size: int | tuple[int, ...], dims: int) -> list[int]:
-    sizes = [size] if isinstance(size, int) else list(size)
-    return sizes * dims if len(sizes) == 1 else sizes
-
-
-def _can_defer(arguments: dict[str, Any], dims: int = 0) -> bool:
-    """Returns whether weight is a stage's parameter in the type of its input (`dims` 0: any)."""
-    x, weight = arguments["input"], arguments["weight"]
-    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
-        return False
-    if weight._backward_hooks:  # autograd would not call them for a deferred gradient
-        return False
-    # The recompute of a checkpointed forward runs outside of this mode and must save the same
-    # tensors as the first forward.
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooked is not None or torch.compiler.is_compiling():
-        return False
-    if state_of(weight).weight_gradients is None or torch.is_autocast_enabled(x.device.type):
-        return False
-    return x.dtype == weight.dtype and (x.dim() == dims if dims else x.dim() > 1)
-
-
-class _Convolution(torch.autograd.Function):
-    """Computes a convolution; `how` is stride, padding, dilation and groups."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
-        ctx.how, ctx.biases = how, None if bias is None else list(bias.shape)
-        ctx.weight = weight
-        ctx.save_for_backward(x)
-        return torch.convolution(x, weight, bias, *_aten_arguments(how))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        (x,) = ctx.saved_tensors
-        weight, biases, how = ctx.weight, ctx.biases, _aten_arguments(ctx.how)
-
-        def gradients(*wanted: bool) -> tuple:
-            found = torch.ops.aten.convolution_backward(grad, x, weight, biases, *how, wanted)
-            return tuple(found)
-
-        def add() -> None:
-            add_gradient(weight, gradients(False, True, False)[1])
-
-        jobs = deferred_queue(weight)
-        needs_x, with_bias = ctx.needs_input_grad[0], biases is not None
-        if jobs is None:
-            return *gradients(needs_x, True, with_bias), None
-        jobs.append(add)
-        x_grad, _, bias_grad = gradients(needs_x, False, with_bias)
-        return x_grad, None, bias_grad, None
-
-
-def _aten_arguments(how: tuple) -> tuple:
-    stride, padding, dilation, groups = how
-    return stride, padding, dilation, False, [0] * len(stride), groups

@@ -1,4 +1,4 @@
-"""Executes one rank's part of a pipeline program, whatever the schedule, and times it."""
+"""Runs one rank's part of a pipeline program, with any schedule and any stages, and times it."""
 
 from __future__ import annotations
 
@@ -7,47 +7,85 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.config.schema import Config
-from parallel3d.data.loader import InOrder
 from parallel3d.device import accelerator
-from parallel3d.estimate.balance import sends_slices
+from parallel3d.errors import UserError
 from parallel3d.parameters.sharding import DeferredGradient, WeightGradients, state_of
 from parallel3d.pipeline.p2p import (
     P2PRoute,
     PendingTransfer,
     SharedMemoryP2P,
-    measure_baseline_latency,
+    StageOutputs,
+    Values,
+    as_tuple,
     post,
 )
 from parallel3d.schedules.actions import Action, Kind, Step
-from parallel3d.schedules.schedule import Schedule
-from parallel3d.tensor_parallel.mappings import all_gather_sequence
 
 Measured = tuple[str, float, float]  # an action as text, start and end in seconds
 Loader = Callable[[int], tuple[Any, ...]]  # micro-batch number → arguments of a stage
+Place = tuple[int, int]  # micro-batch and chunk
+T = TypeVar("T")
+# Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
+SENDS = 8
 
 
 class PipelineStage(Protocol):
-    """Declares what the executor needs of a stage."""
-
-    first: bool
-    last: bool
+    """Runs some consecutive layers; any module can be one."""
 
     def parameters(self) -> Iterable[nn.Parameter]: ...
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+    def __call__(self, x: Any, *args: Any) -> Any:
+        """Returns a tensor or a tuple of tensors, the last stage a loss.
+
+        Args:
+            x: what the stage before returned; None on the first one.
+            args: the micro-batch, as loaded, and the scale of the loss; None: an evaluation.
+        """
 
 
-Place = tuple[int, int]  # micro-batch and chunk
-# Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
-SENDS = 8
+@dataclass
+class StageFailure:
+    where: str
+    error: Exception
+
+    def __str__(self) -> str:
+        if isinstance(self.error, UserError):
+            return str(self.error)
+        return f"{self.where} raised {type(self.error).__name__}: {self.error}"
+
+
+class MicroBatches:
+    """Loads micro-batches for the forwards of a plan, and keeps each until its last one.
+
+    On an accelerator a forward is queued long before it is done. `look_ahead`, called then, loads
+    and pins the next micro-batch while the device computes instead of between two forwards. The
+    first one of a step is loaded on demand: the device is still busy with the optimizer step.
+    """
+
+    def __init__(self, load: Loader, order: Iterable[int]) -> None:
+        """`order`: their numbers in the order of the forwards, repeated for each chunk."""
+        self.load, self.order = load, deque(order)
+        self.held: dict[int, tuple[Any, ...]] = {}
+
+    def take(self) -> tuple[Any, ...]:
+        """Returns the micro-batch of the next forward."""
+        m = self.order.popleft()
+        batch = self.held.pop(m) if m in self.held else self.load(m)
+        if m in self.order:
+            self.held[m] = batch
+        return batch
+
+    def look_ahead(self) -> None:
+        if self.order and self.order[0] not in self.held:
+            self.held[self.order[0]] = self.load(self.order[0])
 
 
 class ActionTimes:
@@ -87,57 +125,57 @@ class ActionTimes:
 
 
 class _Start(torch.autograd.Function):
-    """Starts a backward from `y` with the gradient `grad`.
+    """Starts a backward from tensors with the gradients `grads`.
 
-    `torch.autograd.backward(y, grad)` does the same, but imports sympy to compare the shapes, a
+    `torch.autograd.backward(ys, grads)` does the same, but imports sympy to compare the shapes, a
     tenth of a CPU rank's start.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, grad: Tensor) -> Tensor:
-        ctx.grad = grad
-        return y.new_zeros(())
+    def forward(ctx: Any, grads: Values, *ys: Tensor) -> Tensor:
+        ctx.grads = grads
+        return ys[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor, None]:
-        return ctx.grad, None
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.grads
 
 
 class Executor:
-    """Interprets pipeline programs for the stages of one rank.
+    """Runs pipeline programs with the stages of one rank.
 
     Args:
         stages: of this rank, by chunk.
-        message_shape: (b, s, h) of messages between stages, (b, s/tp, h) under sequence parallelism
-            or with `slices`.
-        slices: the tensor group whose members each send a part of the sequence, all-gathered on the
-            next stage (Megatron-LM's scatter_gather_tensors_in_pipeline); None: whole messages.
+        links: by number of a stage, what it sends to the next one. These and the `channel` may be
+            exchanged between two steps.
         channel: the group's shared memory, if it has any.
+        keeps_failures: an exception of a stage is kept in `failure` instead of raised. This rank
+            goes on with zeros to the end of the step, so that its neighbours do not wait for it.
     """
 
     def __init__(
         self,
         stages: Sequence[PipelineStage],
         route: P2PRoute,
-        message_shape: tuple[int, ...],
-        dtype: torch.dtype,
+        links: Sequence[StageOutputs],
         device: torch.device,
         channel: SharedMemoryP2P | None = None,
         step_timer: StepTimer | None = None,
-        slices: Group | None = None,
+        keeps_failures: bool = False,
     ) -> None:
-        self.stages, self.route, self.channel = stages, route, channel
-        self.step_timer = step_timer or StepTimer()
+        self.stages, self.route, self.links, self.device = stages, route, links, device
+        self.channel, self.step_timer = channel, step_timer or StepTimer()
         if channel is not None:
             channel.step_timer = self.step_timer
-        self.message_shape, self.dtype, self.device = message_shape, dtype, device
-        self.slices = slices
+        self.keeps_failures = keeps_failures
+        self.failure: StageFailure | None = None
+        self.last_stage = route.placement.stages - 1
         # Input and output of forwards, from F to B or I.
-        self.live: dict[Place, tuple[Tensor | None, Tensor]] = {}
+        self.live: dict[Place, tuple[Values, Values]] = {}
         # Deferred weight gradients, from I to W.
         self.deferred: dict[Place, list[DeferredGradient]] = {}
         self.outbox: dict[Action, Tensor] = {}  # from the compute to its send
-        self.local_handoff: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
+        self.local_handoff: dict[Action, Values] = {}  # from a chunk of this rank to another one
         self.receiving: dict[Action, PendingTransfer] = {}  # to the compute that reads it
         # Keeps sent tensors until the transfer has ended: autograd may free an activation after its
         # backward while the transport still reads it.
@@ -148,35 +186,12 @@ class Executor:
             for parameter in stage.parameters():
                 state_of(parameter).weight_gradients = self.weight_gradients
 
-    @classmethod
-    def of_run(
-        cls,
-        config: Config,
-        stages: Sequence[PipelineStage],
-        schedule: Schedule,
-        groups: ProcessGroups,
-        dtype: torch.dtype,
-        device: torch.device,
-        step_timer: StepTimer,
-    ) -> Executor:
-        """Creates a run's executor and sets the step timer's baseline latencies; collective."""
-        model, sliced = config.model, sends_slices(config, accelerator.is_accelerator(device))
-        sequence = model.seq_length // (groups.tp.size if config.sp or sliced else 1)
-        shape = (config.micro_batch_size, sequence, model.hidden_size)
-        message = torch.zeros(shape, dtype=dtype, device=device)
-        plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
-        channel = SharedMemoryP2P.of_plans(plans, placement, config.launch, groups.pp, message)
-        step_timer.baseline_latency = measure_baseline_latency(groups, message, channel)
-        slices = groups.tp if sliced else None
-        route = P2PRoute(groups.pp, placement, groups.pp_backward)
-        return cls(stages, route, shape, dtype, device, channel, step_timer, slices)
-
     def train_step(
         self,
         plan: Sequence[Step],
         load: Loader,
         loss_scale: Tensor,
-        before_last_backward: Callable[[], None],
+        before_last_backward: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Runs the forwards and backwards of one step; gradients are of loss_scale · Σ losses.
 
@@ -188,7 +203,7 @@ class Executor:
         Returns: the sum of this rank's losses (zero without the last stage), a scalar tensor.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = self._batches(plan, load)
+        batches = _micro_batches(plan, load)
         last = max(i for i, step in enumerate(plan) if _is_backward(step))
         for i, step in enumerate(plan):
             if not isinstance(step, Action):
@@ -208,7 +223,7 @@ class Executor:
     def evaluate(self, plan: Sequence[Step], load: Loader) -> Tensor:
         """Runs a plan of forwards; returns the sum of the losses (zero without the last stage)."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = self._batches(plan, load)
+        batches = _micro_batches(plan, load)
         for step in plan:
             if not isinstance(step, Action):
                 self._communicate(step)
@@ -218,12 +233,21 @@ class Executor:
         self._finish_sends(0)
         return total
 
+    def _stage(self, action: Action) -> int:
+        """Returns the number of the stage that computes, sends or receives."""
+        return self.route.placement.stage(self.route.group.index, action.chunk)
+
+    def _link(self, action: Action) -> StageOutputs:
+        """Returns what a message holds."""
+        return self.links[self._stage(action) - (action.kind in (Kind.RECV_F, Kind.SEND_B))]
+
     def _communicate(self, group: Sequence[Action]) -> None:
         messages = []
         for action in group:
-            is_send = action.kind.is_send
-            tensor = self.outbox.pop(action) if is_send else self.alloc_recv_buffer(action)
-            messages.append((action, tensor))
+            if action.kind.is_send:
+                messages.append((action, self.outbox.pop(action)))
+            else:
+                messages.append((action, self._link(action).empty_message(self.device)))
         self._finish_sends(SENDS)
         with self.step_timer.starting("pp", self._name(*group)):
             transfers = post(messages, self.route, self.channel)
@@ -232,9 +256,6 @@ class Executor:
                 self.sending.append(transfer)
             else:
                 self.receiving[transfer.action] = transfer
-
-    def alloc_recv_buffer(self, action: Action) -> Tensor:
-        return torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
 
     def _finish_sends(self, left: int) -> None:
         while len(self.sending) > left:
@@ -246,27 +267,25 @@ class Executor:
         transfer.work.wait()
         self.step_timer.pop(self.step_timer.baseline_latency.get("pp", math.inf))
 
-    def _input(self, kind: Kind, step: Action) -> Tensor:
-        """Returns the input of `step` from the stage before (RECV_F) or after (RECV_B)."""
+    def _received(self, kind: Kind, step: Action) -> Values:
+        """Returns what the stage before (RECV_F) or after (RECV_B) gives for `step`."""
         action = Action(kind, step.microbatch, step.chunk)
         if action in self.local_handoff:
             return self.local_handoff.pop(action)
         transfer = self.receiving.pop(action)
         self._wait(transfer)
-        if self.slices is None:
-            return transfer.tensor
-        return all_gather_sequence(transfer.tensor, self.slices)
+        return self._link(action).values(transfer.tensor)
 
-    def _hand_off(self, kind: Kind, step: Action, tensor: Tensor) -> None:
+    def _hand_off(self, kind: Kind, step: Action, values: Values) -> None:
         """Gives a result to the stage after (SEND_F) or before (SEND_B): local or by outbox."""
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.placement.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
-            self.local_handoff[Action(received, step.microbatch, place[1])] = tensor
+            values = tuple(value.contiguous() for value in values)  # as a message has them
+            self.local_handoff[Action(received, step.microbatch, place[1])] = values
         else:
-            if self.slices is not None:
-                tensor = tensor.chunk(self.slices.size, dim=1)[self.slices.index].contiguous()
-            self.outbox[Action(kind, step.microbatch, step.chunk)] = tensor
+            action = Action(kind, step.microbatch, step.chunk)
+            self.outbox[action] = self._link(action).message(values)
 
     @contextmanager
     def _computing(self, kind: str, step: Action) -> Iterator[None]:
@@ -283,56 +302,101 @@ class Executor:
         names = [f"{_NAMES[a.kind]} m{a.microbatch} c{a.chunk}" for a in actions]
         return f"{'wait ' * waits}{', '.join(names)}"
 
-    def _batches(self, plan: Sequence[Step], load: Loader) -> InOrder:
-        order = [s.microbatch for s in plan if isinstance(s, Action) and s.kind == Kind.F]
-        return InOrder(load, order, self.device)
+    def _attempt(self, step: Action, compute: Callable[[], T]) -> T | None:
+        """Returns the result of `compute`; None after a failure, where those are kept."""
+        if self.failure is not None:
+            return None
+        try:
+            return compute()
+        except Exception as error:
+            if not self.keeps_failures:
+                raise
+            half = "forward" if step.kind == Kind.F else "backward"
+            where = f"stage {self._stage(step)} in the {half} of micro-batch {step.microbatch}"
+            self.failure = StageFailure(where, error)
+            return None
 
     def _forward(
-        self, step: Action, batches: InOrder, loss_scale: Tensor | None = None
+        self, step: Action, batches: MicroBatches, loss_scale: Tensor | None = None
     ) -> Tensor | float:
-        stage, x = self.stages[step.chunk], None
-        if not stage.first:
-            x = self._input(Kind.RECV_F, step).requires_grad_(torch.is_grad_enabled())
+        number = self._stage(step)
+        xs: Values = ()
+        if number > 0:
+            xs = self._received(Kind.RECV_F, step)
+            for x in xs:
+                x.requires_grad_(torch.is_grad_enabled())
         with self.step_timer.within("data"):
-            batch = batches.take(step.microbatch)
+            args = (*batches.take(), loss_scale)
         with self._computing("forward", step):
-            y = stage(x, *batch, loss_scale)
-        if batches.looks_ahead:
+            ys = self._attempt(step, partial(self._outputs, step, xs, args))
+        if ys is None:
+            last = (torch.zeros((), device=self.device),)
+            ys = last if number == self.last_stage else self.links[number].zeros(self.device)
+        if accelerator.is_accelerator(self.device):
             with self.step_timer.within("data"):
                 batches.look_ahead()
-        self.live[step.microbatch, step.chunk] = (x, y)
-        if stage.last:
-            return y.detach().double()
-        self._hand_off(Kind.SEND_F, step, y.detach())
+        self.live[step.microbatch, step.chunk] = xs, ys
+        if number == self.last_stage:
+            return ys[0].detach().double()
+        self._hand_off(Kind.SEND_F, step, tuple(y.detach() for y in ys))
         return 0.0
+
+    def _outputs(self, step: Action, xs: Values, args: tuple[Any, ...]) -> Values:
+        number, x = self._stage(step), xs[0] if len(xs) == 1 else xs or None
+        out = self.stages[step.chunk](x, *args)
+        if number < self.last_stage:
+            made, wanted = StageOutputs.of(out, number), self.links[number]
+            if made != wanted:
+                raise UserError(
+                    f"stage {number} made {made} of micro-batch {step.microbatch}, but must make "
+                    f"{wanted} as in the first step: the shapes of a pipeline are fixed"
+                )
+        return as_tuple(out)
 
     def _backward(self, step: Action, loss_scale: Tensor) -> None:
         """Runs B, or I, which leaves deferred weight gradients for W."""
         place = (step.microbatch, step.chunk)
-        x, y = self.live.pop(place)
-        last = self.stages[step.chunk].last
-        grad = loss_scale.to(y.dtype) if last else self._input(Kind.RECV_B, step)
+        xs, ys = self.live.pop(place)
+        grads: Values = (loss_scale.to(ys[0].dtype),)
+        if self._stage(step) < self.last_stage:
+            grads = self._received(Kind.RECV_B, step)
+        differentiate = partial(self._attempt, step, partial(_differentiate, ys, grads))
         with self._computing("backward", step):
             if step.kind == Kind.I:
                 with self.weight_gradients.deferred() as self.deferred[place]:
-                    self.differentiate(step, x, y, grad)
+                    differentiate()
             else:
-                self.differentiate(step, x, y, grad)
-        if x is not None:
-            assert x.grad is not None
-            self._hand_off(Kind.SEND_B, step, x.grad.contiguous())
-
-    def differentiate(self, step: Action, x: Tensor | None, y: Tensor, grad: Tensor) -> None:
-        _Start.apply(y, grad).backward()
+                differentiate()
+        if xs:  # without a gradient: the stage does not use it, or has failed
+            grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in xs)
+            self._hand_off(Kind.SEND_B, step, grads)
 
     @torch.no_grad()
     def _weights(self, step: Action) -> None:
         """Runs W: computes the deferred weight gradients."""
         queue = self.deferred.pop((step.microbatch, step.chunk))
-        queue.reverse()
         with self._computing("backward", step):
-            while queue:  # popped, so that each one's operands are freed after it
-                queue.pop()()
+            self._attempt(step, partial(_empty, queue))
+
+
+def _micro_batches(plan: Sequence[Step], load: Loader) -> MicroBatches:
+    forwards = (s for s in plan if isinstance(s, Action) and s.kind == Kind.F)
+    return MicroBatches(load, (step.microbatch for step in forwards))
+
+
+def _is_backward(step: Step) -> bool:
+    return isinstance(step, Action) and step.kind in (Kind.B, Kind.I)
+
+
+def _differentiate(ys: Values, grads: Values) -> None:
+    if any(y.requires_grad for y in ys):
+        _Start.apply(grads, *ys).backward()
+
+
+def _empty(queue: list[DeferredGradient]) -> None:
+    queue.reverse()
+    while queue:  # popped, so that each one's operands are freed after it
+        queue.pop()()
 
 
 # Kind of a send → offset of the receiving stage, and kind of the receive.
@@ -348,7 +412,3 @@ _NAMES = {
     Kind.SEND_B: "send gradient",
     Kind.RECV_B: "recv gradient",
 }
-
-
-def _is_backward(step: Step) -> bool:
-    return isinstance(step, Action) and step.kind in (Kind.B, Kind.I)

@@ -2,86 +2,103 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.exchange import transfer
 from parallel3d.comm.operation_log import logged_message
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
+from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram
 from parallel3d.schedules.messages import enough_slots
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import peer_of
 
-LATENCY_TRIES = 5  # the fastest of so many transfers is the baseline latency
+Values = tuple[Tensor, ...]
 
 
-def measure_baseline_latency(
-    groups: ProcessGroups, message: Tensor, channel: SharedMemoryP2P | None
-) -> dict[str, float]:
-    """Measures seconds of a transfer when no rank is late, by group; collective.
+@dataclass(frozen=True)
+class StageOutputs:
+    """Describes what a stage gives the next one, and packs it into a message.
 
-    An all-reduce of one number for dp, embedding and world; for pp, without shared memory, half the
-    round trip of a `message` with the slower neighbour. `StepTimer` counts longer waits as idle.
+    Gradients that come back have the same shapes.
+
+    Attributes:
+        shapes: of one tensor, or of several of one type.
+        slices: each member of this group sends a part of the message, which is all-gathered on the
+            next stage (Megatron-LM's scatter_gather_tensors_in_pipeline).
     """
-    latencies = {}
-    for group in (groups.dp, groups.embedding, groups.world):
-        if group.size > 1:
-            tries = [_all_reduce_seconds(group, message.device) for _ in range(LATENCY_TRIES)]
-            latencies[group.name] = min(tries)
-    if groups.pp.size > 1 and channel is None:
-        latencies["pp"] = _message_latency(groups.pp, message)
-    return latencies
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    slices: Group = field(default=SINGLE, compare=False)
+
+    @classmethod
+    def of(cls, returned: Any, stage: int) -> StageOutputs:
+        """Describes what `stage` returned. Raises UserError for what cannot be sent."""
+        values = as_tuple(returned)
+        rule = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
+        if not values or not all(isinstance(value, Tensor) for value in values):
+            raise UserError(f"{rule}, not {type(returned).__name__}")
+        dtypes = {value.dtype for value in values}
+        if len(dtypes) > 1 or not values[0].is_floating_point():
+            names = " and ".join(sorted(map(str, dtypes)))
+            raise UserError(f"{rule} of one floating-point type, not {names}")
+        return cls(tuple(tuple(value.shape) for value in values), values[0].dtype)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a rank's message."""
+        numel = sum(map(math.prod, self.shapes))
+        if self.slices.size > 1:
+            return (numel // self.slices.size,)
+        return self.shapes[0] if len(self.shapes) == 1 else (numel,)
+
+    def empty_message(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def message(self, values: Values) -> Tensor:
+        """Packs the tensors, or this rank's part of them."""
+        whole = values[0].contiguous()
+        if len(values) > 1:
+            whole = torch.cat([value.reshape(-1) for value in values])
+        if self.slices.size == 1:
+            return whole
+        # A copy, which does not keep the whole alive until it is sent.
+        return whole.view(-1).chunk(self.slices.size)[self.slices.index].clone()
+
+    def values(self, message: Tensor) -> Values:
+        """Returns the tensors of a message; collective over `slices`."""
+        whole = collectives.all_gather(message, self.slices)
+        if len(self.shapes) == 1:
+            return (whole.view(self.shapes[0]),)
+        parts = whole.split([math.prod(shape) for shape in self.shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
+
+    def zeros(self, device: torch.device) -> Values:
+        return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.shapes)
+
+    def __str__(self) -> str:
+        return " and ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes)
 
 
-def _all_reduce_seconds(group: Group, device: torch.device) -> float:
-    number = torch.zeros(1, dtype=torch.float64, device=device)
-    return _seconds(device, lambda: dist.all_reduce(number, group=group.handle))
-
-
-def _message_latency(pp: Group, message: Tensor) -> float:
-    """Pairs neighbours, first those whose lower stage is even, then the others."""
-    latencies = []
-    for parity in (0, 1):
-        lower = pp.index % 2 == parity
-        peer = pp.index + 1 if lower else pp.index - 1
-        if 0 <= peer < pp.size:
-            round_trip = functools.partial(_ping, pp, pp.ranks[peer], message, lower)
-            tries = [_seconds(message.device, round_trip) for _ in range(LATENCY_TRIES)]
-            latencies.append(min(tries) / 2)
-    return max(latencies)
-
-
-def _ping(pp: Group, peer: int, message: Tensor, first: bool) -> None:
-    assert pp.handle is not None
-    calls = (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend)
-    for call in calls:
-        if accelerator.is_on_accelerator(message):
-            transfer(call, message, peer, pp.handle)
-        else:
-            work = call(message, peer, group=pp.handle)
-            assert work is not None  # this rank is in the group
-            work.wait()
-
-
-def _seconds(device: torch.device, action: Callable[[], object]) -> float:
-    accelerator.synchronize(device)
-    start = time.perf_counter()
-    action()
-    accelerator.synchronize(device)
-    return time.perf_counter() - start
+def as_tuple(values: Any) -> tuple[Any, ...]:
+    """Returns what a module returned, a value or a tuple or list of several, as a tuple."""
+    return tuple(values) if isinstance(values, tuple | list) else (values,)
 
 
 @dataclass
@@ -135,21 +152,30 @@ def post(
     every message behind it: activations and gradients have a communicator each, and no receive is
     posted before its place in the program.
     """
-    if channel is not None and all(channel.fits(tensor) for _, tensor in messages):
-        return [_through(channel, action, tensor, route) for action, tensor in messages]
     works: dict[Action, Work] = {}
-    for handle in dict.fromkeys(route.handle(action) for action, _ in messages):
-        works |= _start([m for m in messages if route.handle(m[0]) is handle], route)
-    return [
-        PendingTransfer(a, t, _noted(a, t, route, functools.partial(works.__getitem__, a)))
-        for a, t in messages
-    ]
+    shared = channel if channel and all(channel.fits(tensor) for _, tensor in messages) else None
+    if shared is None:
+        for handle in dict.fromkeys(route.handle(action) for action, _ in messages):
+            works |= _start([m for m in messages if route.handle(m[0]) is handle], route)
+
+    def start(action: Action, tensor: Tensor) -> Work:
+        if shared is None:
+            return works[action]
+        call = shared.send if action.kind.is_send else shared.receive
+        return call(tensor, route.peer(action))
+
+    def logged(action: Action, tensor: Tensor) -> Work:
+        name = "send" if action.kind.is_send else "receive"
+        begin = partial(start, action, tensor)
+        return logged_message(route.group, name, tensor, route.rank(action), begin)
+
+    return [PendingTransfer(action, tensor, logged(action, tensor)) for action, tensor in messages]
 
 
 def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[Action, Work]:
-    """Starts the messages of one communicator, on an accelerator as one batch."""
-    calls = [
-        (
+    """Starts the messages of one communicator as one batch."""
+    operations = [
+        dist.P2POp(
             dist.isend if action.kind.is_send else dist.irecv,
             tensor,
             route.rank(action),
@@ -158,32 +184,10 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[A
         )
         for action, tensor in messages
     ]
-    works: list[Work] = []
-    if any(accelerator.is_on_accelerator(tensor) for _, tensor in messages):
-        works += dist.batch_isend_irecv([dist.P2POp(*call) for call in calls])
-        if len(works) < len(calls):  # NCCL coalesces the batch into one handle
-            works = [works[0]] * len(calls)
-    else:
-        for call, tensor, rank, handle, tag in calls:
-            work = call(tensor, rank, handle, tag)
-            assert work is not None  # this rank is in the group
-            works.append(work)
+    works = dist.batch_isend_irecv(operations)
+    if len(works) < len(operations):  # NCCL coalesces the batch into one handle
+        works = [works[0]] * len(operations)
     return dict(zip((action for action, _ in messages), works, strict=True))
-
-
-def _through(
-    channel: SharedMemoryP2P, action: Action, tensor: Tensor, route: P2PRoute
-) -> PendingTransfer:
-    peer = route.peer(action)
-    call = channel.send if action.kind.is_send else channel.receive
-    return PendingTransfer(
-        action, tensor, _noted(action, tensor, route, lambda: call(tensor, peer))
-    )
-
-
-def _noted(action: Action, tensor: Tensor, route: P2PRoute, start: Callable[[], Work]) -> Work:
-    name = "send" if action.kind.is_send else "receive"
-    return logged_message(route.group, name, tensor, route.rank(action), start)
 
 
 # Messages through shared memory, for CPU ranks of one host
@@ -206,59 +210,61 @@ class SharedMemoryP2P:
 
     Attributes:
         links: (sender, receiver) → number of the link.
+        step_timer: counts the waits for a peer as idle.
         sent, taken: link → number of messages sent and received.
         expected: link → pending receives, in order.
-        step_timer: counts the waits for a peer as idle.
     """
 
     memory: SharedMemory
     links: dict[Pair, int]
     slots: int
     slot_bytes: int
-    sent: dict[int, int] = field(default_factory=dict)
-    expected: dict[int, deque[PendingReceive]] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)
     step_timer: StepTimer = field(default_factory=StepTimer)
+    sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    taken: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    expected: defaultdict[int, deque[PendingReceive]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
 
     @classmethod
     def open(
         cls,
-        handle: dist.ProcessGroup,
-        index: int,
-        size: int,
+        group: Group,
         timeout_s: float,
         pairs: Iterable[Pair] | None = None,
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> SharedMemoryP2P | None:
         """Opens links between `pairs` (neighbours); None without shared memory; collective."""
+        if group.handle is None:
+            return None
         if pairs is None:
-            steps = [(a, a + 1) for a in range(size - 1)]
+            steps = [(a, a + 1) for a in range(group.size - 1)]
             pairs = [*steps, *((b, a) for a, b in steps)]
         links = {pair: number for number, pair in enumerate(pairs)}
         # Semaphore 2·link counts the filled slots of a link, semaphore 2·link + 1 the free ones.
-        semaphores = [0, slots] * len(links)
-        data = len(links) * slots * slot_bytes
-        memory = open_shared_memory(handle, index, size, semaphores, data, timeout_s)
+        memory = open_shared_memory(
+            *(group.handle, group.index, group.size),
+            semaphores=[0, slots] * len(links),
+            data_bytes=len(links) * slots * slot_bytes,
+            timeout_s=timeout_s,
+        )
         return None if memory is None else cls(memory, links, slots, slot_bytes)
 
     @classmethod
     def of_plans(
         cls,
         plans: Sequence[PipelineProgram],
-        placement: StageAssignment,
-        launch: LaunchConfig,
-        pp: Group,
+        route: P2PRoute,
         message: Tensor,
+        timeout_s: float,
     ) -> SharedMemoryP2P | None:
-        """Opens the links of programs with messages like `message`, with enough slots for each.
+        """Opens the links of programs with messages up to `message`, with enough slots for each.
 
-        None if messages do not fit or the ranks cannot share memory; collective over `pp`.
+        None if messages do not fit or the ranks cannot share memory; collective over the group.
         """
-        if pp.size == 1 or not launch.shared_memory:
-            return None
-        assert pp.handle is not None
-        if message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
+        group, placement = route.group, route.placement
+        if group.size == 1 or message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
             return None
         pairs = {
             (rank, peer_of(action, rank, placement))
@@ -270,42 +276,40 @@ class SharedMemoryP2P:
             if action.kind.is_send
         }
         slots = max(enough_slots(plan, placement, SLOTS) for plan in plans)
-        size = -(-message.nbytes // ALIGNMENT) * ALIGNMENT
-        return cls.open(pp.handle, pp.index, pp.size, launch.timeout_s, sorted(pairs), slots, size)
+        slot_bytes = -(-message.nbytes // ALIGNMENT) * ALIGNMENT
+        return cls.open(group, timeout_s, sorted(pairs), slots, slot_bytes)
 
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= self.slot_bytes
 
-    def _slot(self, link: int, number: int, like: Tensor) -> Tensor:
-        start = (link * self.slots + number % self.slots) * self.slot_bytes
-        return self.memory.data[start : start + like.nbytes].view(like.dtype).view_as(like)
-
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Copies `tensor` to member `peer`; it may change as soon as this returns."""
         link = self.links[self.memory.index, peer]
-        number = self.sent.get(link, 0)
-        self.sent[link] = number + 1
-        with self.step_timer.within("idle"):
-            self.memory.wait(2 * link + 1, peer)
-        self._slot(link, number, tensor).copy_(tensor)
+        self._wait(2 * link + 1, peer)
+        self._next_slot(link, self.sent, tensor).copy_(tensor)
         self.memory.post(2 * link)
         return CompletedWork()
 
     def receive(self, tensor: Tensor, peer: int) -> PendingReceive:
         link = self.links[peer, self.memory.index]
         pending = PendingReceive(self, tensor, peer, link)
-        self.expected.setdefault(link, deque()).append(pending)
+        self.expected[link].append(pending)
         return pending
 
-    def complete_next(self, link: int) -> None:
-        pending = self.expected[link].popleft()
-        number = self.taken.get(link, 0)
-        self.taken[link] = number + 1
+    def take(self, pending: PendingReceive) -> None:
+        """Waits for the next message of a link and copies it out."""
+        self._wait(2 * pending.link, pending.peer)
+        pending.tensor.copy_(self._next_slot(pending.link, self.taken, pending.tensor))
+        self.memory.post(2 * pending.link + 1)
+
+    def _wait(self, semaphore: int, peer: int) -> None:
         with self.step_timer.within("idle"):
-            self.memory.wait(2 * link, pending.peer)
-        pending.tensor.copy_(self._slot(link, number, pending.tensor))
-        self.memory.post(2 * link + 1)
-        pending.received = True
+            self.memory.wait(semaphore, peer)
+
+    def _next_slot(self, link: int, count: defaultdict[int, int], like: Tensor) -> Tensor:
+        start = (link * self.slots + count[link] % self.slots) * self.slot_bytes
+        count[link] += 1
+        return self.memory.data[start : start + like.nbytes].view(like.dtype).view_as(like)
 
 
 @dataclass(eq=False)
@@ -314,9 +318,63 @@ class PendingReceive:
     tensor: Tensor
     peer: int
     link: int
-    received: bool = False
 
     def wait(self) -> None:
         """Waits for this message, and for all earlier ones of its link."""
-        while not self.received:
-            self.channel.complete_next(self.link)
+        expected = self.channel.expected[self.link]
+        while self in expected:
+            self.channel.take(expected.popleft())
+
+
+# Baseline latencies
+
+
+LATENCY_TRIES = 5  # the fastest of so many transfers is the baseline latency
+
+
+def measure_baseline_latency(
+    groups: ProcessGroups, message: Tensor, channel: SharedMemoryP2P | None
+) -> dict[str, float]:
+    """Measures seconds of a transfer when no rank is late, by group; collective.
+
+    An all-reduce of one number for dp, embedding and world; for pp, without shared memory, half the
+    round trip of a `message` with the slower neighbour. `StepTimer` counts longer waits as idle.
+    """
+    number = torch.zeros(1, dtype=torch.float64, device=message.device)
+    latencies = {
+        group.name: _fastest(partial(dist.all_reduce, number, group=group.handle), message.device)
+        for group in (groups.dp, groups.embedding, groups.world)
+        if group.size > 1
+    }
+    if groups.pp.size > 1 and channel is None:
+        latencies["pp"] = _message_latency(groups.pp, message)
+    return latencies
+
+
+def _message_latency(pp: Group, message: Tensor) -> float:
+    """Pairs neighbours, first those whose lower stage is even, then the others."""
+    latencies = []
+    for parity in (0, 1):
+        lower = pp.index % 2 == parity
+        peer = pp.index + 1 if lower else pp.index - 1
+        if 0 <= peer < pp.size:
+            round_trip = partial(_ping, pp, pp.ranks[peer], message, lower)
+            latencies.append(_fastest(round_trip, message.device) / 2)
+    return max(latencies)
+
+
+def _ping(pp: Group, peer: int, message: Tensor, first: bool) -> None:
+    assert pp.handle is not None
+    for call in (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend):
+        transfer(call, message, peer, pp.handle)
+
+
+def _fastest(action: Callable[[], object], device: torch.device) -> float:
+    seconds = []
+    for _ in range(LATENCY_TRIES):
+        accelerator.synchronize(device)
+        start = time.perf_counter()
+        action()
+        accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,7 +23,9 @@ from parallel3d.comm.collectives import CompletedWork
 from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, ShardSpec
+from parallel3d.pipeline import executor
 from parallel3d.pipeline.executor import Executor, Loader
+from parallel3d.pipeline.p2p import PendingTransfer
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.tensor_parallel.loss import ChunkLoss
 from tests.distributed.cases import Case, Problem
@@ -93,21 +96,27 @@ def tied_gradient_not_summed() -> Iterator[None]:
 
 def exchanged_receives(kind: Kind) -> Iterator[None]:
     """The messages of micro-batches 0 and 1 change places on arrival: same shapes, no error."""
-    sound = Executor._communicate
+    sound = executor.post
     first, second = Action(kind, 0), Action(kind, 1)
+    kept: list[PendingTransfer] = []
 
-    def communicate(self: Executor, group: list[Action]) -> None:
-        if first in group:
-            sound(self, [*group, second])
-            inbox = self.receiving
-            for action in (first, second):
-                inbox[action].work.wait()
-                inbox[action].work = CompletedWork()
-            inbox[first], inbox[second] = inbox[second], inbox[first]
-        else:
-            sound(self, [action for action in group if action != second])
+    def post(messages: list[tuple[Action, Tensor]], *where: Any) -> list[PendingTransfer]:
+        tensors = dict(messages)
+        if second in tensors:
+            del tensors[second]
+            return [*sound(list(tensors.items()), *where), kept.pop()]
+        if first not in tensors:
+            return sound(messages, *where)
+        transfers = sound([*messages, (second, torch.empty_like(tensors[first]))], *where)
+        one, other = (transfer for transfer in transfers if transfer.action in (first, second))
+        for transfer in (one, other):
+            transfer.work.wait()
+            transfer.work = CompletedWork()
+        one.tensor, other.tensor = other.tensor, one.tensor
+        kept.append(other)
+        return [transfer for transfer in transfers if transfer is not other]
 
-    with patch.object(Executor, "_communicate", communicate):
+    with patch.object(executor, "post", post):
         yield
 
 

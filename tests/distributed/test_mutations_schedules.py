@@ -19,7 +19,6 @@ from parallel3d.comm.group import Group
 from parallel3d.models import recompute, transformer
 from parallel3d.parameters.gradients import add_matmul, deferred_queue
 from parallel3d.parameters.sharding import Initializer, state_of
-from parallel3d.pipeline.executor import Executor
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
 from parallel3d.schedules.check import check
 from parallel3d.schedules.orders import StageAssignment
@@ -76,15 +75,14 @@ def receives_swapped() -> Iterator[None]:
 @contextmanager
 def a_weight_gradient_dropped() -> Iterator[None]:
     """W of micro-batch 1 in the last chunk does nothing."""
-    sound = Executor._weights
+    sound = Trainer.use
 
-    def weights(self: Executor, step: Action) -> None:
-        if (step.microbatch, step.chunk) == (1, len(self.stages) - 1):
-            self.deferred.pop((1, step.chunk))
-        else:
-            sound(self, step)
+    def use(self: Trainer, schedule: Schedule) -> None:
+        sound(self, schedule)
+        dropped = Action(Kind.W, 1, schedule.placement.chunks - 1)
+        self.plan = [step for step in self.plan if step != dropped]
 
-    with patch.object(Executor, "_weights", weights):
+    with patch.object(Trainer, "use", use):
         yield
 
 

@@ -120,8 +120,7 @@ def every_schedule(ranks: int) -> None:
                 shared_memory=shared_memory,
             )
             agrees(trained(pipe), wanted, f"{schedule} {shared_memory=}")
-            deferred = [j for e in pipe.executors for j in e.deferred]
-            assert not deferred and not pipe.executors[0].live
+            assert not pipe.executor.deferred and not pipe.executor.live
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -170,7 +169,7 @@ def replicas_and_shapes() -> None:
             torch.testing.assert_close(out, wanted, rtol=0, atol=TOLERANCE)
         else:
             assert out is None
-    assert len(fresh.executors) == 2  # one for each shape
+    assert len(fresh.connections) == 2  # one for each shape
     assert torch.equal(torch.get_rng_state(), random)
     pipe.eval()
     evaluated = pipe.evaluate(*batch(9))

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm.group import Group
-from parallel3d.config.schema import LaunchConfig
 from parallel3d.data.loader import MicroBatch
 from parallel3d.parameters.gradients import deferred_queue
 from parallel3d.parameters.sharding import state_of
 from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
-from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P, StageOutputs
 from parallel3d.schedules.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -120,9 +119,11 @@ def run(
     numbers = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
     stages = [SleepingStage(n == 0, n == last, each, held, shape) for n in numbers]
     plans = schedule.plan(), schedule.forwards()
-    launch, message = LaunchConfig(shared_memory=shared_memory), torch.empty(shape)
-    boxes = SharedMemoryP2P.of_plans(plans, placement, launch, pp, message)
-    executor = Executor(stages, P2PRoute(pp, placement), shape, torch.float32, CPU, boxes)
+    route, boxes = P2PRoute(pp, placement), None
+    if shared_memory:
+        boxes = SharedMemoryP2P.of_plans(plans, route, torch.empty(shape), 600.0)
+    links = [StageOutputs((shape,), torch.float32)] * last
+    executor = Executor(stages, route, links, CPU, boxes)
 
     def load(m: int) -> MicroBatch:
         return MicroBatch(None, None, None, torch.tensor([m]))
@@ -134,7 +135,7 @@ def run(
         for stage in stages:
             state_of(stage.weight).main_grad.zero_()
         start = time.perf_counter()
-        loss = executor.train_step(plans[0][rank], load, torch.ones(()), lambda: None)
+        loss = executor.train_step(plans[0][rank], load, torch.ones(()))
         seconds = time.perf_counter() - start
     weights = [float(state_of(stage.weight).main_grad) for stage in stages]
     spans = executor.action_times.measured()

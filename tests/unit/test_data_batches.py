@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel3d.data.loader import Batches, InOrder, MicroBatch
+from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.data.sampler import Sample, Sampler
 
 EOT, SEQ, GLOBAL = 256, 8, 36
@@ -146,33 +146,3 @@ def test_batches_on_the_gpu_equal_those_on_the_cpu() -> None:
     for m in range(3):
         for a, b in zip(here.micro_batch(4, m), there.micro_batch(4, m), strict=True):
             assert b.device.type == "cuda" and torch.equal(a, b.cpu())
-
-
-@pytest.mark.parametrize(("device", "asked"), [("cpu", [2]), ("cuda:0", [2, 0])])
-def test_on_an_accelerator_the_next_micro_batch_is_made_while_one_computes(
-    device: str, asked: list[int]
-) -> None:
-    loaded: list[int] = []
-
-    def load(m: int) -> int:
-        loaded.append(m)
-        return m
-
-    batches = InOrder(load, [2, 0, 1], torch.device(device))
-    assert batches.take(2) == 2
-    batches.look_ahead()  # its forward is queued
-    batches.look_ahead()  # one is enough
-    assert loaded == asked
-    assert [batches.take(0), batches.take(1)] == [0, 1]
-    batches.look_ahead()  # nothing is left
-    assert loaded == [2, 0, 1]
-    with pytest.raises(IndexError):
-        batches.take(3)
-
-
-def test_chunks_of_a_rank_read_a_micro_batch_that_is_made_once() -> None:
-    loaded: list[int] = []
-    batches = InOrder(lambda m: loaded.append(m) or m, [0, 1, 0, 2, 1, 2], torch.device("cpu"))
-    assert [batches.take(m) for m in (0, 1, 0, 2, 1, 2)] == [0, 1, 0, 2, 1, 2]
-    assert loaded == [0, 1, 2]
-    assert not batches.held, "what the last chunk has read is kept no longer"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.parallel.pipeline import SplitBackward
+from parallel3d.parallel.split_backward import SplitBackward
 from parallel3d.parameters.sharding import WeightGradients, state_of
 
 

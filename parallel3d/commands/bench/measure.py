@@ -151,7 +151,7 @@ def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> 
     for dim in dimensions(groups.layout)[0]:
         group, boxes = getattr(groups, dim), None
         if dim == "pp" and device.type == "cpu" and launch.shared_memory:
-            boxes = SharedMemoryP2P.open(group.handle, group.index, group.size, launch.timeout_s)
+            boxes = SharedMemoryP2P.open(group, launch.timeout_s)
         found[dim] = Site(group, device, boxes, chain=dim == "pp")
     return found
 

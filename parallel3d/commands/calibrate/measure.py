@@ -51,7 +51,7 @@ from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import ActionTimes, Executor
-from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P, StageOutputs
 from parallel3d.run.launch import Worker
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
@@ -258,8 +258,8 @@ class Pieces:
         for stage in stages:
             stage.pre_forward = self.engine.pre_forward
         route = P2PRoute(groups.pp, StageAssignment(1, len(stages)))
-        shape = (size, model.seq_length, model.hidden_size)
-        self.executor = Executor(stages, route, shape, dtype, device)
+        outputs = StageOutputs(((size, model.seq_length, model.hidden_size),), dtype)
+        self.executor = Executor(stages, route, [outputs] * (len(stages) - 1), device)
         chunks = range(len(stages))
         orders = ((Kind.F, chunks, (Kind.F,)), (Kind.I, chunks[::-1], (Kind.I, Kind.W)))
         self.plan = [
@@ -390,8 +390,7 @@ def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, T
         groups = ProcessGroups.create(layout, device.type, launch.timeout_s, launch)
         tp, boxes = groups.tp, None
         if device.type == "cpu" and launch.shared_memory:
-            assert tp.handle is not None
-            boxes = SharedMemoryP2P.open(tp.handle, tp.index, tp.size, launch.timeout_s)
+            boxes = SharedMemoryP2P.open(tp, launch.timeout_s)
         ways = [False] if on_gpu else [True, False] if count <= cores() else [True]
         for name, size, shares in product(COLLECTIVES, LARGE_SIZES if on_gpu else SIZES, ways):
             tell(f"{name} over {count} ranks")
