@@ -34,8 +34,8 @@ from parallel3d.commands.plan import searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
-from parallel3d.estimate.profiled_cost import MeasuredMachine, configure, read, step_parts
-from parallel3d.estimate.search import best
+from parallel3d.estimate.profiled_cost import MeasuredMachine, read, step_time
+from parallel3d.estimate.search import configure
 from parallel3d.host.memory import keep_freed_memory
 from parallel3d.topology.layout import layout_of
 from parallel3d.trainer import Trainer
@@ -148,10 +148,10 @@ def alone(file: str) -> list[Config]:
 def chosen(file: str, ranks: int) -> list[Config]:
     """The best of every (tp, pp) by the plan, the plan's choice first."""
     config = base(file)
-    priced, _ = searched(config, {}, ranks)
+    plan = searched(config, {}, ranks)
     return [
-        check_config(configure(config, priced.choices[i]), ranks, own_samples=True)
-        for i in best(priced, 20)
+        check_config(configure(config, plan.priced.choices[i]), ranks, own_samples=True)
+        for i in plan.rows
     ]
 
 
@@ -169,7 +169,7 @@ def measure(
             work[i] += [sum(each) for each in zip(*(r.work for r in ran), strict=True)]
     rows = []
     for config, seconds, cores in zip(configs, wall, work, strict=True):
-        parts = step_parts(config, machine)
+        parts = step_time(config, machine)
         world = config.tp * config.pp * (config.dp or 1)
         figures = (parts.total, min(seconds), parts.core, min(cores))
         rows.append(Row(named(config), world, *figures))

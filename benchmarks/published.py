@@ -15,7 +15,7 @@ import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,12 +33,44 @@ from benchmarks.published_scores import (
     null,
     scaled,
 )
-from parallel3d.estimate.rates import FILE, Constants, Seen
+from parallel3d.estimate.rates import ENGINES, FILE, Constants
 
 Array = NDArray[np.float64]
 FOLDS = 6
 SHARE = (0.1, 0.9)  # between which a range holds 80 % of left-out rows
 WITH_MEMORY = ("nanotron_playbook", "bigscience_bloom_3d", "torchtitan")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the measured runs cover: values of `StepWork`, and the most GPUs by engine."""
+
+    speed: list[float]
+    fabric: list[float]
+    hidden: list[float]
+    most_gpus: dict[str, float]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, float]]) -> Seen:
+        """Lists what `rows`, fields of `StepWork`, cover."""
+        most: dict[str, float] = {}
+        for row in rows:
+            engine = ENGINES[int(row["engine"])]
+            most[engine] = max(most.get(engine, 0), row["tp"] * row["pp"] * row["dp"])
+        speed, fabric, hidden = (sorted({row[key] for row in rows}) for key in _COVERED)
+        return cls(speed, fabric, hidden, most)
+
+    def novelty(self, row: Mapping[str, float]) -> str:
+        """Returns "place" for a GPU, type, network or engine without a run; "size" for a model's
+        width without one, or for more GPUs than any; else "known"."""
+        most = self.most_gpus.get(ENGINES[int(row["engine"])])
+        if most is None or row["speed"] not in self.speed or row["fabric"] not in self.fabric:
+            return "place"
+        new = row["hidden"] not in self.hidden or row["tp"] * row["pp"] * row["dp"] > most
+        return "size" if new else "known"
+
+
+_COVERED = ("speed", "fabric", "hidden")
 
 
 def device(run: Run) -> float:
@@ -92,8 +124,12 @@ def left_out(runs: Sequence[Run], fold: list[int]) -> Held:
 def spreads(
     runs: Sequence[Run], held: Sequence[Held]
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """By novelty, measured over predicted seconds that a tenth of left-out rows are below and
-    above; and the share of rows inside, each by the other folds' figures."""
+    """By novelty, the range of measured over predicted seconds, and the share of rows inside.
+
+    From a tenth to nine tenths of left-out rows, widened (its logarithms times a factor) until each
+    fold's rows are inside of the other folds' range in four of five cases: a fold is less like the
+    others than its rows are like each other.
+    """
     ok = [i for i, run in enumerate(runs) if run.seconds and run.trusted]
     ratio = np.concatenate([
         np.array([runs[i].seconds for i in ok], dtype=float) / h.seconds[ok] for h in held
@@ -109,20 +145,25 @@ def spreads(
     made, shares = {}, []
     for kind in ("known", "size", "place"):
         mine = np.flatnonzero(novel == kind)
-        made[kind] = _quantiles(ratio[mine], votes[mine])
-        inside = np.full(len(mine), np.nan)
-        for k in set(fold[mine]):
-            rows = fold[mine] == k
-            if not rows.all():
-                low, high = _quantiles(ratio[mine][~rows], votes[mine][~rows])
-                inside[rows] = (ratio[mine][rows] >= low) & (ratio[mine][rows] <= high)
-        known = ~np.isnan(inside)
-        shares.append(float(np.average(inside[known], weights=votes[mine][known])))
+        logs, vote, folded = np.log(ratio[mine]), votes[mine], fold[mine]
+        apart = [k for k in set(folded) if not (folded == k).all()]
+        known = np.isin(folded, apart)
+        limits = np.zeros((2, len(mine)))
+        for k in apart:
+            others = folded != k
+            limits[:, folded == k] = _quantiles(logs[others], vote[others])[:, None]
+        for wider in np.arange(1.0, 4.0, 0.05):
+            inside = (logs >= wider * limits[0]) & (logs <= wider * limits[1])
+            share = float(np.average(inside[known], weights=vote[known]))
+            if share >= SHARE[1] - SHARE[0]:
+                break
+        shares.append(share)
+        made[kind] = np.exp(wider * _quantiles(logs, vote)).tolist()
     return made, shares
 
 
-def _quantiles(ratio: Array, votes: Array) -> list[float]:
-    return np.quantile(ratio, SHARE, weights=votes, method="inverted_cdf").tolist()
+def _quantiles(logs: Array, votes: Array) -> Array:
+    return np.quantile(logs, SHARE, weights=votes, method="inverted_cdf")
 
 
 def nulls(runs: Sequence[Run], fold: list[int]) -> tuple[Array, Array]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import published_memory as memory
 from benchmarks.published_rows import Run
 from benchmarks.published_scores import balanced
-from parallel3d.estimate import memory, rates
+from parallel3d.estimate import rates
 from parallel3d.estimate.rates import Constants
 from parallel3d.estimate.step import step
 from parallel3d.estimate.work import StepWork, table
@@ -148,7 +149,7 @@ def fit_times(
 
 
 def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Those of `parallel3d/estimate/memory.py` from measured peaks, by their names there."""
+    """Those of `published_memory.py` from measured peaks, by their names there."""
     used = [run for run in runs if run.memory_gib]
     rows = Table.of(used)
     target = np.array([run.memory_gib for run in used], dtype=float)

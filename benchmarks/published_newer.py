@@ -18,9 +18,10 @@ from benchmarks.published_rows import (
     megascale,
     narayanan,
     readme,
+    recomputed,
+    stages_by_cost,
     vtrain,
 )
-from parallel3d.estimate.work import stages_by_cost
 
 _MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12),
         "1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32),
@@ -62,7 +63,7 @@ def mpt(row: Row) -> Run:
     fp8 = row["precision"].endswith("fp8")
     device = "h100" if row["gpu"].startswith("h100") else "a100"
     common = {**gpt(layers, hidden, heads, 50368), "seq": row["seq"], **_layout(row)}
-    common.update(zero=3, flash=1, dropout=0, full_recompute=float(bool(row["act_ckpt"])))
+    common.update(zero=3, flash=1, dropout=0, **recomputed("full" if row["act_ckpt"] else "none"))
     common.update(micro_batch=row["microbatch"], microbatches=row["grad_accum"], overlap_dp=1)
     type, fabric = "fp8" if fp8 else "bf16", "ndr" if device == "h100" else "roce"
     made = [candidate(device, type, fabric, "fsdp", **common)]
@@ -161,8 +162,7 @@ def torchtitan(row: Row) -> Run:
     if "Interleaved" in str(row.get("schedule")):
         layout["chunks"] = 2
     over: Row = {**named(row["model"]), "seq": row["seq"], **layout, "flash": 1, "dropout": 0}
-    again = row["ac"].startswith("full")
-    over.update(full_recompute=float(again), recompute_attention=float(not again))
+    over.update(recomputed("full" if row["ac"].startswith("full") else "selective"))
     over.update(zero=3, overlap_dp=1, overlap_tp=float("async" in how.lower()))
     over.update(sequence_parallel=1, compiled=float("compile" in how))
     pieces = 1 if row["pp"] == 1 else row["local_batch"]
@@ -201,7 +201,7 @@ def misc(row: Row) -> Run | None:
     over = {
         **_shape(row),
         **_layout(row),
-        "full_recompute": 1.0,
+        **recomputed("full"),
         "zero": row.get("zero_stage") or 0,
     }
     if old:

@@ -16,8 +16,7 @@ from typing import Any
 
 from benchmarks.published_models import gpt
 from parallel3d.estimate.devices import DEVICES
-from parallel3d.estimate.rates import ENGINES, FABRICS, NETWORKS, SPEEDS
-from parallel3d.estimate.work import LayerSplit, split_by_cost, split_evenly
+from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS
 
 Row = dict[str, Any]
 
@@ -39,10 +38,27 @@ class Run:
     runs: bool = True  # False: its engine fails there whatever the memory
 
 
+def recomputed(kind: str = "none") -> Row:
+    """Fields of none, selective or full recomputation, the last to the layer's very end."""
+    full = float(kind.startswith("full"))
+    made = dict.fromkeys(("recompute_norm", "recompute_activation", "recompute_mlp"), 0.0)
+    made["recompute_attention"] = float(kind.startswith("selective"))
+    return {**made, "recompute_layer": full, "recompute_end": full}
+
+
+# GB/s one way of a GPU's part of its node's network.
+FABRICS = {
+    "hdr": 25.0,  # 8 × 200 Gb/s InfiniBand
+    "hdr4": 12.5,  # 4 × 200 Gb/s
+    "opa": 6.25,  # 4 × 100 Gb/s Omni-Path
+    "roce": 25.0,  # 1,600 Gb/s a node
+    "ndr": 50.0,  # 8 × 400 Gb/s
+    "efa": 50.0,  # 3,200 Gb/s a node
+    "edr": 12.5,  # 8 × 100 Gb/s
+}
 _DEFAULTS: dict[str, float] = {
     "gated": 0, "tied": 1, "head_size": 0, "kv_heads": 0, "cp": 1, "chunks": 1, "zero": 0,
-    "full_recompute": 0, "recompute_attention": 0, "recompute_norm": 0, "recompute_activation": 0,
-    "recompute_mlp": 0, "sequence_parallel": 0, "flash": 0,
+**recomputed(), "sequence_parallel": 0, "flash": 0,
     "dropout": 1, "parallel_block": 0, "overlap_tp": 0, "overlap_pp": 0, "overlap_dp": 0,
     "scatter_gather": 0, "graph": 0, "compiled": 0, "split": 0, "experts": 1,
     "active_experts": 1, "ep": 1, "grad_bytes": 2, "window": math.inf, "gpus_per_node": 8,
@@ -68,18 +84,43 @@ def candidate(
     made["units"], made["link_rate"] = card.units, card.link_gb_s * 1e9
     made["fabric_rate"] = FABRICS[fabric] * 1e9
     made["fp8"] = float(type in ("fp8", "fp4"))
-    part = _split(made, split)
-    made.update(first=part.first, middle=part.middle, last=part.last)
-    made.update(live_stage=part.live_stage, live_layers=part.live_layers)
+    layers, stages = int(made["layers"]), int(made["pp"])
+    if split == "cost":
+        matrices = (2 + made["gated"]) * made["ffn"] + 4 * made["hidden"]
+        counts = split_by_cost(layers, made["vocab"] / matrices, stages)
+    else:
+        counts = split_evenly(layers, stages, ends=split == "ends")
+    made.update(first=counts[0], middle=max(counts[1:-1], default=0), last=counts[-1])
     return made
 
 
-def _split(made: dict[str, Any], how: str) -> LayerSplit:
-    layers, stages = int(made["layers"]), int(made["pp"])
-    if how == "cost":
-        matrices = (2 + made["gated"]) * made["ffn"] + 4 * made["hidden"]
-        return split_by_cost(layers, made["vocab"] / matrices, stages)
-    return split_evenly(layers, stages, ends=how == "ends")
+def split_evenly(layers: int, stages: int, ends: bool = False) -> list[int]:
+    """Layers by stage, the rest to the first ones; `ends`: embedding and head count as a layer."""
+    if stages == 1:
+        return [layers]
+    slots = layers + 2 * ends
+    counts = [slots // stages + (stage < slots % stages) for stage in range(stages)]
+    if ends:
+        counts[0], counts[-1] = max(counts[0] - 1, 0), max(counts[-1] - 1, 0)
+    return counts
+
+
+def split_by_cost(layers: int, head: float, stages: int) -> list[int]:
+    """Layers by stage of nanotron, which starts one as soon as a block ends beyond its share of all
+    costs. `head` is the head's cost in layers; stages after it are empty and left out."""
+    share = (layers + head) / stages
+    counts, stage = [0] * stages, 0
+    for block in range(1, layers + 2):
+        end = block if block <= layers else layers + head
+        stage += end > share * (stage + 1) * (1 + 1e-9) and stage < stages - 1
+        counts[stage] += block <= layers
+    return counts[: stage + 1]
+
+
+def stages_by_cost(layers: int, head: float, stages: int) -> int:
+    """Stages of `split_by_cost` that have something to do: one more block follows the head."""
+    used = len(split_by_cost(layers, head, stages))
+    return used + (used < stages and layers + head > (layers + head) / stages * used * (1 + 1e-9))
 
 
 def batches(total: float, ranks: float, micro: float | None) -> list[Row]:
@@ -94,14 +135,6 @@ def _layout(row: Row) -> Row:
     tp, pp, cp = row.get("tp") or 1, row.get("pp") or 1, row.get("cp") or 1
     dp = row.get("dp") or max(row["gpus"] // (tp * pp * cp), 1)
     return {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "chunks": row.get("interleave_v") or 1}
-
-
-def _recompute(row: Row, default: str = "full") -> Row:
-    kind = str(row.get("activation_recompute") or default)
-    return {
-        "full_recompute": float(kind.startswith("full")),
-        "recompute_attention": float(kind.startswith("selective")),
-    }
 
 
 def _shape(row: Row, **over: Any) -> Row:
@@ -126,7 +159,7 @@ def narayanan(row: Row) -> Run | None:
     shape = _shape(row)
     zero3 = row.get("zero_stage") == 3
     chosen = batches(row["global_batch"], _layout(row)["dp"], row.get("microbatch"))
-    common = {**shape, **_layout(row), **_recompute(row)}
+    common = {**shape, **_layout(row), **recomputed(row.get("activation_recompute") or "full")}
     common["scatter_gather"] = float(row.get("scatter_gather", True))
     common["overlap_dp"] = float(bool(row.get("dp_grad_overlap")) or zero3)
     common["zero"] = 3 if zero3 else 0
@@ -144,7 +177,12 @@ def korthikanti(row: Row) -> Run | None:
     if "gpus" not in row:
         return None
     sp = float(row["sequence_parallel"])
-    common = {**_shape(row), **_layout(row), **_recompute(row), "sequence_parallel": sp}
+    common = {
+        **_shape(row),
+        **_layout(row),
+        **recomputed(str(row.get("activation_recompute") or "full")),
+        "sequence_parallel": sp,
+    }
     common["scatter_gather"] = 1.0
     chosen = batches(row["global_batch"], row["dp"], row["microbatch"])
     made = [candidate("a100", "fp16", "hdr", **common, **b) for b in chosen]
@@ -159,7 +197,7 @@ def readme(row: Row) -> Run | None:
     if "hidden" not in row:  # the GPT-3 example
         row = {**gpt(96, 12288, 96), "seq": 2048, **row}
     device = "v100" if row.get("gpu") == "V100" else "a100"
-    common = {**_shape(row), **_layout(row), "full_recompute": 1.0}
+    common = {**_shape(row), **_layout(row), **recomputed("full")}
     common["overlap_dp"] = float("128-way" in table)
     mine = row["global_batch"] / row["dp"] if "batch" in table else None
     chosen = batches(row["global_batch"], row["dp"], mine)
@@ -237,7 +275,7 @@ def bloom(row: Row) -> Run | None:
     shape = {**known, "vocab": 250880, "seq": 2048, "ffn": 4 * known["hidden"]}
     layout = _layout(row)
     layout["dp"] = row["gpus"] // (row["tp"] * row["pp"])
-    common = {**shape, **layout, "full_recompute": 1.0, "zero": row.get("zero_stage") or 0}
+    common = {**shape, **layout, **recomputed("full"), "zero": row.get("zero_stage") or 0}
     chosen = batches(row["global_batch"], layout["dp"], row["microbatch"])
     half = row.get("section") not in ("bf16", "Rebalancing layers")
     common["grad_bytes"] = 2 if half else 4
@@ -258,7 +296,7 @@ def vtrain(name: str) -> Callable[[Row], Run]:
     """vTrain's own runs: Megatron-DeepSpeed on A100s, full recomputation."""
 
     def read(row: Row) -> Run:
-        common = {**_shape(row, vocab=51200), **_layout(row), "full_recompute": 1.0}
+        common = {**_shape(row, vocab=51200), **_layout(row), **recomputed("full")}
         common["scatter_gather"] = 1
         chosen = batches(row["global_batch"], row["dp"], row["microbatch"])
         made = [candidate("a100", "fp16", "hdr4", "deepspeed", **common, **b) for b in chosen]

@@ -38,7 +38,7 @@ def null(runs: Sequence[Run]) -> Array:
     matrices = work.layers * work.hidden * (matrices + 4 * work.hidden)
     each = 6 * (matrices + work.vocab * work.hidden) + 12 * work.layers * work.hidden * work.seq
     batch = work.micro_batch * work.microbatches * work.dp
-    ideal = batch * work.seq * each * (1 + work.full_recompute / 3)
+    ideal = batch * work.seq * each * (1 + work.recompute_layer / 3)
     ideal = ideal / (work.tp * work.pp * work.dp * work.cp * work.peak)
     return ideal * (1 + (work.pp - 1) / (work.chunks * work.microbatches))
 

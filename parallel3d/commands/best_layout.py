@@ -9,13 +9,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel3d.commands.plan import check_divides, fits_nowhere, held, searched
+from parallel3d.commands.plan import Plan, check_divides, held, searched, typed_keys
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
-from parallel3d.estimate.profiled_cost import check_device, configure, read
-from parallel3d.estimate.search import Priced, reason
+from parallel3d.estimate.profiled_cost import check_device, read
+from parallel3d.estimate.search import best, configure, reason
 from parallel3d.host.devices import CPU, choose_device, device_name, gpu_count
 from parallel3d.host.memory import cores
 from parallel3d.run.launch import RankAssignment
@@ -38,12 +38,10 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     _check_known(config, kind, several=here < ranks)
     fixed = held(config, keys)
     _check_held(fixed, ranks)
-    priced, sizes = searched(config, fixed, ranks)
-    if not priced.order:
-        raise UserError(fits_nowhere(config, sizes, priced, fixed, 1))
-    best, found = _first_allowed(config, keys, priced, ranks)
+    plan = searched(config, fixed, ranks)
+    first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:
-        print_line(f"layout=auto: {_summary(priced, best, ranks, keys)}")
+        print_line(f"layout=auto: {_summary(plan, first)}")
     return found
 
 
@@ -91,42 +89,29 @@ def _check_held(fixed: dict[str, int | str], ranks: int) -> None:
     check_divides(fixed, ranks, "ranks of layout=auto")
 
 
-def _first_allowed(
-    config: Config, keys: set[str], priced: Priced, ranks: int
-) -> tuple[int, Config]:
+def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:
     """Returns the best layout that passes the run's checks. Raises the best one's UserError."""
     refused: UserError | None = None
-    for i in priced.order:
-        found = configure(config, priced.choices[i])
-        found = replace(
-            found, **{key: getattr(config, key) for key in ("zero", "vpp") if key in keys}
-        )
-        if "sp" not in keys and config.cluster.file is None:
-            found = replace(found, sp=found.tp > 1)  # as it was priced
+    given = {key: getattr(plan.config, key) for key in ("zero", "vpp", "sp") if key in keys}
+    for i in plan.priced.order:
+        found = replace(configure(plan.config, plan.priced.choices[i]), **given)
         try:
-            return i, check_config(found, ranks)
+            return i, check_config(found, plan.gpus)
         except UserError as error:
             refused = refused or error
-    raise refused or UserError(f"no layout of {ranks} ranks can run")
+    raise refused or UserError(f"no layout of {plan.gpus} ranks can run")
 
 
-def _summary(priced: Priced, best: int, ranks: int, keys: set[str]) -> str:
-    """Returns one line with the chosen layout, its price, and the runner-up."""
-    c = priced.choices[best]
-    words = [f"tp={c.tp} pp={c.pp} dp={c.dp} micro_batch_size={c.micro_batch}"]
-    words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
-    words += [f"zero={c.zero}"] * (c.zero > 0)
-    words += [f"recompute={c.recompute}"] * (c.recompute != "none")
-    line = f"{' '.join(words)} of {len(priced.order)} layouts that fit {ranks} ranks, "
-    line += f"{float(priced.seconds[best]):.3g} s a step; {reason(priced, best, best, ranks)}"
-    other = next((i for i in priced.order if _shape(priced, i) != _shape(priced, best)), None)
-    if other is not None:
-        o = priced.choices[other]
-        why = reason(priced, other, best, ranks)
-        line += f"; next tp={o.tp} pp={o.pp} dp={o.dp}: {why}"
+def _summary(plan: Plan, first: int) -> str:
+    """Returns one line with the chosen layout, its price, and the best of another tp or pp."""
+    priced, choice = plan.priced, plan.priced.choices[first]
+    line = f"{typed_keys(choice)} of {len(priced.order)} layouts that fit {plan.gpus} ranks, "
+    line += (
+        f"{float(priced.seconds[first]):.3g} s a step; {reason(priced, first, first, plan.gpus)}"
+    )
+    for i in best(priced, 3):
+        other = priced.choices[i]
+        if (other.tp, other.pp) != (choice.tp, choice.pp):
+            why = reason(priced, i, first, plan.gpus)
+            return line + f"; next tp={other.tp} pp={other.pp} dp={other.dp}: {why}"
     return line
-
-
-def _shape(priced: Priced, index: int) -> tuple[int, int]:
-    choice = priced.choices[index]
-    return choice.tp, choice.pp

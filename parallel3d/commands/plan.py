@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from html import escape
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 
@@ -20,32 +21,26 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import spelled
 from parallel3d.errors import UserError, closest, nearest
-from parallel3d.estimate.analytic_memory import (
-    configure,
-    least_memory,
-    memories,
-    peak_memory,
-)
+from parallel3d.estimate.analytic_memory import least_memory, memories, peak_memory
 from parallel3d.estimate.balance import StageWeights
 from parallel3d.estimate.devices import DEVICES, Device
-from parallel3d.estimate.memory import GIB, PARALLEL3D
 from parallel3d.estimate.ops import flops_per_token
 from parallel3d.estimate.profiled_cost import (
     check_type,
-    measured_layouts,
     measured_sizes,
     price_measured,
     read,
     scaled,
 )
-from parallel3d.estimate.profiled_cost import configure as configured_here
-from parallel3d.estimate.rates import NETWORKS, SPEEDS, load, ranges
+from parallel3d.estimate.rates import NETWORKS, SPEEDS, load, range_of_a_new_place
 from parallel3d.estimate.search import (
+    GIB,
     MOST_STAGES,
     MOST_V_HALF,
     LayoutChoice,
     Priced,
     best,
+    configure,
     divisors,
     layouts,
     price,
@@ -54,13 +49,14 @@ from parallel3d.estimate.search import (
 )
 from parallel3d.estimate.step import breakdown
 from parallel3d.estimate.work import sizes_of_model
-from parallel3d.schedules.costs import Costs, RankWork
+from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg
-from parallel3d.schedules.schedule import Schedule, make
+from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import time_orders
 from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.report import MADE_BY as MAP_MADE_BY
 from parallel3d.topology.report import facts_of, make_report, picture_of
+from parallel3d.topology.text import aligned
 
 IN_LOG_S, ON_TERMINAL_S = 10.0, 0.2  # seconds between progress messages
 
@@ -106,87 +102,101 @@ UNMEASURED = (
 )
 
 
-def caution(config: Config) -> str:
-    """Returns the caveat about a plan's times; none if the machine itself was measured."""
-    return "" if config.cluster.file else UNMEASURED
+HEAD = ("#", "tp", "pp", "vpp", "dp", "mb", "schedule", "recompute", "zero", "step s", "range",
+        "MFU %", "GiB", "why")  # fmt: skip
+ALIGNED = ">>>>>><<>>>>><"
 
 
-def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
-    """Returns the lines of the table."""
-    rows, likely = best(priced, ROWS), spread_of(config)
-    where, said = f"{gpus} GPUs of {config.cluster.name}", caution(config)
-    if (file := config.cluster.file) is not None:
-        where = f"{gpus} ranks of the machine in {file}"
-        said = scaled(read(file), file, config.model)
-    lines = [
-        f"{config.model.name} on {where}, {config.precision.name}, "
-        f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
-        f"{len(priced.choices)} layouts, {len(priced.order)} fit",
-        "",
-        "  #   tp  pp vpp    dp  mb schedule       recompute         "
-        "zero  step s" + "       range" * (likely is not None) + "   MFU %  GiB  why",
-    ]
-    for place, i in enumerate(rows, 1):
-        c, seconds = priced.choices[i], float(priced.seconds[i])
-        held = float(priced.memory.total[i]) / GIB
-        why = reason(priced, i, rows[0], int(sizes["gpus_per_node"]))
-        lines.append(
-            f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
-            f"{c.schedule:14s} {c.recompute:17s} {c.zero:4d} {seconds:7.3g} "
-            f"{f'{within(seconds, likely):>11s} ' if likely else ''}"
-            f"{mfu(config, sizes, gpus, seconds):7.1f} {held:4.{2 if held < 1 else 0}f}  {why}"
+@dataclass(frozen=True)
+class Plan:
+    """The priced layouts of `gpus` GPUs or ranks; `sizes`: fields of `StepWork` that they share."""
+
+    config: Config
+    priced: Priced
+    sizes: Mapping[str, float]
+    gpus: int
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Layouts of the table, the best first."""
+        return best(self.priced, ROWS)
+
+    @property
+    def caution(self) -> str:
+        """The caveat about times; none if the machine itself was measured."""
+        return "" if self.config.cluster.file else UNMEASURED
+
+    @property
+    def command(self) -> str:
+        """The command line of the best layout."""
+        choice = self.priced.choices[self.rows[0]]
+        return f"parallel3d train … {typed_keys(choice, sp=choice.tp > 1)}"
+
+    @property
+    def title(self) -> str:
+        file = self.config.cluster.file
+        where = f"{self.gpus:,} GPUs of {self.config.cluster.name}"
+        where = f"{self.gpus} ranks of the machine in {file}" if file else where
+        return f"{self.config.model.name} on {where}"
+
+    def mfu(self, index: int) -> float:
+        """Returns a layout's model FLOPs utilisation in per cent."""
+        model = self.config.model
+        tokens = self.config.global_batch_size * model.seq_length
+        useful = tokens * flops_per_token(model, model.seq_length)
+        seconds = float(self.priced.seconds[index])
+        return 100 * useful / (seconds * self.gpus * self.sizes["peak"])
+
+    def cells(self) -> list[list[str]]:
+        """Returns the table under HEAD.
+
+        The range of seconds is as wide as for a GPU, network or engine that no measured run covers,
+        as none is of parallel3d itself; a measured machine has none.
+        """
+        spread = None if self.config.cluster.file else range_of_a_new_place()
+        found = []
+        for place, i in enumerate(self.rows, 1):
+            c, seconds = self.priced.choices[i], float(self.priced.seconds[i])
+            gib = float(self.priced.memory[i]) / GIB
+            sizes = (place, c.tp, c.pp, c.vpp, c.dp, c.micro_batch, c.schedule, c.recompute, c.zero)
+            likely = "–".join(f"{seconds * factor:.3g}" for factor in spread or ())
+            why = reason(self.priced, i, self.rows[0], int(self.sizes["gpus_per_node"]))
+            figures = f"{seconds:.3g}", likely, f"{self.mfu(i):.1f}", f"{gib:.{2 * (gib < 1)}f}"
+            found.append([*map(str, sizes), *figures, why])
+        return found
+
+    def table(self) -> list[str]:
+        """Returns the lines that the terminal shows."""
+        config, said = self.config, self.caution
+        if (file := config.cluster.file) is not None:
+            said = scaled(read(file), file, config.model)
+        title = (
+            f"{self.title}, {config.precision.name}, {config.global_batch_size} sequences of "
+            f"{config.model.seq_length} a step: {len(self.priced.choices)} layouts, "
+            f"{len(self.priced.order)} fit"
         )
-    return [*lines, *filter(None, [said]), "", command(priced, rows[0])]
+        shown = aligned([HEAD, *self.cells()], ALIGNED)
+        return [title, "", *(f" {line}" for line in shown), *filter(None, [said]), "", self.command]
 
 
-def spread_of(config: Config) -> tuple[float, float] | None:
-    """Returns what measured steps are to predictions, from a tenth to nine tenths of them; None
-    for a measured machine.
-
-    As wide as for a network and engine that no run covers: parallel3d itself has none.
-    """
-    return None if config.cluster.file else ranges()["place"]
-
-
-def within(seconds: float, spread: tuple[float, float]) -> str:
-    """Returns the seconds that four of five steps lie within."""
-    return "–".join(f"{seconds * factor:.3g}" for factor in spread)
-
-
-def mfu(config: Config, sizes: Mapping[str, float], gpus: int, seconds: float) -> float:
-    """Returns the model FLOPs utilisation in per cent."""
-    tokens = config.global_batch_size * config.model.seq_length
-    useful = tokens * flops_per_token(config.model, config.model.seq_length)
-    return 100 * useful / (seconds * gpus * sizes["peak"])
-
-
-def command(priced: Priced, index: int) -> str:
-    """Returns the command line of a layout."""
-    c: Any = priced.choices[index]
-    words = [f"tp={c.tp}", f"pp={c.pp}", f"dp={c.dp}", f"micro_batch_size={c.micro_batch}"]
-    words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
-    words += ["sp=true"] * (c.tp > 1) + [f"zero={c.zero}"] * (c.zero > 0)
-    words += [f"recompute={c.recompute}"] * (c.recompute != "none")
-    return "parallel3d train … " + " ".join(words)
+def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
+    """Returns a layout as it is typed."""
+    words = [f"tp={choice.tp} pp={choice.pp} dp={choice.dp} micro_batch_size={choice.micro_batch}"]
+    words += [f"schedule={choice.schedule}"] * (choice.pp > 1)
+    words += [f"vpp={choice.vpp}"] * (choice.vpp > 1) + ["sp=true"] * sp
+    words += [f"zero={choice.zero}"] * (choice.zero > 0)
+    words += [f"recompute={choice.recompute}"] * (choice.recompute != "none")
+    return " ".join(words)
 
 
 MADE_BY = "parallel3d plan"
-MARK = "data-by='parallel3d plan'"
+MARK = f"data-by='{MADE_BY}'"
 SHARES = (1 / 3, 0.4, 0.8 / 3)  # forward, input and weight gradient (schedule.costs)
 BOXES = 7900  # of a pipeline's drawing, with their names
 MOST_RANKS = 16  # of a pipeline's memory chart
 
-# kind -> (colour, explanation): parts of a step,
-PARTS = {
-    "compute": ("#3b7dc4", "the busiest GPU computes, with waits inside of its layers"),
-    "bubble": ("#8d9299", "waiting for the pipeline to fill and to drain"),
-    "messages": ("#e08e2b", "hidden states on their way to the next stage, where nothing hides it"),
-    "gradients": ("#b5475b", "summing gradients over the replicas beyond the backward"),
-    "optimizer": ("#6f9f4f", "the optimizer's pass over its state"),
-    "fixed": ("#9b8bb8", "what a step takes whatever its size"),
-}
-# parts of the busiest GPU's compute,
-COMPUTE_PARTS = {
+# kind -> (colour, explanation): parts of the busiest GPU's compute, and of a step.
+TIMES = {
     "matmuls": ("#1f5e9e", "GEMMs of the layers, forward and both of the backward"),
     "attention": ("#2f8f8a", "scores, softmax and values, forward and backward"),
     "element-wise": ("#7fb3e0", "norms, activations, residuals: bytes through the memory"),
@@ -194,20 +204,20 @@ COMPUTE_PARTS = {
     "tp collectives": ("#7a5ea8", "waits for the other GPUs of a layer, where no GEMM hides them"),
     "head and embedding": ("#8aa3b8", "logits, loss and table, where the busiest stage has them"),
     "launches": ("#a0522d", "the host, where it is slower than the GPU, and gathers of zero=3"),
+    "compute": ("#3b7dc4", "the busiest GPU computes, with waits inside of its layers"),
+    "bubble": ("#8d9299", "waiting for the pipeline to fill and to drain"),
+    "messages": ("#e08e2b", "hidden states on their way to the next stage, where nothing hides it"),
+    "gradients": ("#b5475b", "summing gradients over the replicas beyond the backward"),
+    "optimizer": ("#6f9f4f", "the optimizer's pass over its state"),
+    "fixed": ("#9b8bb8", "what a step takes whatever its size"),
 }
-# and parts of a rank's memory.
+PARTS = [*TIMES][7:]  # as `StepTime` names them
 KINDS = {
-    "parameters": ("#1f5e9e", "parameters in the type that is computed with"),
-    "weight gradients": ("#2f8f8a", "gradients, fp32"),
-    "masters and moments": ("#6f9f4f", "fp32 copies and the optimizer's moments"),
-    "activations": ("#e08e2b", "activations, kept from forward to backward"),
-    "logits": ("#b5475b", "logits of the head"),
-    "buffers": ("#9b8bb8", "buffers of collectives and tables"),
-    "reserve": ("#8d9299", "kept for the driver, NCCL and fragments"),
-}
-COLOURS = {
-    kind: colour for kinds in (PARTS, COMPUTE_PARTS, KINDS) for kind, (colour, _) in kinds.items()
-}
+    "parameters": "#1f5e9e", "weight gradients": "#2f8f8a", "masters and moments": "#6f9f4f",
+    "activations": "#e08e2b", "logits": "#b5475b", "buffers of collectives and tables": "#9b8bb8",
+    "kept for the driver, NCCL and fragments": "#8d9299",
+}  # fmt: skip
+COLOURS = {kind: colour for kind, (colour, _) in TIMES.items()} | KINDS
 
 STYLE = """
 :root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;margin:0}
@@ -225,173 +235,116 @@ margin:0 6px 0 14px} .paper{background:#fff;padding:8px;overflow:auto;max-height
 """
 
 
-def check_page(config: Config) -> None:
-    """Raises UserError, before any work is done, if the file cannot be written."""
-    check_free("plan.html", config.plan.html, MARK, MADE_BY)
-
-
-def write_page(
-    config: Config,
-    priced: Priced,
-    rows: Sequence[int],
-    mfu: Sequence[float],
-    gpus: int,
-    sizes: Mapping[str, float],
-    command: str,
-    assumed: Sequence[str],
-) -> None:
-    """Writes a single HTML page. `rows`: of the table, `mfu` theirs; raises UserError."""
-    first, is_measured = rows[0], config.cluster.file is not None
-    best = (configured_here if is_measured else configure)(config, priced.choices[first])
-    memory = float(sizes["memory_bytes"])
-    title = f"{config.model.name} on {gpus:,} GPUs of {config.cluster.name}"
+def write_page(plan: Plan, assumed: Sequence[str]) -> None:
+    """Writes a single HTML page. Raises UserError if it cannot be written."""
+    title = escape(plan.title)
+    priced = (
+        "Times are priced with constants that are fitted to published runs, memory is what "
+        "parallel3d's own code holds; how right both are: docs/planner.md. "
+    )
     parts = [
         f"<!DOCTYPE html><html lang='en' {MARK}><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width,initial-scale=1'>",
-        f"<title>Plan: {escape(title)}</title><style>{STYLE}</style></head><body><main>",
-        _best(config, priced, first, mfu[0], memory, title, command),
-        _table_of_ten(config, priced, rows, mfu, memory, int(sizes["gpus_per_node"])),
-        _step(config, priced, first, {} if is_measured else sizes),
-        _pipeline(best, priced, first) if best.pp > 1 else "",
-        _memory(best, priced, first, memory),
-        _cluster(best),
-        "<footer>Times are priced with constants that are fitted to published runs, memory is what "
-        "parallel3d's own code holds; how right both are: docs/planner.md. "
-        + escape(f"Assumed: {', '.join(assumed)}." if assumed else ""),
+        f"<title>Plan: {title}</title><style>{STYLE}</style></head><body><main><h1>{title}</h1>",
+        *_sections(plan),
+        f"<footer>{priced}{escape('Assumed: ' * bool(assumed) + ', '.join(assumed))}",
         "</footer></main></body></html>",
     ]
-    write("plan.html", str(config.plan.html), "\n".join(filter(None, parts)) + "\n")
+    write("plan.html", str(plan.config.plan.html), "\n".join(parts) + "\n")
 
 
-def _best(
-    config: Config, priced: Priced, first: int, mfu: float, memory: float, title: str, command: str
-) -> str:
-    """Returns the best layout with time, memory and command line."""
-    seconds, used = float(priced.seconds[first]), float(priced.memory.total[first])
-    rate = config.global_batch_size * config.model.seq_length / seconds
+def _sections(plan: Plan) -> Iterable[str]:
+    """Yields the best layout, the table, and the best layout's time, pipeline, memory and map."""
+    config, priced, first = plan.config, plan.priced, plan.rows[0]
+    made = configure(config, priced.choices[first])
+    tokens, seconds = (
+        config.global_batch_size * config.model.seq_length,
+        float(priced.seconds[first]),
+    )
+    used, memory = float(priced.memory[first]) / 1e9, float(plan.sizes["memory_bytes"]) / 1e9
     words = (
-        f"{seconds:.3g} s a step, {rate:,.0f} tokens a second, "
-        f"MFU{' at most' * bool(caution(config))} {mfu:.1f} %, "
-        f"{used / 1e9:.1f} of {memory / 1e9:.1f} GB on the fullest GPU. {len(priced.order):,} of "
-        f"{len(priced.choices):,} layouts fit."
+        f"{config.precision.name}, {config.global_batch_size:,} sequences of "
+        f"{config.model.seq_length:,} tokens a step: {seconds:.3g} s, "
+        f"{tokens / seconds:,.0f} tokens a second, MFU{' at most' * bool(plan.caution)} "
+        f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU. "
+        f"{len(priced.order):,} of {len(priced.choices):,} layouts fit."
     )
-    return (
-        f"<h1>{escape(title)}</h1><p>{config.precision.name}, {config.global_batch_size:,} "
-        f"sequences of {config.model.seq_length:,} tokens a step.</p><section><h2>The best layout"
-        f"</h2><p>{escape(words)}</p><pre>{escape(command)}</pre></section>"
-    )
-
-
-def _table_of_ten(
-    config: Config,
-    priced: Priced,
-    rows: Sequence[int],
-    mfu: Sequence[float],
-    memory: float,
-    domain: int,
-) -> str:
-    slowest = max(float(priced.seconds[i]) for i in rows)
-    head = ["#", "tp", "pp", "vpp", "dp", "mb", "schedule", "recompute", "zero"]
-    head += ["step", "MFU", "memory", "time", "why"]
-    cells = []
-    for place, i in enumerate(rows):
-        c, why = priced.choices[i], reason(priced, i, rows[0], domain)
-        sizes = (place + 1, c.tp, c.pp, c.vpp, c.dp, c.micro_batch)
-        ways = (c.schedule if c.pp > 1 else "–", c.recompute, c.zero)
-        share = float(priced.memory.total[i]) / memory
-        figures = (f"{float(priced.seconds[i]):.3g} s", f"{mfu[place]:.1f} %", f"{share:.0%}")
-        bar = _bar(_parts(priced, i), slowest, "s")
-        cells.append([*map(str, (*sizes, *ways, *figures)), bar, escape(why)])
-    return (
-        f"<section><h2>The {len(rows)} best layouts</h2><p>One for each pair of tp and pp; of "
-        "layouts within half a per cent the simpler stands first. "
-        f"{escape(caution(config))}</p>{_key(PARTS)}{_table(head, cells)}</section>"
-    )
-
-
-def _step(config: Config, priced: Priced, first: int, sizes: Mapping[str, float]) -> str:
-    """Returns the best layout's time by kind; `sizes` split its compute."""
-    parts = _parts(priced, first)
-    if sizes:
-        work = works([priced.choices[first]], sizes, config.global_batch_size)
-        parts = breakdown(work, load(), parts.pop("compute")) | parts
-    total = float(priced.seconds[first])
+    yield _section("The best layout", words, f"<pre>{escape(plan.command)}</pre>")
+    slowest = max(float(priced.seconds[i]) for i in plan.rows)
     rows = [
-        [_key([kind]), f"{value:.3g} s", f"{100 * value / total:.1f} %",
-         escape((PARTS | COMPUTE_PARTS)[kind][1])]
-        for kind, value in parts.items()
-    ]  # fmt: skip
-    return (
-        f"<section class='big'><h2>Where the step's time goes</h2>"
-        f"{_bar(parts, sum(parts.values()), 's')}"
-        f"{_table(('part', 'time', 'share', 'what it is'), rows)}</section>"
-    )
-
-
-def _pipeline(best: Config, priced: Priced, first: int) -> str:
-    """Draws the pipeline with as many micro-batches as show how it fills, runs and drains."""
-    count = best.num_microbatches
-    seconds = float(priced.time.compute[first]) / count  # of a micro-batch on the busiest rank
-    most = max(BOXES // (3 * best.pp * best.vpp), best.pp)
-    shown = min(count, max(3 * best.pp, 8), most)
-    schedule = make(best.schedule.name, best.pp, shown, best.vpp)
-    drawn = time_orders(schedule.orders, schedule.placement, _costs(best, schedule, seconds))
-    title = f"{best.schedule.name}, {best.pp} ranks, {shown} micro-batches"
+        [*map(escape, row), _bar(_parts(priced, i), slowest, "s")]
+        for row, i in zip(plan.cells(), plan.rows, strict=True)
+    ]
+    words = "One for each pair of tp and pp; of layouts within half a per cent the simpler first. "
+    yield _section(
+        f"The {len(rows)} best layouts", words + plan.caution, _key(PARTS),
+        _table((*HEAD, "time"), rows),
+    )  # fmt: skip
     parts = _parts(priced, first)
-    idle = 100 * parts["bubble"] / (parts["bubble"] + parts["compute"])
-    return (
-        f"<section><h2>The pipeline in time</h2><p>Drawn: {shown} of the {count} micro-batches, "
-        f"without messages. In the whole step {idle:.1f} % is idle.</p>"
-        f"<div class='paper'>{render_svg(drawn, title, 1080, unit=' s')}</div></section>"
+    if config.cluster.file is None:
+        work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
+        parts = breakdown(work, load(), parts.pop("compute")) | parts
+    rows = [
+        [_key([kind]), f"{part:.3g} s", f"{part / seconds:.1%}", escape(TIMES[kind][1])]
+        for kind, part in parts.items()
+    ]
+    shown = f"<div class='big'>{_bar(parts, sum(parts.values()), 's')}</div>"
+    yield _section("Where the step's time goes", "", shown, _table(("part", "", "", ""), rows))
+    if made.pp > 1:
+        yield _pipeline(made, _parts(priced, first))
+    yield _memory(made, used, memory)
+    try:
+        report = make_report(replace(made, topology=replace(made.topology, search=0)), None, {})
+        picture = picture_of(report, facts_of(report, MAP_MADE_BY))
+        yield _section("Where the ranks sit", "", f"<div class='paper'>{picture}</div>")
+    except UserError as error:
+        yield _section("Where the ranks sit", f"No picture: {error}")
+
+
+def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
+    """Draws the pipeline with as many micro-batches as show how it fills, runs and drains."""
+    count, name = made.num_microbatches, made.schedule.name
+    most = max(BOXES // (3 * made.pp * made.vpp), made.pp)
+    shown = min(count, max(3 * made.pp, 8), most)
+    schedule = make(name, made.pp, shown, made.vpp)
+    weights = StageWeights.of_run(made)
+    costs = RankWork(*SHARES, weights=weights).costs(schedule.placement)
+    drawn = time_orders(schedule.orders, schedule.placement, costs)
+    title = f"{name}, {made.pp} ranks, {shown} micro-batches"
+    idle = parts["bubble"] / (parts["bubble"] + parts["compute"])
+    return _section(
+        "The pipeline in time",
+        f"Drawn: {shown} of the {count} micro-batches, without messages, in units of a mean rank's "
+        f"micro-batch. In the whole step {idle:.1%} is idle.",
+        f"<div class='paper'>{render_svg(drawn, title, 1080)}</div>",
     )
 
 
-def _costs(config: Config, schedule: Schedule, seconds: float) -> Costs:
-    weights = StageWeights.of_run(config)(schedule.placement)
-    if weights is None:
-        forward, input, weight = (share * seconds for share in SHARES)
-        return Costs.even(schedule.placement, forward, input, weight)
-    busy: dict[int, float] = {}
-    for (rank, _), (part, *more) in zip(schedule.placement.places, weights, strict=True):
-        busy[rank] = busy.get(rank, 0.0) + part + sum(more) * SHARES[0]
-    unit = seconds / max(busy.values())
-    forward, input, weight = (share * unit for share in SHARES)
-    return RankWork(forward, input, weight, weights=lambda _: weights).costs(schedule.placement)
-
-
-def _memory(best: Config, priced: Priced, first: int, memory: float) -> str:
-    """Returns the peak memory of each rank of the pipeline."""
-    stages = [peak_memory(best, index) for index in range(best.pp)]
-    reserve = float(priced.memory.total[first]) - max(h.total for h in stages)
-    longest = max(memory, *(h.total + reserve for h in stages)) * 1.02 / 1e9
+def _memory(made: Config, used: float, memory: float) -> str:
+    """Returns the peak memory of each rank of the pipeline; `used`: GB of the fullest one."""
+    stages = [peak_memory(made, index) for index in range(made.pp)]
+    reserve = used - max(rank.total for rank in stages) / 1e9
     shown = list(enumerate(stages))
     if len(shown) > MOST_RANKS:
         shown = [*shown[: MOST_RANKS // 2], *shown[-MOST_RANKS // 2 :]]
     rows = []
     for index, one in shown:
         nbytes = (one.parameters, one.gradients, one.masters + one.optimizer, one.activations,
-                  one.logits, one.buffers, reserve)  # fmt: skip
+                  one.logits, one.buffers, reserve * 1e9)  # fmt: skip
         parts = {kind: value / 1e9 for kind, value in zip(KINDS, nbytes, strict=True)}
-        bar = _bar(parts, longest, "GB", memory / 1e9)
-        rows.append([f"rank {index}", bar, f"{sum(parts.values()):.1f} GB",
-                     f"peaks in {escape(one.phase)}"])  # fmt: skip
-    return (
-        "<section><h2>Memory along the pipeline</h2><p>Each rank at its fullest moment of a step. "
-        f"The red line is the GPU's memory, {memory / 1e9:.1f} GB.</p>{_key(KINDS)}"
-        f"{_table(('along pp', 'memory', 'in all', ''), rows)}</section>"
-    )
+        bar = _bar(parts, 1.02 * max(memory, used), "GB", memory)
+        peak = f"{sum(parts.values()):.1f} GB", f"peaks in {escape(one.phase)}"
+        rows.append([f"rank {index}", bar, *peak])
+    words = "Each rank at its fullest moment of a step. The red line is the GPU's memory, "
+    return _section(
+        "Memory along the pipeline", f"{words}{memory:.1f} GB.", _key(KINDS),
+        _table(("along pp", "memory", "in all", ""), rows),
+    )  # fmt: skip
 
 
-def _cluster(best: Config) -> str:
-    """Returns the picture of `parallel3d topology`, or the reason why there is none."""
-    try:
-        shown = replace(best.topology, search=0)
-        report = make_report(replace(best, topology=shown), None, {})
-        picture = picture_of(report, facts_of(report, MAP_MADE_BY))
-        picture = f"<div class='paper'>{picture}</div>"
-    except UserError as error:
-        picture = f"<p>No picture: {escape(str(error))}</p>"
-    return f"<section><h2>Where the ranks sit</h2>{picture}</section>"
+def _section(heading: str, words: str, *parts: str) -> str:
+    said = f"<p>{escape(words)}</p>" if words else ""
+    return f"<section><h2>{escape(heading)}</h2>{said}{''.join(parts)}</section>"
 
 
 def _parts(priced: Priced, index: int) -> dict[str, float]:
@@ -411,7 +364,7 @@ def _bar(parts: Mapping[str, float], whole: float, unit: str, limit: float | Non
     return f"<div class='bar'>{made}{line}</div>"
 
 
-def _key(kinds: Sequence[str] | Mapping[str, tuple[str, str]]) -> str:
+def _key(kinds: Iterable[str]) -> str:
     items = (f"<i style='background:{COLOURS[kind]}'></i>{escape(kind)}" for kind in kinds)
     return f"<div class='key'>{''.join(items)}</div>"
 
@@ -435,25 +388,21 @@ _HELD = {
 def plan(config: Config, typed: Sequence[str]) -> int:
     """Prints the table. Returns the exit code, 0. Raises UserError for what cannot work."""
     keys = chosen_keys(typed)
-    check_page(config)
+    check_free("plan.html", config.plan.html, MARK, MADE_BY)
     config, assumed = assume_model(config, typed)
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
     check_fields(config)
     check_model(config.model)
     fixed = held(config, keys)
-    nodes, node = _gpus(config)
-    gpus = nodes * node
-    check_fixed(config, fixed, gpus)
-    priced, sizes = searched(config, fixed, gpus)
-    if not priced.order:
-        raise UserError(fits_nowhere(config, sizes, priced, fixed, nodes))
-    for line in table(config, priced, gpus, sizes):
-        print(line, file=sys.stdout)
+    nodes, node = config.cluster.nodes or 1, config.cluster.gpus_per_node or 8
+    if config.cluster.file is not None:
+        nodes, node = 1, config.cluster.gpus_per_node or read(config.cluster.file).made.count
+    check_fixed(config, fixed, nodes * node)
+    found = searched(config, fixed, nodes * node)
+    print("\n".join(found.table()))
     if config.plan.html:
-        rows = best(priced, ROWS)
-        shown = [mfu(config, sizes, gpus, float(priced.seconds[i])) for i in rows]
-        write_page(config, priced, rows, shown, gpus, sizes, command(priced, rows[0]), assumed)
+        write_page(found, assumed)
     if config.model.num_layers > MOST_STAGES and "pp" not in fixed:
         print(f"Not looked at: pp above {MOST_STAGES}, and above {MOST_V_HALF} with v_half")
     if assumed:
@@ -462,22 +411,20 @@ def plan(config: Config, typed: Sequence[str]) -> int:
 
 
 def held(config: Config, keys: set[str]) -> dict[str, int | str]:
-    """Returns the user's choices by the names of `plan.search.LayoutChoice`."""
+    """Returns the user's choices by the names of `LayoutChoice`."""
     found = {name: getattr(config, key) for key, name in _HELD.items() if key in keys}
     if "recompute" in found:
         found["recompute"] = spelled(config.recompute)
-    if "dp" in found and found["dp"] is None:
-        del found["dp"]
     if "schedule" in keys or "schedule.name" in keys:
         found["schedule"] = config.schedule.name
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def searched(
-    config: Config, fixed: Mapping[str, int | str], ranks: int
-) -> tuple[Priced, dict[str, float]]:
-    """Returns every layout of `ranks`, priced by the cluster's datasheet or its measured file, and
-    the sizes that they share. Raises UserError for a cluster that cannot be priced."""
+def searched(config: Config, fixed: Mapping[str, int | str], ranks: int) -> Plan:
+    """Returns every layout of `ranks`, priced by the cluster's datasheet or its measured file.
+
+    Raises UserError for a cluster that cannot be priced, and if no layout is possible or fits.
+    """
     file, batch = config.cluster.file, config.global_batch_size
     if fixed.get("schedule") == "v_half" and int(fixed.get("pp", 1)) > MOST_V_HALF:
         raise UserError(
@@ -492,32 +439,21 @@ def searched(
                 f"cluster.nodes={config.cluster.nodes} must be 1 with cluster={file}, in which no "
                 "network was measured; the nearest is cluster.nodes=1"
             )
-        sizes = measured_sizes(config, machine, ranks)
-        choices = list(measured_layouts(sizes, ranks, batch, fixed))
-        if not choices:
-            raise UserError(no_layout(config, ranks, fixed))
-        return price_measured(choices, sizes, config, machine), sizes
-    sizes = sizes_of(config)
-    choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed))
+    sizes = sizes_of(config) if file is None else measured_sizes(config, machine, ranks)
+    zeros = (0, 1, 2, 3) if file is None else (0, 1)  # 2 and 3 are priced only roughly
+    choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed, zeros))
     if not choices:
         raise UserError(no_layout(config, ranks, fixed))
-    return priced_by_shapes(config, choices, sizes), sizes
-
-
-def priced_by_shapes(
-    config: Config, choices: list[LayoutChoice], sizes: Mapping[str, float]
-) -> Priced:
-    """Prices times by the datasheet's constants, memory by parallel3d's own code."""
-    with SearchProgress() as tell:
-        held = memories(config, choices, 1e9 * config.dryrun.reserve_gb, tell)
-    return price(choices, sizes, config.global_batch_size, load(), held)
-
-
-def _gpus(config: Config) -> tuple[int, int]:
-    """Returns (nodes, GPUs of a node)."""
-    if config.cluster.file is not None:
-        return 1, config.cluster.gpus_per_node or read(config.cluster.file).made.count
-    return config.cluster.nodes or 1, config.cluster.gpus_per_node or 8
+    if file is not None:
+        priced = price_measured(choices, sizes, config, machine)
+    else:
+        with SearchProgress() as tell:
+            memory = memories(config, choices, 1e9 * config.dryrun.reserve_gb, tell)
+        priced = price(choices, sizes, batch, load(), memory)
+    found = Plan(config, priced, sizes, ranks)
+    if not priced.order:
+        raise UserError(fits_nowhere(found, fixed))
+    return found
 
 
 def card_of(config: Config) -> tuple[str, Device]:
@@ -621,24 +557,19 @@ def no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
     )
 
 
-def fits_nowhere(
-    config: Config,
-    sizes: Mapping[str, float],
-    priced: Priced,
-    fixed: Mapping[str, int | str],
-    nodes: int,
-) -> str:
+def fits_nowhere(found: Plan, fixed: Mapping[str, int | str]) -> str:
     """Returns the error message for a model that fits no layout: by how much, and what would."""
-    least = int(np.argmin(priced.memory.total))
-    choice, memory = priced.choices[least], float(sizes["memory_bytes"])
-    needed, file = float(priced.memory.total[least]), config.cluster.file
-    where = f"of the ranks of cluster={file}" if file else f"on cluster.nodes={nodes}"
-    available = f"{memory / GIB:.1f} a rank" if file else f"{memory / GIB:.0f}"
-    if file:
-        words = _fewer_layers(config, choice, sizes)
+    config, memory = found.config, float(found.sizes["memory_bytes"])
+    least = int(np.argmin(found.priced.memory))
+    choice, needed = found.priced.choices[least], float(found.priced.memory[least])
+    if file := config.cluster.file:
+        where, available = f"of the ranks of cluster={file}", f"{memory / GIB:.1f} a rank"
+        words = _fewer_layers(config, choice, found.sizes)
     else:
+        nodes = config.cluster.nodes or 1
+        where, available = f"on cluster.nodes={nodes}", f"{memory / GIB:.0f}"
         words = "cluster.nodes must be larger, "
-        words += _nodes_that_fit(config, sizes, fixed, nodes, needed)
+        words += _nodes_that_fit(config, found.sizes, fixed, nodes, needed)
     return (
         f"model={config.model.name} fits no layout {where}: the one that needs least "
         f"(tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "
@@ -657,7 +588,6 @@ def _nodes_that_fit(
     """Returns the end of that message: the nodes, doubled until a layout fits. `needed`: bytes of
     the best layout of `nodes`."""
     node, memory = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
-    full = PARALLEL3D["memory.full"]
     with SearchProgress() as tell:
         while True:
             nodes *= 2
@@ -668,9 +598,9 @@ def _nodes_that_fit(
             if tried:
                 # Only bytes decide whether a layout fits: times are not priced.
                 least = least_memory(
-                    grown, tried, 1e9 * config.dryrun.reserve_gb, full * memory, tell.at(nodes)
+                    grown, tried, 1e9 * config.dryrun.reserve_gb, memory, tell.at(nodes)
                 )
-                if least / memory <= full:
+                if least <= memory:
                     words = f"the nearest that would is cluster.nodes={nodes}"
                     more = batch != config.global_batch_size
                     return words + (f" global_batch_size={batch}" if more else "")

@@ -6,7 +6,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ from parallel3d.estimate.balance import (
     placement_of,
     sends_slices,
 )
-from parallel3d.estimate.memory import MemoryEstimate
 from parallel3d.estimate.ops import (
     Op,
     Widths,
@@ -34,32 +33,19 @@ from parallel3d.estimate.ops import (
     stage_parameters,
     widths,
 )
-from parallel3d.estimate.search import LayoutChoice
+from parallel3d.estimate.search import LayoutChoice, configure
 from parallel3d.estimate.traffic import (
     ACTIVATION_BYTES,
 )
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.schedule import make
 
-STATE = ("parameters", "gradients", "masters", "optimizer")
-
-
-def configure(config: Config, choice: LayoutChoice) -> Config:
-    """Returns the configuration with a choice in it, and sequence parallelism where there is tp."""
-    return replace(
-        config,
-        tp=choice.tp, pp=choice.pp, dp=choice.dp, vpp=choice.vpp, zero=choice.zero,
-        sp=choice.tp > 1, micro_batch_size=choice.micro_batch, recompute=choice.recompute,
-        schedule=replace(config.schedule, name=choice.schedule),
-    )  # fmt: skip
-
 
 def peak_stage(config: Config) -> tuple[int, RankMemory]:
     """Returns (index along pp, peak memory) of the rank that needs most.
 
     Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
-    have
-    more: only the ends, the middle, and the first rank of most layers are looked at.
+    have more: only the ends, the middle, and the first rank of most layers are looked at.
     """
     split, placement = layers_by_stage(config), placement_of(config)
     counts = [0] * config.pp
@@ -76,22 +62,15 @@ def memories(
     choices: Sequence[LayoutChoice],
     reserve: float,
     tell: Callable[[str], None] | None = None,
-) -> MemoryEstimate:
+) -> NDArray[np.float64]:
     """Returns the bytes of each choice's fullest GPU plus `reserve`, which no tensor can use;
     `tell` is called with the progress."""
-    rows = []
+    totals = []
     for done, choice in enumerate(choices):
         if tell is not None:
             tell(f"layout {done} of {len(choices)}")
-        rows.append(peak_stage(configure(config, choice)))
-    index = np.array([i for i, _ in rows])
-    total = np.array([h.total for _, h in rows]) + reserve
-    state = np.array([sum(getattr(h, name) for name in STATE) for _, h in rows])
-    activations = np.array([h.activations + h.buffers for _, h in rows])
-    logits = np.array([h.logits for _, h in rows])
-    last = np.array([choice.pp - 1 for choice in choices])
-    stage = np.where(index == 0, 0, np.where(index == last, 2, 1))
-    return MemoryEstimate(total, state, activations, logits, stage, total)
+        totals.append(peak_stage(configure(config, choice))[1].total)
+    return np.array(totals) + reserve
 
 
 def least_memory(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,29 +17,22 @@ from numpy.typing import NDArray
 
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import PARTS, parts_of
+from parallel3d.config.sections import PARTS
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import STATE, RankMemory, peak_memory
-from parallel3d.estimate.balance import layers_of_stages, run_schedule
-from parallel3d.estimate.memory import PARALLEL3D, MemoryEstimate
-from parallel3d.estimate.ops import (
-    layer_flops,
-    layer_ops,
-    recomputing,
-    repeated,
-    split_counts,
-    stage_parameters,
-    widths,
-)
-from parallel3d.estimate.search import LayoutChoice, Priced, layouts, simple_first
+from parallel3d.estimate.analytic_memory import peak_memory
+from parallel3d.estimate.balance import run_schedule
+from parallel3d.estimate.network import Transfer
+from parallel3d.estimate.ops import layer_flops, layer_ops, recomputing, widths
+from parallel3d.estimate.search import LayoutChoice, Priced, configure, ranked
 from parallel3d.estimate.step import StepTime
-from parallel3d.estimate.work import Number, sizes_of_model
+from parallel3d.estimate.traffic import PipelineRank, group_size, pipeline_ranks, transfers
+from parallel3d.estimate.work import sizes_of_model
 from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import Action
 from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 from parallel3d.schedules.walk import walk
+from parallel3d.topology.layout import layout_of
 
 
 @dataclass(frozen=True)
@@ -301,137 +294,46 @@ def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
     )
 
 
-# The costs follow the code: pipeline/executor.py, data_parallel/, optim/.
-ITEM = {"fp64": 8, "fp32": 4, "tf32": 4}  # bytes; the others have 2
-WIDE = 4  # bytes of gradients and masters
-FEW = 64  # bytes of an all-reduce of a few numbers
-STATISTICS = 12  # bytes a token that each rank contributes to the loss
-
-
+FEW = 64  # bytes: the smallest message that is measured
 Passes: TypeAlias = NDArray[Any]  # seconds of forward, input gradient and weight gradient
 
 
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """Costs of one rank of the layout of `config`, which is checked, with its dp."""
+def measured_passes(machine: MeasuredMachine, config: Config, piece: str, ratio: float) -> Passes:
+    """Returns a piece's passes, times the ratio of its FLOPs to the measured one's."""
+    at = config.tp, config.micro_batch_size * config.model.seq_length
+    return ratio * np.array([machine[f"{piece}.{way}"](*at) for way in WAYS])
 
-    config: Config
-    machine: MeasuredMachine
 
-    @property
-    def rows(self) -> int:
-        return self.config.micro_batch_size * self.config.model.seq_length
+def block_passes(machine: MeasuredMachine, config: Config) -> Passes:
+    """Returns the passes of a block without collectives and recomputation."""
+    ratio = layer_flops(config.model) / machine.model.flops
+    return measured_passes(machine, config, "block", ratio)
 
-    @property
-    def message(self) -> int:
-        """Bytes of a micro-batch's full hidden states."""
-        item = ITEM.get(self.config.precision.name, 2)
-        return self.rows * self.config.model.hidden_size * item
 
-    def collective(self, name: str, ranks: int, bytes: float) -> float:
-        """Returns seconds of one collective; of its CPU work, if the run's ranks share cores."""
-        if ranks == 1:
-            return 0.0
-        world = self.config.tp * self.config.pp * (self.config.dp or 1)
-        shares = self.machine.shares and world > self.machine.made.count
-        return self.machine[name + SHARED * shares](ranks, max(bytes, FEW))
+def stage_passes(machine: MeasuredMachine, rank: PipelineRank, stage: int) -> Passes:
+    """Returns the passes of a stage: its blocks, its ends, and the host's work per action."""
+    config, model = rank.config, rank.config.model
+    block, layers = block_passes(machine, config), len(rank.split[stage])
+    again = sum(machine[f"recompute.{part}"](config.tp) for part in rank.recompute)
+    again *= float(block[0]) * recomputing(config.recompute_layers, stage, layers)
+    found = layers * block
+    found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"] + (0.0, again, 0.0)
+    width = model.hidden_size / machine.model.hidden_size
+    if stage == 0:
+        found += measured_passes(machine, config, "embedding", width)
+    if stage == rank.placement.stages - 1:
+        columns = model.padded_vocab_size / machine.model.vocab
+        found += measured_passes(machine, config, "head", width * columns)
+    return found
 
-    def hop(self) -> float:
-        """Returns seconds of a message to the next stage."""
-        share = self.config.tp if self.config.sp else 1
-        return self.collective("send_recv", 2, self.message / share) if self.config.pp > 1 else 0.0
 
-    def _tensor(self, sums: int, gathers: int, scatters: int) -> float:
-        """Returns seconds of collectives of a micro-batch's hidden states over tp: all-reduces or,
-        under sequence parallelism, all-gathers and reduce-scatters."""
-        names = {"all_reduce": sums}
-        if self.config.sp:
-            names = {"all_gather": gathers, "reduce_scatter": scatters}
-        tp = self.config.tp
-        return sum(n * self.collective(name, tp, self.message) for name, n in names.items())
-
-    def _measured(self, piece: str, ratio: float) -> Passes:
-        """Returns a piece's measured passes, times the ratio of its FLOPs to the measured one's."""
-        at = self.config.tp, self.rows
-        return ratio * np.array([self.machine[f"{piece}.{way}"](*at) for way in WAYS])
-
-    def block(self) -> Passes:
-        """Returns the passes of one transformer block without collectives and recomputation."""
-        flops = layer_flops(self.config.model)
-        return self._measured("block", flops / self.machine.model.flops)
-
-    def layer(self) -> Passes:
-        """Returns the passes of one block with its collectives, without recomputation."""
-        return self.block() + np.array((self._tensor(2, 2, 2), self._tensor(2, 4, 2), 0.0))
-
-    def recomputed(self) -> float:
-        """Returns seconds of what a layer's backward recomputes."""
-        parts = parts_of(self.config.recompute)
-        contained = {"layer": {*PARTS[:-1]}, "mlp": {"activation"}}  # measured with the larger part
-        alone = parts - {small for large in parts for small in contained.get(large, ())}
-        share = sum(self.machine[f"recompute.{part}"](self.config.tp) for part in alone)
-        columns, rows = split_counts(repeated(layer_ops(widths(self.config.model)), parts))
-        return share * float(self.block()[0]) + self._tensor(rows, columns, rows)
-
-    @property
-    def _width(self) -> float:
-        return self.config.model.hidden_size / self.machine.model.hidden_size
-
-    def embedding(self) -> Passes:
-        """Returns the passes of the look-up and its gradient."""
-        found = self._measured("embedding", self._width)
-        return found + np.array((self._tensor(1, 0, 1), self._tensor(0, 1, 0), 0.0))
-
-    def head(self) -> Passes:
-        """Returns the passes of final norm, logits and loss; gradients are in the forward."""
-        columns = self.config.model.padded_vocab_size / self.machine.model.vocab
-        tp = self.config.tp
-        sums = self.collective("all_gather", tp, STATISTICS * tp * self.rows)
-        found = self._measured("head", self._width * columns)
-        return found + np.array((sums + self._tensor(1, 1, 1), 0.0, 0.0))
-
-    def elements(self, stages: Sequence[int], last: int) -> int:
-        """Counts a tensor rank's elements of some of the stages, of which `last` has the head."""
-        both, splits = {0, last} <= {*stages}, layers_of_stages(self.config)
-        return sum(
-            part.numel
-            for stage in stages
-            for part in stage_parameters(
-                self.config.model, self.config.tp, splits[stage], stage == 0, stage == last,
-                borrows_table=both,
-            )
-        )  # fmt: skip
-
-    def gradients(self, elements: int) -> float:
-        """Returns seconds of gradient reductions over dp, and of zero's all-gathers."""
-        bytes, dp = WIDE * elements, self.config.dp or 1
-        if not self.config.zero:
-            return self.collective("all_reduce", dp, bytes)
-        item = ITEM.get(self.config.precision.name, 2) * elements
-        found = self.collective("reduce_scatter", dp, bytes)
-        gathers = 1.0
-        if self.config.zero > 1:  # parameters before use, gradients after it
-            gathers = 2.0 * self.config.num_microbatches if self.config.zero > 2 else 1.0
-            if self.config.ddp.reduces_every_microbatch(self.config.zero):
-                found *= self.config.num_microbatches
-        return found + gathers * self.collective("all_gather", dp, item)
-
-    def tied(self) -> float:
-        """Returns seconds of the tied weight's gradient all-reduce between first and last stage."""
-        model = self.config.model
-        if not model.tie_embeddings or self.config.pp == 1:
-            return 0.0
-        table = model.padded_vocab_size * model.hidden_size // self.config.tp
-        return self.collective("all_reduce", 2, WIDE * table)
-
-    def update(self, elements: int) -> float:
-        """Returns seconds to clear and clip gradients and to step the optimizer."""
-        return self.machine["update"](elements / ((self.config.dp or 1) if self.config.zero else 1))
-
-    def fixed(self) -> float:
-        """Returns seconds of every step's small all-reduces."""
-        dp, world = self.config.dp or 1, self.config.tp * self.config.pp * (self.config.dp or 1)
-        return self.collective("all_reduce", dp, FEW) + self.collective("all_reduce", world, FEW)
+def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -> float:
+    """Returns seconds of a rank's calls of a collective, or messages; of their CPU work, if the
+    run's ranks share cores."""
+    shares = machine.shares and rank.layout.world_size > machine.made.count
+    ranks = 2 if sent.op == "send_recv" else group_size(sent.dim, rank.layout)
+    op = sent.op if sent.op in COLLECTIVES else "all_gather"  # bytes of an all-to-all go as far
+    return sent.count * machine[op + SHARED * shares](ranks, max(sent.nbytes, FEW))
 
 
 def shared_clock(
@@ -479,76 +381,54 @@ def shared_clock(
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Seconds of a step by part, as in estimate/step.py; `core`: core-seconds of all ranks."""
+class MeasuredTime(StepTime):
+    """Seconds of a step by part; `core`: core-seconds of all ranks."""
 
-    compute: float
-    bubble: float
-    messages: float
-    gradients: float
-    optimizer: float
-    fixed: float
     core: float
 
-    @property
-    def total(self) -> float:
-        return float(sum(getattr(self, name) for name in STEP))
 
-
-def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
+def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     """Returns the seconds of a step of a checked configuration on the machine.
 
-    Raises UserError for an impossible schedule or split.
+    What ranks send is `traffic.transfers`, what they compute the measured pieces. Collectives over
+    tp are half of the forward and half of the backward. Raises UserError for an impossible schedule
+    or split.
     """
-    costs = MeasuredCosts(config, machine)
-    schedule = run_schedule(config)
-    placement = schedule.placement
-    each = _stages(config, costs)
-    sums = [float(stage.sum()) for stage in each]
-    held = [
-        [placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(config.pp)
-    ]
-    count, last = config.num_microbatches, placement.stages - 1
-    gradients = [costs.gradients(costs.elements(mine, last)) for mine in held]
-    updates = [costs.update(costs.elements(mine, last)) for mine in held]
-    fixed, tied = costs.fixed(), costs.tied()
-    ends = [
-        g + u + fixed + tied * (0 in mine or last in mine)
-        for g, u, mine in zip(gradients, updates, held, strict=True)
-    ]
-    hop, replicas = costs.hop(), config.tp * (config.dp or 1)
-    speed = speed_of(machine, config.tp * config.pp * (config.dp or 1))
+    layout, schedule = layout_of(config), run_schedule(config)
+    placement, count, pp = schedule.placement, config.num_microbatches, config.pp
+    each, groups, crossings = np.zeros((placement.stages, 3)), [], 0
+    for rank in pipeline_ranks(config, layout):
+        seconds: dict[str, float] = defaultdict(float)
+        for sent in transfers(config, layout, rank.index):
+            seconds[sent.dim] += sent_seconds(machine, rank, sent)
+            crossings += sent.count * (sent.dim == "pp")
+        elements = sum(p.numel for p in rank.parameters) / (layout.dp if config.zero else 1)
+        seconds["update"] = machine["update"](elements)
+        groups.append(seconds)
+        for stage in rank.stages:
+            each[stage] = stage_passes(machine, rank, stage)
+            each[stage, :2] += seconds["tp"] / (2 * count * placement.chunks)
+    reduced = [g["dp"] + g["embedding"] for g in groups]
+    ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]
+    held = [[placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(pp)]
+    busy = [count * float(each[mine].sum()) for mine in held]
+    # A rank sends as many messages as it receives: half of each is its own work.
+    messages = [g["pp"] for g in groups]
+    hop = sum(messages) / max(crossings, 1)
+    replicas = layout.world_size // pp
+    speed = speed_of(machine, layout.world_size)
     forward, input, weight = (tuple(way) for way in np.maximum(each, 1e-9).T.tolist())
     clock = Costs(forward, input, weight, hop)
     total = shared_clock(schedule.orders, placement, clock, replicas, speed, ends)
-    messages = 2 * hop * count * placement.chunks
-    busy = [count * sum(sums[s] for s in mine) for mine in held]
-    slowest = max(range(config.pp), key=lambda rank: busy[rank] + ends[rank])
-    alone = 1 / speed(config.pp * replicas)
-    parts = busy[slowest], messages, gradients[slowest] + tied, updates[slowest], fixed
-    scale = min(alone, total / sum(parts))  # faster while others wait
-    computing, sent, reduced, updated, few = (part * scale for part in parts)
-    work = replicas * (sum(busy) + sum(ends) + messages * config.pp)
-    work *= machine["together"](config.pp * replicas)
+    slowest = max(range(pp), key=lambda rank: busy[rank] + ends[rank])
+    mine = groups[slowest]
+    parts = busy[slowest], messages[slowest], reduced[slowest], mine["update"], mine["world"]
+    scale = min(1 / speed(layout.world_size), total / sum(parts))  # faster while others wait
+    computing, between, sums, updated, few = (part * scale for part in parts)
+    core = replicas * (sum(busy) + sum(ends) + sum(messages))
+    core *= machine["together"](layout.world_size)
     bubble = total - scale * sum(parts)
-    return Parts(computing, bubble, sent, reduced, updated, few, work)
-
-
-def _stages(config: Config, costs: MeasuredCosts) -> list[Passes]:
-    """Returns every stage's passes: its layers, its ends, and the host's work per action."""
-    splits = layers_of_stages(config)
-    layer, again = costs.layer(), costs.recomputed()
-    action = costs.machine.numbers["launch.action"]
-    found = []
-    for stage, layers in enumerate(splits):
-        repeated = recomputing(config.recompute_layers, stage, len(layers))
-        passes = len(layers) * layer + np.array((action, action + again * repeated, 0.0))
-        if stage == 0:
-            passes = passes + costs.embedding()
-        if stage == len(splits) - 1:
-            passes = passes + costs.head()
-        found.append(passes)
-    return found
+    return MeasuredTime(computing, bubble, between, sums, updated, few, core)
 
 
 def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
@@ -570,45 +450,8 @@ def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
     return speed
 
 
-SEARCHED = ("1f1b", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
 MOST = 4000  # layouts that are priced: the first ones
-STEP = ("compute", "bubble", "messages", "gradients", "optimizer", "fixed")
-
-
-def measured_layouts(
-    sizes: Mapping[str, float], ranks: int, batch: int, fixed: Mapping[str, int | str]
-) -> Iterator[LayoutChoice]:
-    """Yields `layouts` with every schedule that can be simulated; zero=2 and 3 only if given."""
-    name = fixed.get("schedule")
-    held = {key: value for key, value in fixed.items() if key != "schedule"}
-    for choice in layouts(sizes, ranks, ranks, batch, held):
-        if (choice.zero > 1 and "zero" not in fixed) or fixed.get("vpp", choice.vpp) != choice.vpp:
-            continue
-        if choice.pp == 1:
-            if name in (None, "1f1b", choice.schedule):
-                yield choice
-            continue
-        if choice.schedule not in ("1f1b", "interleaved"):
-            continue  # one of each number of chunks represents all
-        for schedule in SEARCHED if name is None else (str(name),):
-            if _has_chunks(schedule, choice.vpp):
-                yield replace(choice, schedule=schedule)
-
-
-def _has_chunks(schedule: str, chunks: int) -> bool:
-    if schedule in LOOPED:
-        return chunks > 1
-    return chunks == 1 if schedule in ONE_CHUNK else chunks == 2 and schedule in V_SHAPED
-
-
-def configure(config: Config, choice: LayoutChoice) -> Config:
-    """Returns the configuration with a choice in it."""
-    return replace(
-        config,
-        tp=choice.tp, pp=choice.pp, dp=choice.dp, vpp=choice.vpp, zero=choice.zero,
-        micro_batch_size=choice.micro_batch, recompute=choice.recompute,
-        schedule=replace(config.schedule, name=choice.schedule),
-    )  # fmt: skip
+UNKNOWN = MeasuredTime(*[math.inf] * 7)
 
 
 def price_measured(
@@ -622,9 +465,8 @@ def price_measured(
     Recomputation only costs time, so it is priced only where less of it does not fit. Raises
     UserError if the run would refuse every choice.
     """
-    available = sizes["memory_bytes"] - machine.numbers["rank_gb"] * 1e9
-    peaks: list[RankMemory | None] = [None] * len(choices)
-    parts: list[Parts | None] = [None] * len(choices)
+    most, own = sizes["memory_bytes"], machine.numbers["rank_gb"] * 1e9
+    memory, times = np.full(len(choices), np.inf), [UNKNOWN] * len(choices)
     enough: set[LayoutChoice] = set()
     for i, choice in enumerate(choices):
         same = replace(choice, recompute="")
@@ -633,29 +475,16 @@ def price_measured(
         checked = _checked(configure(config, choice))
         if checked is None:
             continue
-        ranks = [peak_memory(checked, index) for index in range(checked.pp)]
-        peaks[i] = peak = max(ranks, key=lambda rank: rank.total)
-        if peak.total <= available:
-            parts[i] = step_parts(checked, machine)
+        memory[i] = own + max(peak_memory(checked, rank).total for rank in range(checked.pp))
+        if memory[i] <= most:
+            times[i] = step_time(checked, machine)
             enough.add(same)
-    if choices and not any(peaks):  # refused for a reason that is not the layout
+    if choices and not np.isfinite(memory).any():  # refused for a reason that is not the layout
         first = configure(config, choices[0])
         check_config(first, first.tp * first.pp * (first.dp or 1), own_samples=True)
-    fits = np.array([p is not None for p in parts])
-    seconds = _column(parts, "total")
-    time = StepTime(*(_column(parts, name) for name in STEP))
-    state = np.sum([_column(peaks, name) for name in STATE], axis=0)
-    whole = _column(peaks, "total") + machine.numbers["rank_gb"] * 1e9
-    activations, logits = _column(peaks, "activations"), _column(peaks, "logits")
-    held = MemoryEstimate(whole, state, activations, logits, np.zeros(len(peaks)), whole)
-    order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: seconds[i])
-    tight = held.total > PARALLEL3D["memory.tight"] * sizes["memory_bytes"]
-    return Priced(choices, time, seconds, held, fits, tight, simple_first(choices, seconds, order))
-
-
-def _column(found: Sequence[object | None], name: str) -> Number:
-    """Returns one figure of all; infinite for those that were not priced or cannot run."""
-    return np.array([np.inf if one is None else getattr(one, name) for one in found])
+    names = StepTime.__dataclass_fields__
+    time = StepTime(*(np.array([getattr(one, name) for one in times]) for name in names))
+    return ranked(choices, time, memory, most)
 
 
 def _checked(config: Config) -> Config | None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
 
+from parallel3d.config.schema import Config
 from parallel3d.config.sections import PARTS, parts_of
-from parallel3d.estimate.memory import PARALLEL3D, MemoryEstimate, memory
+from parallel3d.estimate.balance import balance_chunks
 from parallel3d.estimate.rates import ENGINES, Constants
 from parallel3d.estimate.step import StepTime, step
-from parallel3d.estimate.work import Number, StepWork, share_left, split_balanced
-from parallel3d.schedules.schedule import V_SHAPED
+from parallel3d.estimate.work import Number, StepWork, share_left
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 
+GIB = 2.0**30
 FULL, NONE = "full", "none"
 # By cost: recomputing attention costs more seconds a byte than norms and activation.
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
@@ -24,7 +28,8 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 # Largest pipelines in the search. Time grows with the square of the ranks; choosing a pattern of
 # V-Half takes 2 s for 64 ranks.
 MOST_STAGES, MOST_V_HALF = 512, 64
-TIGHT = 1.05  # a nearly full GPU must win by more: measured ones stall, or fail
+# A GPU fuller than this must win by more: measured ones stall, or fail.
+NEARLY_FULL, TIGHT = 0.92, 1.05
 SAME = 1.005  # layouts within this ratio count as equally fast: the simpler one goes first
 
 
@@ -44,23 +49,44 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class Priced:
-    """All layouts with times and bytes; `order`: indices of those that fit, the best first."""
+    """All layouts with seconds, and bytes of the fullest GPU; `tight`: it is nearly full; `order`:
+    indices of those that fit, the best first."""
 
     choices: list[LayoutChoice]
     time: StepTime
-    seconds: Number
-    memory: MemoryEstimate
-    fits: Number
+    memory: Number
     tight: Number
     order: list[int]
 
+    @cached_property
+    def seconds(self) -> Number:
+        return np.asarray(self.time.total)
+
+
+def configure(config: Config, choice: LayoutChoice) -> Config:
+    """Returns the configuration with a choice in it; with sequence parallelism where there is tp,
+    but on a measured machine as it is."""
+    return replace(
+        config,
+        tp=choice.tp, pp=choice.pp, dp=choice.dp, vpp=choice.vpp, zero=choice.zero,
+        sp=choice.tp > 1 if config.cluster.file is None else config.sp,
+        micro_batch_size=choice.micro_batch, recompute=choice.recompute,
+        schedule=replace(config.schedule, name=choice.schedule),
+    )  # fmt: skip
+
 
 def layouts(
-    sizes: Mapping[str, float], gpus: int, node: int, batch: int, fixed: Mapping[str, int | str]
+    sizes: Mapping[str, float],
+    gpus: int,
+    node: int,
+    batch: int,
+    fixed: Mapping[str, int | str],
+    zeros: Sequence[int] = (0, 1, 2, 3),
 ) -> Iterator[LayoutChoice]:
     """Yields the layouts of `gpus` GPUs that fit the sizes and the batch; `fixed` by the user.
 
-    Tensor parallelism stays inside an NVLink domain of `node` GPUs unless `tp` is fixed.
+    Tensor parallelism stays inside an NVLink domain of `node` GPUs unless `tp` is fixed; `zeros`:
+    stages of ZeRO unless `zero` is.
     """
     for tp in _allowed(fixed, "tp", [t for t in divisors(gpus) if t <= node]):
         if sizes["heads"] % tp or sizes["ffn"] % tp or gpus % tp:
@@ -71,36 +97,33 @@ def layouts(
             dp = gpus // (tp * pp)
             if fixed.get("dp", dp) != dp or batch % dp:
                 continue
-            yield from _filled(sizes, tp, pp, dp, batch // dp, fixed)
+            mine, layers = batch // dp, sizes["layers"]
+            micro = [b for b in _allowed(fixed, "micro_batch", MICRO_BATCHES) if mine % b == 0]
+            chunks = [
+                v
+                for v in _allowed(fixed, "vpp", CHUNKS)
+                if v == 1 or (1 < pp <= layers // v and ("vpp" in fixed or layers % (pp * v) == 0))
+            ]
+            kinds = [str(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
+            stages = [z for z in _allowed(fixed, "zero", zeros) if dp > 1 or z == 0]
+            for v, b, kind, zero in product(chunks, micro, kinds, stages or [0]):
+                if v == 1 or mine // b >= pp:
+                    for schedule in schedules(pp, v, zero, fixed.get("schedule")):
+                        yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero)
 
 
-def _filled(
-    sizes: Mapping[str, float], tp: int, pp: int, dp: int, mine: int, fixed: Mapping[str, int | str]
-) -> Iterator[LayoutChoice]:
-    """Yields micro-batch, schedule, recomputation and ZeRO stage of one tp, pp, dp."""
-    chunks = [v for v in _allowed(fixed, "vpp", CHUNKS) if sizes["layers"] % (pp * v) == 0]
-    chunks = chunks if pp > 1 else [1]
-    micro = [b for b in _allowed(fixed, "micro_batch", MICRO_BATCHES) if mine % b == 0]
-    kinds = [str(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
-    stages = [z for z in _allowed(fixed, "zero", (0, 1, 2, 3)) if dp > 1 or z == 0]
-    for v, b, kind, zero in product(chunks or [1], micro, kinds, stages or [0]):
-        if v > 1 and mine // b < pp:
-            continue
-        for schedule in schedules(pp, v, zero):
-            too_deep = schedule == "v_half" and pp > MOST_V_HALF
-            if fixed.get("schedule", schedule) == schedule and not too_deep:
-                yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero)
-
-
-def schedules(pp: int, vpp: int, zero: int) -> tuple[str, ...]:
-    """Returns the schedules for these stages and chunks; FSDP2 needs whole backwards."""
+def schedules(pp: int, vpp: int, zero: int, typed: int | str | None = None) -> list[str]:
+    """Returns the schedules for these stages and chunks, or of them the typed one; FSDP2 needs
+    whole backwards. GPipe is only an answer if it is typed: 1F1B needs less memory."""
     if pp == 1:
-        return ("1f1b",)
-    if zero >= 2:
-        return ("1f1b",) if vpp == 1 else ()
-    if vpp == 1:
-        return ("1f1b", "zb_h1")
-    return ("interleaved", "interleaved_zb", *(V_SHAPED if vpp == 2 else ()))
+        found = ["1f1b"]
+    elif vpp == 1:
+        found = [name for name in ONE_CHUNK if zero < 2 or name in WHOLE]
+    else:
+        found = [] if zero >= 2 else [*LOOPED, *(V_SHAPED if vpp == 2 else ())]
+    if pp > MOST_V_HALF and "v_half" in found:
+        found.remove("v_half")
+    return [name for name in found if typed == name or (typed is None and name != "gpipe")]
 
 
 def divisors(n: int) -> list[int]:
@@ -126,18 +149,20 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     column["split"] = np.array(left)
     parts = [parts_of(c.recompute) for c in choices]
     for part in PARTS:
-        name = "full_recompute" if part == "layer" else f"recompute_{part}"
-        column[name] = np.array([float(part in of) for of in parts])
+        column[f"recompute_{part}"] = np.array([float(part in of) for of in parts])
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
-    width = (2 + 2 * sizes["kv_heads"] / sizes["heads"]) * sizes["heads"] * sizes["head_size"]
-    matrices = (2 + sizes["gated"]) * sizes["ffn"] + width
-    head = sizes["vocab"] / matrices
-    split = {pp: split_balanced(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
-    splits = [split[c.pp] for c in choices]
-    for name in ("first", "middle", "last", "live_stage", "live_layers"):
-        column[name] = np.array([float(getattr(one, name)) for one in splits])
-    return StepWork(**column)
+    work = StepWork(**column)
+    head = float((work.vocab * work.hidden / (work.tp * work.parameters))[0])  # in layers
+    split = {pp: _split(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
+    first, middle, last = np.array([split[c.pp] for c in choices], dtype=float).T
+    return replace(work, first=first, middle=middle, last=last)
+
+
+def _split(layers: int, head: float, pp: int) -> tuple[int, int, int]:
+    """Returns the layers of the first stage, the fullest between and the last."""
+    counts = balance_chunks(1.0, layers, StageAssignment(pp), last_extra=head)
+    return counts[0], max(counts[1:-1], default=0), counts[-1]
 
 
 def price(
@@ -145,21 +170,19 @@ def price(
     sizes: Mapping[str, float],
     batch: int,
     c: Constants,
-    held: MemoryEstimate | None = None,
+    memory: Number,
 ) -> Priced:
-    """Returns times and bytes of every choice, and the order of those that fit.
+    """Returns times by the fitted constants; `memory`: bytes of every choice's fullest GPU."""
+    return ranked(choices, step(works(choices, sizes, batch), c), memory, sizes["memory_bytes"])
 
-    `held`: peak memory by `analytic_memory.memories`; None: by the fitted formulas.
-    """
-    work = works(choices, sizes, batch)
-    time, held = step(work, c), memory(work, PARALLEL3D) if held is None else held
-    seconds = np.asarray(time.total)
-    share = held.total / work.memory_bytes
-    fits, tight = share <= PARALLEL3D["memory.full"], share > PARALLEL3D["memory.tight"]
+
+def ranked(choices: list[LayoutChoice], time: StepTime, memory: Number, most: float) -> Priced:
+    """Returns the order of the choices that need at most `most` bytes and have a time."""
+    seconds, tight = np.asarray(time.total), memory > NEARLY_FULL * most
     risked = seconds * np.where(tight, TIGHT, 1.0)
-    order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: risked[i])
-    order = simple_first(choices, risked, order)
-    return Priced(choices, time, seconds, held, fits, tight, order)
+    fits = np.flatnonzero((memory <= most) & np.isfinite(seconds)).tolist()
+    order = simple_first(choices, risked, sorted(fits, key=lambda i: risked[i]))
+    return Priced(choices, time, memory, tight, order)
 
 
 def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int]) -> list[int]:

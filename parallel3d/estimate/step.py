@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from parallel3d.estimate import rates
+from parallel3d.estimate.ops import Op
 from parallel3d.estimate.rates import Constants, from_odds
-from parallel3d.estimate.work import Number, StepWork, pipeline_time
-
-
-def tokens(work: StepWork) -> Any:
-    """Returns the tokens of a micro-batch on one context rank."""
-    return work.micro_batch * work.seq / work.cp
-
-
-def sizes(work: StepWork) -> tuple[Any, Any, Any]:
-    """Returns a tensor rank's outputs of the fused q, k, v; of q alone; of up (and gate)."""
-    queries = work.heads * work.head_size / work.tp
-    keys = np.maximum(work.kv_heads / work.tp, 1) * work.head_size
-    return queries + 2 * keys, queries, work.ffn * (1 + work.gated) / work.tp
-
-
-def layer_parameters(work: StepWork) -> Any:
-    """Returns the elements of one layer's matrices on a tensor rank (its own experts)."""
-    qkv, queries, up = sizes(work)
-    local = np.where(work.experts > 1, work.experts / work.ep, 1.0)
-    return work.hidden * (qkv + queries + local * (up + work.ffn / work.tp))
+from parallel3d.estimate.work import OF_EXPERTS, Number, StepWork, pipeline_time
 
 
 @dataclass(frozen=True)
@@ -46,97 +29,90 @@ class LayerTime:
         return rates.smooth_max(device, self.host, self.power)
 
 
+KINDS = {"gemm": "matmuls", "attention": "attention"}  # the others are element-wise
+
+
 def layer(work: StepWork, c: Constants) -> LayerTime:
-    """Returns the seconds of one layer's forward and backward."""
-    forward, backward = matmuls(work, c)
-    attend, back = rates.attention(work, c)
-    rows = _elementwise(work, c)
-    waits = _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
-    parts = {
-        "matmuls": forward + backward,
-        "attention": attend + back,
-        "element-wise": 3 * rows,
-        "recomputed": recomputed_seconds(work, c, forward + attend + rows),
-        "tp collectives": waits,
-    }
+    """Returns the seconds of one layer's forward and backward: sums over its operations."""
+    parts: dict[str, Any] = dict.fromkeys(("matmuls", "attention", "element-wise", "recomputed"), 0)
+    waits: Any = 0.0
+    for op in work.ops:
+        forward, backward = seconds(op, work, c)
+        again = repeats(op, work)
+        kind = KINDS.get(op.kind, "element-wise")
+        parts[kind] = parts[kind] + forward + backward
+        parts["recomputed"] = parts["recomputed"] + again * forward
+        if op.split:
+            waits = waits + _tensor_parallel(op, work, c, again)
+    shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
+    waits = shown * waits * (1 - work.parallel_block / 2)
+    parts["tp collectives"] = waits + _context_parallel(work, c) + _experts(work, c)
     return LayerTime(parts, _host(work, c), c["launch.power"])
 
 
-def recomputed_seconds(work: StepWork, c: Constants, forward: Any) -> Any:
-    """Returns the recomputed seconds of a layer's backward; `forward`: all of its forward."""
-    up, mlp = sizes(work)[2], work.recompute_mlp
-    routed = tokens(work) * np.where(work.experts > 1, work.active_experts, 1.0)
-    parts = work.recompute_attention * rates.attention(work, c)[0]
-    parts = parts + mlp * rates.gemm(work, c, routed, up, work.hidden)
-    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
-    width = work.recompute_norm * 8 * work.hidden / share  # two norms read and write it
-    width = width + np.maximum(work.recompute_activation, mlp) * _activation(work)
-    return np.where(work.full_recompute > 0, forward, parts + _moved(work, c, width))
+def repeats(op: Op, work: StepWork) -> Any:
+    """Returns 1 where a layer's backward repeats the operation, else 0."""
+    flags = (getattr(work, f"recompute_{part}") for part in op.parts or ("end",))
+    return functools.reduce(np.maximum, flags)
 
 
-def matmuls(work: StepWork, c: Constants) -> tuple[Any, Any]:
-    """Returns seconds of the four GEMMs forward, and of their input and weight gradients."""
-    rows, h = tokens(work), work.hidden
-    qkv, queries, up = sizes(work)
-    routed = np.where(work.experts > 1, rows * work.active_experts, rows)
-    forward, backward = 0.0, 0.0
-    for m, n, k in (
-        (rows, qkv, h),
-        (rows, h, queries),
-        (routed, up, h),
-        (routed, h, work.ffn / work.tp),
-    ):
-        forward = forward + rates.gemm(work, c, m, n, k)
-        backward = backward + rates.gemm(work, c, m, k, n) + rates.gemm(work, c, k, n, m)
-    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)  # cast before the all-gather
-    operands = rows * (2 * h / share + queries + work.ffn / work.tp)
-    cast = rates.move(work, c, operands * c["fp8.cast_bytes"]) * work.fp8
-    weights = rates.move(work, c, layer_parameters(work) * 3 / work.microbatches) * work.fp8
-    return forward + cast + weights, backward + cast
+def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
+    """Returns the GPU's seconds of an operation's forward and backward."""
+    rows = work.tokens * (work.active_experts if op.name in OF_EXPERTS else 1.0)
+    if op.kind == "attention":
+        return rates.attention(work, c)
+    if op.kind != "gemm":
+        # A kernel reads and writes 2 bytes an element; dropout's masks are of the residual sums.
+        width = 2 * (op.inputs + op.outputs + work.dropout * op.outputs * (op.name in RESIDUALS))
+        factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
+        moved = rates.move(work, c, rows * width * factor)
+        return moved, 2 * moved
+    forward, backward = _matmul(work, c, rows, op.inputs, op.outputs)
+    # Operands are made fp8, before the all-gather, and the weights once a step.
+    share = work.widths.share if op.split == "column" else 1.0
+    cast = rates.move(work, c, work.tokens * op.inputs / share * c["fp8.cast_bytes"]) * work.fp8
+    weights = 3 * work.held(op) / work.microbatches
+    return forward + cast + rates.move(work, c, weights) * work.fp8, backward + cast
 
 
-def _elementwise(work: StepWork, c: Constants) -> Any:
-    """Returns seconds of norms, residuals, dropout, activation, rotary and transposes."""
-    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
-    whole = work.hidden * (20 + 4 * work.dropout) / share
-    return _moved(work, c, whole + 4 * sizes(work)[0] + _activation(work))
+def _matmul(work: StepWork, c: Constants, rows: Any, inputs: Any, outputs: Any) -> tuple[Any, Any]:
+    """Returns seconds of a GEMM, and of its input's and its weight's gradient."""
+    forward, *backward = (
+        rates.gemm(work, c, m, n, k)
+        for m, n, k in ((rows, outputs, inputs), (rows, inputs, outputs), (inputs, outputs, rows))
+    )
+    return forward, sum(backward)
 
 
-def _activation(work: StepWork) -> Any:
-    """Returns the bytes a token that the MLP's activation reads and writes."""
-    return (2 * sizes(work)[2] + 2 * work.ffn / work.tp) * work.active_experts
+RESIDUALS = ("attention.residual", "mlp.residual")
 
 
-def _moved(work: StepWork, c: Constants, width: Any) -> Any:
-    """Returns seconds of passes over `width` bytes a token."""
-    factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
-    return rates.move(work, c, tokens(work) * width * factor)
+def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
+    """Returns seconds of a GEMM's tp collectives, forward, backward and recomputed.
 
-
-def _tensor_parallel(work: StepWork, c: Constants) -> Any:
-    """Returns seconds of the tp collectives that no GEMM hides."""
-    bytes = 2 * tokens(work) * work.hidden
+    Under sequence parallelism the input of a column-parallel one is gathered, again for its weight
+    gradient, half of that during the GEMM of the input's; else a row-parallel one's output is
+    summed, and a column-parallel one's gradient.
+    """
+    bytes = 2 * work.tokens * work.hidden
     one = rates.gather(work, c, bytes, work.tp, 1)
-    both = np.where(work.sequence_parallel > 0, 2 * one, rates.reduce(work, c, bytes, work.tp, 1))
-    pairs = 2 - work.parallel_block  # of gather and reduce-scatter, i.e. all-reduces
-    forward = pairs * both
-    again = np.where(work.full_recompute > 0, forward, work.recompute_mlp * one)
-    again = np.where(work.sequence_parallel + work.full_recompute > 0, again, 0.0)
-    gathered = work.sequence_parallel * pairs * one * 0.5  # inputs, during the GEMM of dX
-    shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
-    return shown * (2 * forward + again + gathered)
+    summed = rates.reduce(work, c, bytes, work.tp, 1)
+    if op.split == "column":
+        return work.sequence_parallel * (2.5 + again) * one + (1 - work.sequence_parallel) * summed
+    return np.where(work.sequence_parallel > 0, 2 * one, summed) + again * np.where(
+        work.sequence_parallel > 0, one, summed
+    )
 
 
 def _context_parallel(work: StepWork, c: Constants) -> Any:
     """Returns exposed seconds of keys and values over cp, forward and backward."""
-    width = 2 * np.maximum(work.kv_heads / work.tp, 1) * work.head_size
-    bytes = 2 * work.micro_batch * work.seq * width
+    bytes = 4 * work.micro_batch * work.seq * work.widths.keys
     return 3 * rates.gather(work, c, bytes, work.cp, work.tp) * c["cp.exposed"]
 
 
 def _experts(work: StepWork, c: Constants) -> Any:
     """Returns seconds of tokens to their experts and back, forward and backward."""
-    bytes = 2 * tokens(work) * work.hidden * work.active_experts / work.tp
+    bytes = 2 * work.tokens * work.hidden * work.active_experts / work.tp
     every = rates.gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
     return np.where(work.experts > 1, 4 * every, 0.0)
 
@@ -144,7 +120,7 @@ def _experts(work: StepWork, c: Constants) -> Any:
 def _host(work: StepWork, c: Constants) -> Any:
     """Returns the host's seconds for a layer's launches: more with tp, and more again where
     pipeline messages and tp's collectives share the threads that drive the network."""
-    launches = 1 + work.full_recompute / 3
+    launches = 1 + work.recompute_layer / 3
     own = c.of("engine", "launch_us", work.engine)
     tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
     tensor = tensor + c.of("engine", "slowest_us", work.engine) * (np.minimum(work.tp, 8) / 8) ** 2
@@ -157,13 +133,8 @@ def _host(work: StepWork, c: Constants) -> Any:
 
 def head(work: StepWork, c: Constants) -> Any:
     """Returns seconds of the head and the loss, forward and backward."""
-    rows, columns = tokens(work), work.vocab / work.tp
-    h = work.hidden
-    matmuls = (
-        rates.gemm(work, c, rows, columns, h)
-        + rates.gemm(work, c, rows, h, columns)
-        + rates.gemm(work, c, h, columns, rows)
-    )
+    rows, columns = work.tokens, work.vocab / work.tp
+    matmuls = sum(_matmul(work, c, rows, work.hidden, columns))
     wide = 1 + work.fp8 * (work.peak / work.peak_attention - 1)  # the head stays in 16 bits
     return matmuls * wide + rates.move(work, c, rows * columns * c["head.bytes"])
 
@@ -177,20 +148,19 @@ def _ends(work: StepWork, c: Constants) -> Any:
 
 def embedding(work: StepWork, c: Constants) -> Any:
     """Returns seconds of the look-up and its gradient."""
-    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
-    return rates.move(work, c, tokens(work) * work.hidden * 16 / share) + 2e-5
+    return rates.move(work, c, work.tokens * work.hidden * 16 / work.widths.share) + 2e-5
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by part; `compute` is the slowest stage's, with exposed tp collectives."""
 
-    compute: Number
-    bubble: Number
-    messages: Number
-    gradients: Number
-    optimizer: Number
-    fixed: Number
+    compute: Any  # each a number or an array
+    bubble: Any
+    messages: Any
+    gradients: Any
+    optimizer: Any
+    fixed: Any
 
     @property
     def total(self) -> Any:
@@ -223,7 +193,7 @@ def step(work: StepWork, c: Constants) -> StepTime:
 
 def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
     """Returns a tensor rank's elements of the first, the fullest middle and the last stage."""
-    each = layer_parameters(work)
+    each = work.parameters
     table = work.vocab * work.hidden / work.tp
     single = work.pp == 1
     own_head = np.where(single & (work.tied > 0), 0, table)
@@ -240,7 +210,7 @@ def largest_stage(work: StepWork) -> Any:
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     """Returns a layer's time with zero 3: two all-gathers of parameters, one of gradients."""
     ranks, stride = work.dp, work.tp * work.cp
-    one = rates.gather(work, c, 2 * layer_parameters(work), ranks, stride)
+    one = rates.gather(work, c, 2 * work.parameters, ranks, stride)
     ring = rates.latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
     wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
     both = rates.smooth_max(each, wire * c["fsdp.contention"], 4)

@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.config.schema import ModelConfig
+from parallel3d.estimate.ops import Op, Widths, layer_ops
 from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import walk
 
 Number = NDArray[Any]
+OF_EXPERTS = ("mlp.up", "mlp.activation", "mlp.down")  # each active expert of a token does these
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,14 @@ class StepWork:
     first: Number
     middle: Number
     last: Number
-    live_stage: Number  # index of the stage between that holds most activations
-    live_layers: Number  # its layers
     # software
     zero: Number
-    full_recompute: Number
-    recompute_attention: Number
-    recompute_norm: Number
+    recompute_norm: Number  # parts of `recompute`, without those that others imply
     recompute_activation: Number
-    recompute_mlp: Number  # up and the activation
+    recompute_attention: Number
+    recompute_mlp: Number
+    recompute_layer: Number
+    recompute_end: Number  # what no part repeats: other frameworks repeat whole layers
     sequence_parallel: Number
     flash: Number
     dropout: Number
@@ -87,12 +88,35 @@ class StepWork:
     fabric: Number
     engine: Number
 
-    def take(self, rows: Number) -> StepWork:
-        """Returns some rows of a table."""
-        return StepWork(*(getattr(self, f.name)[rows] for f in fields(self)))
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a micro-batch on one context rank."""
+        return self.micro_batch * self.seq / self.cp
 
-    def __len__(self) -> int:
-        return len(self.layers)
+    @functools.cached_property
+    def widths(self) -> Widths:
+        """Sizes of a layer on one tensor rank."""
+        key_heads = np.maximum(self.kv_heads / self.tp, 1)
+        return Widths(
+            self.hidden, self.heads * self.head_size / self.tp, key_heads * self.head_size,
+            self.heads / self.tp, key_heads, self.ffn / self.tp, self.gated,
+            np.where(self.sequence_parallel > 0, self.tp, 1.0), rope=1,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def ops(self) -> list[Op]:
+        """Operations of a layer on one tensor rank."""
+        return layer_ops(self.widths)
+
+    def held(self, op: Op) -> Any:
+        """Returns the elements of a GEMM's weights on a tensor rank, of all its experts."""
+        local = np.where(self.experts > 1, self.experts / self.ep, 1.0)
+        return op.inputs * op.outputs * (local if op.name in OF_EXPERTS else 1.0)
+
+    @functools.cached_property
+    def parameters(self) -> Any:
+        """Elements of a layer's matrices on a tensor rank."""
+        return sum(self.held(op) for op in self.ops if op.kind == "gemm")
 
 
 def table(rows: list[dict[str, float]]) -> StepWork:
@@ -113,81 +137,7 @@ def sizes_of_model(model: ModelConfig) -> dict[str, float]:
     }  # fmt: skip
 
 
-# Layers of a stage, and the time of a pipeline in closed form (tested against
-# `schedules/walk.py`).
-
-
-@dataclass(frozen=True)
-class LayerSplit:
-    """Layers of the first stage, the fullest between and the last; and the index and layers of the
-    stage between with most activations (stage s of p holds up to p - s micro-batches)."""
-
-    first: int
-    middle: int
-    last: int
-    live_stage: int
-    live_layers: int
-
-
-def split_evenly(layers: int, stages: int, ends: bool = False) -> LayerSplit:
-    """Splits evenly, the rest to the first stages; `ends`: embedding and head count as a layer."""
-    slots = layers + 2 * ends
-    counts = [slots // stages + (stage < slots % stages) for stage in range(stages)]
-    if ends and stages > 1:
-        counts[0], counts[-1] = max(counts[0] - 1, 0), max(counts[-1] - 1, 0)
-    elif ends:
-        counts = [layers]
-    return _of(counts)
-
-
-def split_by_cost(layers: int, head: float, stages: int) -> LayerSplit:
-    """Starts a new stage as soon as a block ends beyond the stage's share of all costs.
-
-    `head` is the head's cost in layers. A block moves on by at most one stage, so a head larger
-    than a share leaves the last stages empty.
-    """
-    share = (layers + head) / stages
-    counts = [0] * stages
-    stage = 0
-    for block in range(1, layers + 1):
-        stage += block > share * (stage + 1) * (1 + 1e-9) and stage < stages - 1
-        counts[stage] += 1
-    stage += layers + head > share * (stage + 1) * (1 + 1e-9) and stage < stages - 1
-    counts[stage:] = [counts[stage]]  # the stages after the head are empty
-    return _of(counts)
-
-
-def split_balanced(layers: int, head: float, stages: int) -> LayerSplit:
-    """Minimises the slowest stage, the last with the head (its cost in layers); none is empty."""
-    if stages == 1:
-        return split_evenly(layers, 1)
-    others = stages - 1
-
-    def slowest(mine: int) -> tuple[float, int]:
-        return max(-(-(layers - mine) // others), mine + head), -mine
-
-    last = min(range(1, layers - others + 1), key=slowest)
-    rest = layers - last
-    return _of([rest // others + (stage < rest % others) for stage in range(others)] + [last])
-
-
-def stages_by_cost(layers: int, head: float, stages: int) -> int:
-    """Returns the non-empty stages of `split_by_cost`; one more block follows the head."""
-    share, stage = (layers + head) / stages, 0
-    for end in (*range(1, layers + 1), layers + head, layers + head):
-        stage += end > share * (stage + 1) * (1 + 1e-9) and stage < stages - 1
-    return stage + 1
-
-
-def _of(counts: list[int]) -> LayerSplit:
-    stages = len(counts)
-    if stages == 1:
-        return LayerSplit(counts[0], 0, counts[0], 0, counts[0])
-    between = range(1, stages - 1)
-    live = max(between, key=lambda s: counts[s] * (stages - s), default=0)
-    fullest = max((counts[s] for s in between), default=0)
-    return LayerSplit(counts[0], fullest, counts[-1], live, counts[live] if stages > 2 else 0)
-
+# Time of a pipeline in closed form (tested against `schedules/walk.py`).
 
 # Bubble left by split backwards: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8, which simulated zb_h1
 # and interleaved_zb match within 0.02; zbv's is 0.2 of 1F1B's.
@@ -233,8 +183,7 @@ def pipeline_time(
     """Returns seconds of 1F1B's step, plain (chunks 1) or interleaved.
 
     Costs are a micro-batch's forward and backward on the first, the slowest middle and the last
-    stage,
-    and on all together: the slowest works all the time, the others fill and drain.
+    stage, and on all together: the slowest works all the time, the others fill and drain.
     `split`: the fraction of the bubble that remains (`share_left`), 0 for whole backwards.
     """
     left = np.where(np.asarray(split) > 0, split, 1.0)

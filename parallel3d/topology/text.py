@@ -92,7 +92,7 @@ def group_table(facts: Facts, width: int) -> list[str]:
     rows.append(("all", "", "", "", "", *_bytes_and_ms(facts)))
     head = "one step's communication: bytes of all ranks, time if nothing overlaps"
     classes = ", ".join(f"{name} {byte_text(n)}" for name, n in facts["bytes"].items())
-    lines = [*_wrap(head, width), *_table(rows, "<>><<>>")]
+    lines = [*_wrap(head, width), *aligned(rows, "<>><<>>")]
     lines += _labelled("bytes", f"{classes or 'none'} a step", width)
     for port in facts["ports"].values():
         lines += _labelled("busiest", f"{port['name']}: {byte_text(port['bytes'])} a step", width)
@@ -121,7 +121,7 @@ def search_table(facts: Facts, width: int) -> list[str]:
     for row in rows:
         about = "≈ " if row["estimated"] else ""
         table.append((row["placement"], about + _ms(row["seconds"]), _share(row, default)))
-    lines = ["placement search, cheapest first", *_table(table, "<>>")]
+    lines = ["placement search, cheapest first", *aligned(table, "<>>")]
     best, here = rows[0]["seconds"], facts["seconds"]
     if best is not None and (here is None or best < here * (1 - WORTH_SAYING)):
         gain = "" if here is None else f" saves {_percent(1 - best / here)} of the communication"
@@ -201,8 +201,8 @@ def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
     )
 
 
-def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Aligns columns, two blanks apart."""
+def aligned(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Aligns columns, each by its character of `align` (< or >), two blanks apart."""
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{a}{n}}" for cell, a, n in zip(row, align, sizes, strict=True)).rstrip()

@@ -8,7 +8,7 @@ from pathlib import Path
 from parallel3d.commands.calibrate.measure import calibrate
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.estimate.profiled_cost import TABLES, BlockShape, MeasuredMachine, read, step_parts
+from parallel3d.estimate.profiled_cost import TABLES, BlockShape, MeasuredMachine, read, step_time
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 
@@ -30,7 +30,7 @@ def step(machine: MeasuredMachine, dp: int = 1, **sizes: int) -> float:
     config = Config(
         dp=dp, global_batch_size=8, micro_batch_size=2, model=dataclasses.replace(MODEL, **sizes)
     )
-    return step_parts(check_config(config, dp, own_samples=True), machine).core
+    return step_time(check_config(config, dp, own_samples=True), machine).core
 
 
 def test_two_ranks_measure_a_file_that_prices_steps(pool: Pool, tmp_path: Path) -> None:

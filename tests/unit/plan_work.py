@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.published_rows import FABRICS, recomputed, split_evenly
 from parallel3d.estimate.devices import DEVICES
-from parallel3d.estimate.rates import ENGINES, FABRICS, NETWORKS, SPEEDS
-from parallel3d.estimate.work import StepWork, split_evenly
+from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS
+from parallel3d.estimate.work import StepWork
 
 
 def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: float) -> StepWork:
@@ -15,8 +16,7 @@ def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: 
     made: dict[str, float] = dict(
         layers=32, hidden=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, gated=1,
         vocab=128256, tied=0, seq=4096, window=float("inf"), tp=1, pp=1, dp=8, cp=1, chunks=1,
-        micro_batch=1, microbatches=8, gpus_per_node=8, zero=0, full_recompute=0,
-        recompute_attention=0, recompute_norm=0, recompute_activation=0, recompute_mlp=0,
+        micro_batch=1, microbatches=8, gpus_per_node=8, zero=0, **recomputed(),
         sequence_parallel=0, flash=1, dropout=0, parallel_block=0,
         overlap_tp=0, overlap_pp=0, overlap_dp=0, scatter_gather=0, graph=0, compiled=0, fp8=0,
         split=0, experts=1, active_experts=1, ep=1, grad_bytes=4,
@@ -27,7 +27,6 @@ def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: 
         engine=ENGINES.index("megatron"),
     )  # fmt: skip
     made |= over
-    part = split_evenly(int(made["layers"]), int(made["pp"]))
-    made |= {"first": part.first, "middle": part.middle, "last": part.last}
-    made |= {"live_stage": part.live_stage, "live_layers": part.live_layers}
+    counts = split_evenly(int(made["layers"]), int(made["pp"]))
+    made |= {"first": counts[0], "middle": max(counts[1:-1], default=0), "last": counts[-1]}
     return StepWork(**{name: np.array(float(value)) for name, value in made.items()})

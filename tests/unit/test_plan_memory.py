@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parallel3d.estimate.memory import GIB, GUESSES, memory, stalled
+from benchmarks.published_memory import GIB, GUESSES, memory, stalled
 from parallel3d.estimate.rates import ENGINES
 from parallel3d.estimate.step import stage_parameters
 from tests.unit.plan_work import work
@@ -35,7 +35,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages() -> No
 
 
 def test_recomputation_keeps_inputs_alone() -> None:
-    none, full = memory(work(), VALUES), memory(work(full_recompute=1), VALUES)
+    none, full = memory(work(), VALUES), memory(work(recompute_layer=1), VALUES)
     assert full.activations < none.activations / 4
 
 

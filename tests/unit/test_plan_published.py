@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published import folds
+from benchmarks.published import Seen, folds
 from benchmarks.published_fit import fit
 from benchmarks.published_newer import READERS
 from benchmarks.published_rows import Run, hardware_seconds
 from benchmarks.published_scores import balanced, choose, errors, null, rank_correlation
-from parallel3d.estimate.rates import Seen
 
 PLAYBOOK = {
     "id": "x", "model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "tied": True,

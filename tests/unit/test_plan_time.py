@@ -7,16 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.published_rows import recomputed, split_by_cost, split_evenly, stages_by_cost
 from parallel3d.estimate import rates
 from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS, Constants, gemm, load
-from parallel3d.estimate.step import layer, matmuls, step
-from parallel3d.estimate.work import (
-    StepWork,
-    pipeline_time,
-    split_by_cost,
-    split_evenly,
-    stages_by_cost,
-)
+from parallel3d.estimate.step import layer, seconds, step
+from parallel3d.estimate.work import StepWork, pipeline_time
 from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import time_orders
@@ -51,12 +46,10 @@ def test_closed_form_bounds_the_clock_where_the_last_stage_is_slow() -> None:
 
 
 def test_splits() -> None:
-    assert split_evenly(10, 4).first == 3 and split_evenly(10, 4).last == 2
-    ends = split_evenly(70, 12, ends=True)
-    assert (ends.first, ends.middle, ends.last) == (5, 6, 5)
+    assert split_evenly(10, 4) == [3, 3, 2, 2]
+    assert split_evenly(70, 12, ends=True) == [5, *[6] * 10, 5]
     # A head of 4 layers beside 16: four stages of cost 5.
-    assert split_by_cost(16, 4.0, 4) == split_by_cost(16, 4.0, 4)
-    assert (split_by_cost(16, 4.0, 4).first, split_by_cost(16, 4.0, 4).last) == (5, 1)
+    assert split_by_cost(16, 4.0, 4) == [5, 5, 5, 1]
     assert stages_by_cost(16, 4.0, 8) == 8 and stages_by_cost(16, 4.0, 16) < 16
 
 
@@ -83,15 +76,18 @@ def test_heads_of_odd_width_are_slow_where_scores_are_written() -> None:
     assert a > b
 
 
-def test_recomputation_costs_a_forward() -> None:
+def test_recomputation_costs_the_forward_of_its_operations() -> None:
     c = Constants({})
-    none, full = layer(work(), c), layer(work(full_recompute=1), c)
-    forward = matmuls(work(), c)[0] + rates.attention(work(), c)[0] + none.parts["element-wise"] / 3
-    assert full.parts["recomputed"] == pytest.approx(float(forward))
-    assert none.parts["recomputed"] == 0
+    none, full = (
+        float(layer(w, c).parts["recomputed"]) for w in (work(), work(**recomputed("full")))
+    )
+    forward = {op.name: float(seconds(op, work(), c)[0]) for op in work().ops}
+    assert none == 0 and full == pytest.approx(sum(forward.values()))
+    ours = float(layer(work(recompute_layer=1), c).parts["recomputed"])
+    assert ours == pytest.approx(full - forward["mlp.down"] - forward["mlp.residual"])
     parts = {"recompute_norm": 1}, {"recompute_activation": 1}, {"recompute_mlp": 1}
-    seconds = [float(layer(work(**part), c).parts["recomputed"]) for part in parts]
-    assert 0 < seconds[0] < seconds[1] < seconds[2] < float(forward)
+    each = [float(layer(work(**part), c).parts["recomputed"]) for part in parts]
+    assert 0 < each[0] < each[1] < each[2] < full
 
 
 def test_a_ring_that_leaves_the_node_runs_at_its_networks_rate() -> None:
