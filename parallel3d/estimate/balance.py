@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import Counter
@@ -21,6 +22,7 @@ from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
 from parallel3d.topology.layout import Layout, layout_of
 
 
+@functools.lru_cache(maxsize=1024)  # a search asks often for the same
 def balance_chunks(
     cost: float,
     layers: int,

@@ -5,19 +5,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from parallel3d.config.schema import Config
-from parallel3d.estimate.ops import (
-    NORMS,
-    LocalParameter,
-    Op,
-    layer_ops,
-    loss_chunk_counts,
-    repeated,
-    widths,
-)
+from parallel3d.estimate.ops import NORMS, LocalParameter, Op
 from parallel3d.estimate.traffic import (
     FlatShard,
     PipelineRank,
@@ -38,41 +29,44 @@ def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]
     `config` is checked. Launches of dropout, label smoothing and z-loss are not counted.
     """
     layout = layout_of(config)
-    rank = pipeline_ranks(config, layout, data_rank)[index]
-    copies = int(rank.sp and config.micro_batch_size > 1)
-    count, sharded = config.num_microbatches, config.zero > 1 and layout.dp > 1
-    ops, layers = rank.layer_ops, rank.layer_count
-    again = [op.kind for op in repeated(ops, rank.recompute)]
-    kinds, more = Counter(op.kind for op in ops), rank.recomputed_layers
+    [rank] = pipeline_ranks(config, layout, data_rank, [index])
+    count, copies, sharded = config.num_microbatches, int(rank.copies), rank.fully_sharded
     found = {
-        "gemm_layers": count * (3 * kinds["gemm"] * layers + again.count("gemm") * more),
-        "attention": count * (2 * layers + again.count("attention") * more),
-        "blocks": count * _blocks(rank, copies, sharded),
-        "other": _other(config, rank, copies, count),
-        "optimizer": _optimizer(config, rank, count, sharded),
+        "gemm_layers": count * _of_layers(rank, "gemm", forward=1, backward=2),
+        "attention": count * _of_layers(rank, "attention", forward=1, backward=1),
+        "blocks": count * _blocks(rank, copies),
+        "other": _other(rank, copies),
+        "optimizer": _optimizer(rank),
         "communication": sum(
             x.count * (1 + (x.op == "send_recv")) for x in transfers(config, layout, index)
         ),
     }
     if rank.last:
-        chunks = _chunks(config, rank)
+        chunks = sum(rank.loss_chunks.values())
         found["loss"] = count * (5 + 21 * chunks + 4 * copies + 2 * sharded)
         found["gemm_head"] = count * 3 * chunks
     if sharded:
-        found["sharding"] = _sharding(config, rank, count, layers)
+        found["sharding"] = _sharding(rank)
     return {name: float(value) for name, value in found.items()}
 
 
-def _blocks(rank: PipelineRank, copies: int, sharded: bool) -> int:
+def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> int:
+    """Counts launches of GEMMs or attention of one micro-batch, given those of one operation."""
+    every, again = (
+        sum(op.kind == kind for op in ops) for ops in (rank.layer.ops, rank.layer.repeated)
+    )
+    return rank.layer_count * every * (forward + backward) + rank.recomputed_layers * again
+
+
+def _blocks(rank: PipelineRank, copies: int) -> int:
     """Counts launches of one micro-batch between GEMMs, with contiguous copies around them."""
-    model = rank.config.model
-    each, plain = rank.layer_ops, layer_ops(widths(model, rank.layout.tp, rank.sp))
-    again = _forward(repeated(each, rank.recompute), copies)
-    found = rank.recomputed_layers * (_forward(each, copies) + _backward(each, copies) + again)
-    unchanged = rank.layer_count - rank.recomputed_layers
-    found += unchanged * (_forward(plain, copies) + _backward(plain, copies))
+    model, layer, more = rank.config.model, rank.layer, rank.recomputed_layers
+    again = _forward(layer.repeated, copies)
+    found = more * (_forward(layer.ops, copies) + _backward(layer.ops, copies) + again)
+    plain = _forward(layer.plain, copies) + _backward(layer.plain, copies)
+    found += (rank.layer_count - more) * plain
     learned, (_, _, forward, backward, _) = model.position_embedding == "learned", NORMS[model.norm]
-    last = forward + backward + sharded  # the head's norm
+    last = forward + backward + rank.fully_sharded  # the head's norm
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 
@@ -84,31 +78,22 @@ def _backward(ops: Sequence[Op], copies: int) -> int:
     return sum(op.backward + 3 * copies * (op.kind == "gemm") for op in ops)
 
 
-def _other(config: Config, rank: PipelineRank, copies: int, count: int) -> int:
+def _other(rank: PipelineRank, copies: int) -> int:
     """Counts launches of batch, embedding, executor and trainer."""
-    placement, model = rank.placement, config.model
-    each = 3 * placement.chunks + 2 * rank.last + (4 if rank.first or rank.last else 1)
+    config, learned = rank.config, rank.config.model.position_embedding == "learned"
+    each = 3 * len(rank.stages) + 2 * rank.last + (4 if rank.first or rank.last else 1)
     if rank.first:
-        each += 10 + (model.position_embedding == "learned") + 2 * copies
+        each += 10 + learned + 2 * copies
     if rank.sends_slices and config.micro_batch_size > 1:
         # A slice is cut out of each message, and two copies join the slices again.
         each += 3 * (rank.neighbours(1) + rank.neighbours(-1))
-    return count * each + 11 + rank.last
+    return config.num_microbatches * each + 11 + rank.last
 
 
-def _chunks(config: Config, rank: PipelineRank) -> int:
-    columns = config.model.padded_vocab_size
-    columns //= config.tp if config.model.parallel_output else 1
-    accelerated = config.device != "cpu"
-    item, most = rank.item, config.loss.chunk_tokens
-    counts = loss_chunk_counts(rank.tokens, columns, most, item=item, on_accelerator=accelerated)
-    return sum(counts.values())
-
-
-def _sharding(config: Config, rank: PipelineRank, count: int, layers: int) -> int:
+def _sharding(rank: PipelineRank) -> int:
     """Counts FSDP2's copies of parameters into flat buffers and out of them, and of gradients."""
-    all_of = len(rank.parameters)
-    ends = sum(not p.name.startswith("layers.") for p in rank.parameters)
+    config, layers, count = rank.config, rank.layer_count, rank.config.num_microbatches
+    all_of, ends = len(rank.parameters), len(rank.ends)
     of_layers = all_of - ends + 2 * layers
     root = ends + 2 if ends else 0
     every = config.ddp.reduces_every_microbatch(config.zero)
@@ -118,23 +103,21 @@ def _sharding(config: Config, rank: PipelineRank, count: int, layers: int) -> in
     return gathers + count * all_of + widened + units * (count if every else 1)
 
 
-def _optimizer(config: Config, rank: PipelineRank, count: int, sharded: bool) -> int:
+def _optimizer(rank: PipelineRank) -> int:
     """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
+    config, segments = rank.config, flat_shards(rank)
     found = 8 + 2 * (config.optim.name == "adamw") + rank.is_tied_to_another
-    segments = flat_shards(rank)
+    found += _steps(config, segments)
     shared = sum(s.shared > 0 for s in segments)
     found += 2 + shared if shared else 0
     replicated = sum(s.replicated for s in segments)
-    if sharded:
-        found += 1 + rank.sp * (1 + replicated)
-        return found + _steps(config, segments)
+    if rank.fully_sharded:
+        return found + 1 + rank.sp * (1 + replicated)
     buckets = sum(len(bucketed_parameters(rank, chunk)) for chunk in rank.chunks)
     by_autograd = sum(not _is_added_in_place(p) for p in rank.parameters)
     copies = len(segments) if rank.item < rank.grad_item else 0
-    found += buckets + copies + count * by_autograd
-    if rank.sp:
-        found += 1 + replicated if replicated else 0
-    return found + _steps(config, segments)
+    found += buckets + copies + config.num_microbatches * by_autograd
+    return found + (1 + replicated if rank.sp and replicated else 0)
 
 
 def _steps(config: Config, segments: Sequence[FlatShard]) -> int:

@@ -9,11 +9,13 @@ Sizes are numbers or numpy arrays: `Widths` of one configuration, or of a table 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from parallel3d.config.schema import ModelConfig
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.sections import parts_of
 
 Number = Any  # int, float or a numpy array
 
@@ -173,10 +175,40 @@ def layer_flops(model: ModelConfig, recompute: Collection[str] | None = None) ->
     return float(flops(chosen, model.seq_length))
 
 
-def kept(ops: Sequence[Op], recompute: Collection[str] = ()) -> tuple[Number, Number]:
-    """Returns (elements, fp32 statistics) a token that a layer keeps until its backward."""
-    stay = [op for op in ops if not {*op.parts} & {*recompute}]
-    return sum(op.keeps for op in stay), sum(op.statistics for op in stay)
+def kept(ops: Sequence[Op]) -> tuple[Number, Number]:
+    """Returns (elements, fp32 statistics) a token that these operations keep until the backward."""
+    return sum(op.keeps for op in ops), sum(op.statistics for op in ops)
+
+
+class LayerOps(NamedTuple):
+    """A layer's operations on one tensor rank of a run.
+
+    Attributes:
+        ops: of a layer that recomputes, which are those that it keeps the results of, and those
+            that its backward repeats. plain: of a layer that does not.
+    """
+
+    ops: list[Op]
+    kept: list[Op]
+    repeated: list[Op]
+    plain: list[Op]
+
+
+def ops_of_run(config: Config) -> LayerOps:
+    """Returns the operations of a layer with the run's tp, sp and recomputation."""
+    sp = config.sp and config.tp > 1
+    return _layer_ops(widths(config.model, config.tp, sp), parts_of(config.recompute))
+
+
+@functools.lru_cache(maxsize=1024)
+def _layer_ops(w: Widths, parts: frozenset[str]) -> LayerOps:
+    ops = layer_ops(w, parts)
+    again = repeated(ops, parts)
+    return LayerOps(ops, [op for op in ops if op not in again], again, layer_ops(w))
+
+
+TABLE = "head.table"
+TABLES = ("embedding.word.weight", TABLE)
 
 
 class LocalParameter(NamedTuple):
@@ -188,6 +220,7 @@ class LocalParameter(NamedTuple):
         shared: elements at its end whose gradients several tp ranks sum: of key-value heads that
             are on several ranks, and of norms of heads, of which each rank has its own heads.
         owners: sets of ranks with different such elements.
+        tied: the weight of embedding and head alike.
     """
 
     name: str
@@ -196,6 +229,7 @@ class LocalParameter(NamedTuple):
     columns: int = 1
     shared: int = 0
     owners: int = 1
+    tied: bool = False
 
 
 def stage_parameters(
@@ -230,14 +264,12 @@ def _layer(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
         if op.kind == "gemm":
             sharded, numel = op.split == "column", op.inputs * op.outputs
             rows = 2 * w.keys if op.name == "attention.qkv" and tp > model.kv_heads else 0
-            heads = {"owners": model.kv_heads}
-            yield LocalParameter(
-                f"{op.name}.weight", numel, tp == 1, op.inputs, rows * op.inputs, **heads
-            )
+            name = f"{op.name}.weight"
+            yield LocalParameter(name, numel, tp == 1, op.inputs, rows * op.inputs, model.kv_heads)
             if op.bias:
                 whole = tp == 1 or not sharded
-                size = op.outputs if sharded else hidden
-                yield LocalParameter(f"{op.name}.bias", size, whole, shared=rows, **heads)
+                size, name = op.outputs if sharded else hidden, f"{op.name}.bias"
+                yield LocalParameter(name, size, whole, 1, rows, model.kv_heads)
         elif op.name.endswith("qk_norm"):
             for part in ("q", "k"):
                 size = model.head_size
@@ -247,27 +279,24 @@ def _layer(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
             yield from _norm(model, op.name)
 
 
-def word_embedding_numel(model: ModelConfig, tp: int) -> int:
-    """Returns the elements of one rank's shard of the word embedding."""
-    rows = model.padded_vocab_size
-    return (rows if model.embedding == "replicated" else rows // tp) * model.hidden_size
-
-
 def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
     if model.position_embedding == "learned":
         numel = model.max_positions * model.hidden_size
         yield LocalParameter("embedding.position", numel, True, model.hidden_size)
-    whole = tp == 1 or model.embedding == "replicated"
-    numel = word_embedding_numel(model, tp)
-    yield LocalParameter("embedding.word.weight", numel, whole, model.hidden_size)
+    yield _table(model, tp, "embedding.word.weight", model.embedding == "replicated")
 
 
 def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
     if has_table:
-        whole = tp == 1 or (model.tie_embeddings and model.embedding == "replicated")
-        rows = model.padded_vocab_size // (1 if whole else tp)
-        yield LocalParameter("head.table", rows * model.hidden_size, whole, model.hidden_size)
+        yield _table(model, tp, TABLE, model.tie_embeddings and model.embedding == "replicated")
     yield from _norm(model, "head.norm")
+
+
+def _table(model: ModelConfig, tp: int, name: str, whole: bool) -> LocalParameter:
+    numel = model.padded_vocab_size // (1 if whole else tp) * model.hidden_size
+    return LocalParameter(
+        name, numel, whole or tp == 1, model.hidden_size, tied=model.tie_embeddings
+    )
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[LocalParameter]:

@@ -17,15 +17,21 @@ from numpy.typing import NDArray
 
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import PARTS
+from parallel3d.config.sections import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_memory
 from parallel3d.estimate.balance import run_schedule
 from parallel3d.estimate.network import Transfer
-from parallel3d.estimate.ops import layer_flops, layer_ops, recomputing, widths
+from parallel3d.estimate.ops import layer_flops, layer_ops, widths
 from parallel3d.estimate.search import LayoutChoice, Priced, configure, ranked
 from parallel3d.estimate.step import StepTime
-from parallel3d.estimate.traffic import PipelineRank, group_size, pipeline_ranks, transfers
+from parallel3d.estimate.traffic import (
+    PipelineRank,
+    Stage,
+    group_size,
+    pipeline_ranks,
+    transfers,
+)
 from parallel3d.estimate.work import sizes_of_model
 from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import Action
@@ -310,18 +316,18 @@ def block_passes(machine: MeasuredMachine, config: Config) -> Passes:
     return measured_passes(machine, config, "block", ratio)
 
 
-def stage_passes(machine: MeasuredMachine, rank: PipelineRank, stage: int) -> Passes:
+def stage_passes(machine: MeasuredMachine, rank: PipelineRank, stage: Stage) -> Passes:
     """Returns the passes of a stage: its blocks, its ends, and the host's work per action."""
     config, model = rank.config, rank.config.model
-    block, layers = block_passes(machine, config), len(rank.split[stage])
-    again = sum(machine[f"recompute.{part}"](config.tp) for part in rank.recompute)
-    again *= float(block[0]) * recomputing(config.recompute_layers, stage, layers)
-    found = layers * block
+    block = block_passes(machine, config)
+    again = sum(machine[f"recompute.{part}"](config.tp) for part in parts_of(config.recompute))
+    again *= float(block[0]) * stage.again
+    found = len(stage.layers) * block
     found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"] + (0.0, again, 0.0)
     width = model.hidden_size / machine.model.hidden_size
-    if stage == 0:
+    if stage.first:
         found += measured_passes(machine, config, "embedding", width)
-    if stage == rank.placement.stages - 1:
+    if stage.last:
         columns = model.padded_vocab_size / machine.model.vocab
         found += measured_passes(machine, config, "head", width * columns)
     return found
@@ -405,9 +411,10 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
         elements = sum(p.numel for p in rank.parameters) / (layout.dp if config.zero else 1)
         seconds["update"] = machine["update"](elements)
         groups.append(seconds)
-        for stage in rank.stages:
-            each[stage] = stage_passes(machine, rank, stage)
-            each[stage, :2] += seconds["tp"] / (2 * count * placement.chunks)
+        for chunk, stage in enumerate(rank.stages):
+            number = placement.stage(rank.index, chunk)
+            each[number] = stage_passes(machine, rank, stage)
+            each[number, :2] += seconds["tp"] / (2 * count * placement.chunks)
     reduced = [g["dp"] + g["embedding"] for g in groups]
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]
     held = [[placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(pp)]

@@ -10,21 +10,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import parts_of
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
 from parallel3d.estimate.buckets import assign, compressed_rank, padded_numel
 from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.ops import (
+    TABLE,
+    TABLES,
+    LayerOps,
     LocalParameter,
-    Op,
-    layer_ops,
     loss_chunk_counts,
+    ops_of_run,
     recomputing,
-    repeated,
     split_counts,
     stage_parameters,
-    widths,
-    word_embedding_numel,
 )
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.topology.layout import Layout
@@ -42,6 +40,21 @@ def group_size(dim: str, layout: Layout) -> int:
     return layout.size(dim)
 
 
+class Stage(NamedTuple):
+    """One stage of a rank.
+
+    Attributes:
+        again: its layers that recompute, the first ones.
+        turns: its input is the output of the rank's stage before, as in a V.
+    """
+
+    layers: range
+    again: int
+    first: bool
+    last: bool
+    turns: bool
+
+
 @dataclass(frozen=True)
 class PipelineRank:
     """One rank of a pipeline with all of its stages.
@@ -49,7 +62,7 @@ class PipelineRank:
     Attributes:
         config: its tp, pp and dp are `layout`'s.
         index: along pp.
-        placement, split: the pipeline's stage assignment and the layers of each stage.
+        stages: by chunk.
         data_rank: index along dp, which decides its shards under zero=1.
     """
 
@@ -57,53 +70,34 @@ class PipelineRank:
     layout: Layout
     index: int
     placement: StageAssignment
-    split: Sequence[range]
+    stages: tuple[Stage, ...]
+    layer: LayerOps
     data_rank: int = 0
 
     @property
-    def stages(self) -> list[int]:
-        return [self.placement.stage(self.index, c) for c in range(self.placement.chunks)]
-
-    @property
-    def layers(self) -> list[range]:
-        return [self.split[stage] for stage in self.stages]
-
-    @property
     def layer_count(self) -> int:
-        return sum(map(len, self.layers))
-
-    @property
-    def recompute(self) -> frozenset[str]:
-        """Parts of the layers that the backward recomputes."""
-        return parts_of(self.config.recompute)
+        return sum(len(stage.layers) for stage in self.stages)
 
     @property
     def recomputed_layers(self) -> int:
-        """Number of layers that recompute."""
-        if not self.recompute:
-            return 0
-        given = self.config.recompute_layers
-        return sum(recomputing(given, stage, len(self.split[stage])) for stage in self.stages)
+        return sum(stage.again for stage in self.stages)
 
     @property
     def first(self) -> bool:
-        return 0 in self.stages
+        return any(stage.first for stage in self.stages)
 
     @property
     def last(self) -> bool:
-        return self.placement.stages - 1 in self.stages
+        return any(stage.last for stage in self.stages)
 
     @property
     def is_tied_to_another(self) -> bool:
         """Whether two ranks hold a copy of the tied weight each, and this is one of them."""
-        return self.config.model.tie_embeddings and self.first != self.last
+        return self.first != self.last and self.table.tied
 
     def neighbours(self, offset: int) -> int:
         """Counts its stages whose next (+1) or previous (-1) stage is on another rank."""
-        around = (
-            self.placement.neighbour(self.index, chunk, offset)
-            for chunk in range(self.placement.chunks)
-        )
+        around = (self.placement.neighbour(self.index, c, offset) for c in range(len(self.stages)))
         return sum(place is not None and place[0] != self.index for place in around)
 
     @property
@@ -111,9 +105,17 @@ class PipelineRank:
         return self.config.sp and self.layout.tp > 1
 
     @property
+    def on_accelerator(self) -> bool:
+        return self.config.device != "cpu"  # device=auto is planned for GPUs
+
+    @property
     def sends_slices(self) -> bool:
-        # device=auto: a topology describes accelerators.
-        return sends_slices(self.config, on_accelerator=self.config.device != "cpu")
+        return sends_slices(self.config, self.on_accelerator)
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether FSDP2 shards the parameters: zero 2 and 3."""
+        return self.config.zero > 1 and self.layout.dp > 1
 
     @property
     def item(self) -> int:
@@ -136,29 +138,86 @@ class PipelineRank:
         return self.tokens * self.config.model.hidden_size * self.item
 
     @property
-    def layer_ops(self) -> list[Op]:
-        """Operations of one layer that recomputes, if layers do."""
-        return layer_ops(widths(self.config.model, self.layout.tp, self.sp), self.recompute)
+    def stream(self) -> float:
+        """Bytes of a micro-batch's residual stream on this rank."""
+        return self.hidden / (self.layout.tp if self.sp else 1)
+
+    @property
+    def copies(self) -> bool:
+        """Whether collectives need contiguous copies: sp with several sequences."""
+        return self.sp and self.config.micro_batch_size > 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of the logits that it computes the loss of."""
+        model = self.config.model
+        return model.padded_vocab_size // (self.layout.tp if model.parallel_output else 1)
+
+    @property
+    def loss_chunks(self) -> dict[int, int]:
+        """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
+        return loss_chunk_counts(
+            self.tokens, self.columns, self.config.loss.chunk_tokens, item=self.item,
+            on_accelerator=self.on_accelerator,
+        )  # fmt: skip
+
+    def _held(self, stage: Stage, layers: range) -> list[LocalParameter]:
+        model, tp, ends = self.config.model, self.layout.tp, (stage.first, stage.last)
+        return stage_parameters(model, tp, layers, *ends, borrows_table=self.first)
 
     @cached_property
     def chunks(self) -> list[list[LocalParameter]]:
         """Parameters by chunk."""
-        model, tp, last = self.config.model, self.layout.tp, self.placement.stages - 1
-        return [
-            stage_parameters(
-                model,
-                tp,
-                self.split[stage],
-                stage == 0,
-                stage == last,
-                borrows_table=self.first,
-            )
-            for stage in self.stages
-        ]
+        return [self._held(stage, stage.layers) for stage in self.stages]
+
+    @cached_property
+    def ends(self) -> list[LocalParameter]:
+        """Parameters of embedding and head."""
+        return [p for stage in self.stages for p in self._held(stage, range(0))]
+
+    @property
+    def layer_numel(self) -> int:
+        """Elements of one layer."""
+        model, tp = self.config.model, self.layout.tp
+        return sum(p.numel for p in stage_parameters(model, tp, range(1), False, False))
+
+    @property
+    def end_numel(self) -> int:
+        return sum(p.numel for p in self.ends)
+
+    @property
+    def table(self) -> LocalParameter:
+        """The weight of the head, or the copy of it that is the embedding's, on the ends' ranks."""
+        return [p for p in self.ends if p.name in TABLES][-1]
 
     @property
     def parameters(self) -> list[LocalParameter]:
         return [parameter for chunk in self.chunks for parameter in chunk]
+
+
+def pipeline_ranks(
+    config: Config, layout: Layout, data_rank: int = 0, chosen: Sequence[int] | None = None
+) -> list[PipelineRank]:
+    """Returns the ranks of a pipeline, or those of the `chosen` indices along pp; tp, pp and dp are
+    the layout's."""
+    config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
+    placement, split = placement_of(config), layers_of_stages(config)
+    last, layer = placement.stages - 1, ops_of_run(config)
+
+    def stage(index: int, chunk: int) -> Stage:
+        number, before, _ = placement.around(index)[chunk]
+        layers = split[number]
+        again = recomputing(config.recompute_layers, number, len(layers)) if layer.repeated else 0
+        turns = before is not None and before[0] == index
+        return Stage(layers, again, number == 0, number == last, turns)
+
+    return [
+        PipelineRank(
+            config, layout, index, placement,
+            tuple(stage(index, chunk) for chunk in range(placement.chunks)), layer, data_rank,
+        )
+        for index in (range(layout.pp) if chosen is None else chosen)
+    ]  # fmt: skip
 
 
 # Comm volume: every collective and message of one optimizer step.
@@ -174,14 +233,13 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     microbatches = rank.config.num_microbatches
     layers = rank.layer_count * microbatches
     recomputed = rank.recomputed_layers * microbatches
-    ops = rank.layer_ops
-    columns, rows = split_counts(ops)
-    columns_again, rows_again = split_counts(repeated(ops, rank.recompute))
+    columns, rows = split_counts(rank.layer.ops)
+    columns_again, rows_again = split_counts(rank.layer.repeated)
     if rank.config.tensor_parallel.attention == "gather_qk":
         model, tp = rank.config.model, rank.layout.tp
         heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
         every = rank.tokens * heads * model.head_size * rank.item
-        twice = recomputed * ("layer" in rank.recompute)
+        twice = recomputed * any(op.name == "attention.qkv" for op in rank.layer.repeated)
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
         yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
     if not rank.sp:
@@ -203,8 +261,6 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
 
 # The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real
 # steps. Evaluation, checkpoints and start-up are not counted.
-TABLE = "head.table"
-TIED_WEIGHTS = ("embedding.word.weight", TABLE)
 DIMS = ("tp", "pp", "dp", "embedding", "world")
 
 
@@ -234,7 +290,7 @@ def transfers(
     if stage is not None:
         return _of_rank(ranks[stage])
     # Ranks between the ends differ only in their numbers of layers.
-    inner = {tuple(map(len, rank.layers)): rank.index for rank in ranks[1:-1]}
+    inner = {tuple(len(s.layers) for s in rank.stages): rank.index for rank in ranks[1:-1]}
     lists = [_of_rank(ranks[i]) for i in sorted({0, layout.pp - 1, *inner.values()})]
     found: list[Transfer] = []
     for dim in DIMS:
@@ -246,13 +302,6 @@ def transfers(
         n = group_size(dim, layout)
         found += max(mine, key=lambda sent: sum(wire_bytes(t, n) for t in sent))
     return found
-
-
-def pipeline_ranks(config: Config, layout: Layout, data_rank: int = 0) -> list[PipelineRank]:
-    """Returns the ranks of a pipeline by index along pp; tp, pp and dp are the layout's."""
-    config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
-    placement, split = placement_of(config), layers_of_stages(config)
-    return [PipelineRank(config, layout, i, placement, split, data_rank) for i in range(layout.pp)]
 
 
 def _most_boundaries(placement: StageAssignment) -> int:
@@ -293,29 +342,23 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 def _head(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the tp collectives of the head and its loss (tensor_parallel/loss.py)."""
     model, microbatches, whole = rank.config.model, rank.config.num_microbatches, rank.hidden
-    tp, loss, columns = rank.layout.tp, rank.config.loss, model.padded_vocab_size
     if rank.sp:
         yield Transfer("tp", "all_gather", whole, microbatches, "head's input")
         yield Transfer("tp", "reduce_scatter", whole, microbatches, "head's input gradient")
     else:
         yield Transfer("tp", "all_reduce", whole, microbatches, "head's input gradient")
-        if model.tie_embeddings and model.embedding == "replicated":
-            table = columns * model.hidden_size * rank.item
-            yield Transfer("tp", "all_gather", table, microbatches, "replicated table's gradient")
+        if rank.table.replicated:
+            table, what = rank.table.numel * rank.item, "replicated table's gradient"
+            yield Transfer("tp", "all_gather", table, microbatches, what)
     if model.parallel_output:
         # Maximum, sum of exponentials, target logit (and sum, with label smoothing) of each token
         # from every rank, in fp32 or better unless the loss is in half precision.
-        columns //= tp
         item = 2 if rank.config.precision.lm_cross_entropy == "fp16" else max(4, rank.item)
-        token, what = tp * (4 if loss.label_smoothing else 3) * item, "loss"
+        numbers = 4 if rank.config.loss.label_smoothing else 3
+        token, what = rank.layout.tp * numbers * item, "loss"
     else:
-        token, what = columns * rank.item, "logits"
-    # device=auto: a topology describes accelerators.
-    on_accelerator = rank.config.device != "cpu"
-    chunks = loss_chunk_counts(
-        rank.tokens, columns, loss.chunk_tokens, item=rank.item, on_accelerator=on_accelerator
-    )
-    for tokens, count in chunks.items():
+        token, what = rank.columns * rank.item, "logits"
+    for tokens, count in rank.loss_chunks.items():
         yield Transfer("tp", "all_gather", token * tokens, count * microbatches, what)
 
 
@@ -367,9 +410,8 @@ def bucketed_parameters(
     config, ready = rank.config, chunk[::-1]
     sizes = [p.numel * rank.grad_item for p in ready]
     tied = rank.is_tied_to_another
-    alone = [i for i, p in enumerate(ready) if tied and p.name in TIED_WEIGHTS]
-    accelerated = config.device != "cpu"  # device=auto is planned for GPUs
-    buckets = assign(sizes, config.ddp.bucket_cap_mb, alone, accelerated)
+    alone = [i for i, p in enumerate(ready) if tied and p.tied]
+    buckets = assign(sizes, config.ddp.bucket_cap_mb, alone, rank.on_accelerator)
     return [[ready[i] for i in members] for members in buckets]
 
 
@@ -395,7 +437,7 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     parameter.
     """
     dp, tied = rank.layout.dp, rank.is_tied_to_another
-    if rank.config.zero > 1 and dp > 1:
+    if rank.fully_sharded:
         return [
             FlatShard(
                 _sharded_numel(p, dp), p.columns > 1, p.replicated, tied and p.name == TABLE,
@@ -478,13 +520,11 @@ def _low_rank(rank: PipelineRank, buckets: list[list[LocalParameter]]) -> Iterat
 
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the all-reduce of a tied weight between first and last stage (optim.py)."""
-    model = rank.config.model
     if rank.is_tied_to_another:
-        dp, whole = rank.layout.dp, word_embedding_numel(model, rank.layout.tp)
-        shards = dp if rank.config.zero else 1
-        numel = padded_numel(whole, shards) // shards
+        shards = rank.layout.dp if rank.config.zero else 1
+        numel = padded_numel(rank.table.numel, shards) // shards
         if rank.config.zero > 1:
-            numel = -(-whole // model.hidden_size // dp) * model.hidden_size
+            numel = _sharded_numel(rank.table, shards)
         table = numel * rank.grad_item
         yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "rendezvous of the tied ranks")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")

@@ -15,11 +15,12 @@ from parallel3d.estimate.analytic_memory import (
     moments,
     peak_memory,
     peak_stage,
-    tensors,
 )
 from parallel3d.estimate.launches import launches
 from parallel3d.estimate.ops import parameter_count
+from parallel3d.estimate.traffic import pipeline_ranks
 from parallel3d.schedules.schedule import make
+from parallel3d.topology.layout import layout_of
 from tests.e2e.ready import run_module
 
 ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
@@ -87,11 +88,15 @@ def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
 
 
 def test_recomputation_keeps_less_and_full_least() -> None:
-    t = tensors(configured(ONE))
-    less = ("layer",), ("norm", "attention", "mlp"), ("norm", "activation"), ("norm",), ()
-    kept = [layer_bytes(t, parts).kept for parts in less]
+    less = "[layer]", "[norm,attention,mlp]", "[norm,activation]", "[norm]", "none"
+    found = []
+    for parts in less:
+        config = configured(ONE | {"recompute": parts})
+        found += [layer_bytes(*pipeline_ranks(config, layout_of(config)))]
+    kept = [layer.kept for layer in found]
     assert kept == sorted({*kept})
-    assert layer_bytes(t, ("layer",)).again > 0 == layer_bytes(t, ()).again
+    assert found[0].again > 0 == found[-1].again
+    assert {layer.plain for layer in found} == {kept[-1]}
 
 
 def test_zero_cuts_what_it_says() -> None:
