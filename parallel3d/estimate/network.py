@@ -25,6 +25,7 @@ second.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -40,9 +41,7 @@ OPERATIONS = (
     *("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter", "scatter", "gather"),
     *("all_to_all", "send_recv", "barrier"),
 )
-CLASSIFIED = ("tp", "cp", "dp", "pp", "embedding")
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
-SHOWN_PAIRS = 4
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -221,19 +220,7 @@ def members(layout: Layout, dim: str) -> Matrix:
     return np.ascontiguousarray(moved)
 
 
-def neighbours(layout: Layout, dim: str) -> tuple[Slots, Slots]:
-    """Returns (pairs,), (pairs,): ranks that exchange data along `dim`, from and to.
-
-    Rings for tp, cp and dp; two members are one pair. For pp rank k with rank k + 1, and the last
-    with the first if stages loop; for `embedding` the first with the last.
-    """
-    ranks = members(layout, dim)
-    if layout.wraps if dim == "pp" else ranks.shape[1] > 2 and dim not in OPEN_CHAINS:
-        return ranks.ravel(), np.roll(ranks, -1, axis=1).ravel()
-    return ranks[:, :-1].ravel(), ranks[:, 1:].ravel()
-
-
-def _levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
+def levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
     """Returns (groups, outer, inner): positions in `groups` (of slots) by domain, then by leaf
     switch; None unless all groups have `inner` > 1 members in each of several domains.
 
@@ -244,132 +231,34 @@ def _levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
     if inner in (1, size) or size % inner:
         return None
     order = np.lexsort((cluster.leaf[groups], domain), axis=1).reshape(len(groups), -1, inner)
-    placed = _tiled(domain, order)
+    placed = tiled(domain, order)
     whole = (placed == placed[:, :, :1]).all()
     apart = (placed[:, 1:, 0] != placed[:, :-1, 0]).all()
     return order if whole and apart else None
 
 
-def _tiled(groups: npt.NDArray[Any], order: Matrix) -> npt.NDArray[Any]:
-    """Returns (groups, outer, inner) of (groups, n) in the order of `_levels`."""
+def tiled(groups: npt.NDArray[Any], order: Matrix) -> npt.NDArray[Any]:
+    """Returns (groups, outer, inner) of (groups, n) in the order of `levels`."""
     return np.take_along_axis(groups, order.reshape(len(order), -1), axis=1).reshape(order.shape)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two neighbouring ranks of a group, and their GPUs."""
-
-    ranks: tuple[int, int]
-    names: tuple[str, str]
-    kind: LinkClass
-
-    def __str__(self) -> str:
-        return f"rank {self.ranks[0]} ({self.names[0]}) and rank {self.ranks[1]} ({self.names[1]})"
-
-
-class Hierarchy(NamedTuple):
-    """Two-level (hierarchical) reduction: `inner` members of one domain, then `outer` domains.
-    `one_rail`: no outer group leaves its rail."""
-
-    inner: int
-    outer: int
-    one_rail: bool
-
-
-@dataclass(frozen=True)
-class DimLinks:
-    """Links of all groups of one dimension.
-
-    `in_domain`: groups in one NVLink domain; `on_rail`: other groups under one leaf switch;
-    `crossing`: the rest. `rails`: number of rails of the first crossing group. `between_units`:
-    pairs on one rail that need the spine. `offending`: the first pairs worse than they should be
-    (tp and cp belong on NVLink, the others on one rail).
-    """
-
-    dim: str
-    size: int
-    groups: int
-    pairs: dict[LinkClass, int]
-    in_domain: int
-    on_rail: int
-    crossing: int
-    rails: int = 0
-    between_units: int = 0
-    hierarchy: Hierarchy | None = None
-    offending: tuple[Pair, ...] = ()
-
-    @property
-    def worst(self) -> LinkClass:
-        """The slowest class that any pair uses; `SELF` if there are no pairs."""
-        return max((k for k, count in self.pairs.items() if count), default=LinkClass.SELF)
-
-
-def classify(placement: RankMapping) -> dict[str, DimLinks]:
-    """Classifies the links of tp, cp, dp, pp and `embedding`."""
-    return {dim: _classify(placement, dim) for dim in CLASSIFIED}
-
-
-def _classify(placement: RankMapping, dim: str) -> DimLinks:
-    cluster = placement.cluster
-    groups = placement.slots[members(placement.layout, dim)]
-    count, size = groups.shape
-    if size == 1:
-        return DimLinks(dim, 1, count, {}, count, 0, 0)
-    ranks = neighbours(placement.layout, dim)
-    here, there = (placement.slots[r] for r in ranks)
-    kinds, rail = cluster.link_class(here, there), cluster.rail_of
-    counts = np.bincount(kinds, minlength=len(LinkClass))
-    inside, one_leaf = (
-        (numbers == numbers[:, :1]).all(axis=1)
-        for numbers in (cluster.domain[groups], cluster.leaf[groups])
-    )
-    crossing = np.flatnonzero(~inside & ~one_leaf)
-
-    def pair(i: int) -> Pair:
-        a, b = (cluster.slot_name(int(slots[i])) for slots in (here, there))
-        return Pair((int(ranks[0][i]), int(ranks[1][i])), (a, b), LinkClass(kinds[i]))
-
-    wanted = LinkClass.NVLINK if dim in ("tp", "cp") else LinkClass.RAIL
-    return DimLinks(
-        dim=dim,
-        size=size,
-        groups=count,
-        pairs={k: int(counts[k]) for k in LinkClass if counts[k]},
-        in_domain=int(inside.sum()),
-        on_rail=int((one_leaf & ~inside).sum()),
-        crossing=crossing.size,
-        rails=np.unique(rail[groups[crossing[0]]]).size if crossing.size else 0,
-        between_units=int(((kinds > LinkClass.RAIL) & (rail[here] == rail[there])).sum()),
-        hierarchy=None if dim in OPEN_CHAINS else _hierarchy(cluster, groups),
-        offending=tuple(pair(i) for i in np.flatnonzero(kinds > wanted)[:SHOWN_PAIRS]),
-    )
-
-
-def _hierarchy(cluster: Cluster, groups: Matrix) -> Hierarchy | None:
-    """Returns the two levels of groups of slots; None if groups have none or differ."""
-    order = _levels(cluster, groups)
-    if order is None:
-        return None
-    rail = _tiled(cluster.rail_of[groups], order)
-    return Hierarchy(order.shape[2], order.shape[1], bool((rail == rail[:, :1]).all()))
-
-
 def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Returns the inner and outer groups of ranks that reduce `dim` in two levels (`Hierarchy`).
+    """Returns the inner and outer groups of ranks that reduce `dim` in two levels.
 
     The j-th members of the inner groups are an outer group, and hold the same shard between the
     levels. None without two levels, or if ranks inside a domain are not in the order of their rails
     (snake), as the members of a process group are in rank order.
     """
     ranks = members(placement.layout, dim)
-    order = _levels(placement.cluster, placement.slots[ranks])
+    order = levels(placement.cluster, placement.slots[ranks])
     if order is None:
         return None
-    tiled = _tiled(ranks, order)
-    if (np.diff(tiled, axis=2) < 0).any():
+    groups = tiled(ranks, order)
+    if (np.diff(groups, axis=2) < 0).any():
         return None
-    outer = np.sort(tiled.transpose(0, 2, 1), axis=2)
-    return tiled.reshape(-1, tiled.shape[2]).tolist(), outer.reshape(-1, tiled.shape[1]).tolist()
+    outer = np.sort(groups.transpose(0, 2, 1), axis=2)
+    inner = groups.reshape(-1, groups.shape[2])
+    return inner.tolist(), outer.reshape(-1, groups.shape[1]).tolist()
 
 
 @dataclass(frozen=True)
@@ -381,6 +270,9 @@ class Flows:
     here: Slots
     there: Slots
     weights: Bytes | None = None
+
+    def reversed(self) -> Flows:
+        return Flows(self.cluster, self.there, self.here, self.weights)
 
     @cached_property
     def kinds(self) -> npt.NDArray[np.int8]:
@@ -423,28 +315,63 @@ class Flows:
         return Link(min(w.gb_per_s for w in found), max(w.latency_us for w in found))
 
 
-def flows_of(
-    dim: str, cluster: Cluster, groups: Matrix, loops: int = 1
-) -> tuple[Flows, int, Flows | None]:
-    """Returns the flows of all groups' rings (or stages), and in two levels the members inside of a
-    domain and the flows between domains; else 1, None.
+class DimFlows(NamedTuple):
+    """Flows of one dimension at a time.
 
-    `groups`: slots. A chain of stages has its forward flows only; backward is the mirror image.
-    With `loops` the last rank sends to the first in all loops but one.
+    Attributes:
+        ring: of the rings of all groups, or between stages.
+        inner, inside, between: in two levels the members of a group in a domain, and the flows of
+            the rings inside of domains and between them.
+    """
+
+    ring: Flows
+    inner: int = 1
+    inside: Flows | None = None
+    between: Flows | None = None
+
+    def sent(self, price: DimPrice) -> Iterator[tuple[Flows, float]]:
+        """Yields the flows of a step, and the bytes of one of them. A tree counts as a ring: it
+        sends at most n / (n − 1) times as much."""
+        paths, flat, inside, between = price.paths, 0.0, 0.0, 0.0
+        for p in price.transfers:
+            op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
+            if p.algorithm != "hierarchical":
+                flat += total * bus_factor(op, paths.n)
+            else:
+                inside += total * bus_factor(op, paths.inner)
+                between += total / paths.inner * bus_factor(op, paths.domains)
+        if price.dim == "pp":  # half of the bytes goes forward, half back
+            yield self.ring, flat / 2
+            yield self.ring.reversed(), flat / 2
+        else:
+            yield self.ring, flat
+        if self.between is not None and self.inside is not None and between:
+            yield self.between, between
+            yield self.inside, inside
+
+
+def flows_of(dim: str, cluster: Cluster, groups: Matrix, loops: int = 1) -> DimFlows:
+    """Returns the flows of all groups of slots.
+
+    A chain of stages has its forward flows only; backward is the mirror image. With `loops` the
+    last rank sends to the first in all loops but one.
     """
     if dim == "pp" and (loops == 1 or groups.shape[1] == 2):
-        return Flows(cluster, groups[:, :-1].ravel(), groups[:, 1:].ravel()), 1, None
-    ring = Flows(cluster, groups.ravel(), np.roll(groups, -1, axis=1).ravel())
+        return DimFlows(Flows(cluster, groups[:, :-1].ravel(), groups[:, 1:].ravel()))
     if dim == "pp":
         weights = np.ones(groups.shape)
         weights[:, -1] = (loops - 1) / loops
-        return replace(ring, weights=weights.ravel()), 1, None
-    order = None if dim in OPEN_CHAINS else _levels(cluster, groups)
+        return DimFlows(replace(_ring(cluster, groups, 1), weights=weights.ravel()))
+    order = None if dim in OPEN_CHAINS else levels(cluster, groups)
     if order is None:
-        return ring, 1, None
-    placed = _tiled(groups, order)
-    after = np.roll(placed, -1, axis=1)  # the same member of the next domain
-    return ring, order.shape[2], Flows(cluster, placed.ravel(), after.ravel())
+        return DimFlows(_ring(cluster, groups, 1))
+    placed = tiled(groups, order)  # a row is a domain
+    inside, between = (_ring(cluster, placed, axis) for axis in (2, 1))
+    return DimFlows(_ring(cluster, groups, 1), order.shape[2], inside, between)
+
+
+def _ring(cluster: Cluster, slots: Matrix, axis: int) -> Flows:
+    return Flows(cluster, slots.ravel(), np.roll(slots, -1, axis=axis).ravel())
 
 
 @dataclass(frozen=True)
@@ -520,8 +447,7 @@ def price_transfer(
         if "tree" in algorithms:
             options["tree"] = tree_all_reduce(n, nbytes, link)
     elif link is not None:
-        name = "send_recv" if op == "send_recv" else "ring"
-        options[name] = collective_time(op, n, nbytes, link)
+        options["send_recv" if op == "send_recv" else "ring"] = collective_time(op, n, nbytes, link)
     if op in IN_TWO_LEVELS and paths.outer is not None and "hierarchical" in algorithms:
         options["hierarchical"] = two_level_time(
             op, paths.inner, paths.domains, nbytes, cluster.nvlink, paths.outer
@@ -549,127 +475,16 @@ def price_step(
         groups = placement.slots[members(layout, dim)]
         if groups.shape[1] == 1:
             continue
-        ring, inner, outer = flows_of(dim, cluster, groups, layout.loops)
-        between_domains = None if outer is None else outer.slowest()
-        paths = Paths(groups.shape[1], ring.slowest(), inner, between_domains)
+        flows = flows_of(dim, cluster, groups, layout.loops)
+        between = None if flows.between is None else flows.between.slowest()
+        paths = Paths(groups.shape[1], flows.ring.slowest(), flows.inner, between)
         priced = tuple(
             price_transfer(t, paths, cluster, algorithms) for t in transfers if t.dim == dim
         )
-        flat, inside, between = flow_bytes(priced, paths)
-        nbytes = {k: count * flat for k, count in ring.counts.items() if flat}
-        if outer is not None and between:
-            for k, count in outer.counts.items():
-                nbytes[k] = nbytes.get(k, 0.0) + count * between
-            nvlink = nbytes.get(LinkClass.NVLINK, 0.0)
-            nbytes[LinkClass.NVLINK] = nvlink + groups.size * inside
-        dims[dim] = DimPrice(dim, paths, priced, nbytes)
+        price = DimPrice(dim, paths, priced, {})
+        for used, nbytes in flows.sent(price):
+            for kind, count in used.counts.items():
+                if nbytes:
+                    price.nbytes[kind] = price.nbytes.get(kind, 0.0) + count * nbytes
+        dims[dim] = price
     return StepPrice(dims)
-
-
-def flow_bytes(priced: tuple[PricedTransfer, ...], paths: Paths) -> tuple[float, float, float]:
-    """Returns the bytes of one flow in a step: in the flat ring or chain; in two levels, inside and
-    between. A tree counts as a ring: it sends at most n / (n − 1) times as much."""
-    flat = inside = between = 0.0
-    for p in priced:
-        op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
-        if p.algorithm != "hierarchical":
-            flat += total * bus_factor(op, paths.n)
-        else:
-            inside += total * bus_factor(op, paths.inner)
-            between += total / paths.inner * bus_factor(op, paths.domains)
-    return flat, inside, between
-
-
-@dataclass(frozen=True)
-class Loads:
-    """Bytes that one step sends over each wire, one way: the line widths of the picture.
-
-    `nvlink` and `nic`: (size,), from each GPU into its domain and through its NIC. `uplink`:
-    (units, rails), from each leaf switch to the spine; `port`: over one of its uplinks, of which it
-    has NICs / oversubscription, evenly loaded.
-    """
-
-    nvlink: Bytes
-    nic: Bytes
-    uplink: Bytes
-    port: Bytes
-
-    @property
-    def largest(self) -> float:
-        """Bytes on the busiest wire."""
-        return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
-
-    def busiest(self, cluster: Cluster) -> dict[str, tuple[str, float]]:
-        """Returns (name, bytes) of the busiest `nic` and `uplink`, if they are used."""
-        nics = np.bincount(cluster.nic, self.nic)
-        node, rail = divmod(int(nics.argmax()), cluster.rails)
-        unit, leaf = divmod(int(self.port.argmax()), cluster.rails)
-        uplink = f"uplink of the leaf of rail {leaf} in unit {unit}"
-        found = {
-            "nic": (f"NIC of {cluster.node_name(node)} on rail {rail}", float(nics.max())),
-            "uplink": (uplink, float(self.port.max())),
-        }
-        return {port: named for port, named in found.items() if named[1]}
-
-
-def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
-    """Returns the bytes that every GPU and leaf switch sends."""
-    cluster = placement.cluster
-    nvlink, nic = np.zeros(cluster.size), np.zeros(cluster.size)
-    leaf = np.zeros(cluster.leaf_nics.size)
-
-    def add(flows: Flows, nbytes: float) -> None:
-        """Adds `nbytes` at the senders of the flows."""
-        kinds, slots = flows.kinds, flows.here
-        for total, chosen, numbers in (
-            (nvlink, kinds == LinkClass.NVLINK, slots),
-            (nic, kinds > LinkClass.NVLINK, slots),
-            (leaf, kinds == LinkClass.SPINE, cluster.leaf[slots]),
-        ):
-            weights = None if flows.weights is None else flows.weights[chosen]
-            total += nbytes * np.bincount(numbers[chosen], weights, minlength=total.size)
-
-    for dim, priced in price.dims.items():
-        groups = placement.slots[members(placement.layout, dim)]
-        flat, inside, between = flow_bytes(priced.transfers, priced.paths)
-        ring, _, outer = flows_of(dim, cluster, groups, placement.layout.loops)
-        if dim == "pp":  # half of the bytes goes forward, half back
-            add(ring, flat / 2)
-            add(Flows(cluster, ring.there, ring.here, ring.weights), flat / 2)
-            continue
-        add(ring, flat)
-        if outer is not None and between:
-            add(outer, between)
-            nvlink[groups.ravel()] += inside
-    uplink = leaf.reshape(-1, cluster.rails)
-    nics = np.maximum(cluster.leaf_nics, 1).reshape(uplink.shape)
-    return Loads(nvlink, nic, uplink, uplink / nics * (cluster.oversubscription or 1.0))
-
-
-class Route(NamedTuple):
-    """One route: seconds, the GPUs, sender and receiver included, and the wire of each hop."""
-
-    seconds: float
-    slots: tuple[int, ...]
-    hops: tuple[LinkClass, ...]
-
-
-def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
-    """Returns the routes for one message from slot `a` to slot `b`, cheapest first.
-
-    Without a common domain or leaf switch: over the spine, or forwarded by the GPU of a's domain
-    that is under b's leaf switch (NCCL's PXN; NCCL_P2P_PXN_LEVEL), priced as store and forward,
-    each message with its wire to itself.
-    """
-    kind, found = LinkClass(int(cluster.link_class(a, b))), []
-    if kind not in (LinkClass.SELF, LinkClass.NONE):
-        found.append(Route(messages(1, nbytes, cluster.link(kind)), (a, b), (kind,)))
-    near = cluster.domain == cluster.domain[a]
-    near &= (cluster.rail_of == cluster.rail_of[b]) & (cluster.unit == cluster.unit[b])
-    relays = np.flatnonzero(near)
-    if kind > LinkClass.RAIL and relays.size:
-        same_node = relays[cluster.node[relays] == cluster.node[a]]
-        relay = int((same_node if same_node.size else relays)[0])
-        seconds = messages(1, nbytes, cluster.nvlink) + messages(1, nbytes, cluster.rail)
-        found.append(Route(seconds, (a, relay, b), (LinkClass.NVLINK, LinkClass.RAIL)))
-    return sorted(found, key=lambda r: (r.seconds, len(r.hops)))

@@ -24,21 +24,13 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops
-from parallel3d.estimate.network import (
-    DimLinks,
-    Loads,
-    StepPrice,
-    Transfer,
-    classify,
-    loads_of,
-    price_step,
-    routes,
-)
+from parallel3d.estimate.network import StepPrice, Transfer, price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.assumptions import assume_batch, assume_model, check_free, write
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
 from parallel3d.topology.layout import DIMENSIONS, Layout
+from parallel3d.topology.links import DimLinks, Loads, classify, loads_of, routes
 from parallel3d.topology.placement.placed_ranks import Process, launch_ranks_by_file
 from parallel3d.topology.placement.search import Candidate, place, search, warnings_for
 from parallel3d.topology.svg import cluster_svg

@@ -8,8 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from parallel3d.estimate.network import Loads
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import Loads
 from parallel3d.topology.text import byte_text
 from parallel3d.topology.tiling import RankMapping
 

@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from parallel3d.estimate.network import members, neighbours
+from parallel3d.estimate.network import members
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import neighbours
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster, random_cluster, random_layout, slow_groups, slow_pairs
 

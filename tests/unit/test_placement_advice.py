@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.estimate.network import classify
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement.search import place, warnings_for
+from parallel3d.topology.links import classify
+from parallel3d.topology.placement.search import place, refuse_unreachable, warnings_for
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster, some_traffic
 
@@ -93,3 +93,12 @@ def test_rail_only_names_an_order_that_has_paths() -> None:
     assert said(cluster, layout, "tp4-dp2-dp4-snake") == []
     auto = place(SimpleNamespace(placement="auto"), cluster, layout, some_traffic(layout))
     assert auto.how == "tp4-dp2-dp4-snake"
+
+
+def test_a_pair_without_a_wire_is_named_behind_many_that_only_leave_their_domain() -> None:
+    cluster, layout = a_cluster(10, 2, oversubscription=None), Layout(tp=2, dp=5)
+    slots = np.array([0, 2, 4, 6, 8, 10, 12, 14, 16, 19])  # the last pair changes rail
+    placement = RankMapping(cluster, layout, slots, "by hand")
+    assert len(classify(placement)["tp"].offending) == 5
+    with pytest.raises(UserError, match=r"tp=2: .*rank 8 .*rank 9 .*no path"):
+        refuse_unreachable(placement, classify(placement))

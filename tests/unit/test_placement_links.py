@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from parallel3d.estimate.network import CLASSIFIED, classify
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import CLASSIFIED, classify
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.pace import in_cpu_time
 from tests.placements import a_cluster, random_cluster, random_layout, slow_classes

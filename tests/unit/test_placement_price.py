@@ -8,9 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from parallel3d.estimate.network import Transfer, loads_of, price_step, routes
+from parallel3d.estimate.network import Transfer, price_step
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import loads_of, routes
 from parallel3d.topology.placement.candidates import RankSample, merged
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import NVLINK, RAIL, SPINE, a_cluster, random_layout, some_traffic
@@ -124,7 +125,7 @@ def test_estimate_equals_the_full_price_on_even_clusters() -> None:
         unit = 8 * (cluster.unit_nodes or cluster.nodes)
         sample = RankSample(layout, np.arange(cluster.size), domain, unit, cluster)
         full = price_step(placed(cluster, layout, order), traffic).seconds
-        assert sample.seconds(tiling, traffic, {}) == pytest.approx(full)
+        assert sample.seconds(tiling, traffic) == pytest.approx(full)
         compared += 1
 
 
@@ -150,7 +151,7 @@ def test_estimate_of_large_worlds_is_nearly_always_the_full_price() -> None:
         unit = 8 * (unit_nodes or nodes)
         sample = RankSample(layout, np.arange(cluster.size), domain, unit, cluster)
         full = price_step(RankMapping.tiled(cluster, layout, tiling), traffic).seconds
-        exact += math.isclose(sample.seconds(tiling, traffic, {}), full, rel_tol=1e-9)
+        exact += math.isclose(sample.seconds(tiling, traffic), full, rel_tol=1e-9)
     assert exact >= 54
 
 

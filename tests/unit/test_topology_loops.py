@@ -12,10 +12,11 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops
-from parallel3d.estimate.network import classify, loads_of, neighbours, price_step
+from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import classify, loads_of, neighbours
 from parallel3d.topology.placement.candidates import RankSample
 from parallel3d.topology.placement.search import refuse_unreachable
 from parallel3d.topology.report import facts_of, make_report
@@ -119,7 +120,7 @@ def test_a_sample_of_all_ranks_sees_the_way_back(name: str, text: str) -> None:
     layout, sent = placement.layout, transfers(config, placement.layout)
     sample = RankSample(layout, np.arange(cluster.size), 2, 8, cluster)
     whole = price_step(placement, sent).seconds
-    assert sample.seconds(Tiling.parse(text, layout), sent, {}) == pytest.approx(whole)
+    assert sample.seconds(Tiling.parse(text, layout), sent) == pytest.approx(whole)
 
 
 def test_a_sample_sees_that_the_way_back_has_an_uplink_for_itself() -> None:
@@ -131,7 +132,7 @@ def test_a_sample_sees_that_the_way_back_has_an_uplink_for_itself() -> None:
     sent = [t for t in transfers(config, layout) if t.dim == "pp"]
     sample = RankSample(layout, np.arange(3), 1, 2, cluster)
     text = Tiling.parse("tp-cp-dp-pp", layout)
-    assert sample.seconds(text, sent, {}) == pytest.approx(price_step(placement, sent).seconds)
+    assert sample.seconds(text, sent) == pytest.approx(price_step(placement, sent).seconds)
 
 
 def report_text(name: str, vpp: int) -> tuple[dict, str]:

@@ -10,9 +10,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from parallel3d.estimate.network import Loads, StepPrice, Transfer, loads_of, price_step
+from parallel3d.estimate.network import StepPrice, Transfer, price_step
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import Loads, loads_of
 from parallel3d.topology.svg import (
     CHOSEN,
     GROUP_NAMES,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,10 +87,8 @@ class RankSample:
         seen = np.bincount(leaf[self.positions], minlength=nics.size)
         self.leaf_weight = used / np.maximum(seen, 1) / np.maximum(nics, 1)
 
-    def seconds(
-        self, tiling: Tiling, transfers: list[Transfer], exposed: Mapping[str, float]
-    ) -> float:
-        """Predicts seconds a step, weighed by `exposed`; infinity if a dimension has no path."""
+    def seconds(self, tiling: Tiling, transfers: list[Transfer]) -> float:
+        """Predicts seconds a step; infinity if a dimension has no path."""
         digits = digits_of(tiling)
         cut = digits_of(cut_at(tiling, self.domain))
         place = tiling.coordinates(self.positions)
@@ -102,7 +100,7 @@ class RankSample:
             if paths.flat is None and dim != "world":
                 return math.inf
             mine = (price_transfer(t, paths, self.cluster) for t in transfers if t.dim == dim)
-            total += exposed.get(dim, 1.0) * math.fsum(p.seconds for p in mine)
+            total += math.fsum(p.seconds for p in mine)
         return total
 
     def _paths(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,17 +25,16 @@ import numpy as np
 
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.network import (
-    DimLinks,
     Paths,
     StepPrice,
     Transfer,
-    classify,
     members,
     price_step,
     price_transfer,
 )
 from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
+from parallel3d.topology.links import DimLinks, classify
 from parallel3d.topology.placement.candidates import (
     Base,
     RankSample,
@@ -85,17 +83,13 @@ class _Task:
     cluster: Cluster
     layout: Layout
     transfers: list[Transfer]
-    exposed: Mapping[str, float]  # by dimension, default 1
 
     def placed(self, tiling: Tiling, base: Base, is_default: bool = False) -> Candidate:
         """Returns the candidate priced in full; infinity if a needed wire is missing."""
         named = Candidate(tiling, base, math.inf, is_default)
         placement = RankMapping.tiled(self.cluster, self.layout, tiling, base.slots, str(named))
         price = price_step(placement, self.transfers)
-        seconds = math.inf
-        if price.reachable:
-            weighed = (self.exposed.get(d, 1.0) * x.seconds for d, x in price.dims.items())
-            seconds = math.fsum(weighed)
+        seconds = price.seconds if price.reachable else math.inf
         return replace(named, seconds=seconds, placement=placement, price=price)
 
     def bound(self, dim: str, factor: int) -> float:
@@ -108,8 +102,7 @@ class _Task:
         if 1 < factor < n:
             paths = Paths(n, outside, factor, outside)
         mine = [t for t in self.transfers if t.dim == dim]
-        seconds = math.fsum(price_transfer(t, paths, cluster).seconds for t in mine)
-        return self.exposed.get(dim, 1.0) * seconds
+        return math.fsum(price_transfer(t, paths, cluster).seconds for t in mine)
 
 
 def search(
@@ -118,7 +111,6 @@ def search(
     transfers: list[Transfer],
     slots: Slots | None = None,
     priced: int = PRICED,
-    exposed: Mapping[str, float] | None = None,
 ) -> list[Candidate]:
     """Returns rank mappings of `layout` over `slots` (default: all GPUs), cheapest first.
 
@@ -127,12 +119,9 @@ def search(
     first `priced` are priced in full, the rest are estimates. If no candidate has all wires that it
     needs, all cost infinity.
 
-    `exposed`: the fraction of a dimension's seconds that a step waits for, default 1; less if it is
-    known to overlap with compute.
-
     Raises ValueError for fewer slots than ranks.
     """
-    task = _Task(cluster, layout, transfers, exposed or {})
+    task = _Task(cluster, layout, transfers)
     tried = bases(cluster, layout, slots)
     if tried[0].slots.size < layout.world_size:
         raise ValueError(f"{tried[0].slots.size} GPUs for {layout.world_size} ranks")
@@ -180,9 +169,7 @@ def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
         if sample is None:
             found[tiling] = task.placed(tiling, base)
         else:
-            found[tiling] = Candidate(
-                tiling, base, sample.seconds(tiling, task.transfers, task.exposed)
-            )
+            found[tiling] = Candidate(tiling, base, sample.seconds(tiling, task.transfers))
 
     for tiling in [*permutations(layout), *(every_tiling(layout, EVERY) if in_full else ())]:
         score(tiling)
@@ -248,7 +235,7 @@ def _chosen(
     if wanted == "default":
         return RankMapping.tiled(cluster, layout, permutations(layout)[0], slots, "default order")
     tiling = _readable(wanted, layout)
-    task = _Task(cluster, layout, transfers, {})
+    task = _Task(cluster, layout, transfers)
     tried = bases(cluster, layout, slots)
     if len(tried) == 1:
         return RankMapping.tiled(cluster, layout, tiling, slots)
