@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -84,23 +85,24 @@ _OF_TOKEN = 17  # bytes of a token's ids, labels and mask on the device
 PHASES = ("forward", "backward", "backward")  # of F, B and I; no W is a peak
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes of one rank at its peak, by kind as `dryrun` names them."""
 
-    parameters: float
-    gradients: float
-    masters: float
-    optimizer: float
-    activations: float
-    logits: float
-    buffers: float
-    phase: str
+    parameters: float = 0.0
+    gradients: float = 0.0
+    masters: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    phase: str = ""
 
     @property
     def total(self) -> float:
-        kinds = (self.parameters, self.gradients, self.masters, self.optimizer)
-        return sum(kinds) + self.activations + self.logits + self.buffers
+        return sum(self[:-1])
+
+    def plus(self, other: RankMemory, phase: str = "") -> RankMemory:
+        return RankMemory(*map(add, self[:-1], other[:-1]), phase=phase)
 
 
 def peak_memory(config: Config, index: int) -> RankMemory:
@@ -140,10 +142,7 @@ def _state(rank: PipelineRank, numel: int) -> RankMemory:
         gradients=wide * numel / spread,
         masters=0.0 if item >= WIDE and spread == 1 else wide * numel / cut,
         optimizer=moments_ * wide * numel / cut,
-        activations=0.0,
-        logits=0.0,
         buffers=rotary_bytes(config) * config.vpp,
-        phase="",
     )
 
 
@@ -155,88 +154,75 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     state = _state(rank, rank.layer_numel * rank.layer_count + rank.end_numel)
     extra = fsdp_memory(rank) if rank.fully_sharded else {}
     end = head.kept + (_cast_table(rank) if extra else 0)  # each forward computes its gradient
-    inner = [s.again * layer.kept + (len(s.layers) - s.again) * layer.plain for s in rank.stages]
-    ends = [end if stage.last else stream for stage in rank.stages]
-    held = [
-        layers + end - (stream if stage.turns else 0.0)
-        for layers, end, stage in zip(inner, ends, rank.stages, strict=True)
-    ]
-    waits = [len(stage.layers) * layer.deferred for stage in rank.stages]
+    held, waits = [], []
+    for stage in rank.stages:
+        held.append(_kept(stage, layer, stream) + (end if stage.last else stream))
+        waits.append(len(stage.layers) * layer.deferred)
     # A slice of a single sequence is a view and keeps the full tensor alive.
     slices = rank.layout.tp if rank.sends_slices and config.micro_batch_size > 1 else 1
-    base = (
-        seen.live @ np.array(held) + seen.deferred @ np.array(waits) + seen.sent * stream / slices
-    )
+    base = seen.live @ held + seen.deferred @ waits + seen.sent * stream / slices
     for index, stage in enumerate(rank.stages):
-        own = inner[index] - (stream if stage.turns else 0.0)
         reads = _OF_TOKEN * rank.tokens if stage.first or stage.last else 0.0
         for kind, begun in product(range(3), (False, True) if extra else (None,)):
             rows = (seen.kind == kind) & (seen.chunk == index)
             rows = rows if begun is None else rows & (seen.begun == begun)
             if not rows.any():
                 continue
-            for moment, activations, logits in _temporary(rank, stage, kind, own, layer, head):
-                more = extra_memory(extra, moment, bool(begun))
-                yield RankMemory(
-                    parameters=state.parameters + more.get("parameters", 0.0),
-                    gradients=state.gradients + more.get("gradients", 0.0),
-                    masters=state.masters,
-                    optimizer=state.optimizer,
-                    activations=base[rows].max().item()
-                    + activations
-                    + more.get("activations", 0.0),
-                    logits=logits,
-                    buffers=state.buffers + more.get("buffers", 0.0) + reads,
-                    phase="head and loss" if moment in ("head", "cast") else PHASES[kind],
-                )
+            most = RankMemory(activations=base[rows].max().item(), buffers=reads)
+            for moment, more in _temporary(rank, stage, kind, layer, head):
+                if moment in extra:
+                    more = more.plus(extra[moment])
+                if "begun" in extra and (begun or moment in BEHIND):
+                    more = more.plus(extra["begun"])
+                phase = "head and loss" if moment in ("head", "cast") else PHASES[kind]
+                yield state.plus(most.plus(more), phase)
+
+
+def _kept(stage: Stage, layer: LayerBytes, stream: float) -> float:
+    """Returns the activation bytes of a stage's layers between a micro-batch's forward and
+    backward."""
+    kept = stage.again * layer.kept + (len(stage.layers) - stage.again) * layer.plain
+    return kept - (stream if stage.turns else 0.0)
 
 
 def _temporary(
-    rank: PipelineRank, stage: Stage, kind: int, inner: float, layer: LayerBytes, head: HeadBytes
-) -> list[tuple[str, float, float]]:
-    """Returns (moment, activations, logits) of an action's temporary memory on a stage, whose
-    layers keep `inner` of a micro-batch."""
+    rank: PipelineRank, stage: Stage, kind: int, layer: LayerBytes, head: HeadBytes
+) -> Iterator[tuple[str, RankMemory]]:
+    """Yields the temporary memory of an action on a stage, by moment."""
     stream, whole, sp, layers = rank.stream, rank.hidden, rank.sp, len(stage.layers)
-    if kind == 0:
-        found = [("forward", inner + layer.forward, 0.0)]
-        if stage.last:
-            found.append(("head", inner + head.states, head.logits))
-            found.append(("cast", inner + head.states, 0.0))
-        return found
+    inner = _kept(stage, layer, stream)
     received = stream if stage.last else 0.0  # computed and kept by the head
-    if kind == 1:
-        return [
-            ("backward", layer.backward + layer.again - received, 0.0),
-            ("matmuls", layer.again - layer.inner + (1 + 2 * sp) * whole, 0.0),
-            ("made", stream - inner / layers, 0.0),
-            ("reduction", stream - inner / layers, 0.0),
-            ("later", stream - min(2, layers) * inner / layers, 0.0),
-            ("ends", 2 * stream - inner, 0.0),
-            ("out", 2 * stream - inner, 0.0),
-        ]
-    late = (layers - 1) * (layer.deferred - inner / layers)
-    found = [("backward", layer.halved + layer.again - received + max(late, 0.0), 0.0)]
-    if stage.first:
-        # The look-up's backward, after all layers: gathered, masked and cast to the table's fp32.
-        table = stream + sp * whole + whole * (1 + WIDE / rank.item * (rank.item < WIDE))
-        found.append(("ends", layers * layer.deferred - inner + table, 0.0))
-    return found
+    activations = {}
+    if kind == 0:
+        activations["forward"] = inner + layer.forward
+        if stage.last:
+            activations["cast"] = inner + head.states
+            yield "head", RankMemory(activations=inner + head.states, logits=head.logits)
+    elif kind == 1:
+        activations = {
+            "backward": layer.backward + layer.again - received,
+            "matmuls": layer.again - layer.inner + (1 + 2 * sp) * whole,
+            "made": stream - inner / layers,
+            "reduction": stream - inner / layers,
+            "later": stream - min(2, layers) * inner / layers,
+            "ends": 2 * stream - inner,
+            "out": 2 * stream - inner,
+        }
+    else:
+        late = (layers - 1) * (layer.deferred - inner / layers)
+        activations["backward"] = layer.halved + layer.again - received + max(late, 0.0)
+        if stage.first:
+            # The look-up's backward, after all layers: gathered, masked, cast to the table's fp32.
+            table = stream + sp * whole + whole * (1 + WIDE / rank.item * (rank.item < WIDE))
+            activations["ends"] = layers * layer.deferred - inner + table
+    for moment, nbytes in activations.items():
+        yield moment, RankMemory(activations=nbytes)
 
 
 # Memory of FSDP2 in addition to shards, by moment of a step (`data_parallel/fully_sharded.py`). The
 # buffer of its last all-gather and the input of its last reduce-scatter live until the next ones.
 
-Extra = dict[str, dict[str, float]]  # moment → kind of memory → bytes
-
-
-def extra_memory(extra: Extra, name: str, begun: bool) -> dict[str, float]:
-    """Returns FSDP2's bytes at a moment, with those held after the step's first backward."""
-    found: dict[str, float] = {}
-    behind = begun or name in ("reduction", "later", "ends", "out")
-    for key in (name, "begun" if behind else ""):
-        for kind, nbytes in extra.get(key, {}).items():
-            found[kind] = found.get(kind, 0.0) + nbytes
-    return found
+BEHIND = ("reduction", "later", "ends", "out")  # moments after a first backward's reduction
 
 
 def _cast_table(rank: PipelineRank) -> float:
@@ -246,8 +232,9 @@ def _cast_table(rank: PipelineRank) -> float:
     return rank.item * (model.padded_vocab_size // rank.layout.tp * model.hidden_size) * rank.last
 
 
-def fsdp_memory(rank: PipelineRank) -> Extra:
-    """Returns FSDP2's bytes by moment on a rank of one stage."""
+def fsdp_memory(rank: PipelineRank) -> dict[str, RankMemory]:
+    """Returns FSDP2's bytes by moment on a rank of one stage; "begun": those that are held after
+    the step's first backward."""
     config, item, dp, layers = rank.config, rank.item, rank.layout.dp, rank.layer_count
     one, ends, first = rank.layer_numel, rank.end_numel, rank.first
     up, down = (
@@ -257,59 +244,53 @@ def fsdp_memory(rank: PipelineRank) -> Extra:
     )
     cast = float(_cast_table(rank))
     every, once = config.ddp.reduces_every_microbatch(config.zero), config.num_microbatches == 1
-    sums, reduced, found = float(WIDE * one), float(WIDE * (ends or one)), Extra()
-    if every:
-        found["begun"] = {"buffers": reduced}
-    elif not once:
-        found["begun"] = {"gradients": float(WIDE * (one * layers + ends))}
-    if config.zero == 2:
-        whole, own = float(item * (one * (layers - 1) + ends)), float(item * one)
-        gathered = 0.0
-    else:
-        whole, own = float(item * ends), float(item * one)
-        gathered = own
-    ahead = gathered if layers > 1 else 0.0
-    late = gathered if layers > 2 else 0.0
+    sums, reduced, own = float(WIDE * one), float(WIDE * (ends or one)), float(item * one)
+    gathered = own if config.zero == 3 else 0.0
+    whole = float(item * (ends if config.zero == 3 else one * (layers - 1) + ends))
+    ahead, late = gathered * (layers > 1), gathered * (layers > 2)
     before = reduced if every else 0.0  # included in "begun", and free by then
     head = whole + own - gathered
-    wide = item * one if every or once else 0.0  # the layer's gradients, before the cast to fp32
-    last = float(item * one) if config.zero == 3 or once else 0.0
-    found["forward"] = {"parameters": whole + own, "buffers": last}
-    found["head"] = {"parameters": head, "buffers": last, "activations": 2 * cast}
-    found["cast"] = {"parameters": head, "buffers": last, "activations": 3 * cast}
+    wide = own if every or once else 0.0  # the layer's gradients, before the cast to fp32
+    last = own if config.zero == 3 or once else 0.0
+    found = {
+        "forward": RankMemory(whole + own, buffers=last),
+        "head": RankMemory(head, buffers=last, activations=2 * cast),
+        "cast": RankMemory(head, buffers=last, activations=3 * cast),
+    }
+    if every:
+        found["begun"] = RankMemory(buffers=reduced)
+    elif not once:
+        found["begun"] = RankMemory(gradients=float(WIDE * (one * layers + ends)))
     # Tied: two gradients, summed at the end.
     both = first and rank.last and all(p.name != TABLE for p in rank.ends)
     cast = 0.0 if both else cast
-    for name, gradients in (("backward", down), ("matmuls", down + up)):
-        found[name] = {
-            "parameters": whole + own,
-            "buffers": ahead + gradients,
-            "activations": cast,
-        }
-    found["reduction"] = {
-        "parameters": whole,
-        "buffers": ahead + wide + sums - before,
-        "activations": cast,
+    of_layers = {
+        "backward": (whole + own, ahead + down),
+        "matmuls": (whole + own, ahead + down + up),
+        "reduction": (whole, ahead + wide + sums - before),
+        "made": (whole + own, ahead + own),
     }
-    found["made"] = {"parameters": whole + own, "buffers": ahead + item * one, "activations": cast}
     if layers > 1:
-        found["later"] = {
-            "parameters": whole + gathered,
-            "buffers": late + wide + (sums if every or once else 0.0) - before,
-            "activations": cast,
-        }
+        of_layers["later"] = (
+            whole + gathered,
+            late + wide + (sums if every or once else 0.0) - before,
+        )
+    for moment, (parameters, buffers) in of_layers.items():
+        found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
     if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients
         return found
     model = config.model
     table = item * model.hidden_size * model.padded_vocab_size / rank.layout.tp * first
-    scattered = reduced / dp if ends else 0.0
-    start = {"parameters": 0.0 if once else head, "buffers": (reduced if ends else 0.0) - before}
-    found["ends"] = start | {"activations": cast + (1 + both) * table}
-    # The gradients are copied and free, the scattered sums exist.
-    found["out"] = start | {"activations": min(cast, table) + both * table}
-    found["out"]["buffers"] += scattered
-    if not first:  # autograd holds them until its last node is done
-        found["ends"]["buffers"] += scattered
+    start = 0.0 if once else head
+    scattered, buffers = (reduced / dp, reduced - before) if ends else (0.0, -before)
+    # At the end autograd holds the gradients until its last node is done; then they are copied and
+    # free, and the scattered sums exist.
+    found["ends"] = RankMemory(
+        start, buffers=buffers + scattered * (not first), activations=cast + (1 + both) * table
+    )
+    found["out"] = RankMemory(
+        start, buffers=buffers + scattered, activations=min(cast, table) + both * table
+    )
     return found
 
 
