@@ -102,7 +102,7 @@ class RankMemory(NamedTuple):
         return sum(self[:-1])
 
     def plus(self, other: RankMemory, phase: str = "") -> RankMemory:
-        return RankMemory(*map(add, self[:-1], other[:-1]), phase=phase)
+        return RankMemory._make((*map(add, self[:-1], other[:-1]), phase))
 
 
 def peak_memory(config: Config, index: int) -> RankMemory:
