@@ -16,6 +16,7 @@ import yaml
 from numpy.typing import NDArray
 
 from parallel3d.config.checks.whole import check_config
+from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import PARTS, parts_of
 from parallel3d.errors import UserError
@@ -82,8 +83,7 @@ class Table:
         return below + share * (self._log(at[1:], place * len(axis) + low + 1) - below)
 
 
-FORMAT = "parallel3d calibration"
-VERSION = 2
+FORMAT, VERSION = "parallel3d calibration", 3
 LARGEST = 4 << 20  # bytes of a file; calibrate writes some ten thousand
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
@@ -118,51 +118,12 @@ class CalibrationSource:
 
 
 @dataclass(frozen=True)
-class BlockShape:
-    """What decides a block's time, the measured one's or a planned one's.
-
-    Layers, batch and vocabulary are free.
-    """
-
-    name: str  # of the model
-    kind: str  # its norm, positions, activation and biases
-    hidden_size: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    ffn_size: int
-    seq_length: int
-    vocab: int
-    flops: float  # of a forward of one token
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> BlockShape:
-        kind = [model.norm, model.position_embedding, model.activation]
-        kind += ["bias"] * model.bias
-        kind += [
-            op.name
-            for op in layer_ops(widths(model))
-            if op.name.startswith("attention.") and op.kind == "norm"
-        ]
-        return cls(
-            str(model.name), " ".join(kind), model.hidden_size, model.num_attention_heads,
-            model.kv_heads, model.head_size, model.ffn_size, model.seq_length,
-            model.padded_vocab_size, layer_flops(model),
-        )  # fmt: skip
-
-    def differs(self, other: BlockShape) -> list[str]:
-        """Returns the sizes in which two blocks differ, as `hidden_size 128`."""
-        free = ("name", "vocab", "flops")
-        mine, others = asdict(self), asdict(other)
-        return [f"{k} {v}" for k, v in mine.items() if k not in free and v != others[k]]
-
-
-@dataclass(frozen=True)
 class MeasuredMachine:
-    """Tables of seconds by size, a few numbers, and what they were measured on and for."""
+    """Tables of seconds by size, a few numbers, what they were measured on, and the model whose
+    blocks were."""
 
     made: CalibrationSource
-    model: BlockShape
+    model: ModelConfig
     tables: Mapping[str, Table]
     numbers: Mapping[str, float]
 
@@ -183,8 +144,8 @@ class MeasuredMachine:
             }
             for name, table in self.tables.items()
         }
-        made, model = asdict(self.made), asdict(self.model)
-        head = {"format": FORMAT, "version": VERSION, "made": made, "model": model}
+        head = {"format": FORMAT, "version": VERSION}
+        head |= {"made": asdict(self.made), "model": asdict(self.model)}
         numbers = {name: _short(value) for name, value in self.numbers.items()}
         content = head | {"numbers": numbers, "tables": tables}
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
@@ -203,8 +164,7 @@ def read(file: str) -> MeasuredMachine:
     except OSError as error:
         raise UserError(f"{key} cannot be read: {error.strerror}") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = plain(" ".join(str(error).split())[:150])
-        raise UserError(f"{key} is no file of parallel3d calibrate: {reason}") from None
+        raise UserError(f"{key} is no file of parallel3d calibrate: {_reason(error)}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{key} must be a file that parallel3d calibrate wrote, and it is not")
     if content.get("version") != VERSION:
@@ -214,9 +174,12 @@ def read(file: str) -> MeasuredMachine:
         )
     try:
         return _machine(content)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        reason = plain(" ".join(str(error).split())[:150])
-        raise UserError(f"{key} is damaged ({reason}): calibrate anew") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, UserError) as error:
+        raise UserError(f"{key} is damaged ({_reason(error)}): calibrate anew") from None
+
+
+def _reason(error: Exception) -> str:
+    return plain(" ".join(str(error).split())[:150])
 
 
 class _Loader(yaml.SafeLoader):
@@ -229,30 +192,23 @@ class _Loader(yaml.SafeLoader):
 
 
 def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
-    made, model = _fields(CalibrationSource, content, "made"), _fields(BlockShape, content, "model")
-    numbers = {name: _number(name, content["numbers"][name]) for name in NUMBERS}
+    count = int(_number("made.count", content["made"]["count"]))
+    texts = {name: str(value) for name, value in content["made"].items()}
+    model = ModelConfig(**content["model"])
+    check_fields(Config(model=model))
     tables = {}
-    for name, count in TABLES.items():
+    for name, axes in TABLES.items():
         given = content["tables"][name]
-        axes = tuple(tuple(_number(name, v) for v in axis) for axis in given["axes"])
-        if len(axes) != count:
-            raise ValueError(f"{name} has {len(axes)} axes")
-        tables[name] = Table(axes, tuple(_number(name, v) for v in given["seconds"]))
-    return MeasuredMachine(CalibrationSource(**made), BlockShape(**model), tables, numbers)
-
-
-def _fields(
-    kind: type[CalibrationSource | BlockShape], content: Mapping[str, Any], part: str
-) -> dict[str, Any]:
-    """Returns the arguments of a dataclass of texts and positive numbers."""
-    found = {}
-    for name, wanted in kind.__annotations__.items():
-        value = found[name] = content[part][name]
-        if wanted == "str" and not isinstance(value, str):
-            raise ValueError(f"{part}.{name} is no text")
-        if wanted != "str" and _number(f"{part}.{name}", value) < 1:
-            raise ValueError(f"{part}.{name} is below 1")
-    return found
+        table = Table(
+            tuple(tuple(_number(name, v) for v in axis) for axis in given["axes"]),
+            tuple(_number(name, v) for v in given["seconds"]),
+        )
+        if len(table.axes) != axes:
+            raise ValueError(f"{name} has {len(table.axes)} axes")
+        tables[name] = table
+    numbers = {name: _number(name, content["numbers"][name]) for name in NUMBERS}
+    made = CalibrationSource(**(texts | {"count": count}))  # type: ignore[arg-type]
+    return MeasuredMachine(made, model, tables, numbers)
 
 
 def _number(name: str, value: Any) -> float:
@@ -289,14 +245,14 @@ def check_device(
 
 def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
     """Returns a sentence if the model's blocks are not the measured ones, else nothing."""
-    here, shape = BlockShape.of(model), machine.model
-    if not shape.differs(here):
+    blocks = [(layer_ops(widths(each)), each.seq_length) for each in (machine.model, model)]
+    if blocks[0] == blocks[1]:
         return ""
+    ratio = layer_flops(model) / layer_flops(machine.model)
     return (
-        f"cluster={plain(file)} was measured for {plain(shape.name)} "
-        f"({', '.join(map(plain, shape.differs(here)))}), and a block here has "
-        f"{here.flops / shape.flops:.3g} times its FLOPs: times are scaled by that, a guess; "
-        f"parallel3d calibrate model={here.name} measures it."
+        f"cluster={plain(file)} was measured for {plain(machine.model.name)}, and a block here has "
+        f"{ratio:.3g} times its FLOPs: times are scaled by that, a guess; parallel3d calibrate "
+        f"model={plain(str(model.name))} measures it."
     )
 
 
@@ -312,7 +268,7 @@ def measured_passes(machine: MeasuredMachine, config: Config, piece: str, ratio:
 
 def block_passes(machine: MeasuredMachine, config: Config) -> Passes:
     """Returns the passes of a block without collectives and recomputation."""
-    ratio = layer_flops(config.model) / machine.model.flops
+    ratio = layer_flops(config.model) / layer_flops(machine.model)
     return measured_passes(machine, config, "block", ratio)
 
 
@@ -328,7 +284,7 @@ def stage_passes(machine: MeasuredMachine, rank: PipelineRank, stage: Stage) -> 
     if stage.first:
         found += measured_passes(machine, config, "embedding", width)
     if stage.last:
-        columns = model.padded_vocab_size / machine.model.vocab
+        columns = model.padded_vocab_size / machine.model.padded_vocab_size
         found += measured_passes(machine, config, "head", width * columns)
     return found
 
@@ -504,16 +460,12 @@ def _checked(config: Config) -> Config | None:
 
 
 def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict[str, float]:
-    """Returns the fields of `StepWork` that no layout changes; speeds are placeholders."""
-    model, made = config.model, machine.made
-    memory = machine.numbers["memory_gb"] * 1e9
-    whole = machine.numbers["peak_tflops"] * 1e12
+    """Returns what no layout changes of the fields of `StepWork` that a search reads."""
+    made, memory = machine.made, machine.numbers["memory_gb"] * 1e9
     each = min(1.0, made.count / ranks) if machine.shares else 1.0
     return {
-        **sizes_of_model(model),
-        "gpus_per_node": ranks, "flash": 1, "dropout": float(model.dropout > 0), "overlap_dp": 1,
-        "compiled": 1, "grad_bytes": 4,
-        "peak": whole * each, "peak_attention": whole * each, "units": 1,
-        "memory_bytes": memory / ranks if machine.shares else memory, "memory_rate": 1e9,
-        "link_rate": 1e9, "fabric_rate": 1e9, "speed": 0, "fabric": 0,
-    }  # fmt: skip
+        **sizes_of_model(config.model),
+        "gpus_per_node": ranks,
+        "peak": machine.numbers["peak_tflops"] * 1e12 * each,
+        "memory_bytes": memory / ranks if machine.shares else memory,
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 from parallel3d.commands.calibrate.measure import calibrate
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.estimate.profiled_cost import TABLES, BlockShape, MeasuredMachine, read, step_time
+from parallel3d.estimate.profiled_cost import TABLES, MeasuredMachine, read, step_time
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 
@@ -39,7 +39,7 @@ def test_two_ranks_measure_a_file_that_prices_steps(pool: Pool, tmp_path: Path) 
     machine = read(str(file))
     assert machine.made.device == "cpu" and machine.made.type == "fp32"
     assert machine["all_reduce"].axes[0] == (2,)
-    assert set(machine.tables) == set(TABLES) and machine.model == BlockShape.of(MODEL)
+    assert set(machine.tables) == set(TABLES) and machine.model == MODEL
     assert machine["block.forward"].axes == ((1, 2), (64, 128, 256, 1024))
     # 16 times the tokens: an order that no neighbour on the machine turns.
     assert machine["block.forward"](1, 1024) > 1.2 * machine["block.forward"](1, 64)

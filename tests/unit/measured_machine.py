@@ -7,10 +7,10 @@ from itertools import product
 from math import prod
 
 from parallel3d.config.schema import ModelConfig
+from parallel3d.estimate.ops import layer_flops
 from parallel3d.estimate.profiled_cost import (
     NUMBERS,
     TABLES,
-    BlockShape,
     CalibrationSource,
     MeasuredMachine,
     Table,
@@ -23,20 +23,19 @@ MOVED = 2e9  # elements a second
 LATENCY = 20e-6
 TP = (1.0, 2.0, 4.0, 8.0)
 RECOMPUTED = {"norm": 0.05, "activation": 0.1, "attention": 0.2, "mlp": 0.4, "layer": 0.9}
-BLOCK = BlockShape.of(
-    ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256)
-)
+MODEL = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256)
+BLOCK_FLOPS = layer_flops(MODEL)  # of a forward of one token
 MADE = CalibrationSource("cpu", "test", 2, "fp32", "host", "2", "0", "2026-01-01T00:00:00+00:00")
 
 
 def seconds(name: str, at: tuple[float, ...]) -> float:
-    """What the machine takes for a piece of the model BLOCK."""
+    """What the machine takes for a piece of MODEL."""
     if name.startswith("block"):
-        return BLOCK.flops * at[1] / at[0] / RATE
+        return BLOCK_FLOPS * at[1] / at[0] / RATE
     if name in ("head.forward", "head.input", "head.weight"):
-        return 2 * BLOCK.hidden_size * BLOCK.vocab * at[1] / at[0] / RATE
+        return 2 * MODEL.hidden_size * MODEL.padded_vocab_size * at[1] / at[0] / RATE
     if name.startswith("embedding"):
-        return BLOCK.hidden_size * at[1] / MOVED
+        return MODEL.hidden_size * at[1] / MOVED
     if name.startswith("recompute"):
         return RECOMPUTED[name.removeprefix("recompute.")]
     if name.removesuffix(".shared") in COLLECTIVES:
@@ -63,4 +62,4 @@ def machine(
             axes = ((1.0, 2.0),)
         tables[name] = Table(axes, tuple(of(name, at) for at in product(*axes)))
     usual = dict.fromkeys(NUMBERS, 1e-6) | {"memory_gb": 8.0, "rank_gb": 0.2, "peak_tflops": 0.05}
-    return MeasuredMachine(made, BLOCK, tables, usual | numbers)
+    return MeasuredMachine(made, MODEL, tables, usual | numbers)

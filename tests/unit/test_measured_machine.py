@@ -33,7 +33,8 @@ from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.walk import ScheduleError, walk
 from parallel3d.topology.layout import Layout
-from tests.unit.measured_machine import BLOCK, MADE, RATE, machine, seconds
+from tests.unit.measured_machine import BLOCK_FLOPS, MADE, RATE, machine, seconds
+from tests.unit.measured_machine import MODEL as MEASURED
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256}
 
@@ -114,7 +115,7 @@ def blocks_alone(name: str, at: tuple[float, ...]) -> float:
 def test_a_step_of_blocks_and_head_takes_their_flops() -> None:
     made = config(model={"vocab_size": 8000, "num_layers": 6})
     head = 2 * 256 * made.model.padded_vocab_size
-    flops = 3.0 * (6 * BLOCK.flops + head) * 8 * 256
+    flops = 3.0 * (6 * BLOCK_FLOPS + head) * 8 * 256
     parts = step_time(made, machine(blocks_alone, dataclasses.replace(MADE, count=1)))
     assert parts.core == pytest.approx(flops / RATE, rel=0.01)
     assert parts.total == pytest.approx(flops / RATE, rel=0.01)
@@ -137,7 +138,7 @@ def test_a_model_that_was_not_measured_is_scaled_by_flops_and_said_so(
     tokens = made.micro_batch_size * made.model.seq_length
     assert block_passes(here, made)[0] == pytest.approx(flops * tokens / RATE)
     said = scaled(here, "here.yaml", made.model)
-    assert f"{flops / BLOCK.flops:.3g} times its FLOPs" in said and "\n" not in said
+    assert f"{flops / BLOCK_FLOPS:.3g} times its FLOPs" in said and "\n" not in said
     assert scaled(here, "here.yaml", config(model={"num_layers": 6, "vocab_size": 512}).model) == ""
 
 
@@ -207,7 +208,7 @@ def test_a_file_gives_the_machine_again(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     path.write_text(machine().text())
     found = read(str(path))
-    assert found.made == MADE and found.model == BLOCK
+    assert found.made == MADE and found.model == MEASURED
     for name, table in machine().tables.items():
         assert found[name].axes == table.axes
         assert found[name].seconds == pytest.approx(table.seconds, rel=1e-3)
@@ -219,16 +220,16 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
 
 DAMAGED = {
     "another format": (replaced("parallel3d calibration", "torch"), "must be a file that"),
-    "a later version": (replaced("version: 2", "version: 7"), "has version 7"),
+    "a later version": (replaced("version: 3", "version: 7"), "has version 7"),
     "no yaml": (lambda text: "{" + text, "is no file of parallel3d calibrate"),
     "an object of Python": (lambda text: "a: !!python/object:os.system {}\n" + text, "is no file"),
     "an alias": (lambda text: "a: &x [1]\nb: *x\n" + text, "aliases are not read"),
     "a table less": (replaced("block.input", "block.other"), "is damaged"),
     "no number": (replaced("memory_gb: 8", "memory_gb: many"), "memory_gb is no number"),
     "an endless time": (replaced("rank_gb: 0.2", "rank_gb: .inf"), "positive and finite"),
-    "an older version": (replaced("version: 2", "version: 1"), "reads version 2: calibrate anew"),
+    "an older version": (replaced("version: 3", "version: 1"), "reads version 3: calibrate anew"),
     "no count": (replaced("count: 2", "count: 0"), "made.count must be positive"),
-    "no model": (replaced("hidden_size: 256", "hidden_size: wide"), "hidden_size is no number"),
+    "no model": (replaced("hidden_size: 256", "hidden_size: wide"), "hidden_size=.?wide"),
     "a list": (lambda text: "- 1", "must be a file that"),
     "half of it": (lambda text: text[: len(text) // 2], "is (damaged|no file)"),
     "too much": (lambda text: text + "#" * (5 << 20), "bytes, more than"),

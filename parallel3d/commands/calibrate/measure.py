@@ -36,7 +36,6 @@ from parallel3d.estimate.profiled_cost import (
     COLLECTIVES,
     SHARED,
     WAYS,
-    BlockShape,
     CalibrationSource,
     MeasuredMachine,
     Table,
@@ -76,8 +75,7 @@ def calibrate(config: Config, worker: Worker) -> int:
         numbers["peak_tflops"] = peak_tflops(device, compute_dtype(config.precision))
         found, numbers["launch.action"] = pieces(config, device, worker.world_size, tell)
         made, path = provenance(config, device), written_to(config)
-        model = BlockShape.of(config.model)
-        machine = MeasuredMachine(made, model, tables | found, numbers)
+        machine = MeasuredMachine(made, config.model, tables | found, numbers)
         replace_durably(path, machine.text().encode())
         _print_result(path, machine, worker.world_size, time.perf_counter() - began)
     _wait_for_rank_0(worker)
