@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from html import escape
 from typing import TextIO
 
 import numpy as np
 
-from parallel3d.config.checks.model import check_model
+from parallel3d.config.checks.model import check_model, check_tensor_parallel
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import spelled
@@ -47,7 +47,7 @@ from parallel3d.estimate.search import (
     reason,
     works,
 )
-from parallel3d.estimate.step import breakdown
+from parallel3d.estimate.step import StepTime, breakdown
 from parallel3d.estimate.work import sizes_of_model
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg
@@ -102,8 +102,9 @@ UNMEASURED = (
 )
 
 
-HEAD = ("#", "tp", "pp", "vpp", "dp", "mb", "schedule", "recompute", "zero", "step s", "range",
-        "MFU %", "GiB", "why")  # fmt: skip
+LAYOUT = [f.name for f in fields(LayoutChoice)]  # columns of the table, and keys that may be typed
+FIGURES = ("step s", "range", "MFU %", "GiB", "why")
+HEAD = ("#", "tp", "pp", "vpp", "dp", "mb", *LAYOUT[5:], *FIGURES)
 ALIGNED = ">>>>>><<>>>>><"
 
 
@@ -156,13 +157,12 @@ class Plan:
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []
         for place, i in enumerate(self.rows, 1):
-            c, seconds = self.priced.choices[i], float(self.priced.seconds[i])
+            layout, seconds = vars(self.priced.choices[i]).values(), float(self.priced.seconds[i])
             gib = float(self.priced.memory[i]) / GIB
-            sizes = (place, c.tp, c.pp, c.vpp, c.dp, c.micro_batch, c.schedule, c.recompute, c.zero)
             likely = "–".join(f"{seconds * factor:.3g}" for factor in spread or ())
             why = reason(self.priced, i, self.rows[0], int(self.sizes["gpus_per_node"]))
             figures = f"{seconds:.3g}", likely, f"{self.mfu(i):.1f}", f"{gib:.{2 * (gib < 1)}f}"
-            found.append([*map(str, sizes), *figures, why])
+            found.append([*map(str, (place, *layout)), *figures, why])
         return found
 
     def table(self) -> list[str]:
@@ -180,44 +180,35 @@ class Plan:
 
 
 def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
-    """Returns a layout as it is typed."""
-    words = [f"tp={choice.tp} pp={choice.pp} dp={choice.dp} micro_batch_size={choice.micro_batch}"]
-    words += [f"schedule={choice.schedule}"] * (choice.pp > 1)
-    words += [f"vpp={choice.vpp}"] * (choice.vpp > 1) + ["sp=true"] * sp
-    words += [f"zero={choice.zero}"] * (choice.zero > 0)
-    words += [f"recompute={choice.recompute}"] * (choice.recompute != "none")
-    return " ".join(words)
+    """Returns a layout as it is typed, without what is the default."""
+    keys = ["tp", "pp", "dp", "micro_batch_size"] + ["schedule"] * (choice.pp > 1)
+    keys += [key for key, usual in USUAL.items() if getattr(choice, key) != usual]
+    return " ".join([f"{key}={getattr(choice, key)}" for key in keys] + ["sp=true"] * sp)
 
 
+USUAL = {"vpp": 1, "zero": 0, "recompute": "none"}
 MADE_BY = "parallel3d plan"
 MARK = f"data-by='{MADE_BY}'"
 SHARES = (1 / 3, 0.4, 0.8 / 3)  # forward, input and weight gradient (schedule.costs)
 BOXES = 7900  # of a pipeline's drawing, with their names
 MOST_RANKS = 16  # of a pipeline's memory chart
 
-# kind -> (colour, explanation): parts of the busiest GPU's compute, and of a step.
+# Parts of the busiest GPU's compute, and of a step, by their names in `breakdown` and `StepTime`.
 TIMES = {
-    "matmuls": ("#1f5e9e", "GEMMs of the layers, forward and both of the backward"),
-    "attention": ("#2f8f8a", "scores, softmax and values, forward and backward"),
-    "element-wise": ("#7fb3e0", "norms, activations, residuals: bytes through the memory"),
-    "recomputed": ("#c7a13c", "forwards that run again, as their results were not kept"),
-    "tp collectives": ("#7a5ea8", "waits for the other GPUs of a layer, where no GEMM hides them"),
-    "head and embedding": ("#8aa3b8", "logits, loss and table, where the busiest stage has them"),
-    "launches": ("#a0522d", "the host, where it is slower than the GPU, and gathers of zero=3"),
-    "compute": ("#3b7dc4", "the busiest GPU computes, with waits inside of its layers"),
-    "bubble": ("#8d9299", "waiting for the pipeline to fill and to drain"),
-    "messages": ("#e08e2b", "hidden states on their way to the next stage, where nothing hides it"),
-    "gradients": ("#b5475b", "summing gradients over the replicas beyond the backward"),
-    "optimizer": ("#6f9f4f", "the optimizer's pass over its state"),
-    "fixed": ("#9b8bb8", "what a step takes whatever its size"),
+    "matmuls": "GEMMs of the layers, forward and both of the backward",
+    "attention": "scores, softmax and values, forward and backward",
+    "element-wise": "norms, activations, residuals: bytes through the memory",
+    "recomputed": "forwards that run again, as their results were not kept",
+    "tp collectives": "waits for the other GPUs of a layer, where no GEMM hides them",
+    "head and embedding": "logits, loss and table, where the busiest stage has them",
+    "launches": "the host, where it is slower than the GPU, and gathers of zero=3",
+    "compute": "the busiest GPU computes, with waits inside of its layers",
+    "bubble": "waiting for the pipeline to fill and to drain",
+    "messages": "hidden states on their way to the next stage, where nothing hides it",
+    "gradients": "summing gradients over the replicas beyond the backward",
+    "optimizer": "the optimizer's pass over its state",
+    "fixed": "what a step takes whatever its size",
 }
-PARTS = [*TIMES][7:]  # as `StepTime` names them
-KINDS = {
-    "parameters": "#1f5e9e", "weight gradients": "#2f8f8a", "masters and moments": "#6f9f4f",
-    "activations": "#e08e2b", "logits": "#b5475b", "buffers of collectives and tables": "#9b8bb8",
-    "kept for the driver, NCCL and fragments": "#8d9299",
-}  # fmt: skip
-COLOURS = {kind: colour for kind, (colour, _) in TIMES.items()} | KINDS
 
 STYLE = """
 :root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;margin:0}
@@ -277,7 +268,7 @@ def _sections(plan: Plan) -> Iterable[str]:
     ]
     words = "One for each pair of tp and pp; of layouts within half a per cent the simpler first. "
     yield _section(
-        f"The {len(rows)} best layouts", words + plan.caution, _key(PARTS),
+        f"The {len(rows)} best layouts", words + plan.caution, _key(StepTime.__dataclass_fields__),
         _table((*HEAD, "time"), rows),
     )  # fmt: skip
     parts = _parts(priced, first)
@@ -285,11 +276,12 @@ def _sections(plan: Plan) -> Iterable[str]:
         work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
         parts = breakdown(work, load(), parts.pop("compute")) | parts
     rows = [
-        [_key([kind]), f"{part:.3g} s", f"{part / seconds:.1%}", escape(TIMES[kind][1])]
+        [escape(kind), f"{part:.3g} s", f"{part / seconds:.1%}", TIMES[kind]]
         for kind, part in parts.items()
     ]
     shown = f"<div class='big'>{_bar(parts, sum(parts.values()), 's')}</div>"
-    yield _section("Where the step's time goes", "", shown, _table(("part", "", "", ""), rows))
+    shown += _key(parts) + _table(("part", "time", "share", "what it is"), rows)
+    yield _section("Where the step's time goes", "", shown)
     if made.pp > 1:
         yield _pipeline(made, _parts(priced, first))
     yield _memory(made, used, memory)
@@ -307,39 +299,35 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
     most = max(BOXES // (3 * made.pp * made.vpp), made.pp)
     shown = min(count, max(3 * made.pp, 8), most)
     schedule = make(name, made.pp, shown, made.vpp)
-    weights = StageWeights.of_run(made)
-    costs = RankWork(*SHARES, weights=weights).costs(schedule.placement)
-    drawn = time_orders(schedule.orders, schedule.placement, costs)
+    forward, input, weight = (share * parts["compute"] / count for share in SHARES)
+    work = RankWork(forward, input, weight, weights=StageWeights.of_run(made))
+    drawn = time_orders(schedule.orders, schedule.placement, work.costs(schedule.placement))
     title = f"{name}, {made.pp} ranks, {shown} micro-batches"
     idle = parts["bubble"] / (parts["bubble"] + parts["compute"])
     return _section(
         "The pipeline in time",
-        f"Drawn: {shown} of the {count} micro-batches, without messages, in units of a mean rank's "
-        f"micro-batch. In the whole step {idle:.1%} is idle.",
-        f"<div class='paper'>{render_svg(drawn, title, 1080)}</div>",
+        f"Drawn: {shown} of the {count} micro-batches, without messages. In the whole step "
+        f"{idle:.1%} is idle.",
+        f"<div class='paper'>{render_svg(drawn, title, 1080, unit=' s')}</div>",
     )
 
 
 def _memory(made: Config, used: float, memory: float) -> str:
     """Returns the peak memory of each rank of the pipeline; `used`: GB of the fullest one."""
-    stages = [peak_memory(made, index) for index in range(made.pp)]
-    reserve = used - max(rank.total for rank in stages) / 1e9
-    shown = list(enumerate(stages))
-    if len(shown) > MOST_RANKS:
-        shown = [*shown[: MOST_RANKS // 2], *shown[-MOST_RANKS // 2 :]]
+    stages = [vars(peak_memory(made, index)).copy() for index in range(made.pp)]
+    phases = [stage.pop("phase") for stage in stages]
+    reserve = 1e9 * used - max(sum(stage.values()) for stage in stages)
     rows = []
-    for index, one in shown:
-        nbytes = (one.parameters, one.gradients, one.masters + one.optimizer, one.activations,
-                  one.logits, one.buffers, reserve * 1e9)  # fmt: skip
-        parts = {kind: value / 1e9 for kind, value in zip(KINDS, nbytes, strict=True)}
-        bar = _bar(parts, 1.02 * max(memory, used), "GB", memory)
-        peak = f"{sum(parts.values()):.1f} GB", f"peaks in {escape(one.phase)}"
-        rows.append([f"rank {index}", bar, *peak])
+    for index, (stage, phase) in enumerate(zip(stages, phases, strict=True)):
+        if MOST_RANKS // 2 <= index < made.pp - MOST_RANKS // 2:
+            continue
+        stage["reserve"] = reserve  # for the driver, NCCL and fragments
+        bar = _bar({k: v / 1e9 for k, v in stage.items()}, 1.02 * max(memory, used), "GB", memory)
+        rows.append([f"rank {index}", bar, f"{sum(stage.values()) / 1e9:.1f} GB", phase])
     words = "Each rank at its fullest moment of a step. The red line is the GPU's memory, "
-    return _section(
-        "Memory along the pipeline", f"{words}{memory:.1f} GB.", _key(KINDS),
-        _table(("along pp", "memory", "in all", ""), rows),
-    )  # fmt: skip
+    table = _table(("along pp", "memory", "in all", "peaks in"), rows)
+    words = f"{words}{memory:.1f} GB."
+    return _section("Memory along the pipeline", words, _key(stages[0]), table)
 
 
 def _section(heading: str, words: str, *parts: str) -> str:
@@ -349,15 +337,16 @@ def _section(heading: str, words: str, *parts: str) -> str:
 
 def _parts(priced: Priced, index: int) -> dict[str, float]:
     """Returns seconds of a step by part."""
-    return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in PARTS}
+    parts = StepTime.__dataclass_fields__
+    return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in parts}
 
 
 def _bar(parts: Mapping[str, float], whole: float, unit: str, limit: float | None = None) -> str:
     """Returns a bar as long as the sum of `parts` is of `whole`, and a line at `limit`."""
     made = "".join(
-        f"<i style='width:{100 * value / whole:.2f}%;background:{COLOURS[kind]}' "
+        f"<i style='width:{100 * value / whole:.2f}%;background:{_colour(place)}' "
         f"title='{escape(f'{kind}: {value:.3g} {unit}')}'></i>"
-        for kind, value in parts.items()
+        for place, (kind, value) in enumerate(parts.items())
         if value > 0
     )
     line = "" if limit is None else f"<u style='left:{100 * limit / whole:.2f}%'></u>"
@@ -365,8 +354,15 @@ def _bar(parts: Mapping[str, float], whole: float, unit: str, limit: float | Non
 
 
 def _key(kinds: Iterable[str]) -> str:
-    items = (f"<i style='background:{COLOURS[kind]}'></i>{escape(kind)}" for kind in kinds)
+    """Returns the names beside the colours that `_bar` gives them."""
+    colours = ((_colour(place), escape(kind)) for place, kind in enumerate(kinds))
+    items = (f"<i style='background:{colour}'></i>{kind}" for colour, kind in colours)
     return f"<div class='key'>{''.join(items)}</div>"
+
+
+def _colour(place: int) -> str:
+    """Returns a hue far from those of the places before: the golden angle on."""
+    return f"hsl({(210 + 137.5 * place) % 360:.0f} 50% 48%)"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -379,10 +375,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 TYPES = ("bf16", "fp16", "fp8")
 _MOST_NODES = 1 << 16  # searched for a cluster that the model would fit
 _STILL = 0.98  # of a rank's memory: if twice the nodes still need as much, the search ends
-_HELD = {
-    "tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "zero": "zero", "recompute": "recompute",
-    "micro_batch_size": "micro_batch",
-}  # fmt: skip
 
 
 def plan(config: Config, typed: Sequence[str]) -> int:
@@ -398,7 +390,13 @@ def plan(config: Config, typed: Sequence[str]) -> int:
     nodes, node = config.cluster.nodes or 1, config.cluster.gpus_per_node or 8
     if config.cluster.file is not None:
         nodes, node = 1, config.cluster.gpus_per_node or read(config.cluster.file).made.count
-    check_fixed(config, fixed, nodes * node)
+    check_divides(fixed, nodes * node, "GPUs of the cluster")
+    check_tensor_parallel(config)
+    pp, layers = int(fixed.get("pp", 1)), config.model.num_layers
+    if pp > layers:
+        raise UserError(
+            f"pp={pp} must be at most model.num_layers={layers}; the nearest is {layers}"
+        )
     found = searched(config, fixed, nodes * node)
     print("\n".join(found.table()))
     if config.plan.html:
@@ -412,11 +410,9 @@ def plan(config: Config, typed: Sequence[str]) -> int:
 
 def held(config: Config, keys: set[str]) -> dict[str, int | str]:
     """Returns the user's choices by the names of `LayoutChoice`."""
-    found = {name: getattr(config, key) for key, name in _HELD.items() if key in keys}
-    if "recompute" in found:
-        found["recompute"] = spelled(config.recompute)
-    if "schedule" in keys or "schedule.name" in keys:
-        found["schedule"] = config.schedule.name
+    words = {"recompute": spelled(config.recompute), "schedule": config.schedule.name}
+    typed = keys | ({"schedule"} if "schedule.name" in keys else set())
+    found = {name: words.get(name) or getattr(config, name) for name in LAYOUT if name in typed}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -526,30 +522,13 @@ def check_divides(fixed: Mapping[str, int | str], count: int, of: str) -> None:
             )
 
 
-def check_fixed(config: Config, fixed: Mapping[str, int | str], gpus: int) -> None:
-    """Raises UserError for given sizes that the GPUs, the heads or the batch do not allow."""
-    check_divides(fixed, gpus, "GPUs of the cluster")
-    heads = config.model.num_attention_heads
-    tp = int(fixed.get("tp", 1))
-    if heads % tp:
-        near = closest(tp, lambda v: heads % v == 0, heads)
-        raise UserError(
-            f"tp={tp} must divide model.num_attention_heads={heads}; the nearest is {near}"
-        )
-    pp, layers = int(fixed.get("pp", 1)), config.model.num_layers
-    if pp > layers:
-        raise UserError(
-            f"pp={pp} must be at most model.num_layers={layers}; the nearest is {layers}"
-        )
-
-
 def no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
     """Returns the error message for a batch, or a node count, that no layout divides."""
     batch = config.global_batch_size
     model = int(fixed.get("tp", 1)) * int(fixed.get("pp", 1))
     most = gpus // model
     ways = [d for d in divisors(most) if not fixed.get("dp") or d == fixed["dp"]]
-    step = int(fixed.get("micro_batch", 1)) * min(ways or [1], key=lambda d: abs(d - most))
+    step = int(fixed.get("micro_batch_size", 1)) * min(ways or [1], key=lambda d: abs(d - most))
     near = max(round(batch / step), 1) * step
     return (
         f"global_batch_size={batch} must be a multiple of dp times the micro-batch in a layout of "
@@ -572,9 +551,8 @@ def fits_nowhere(found: Plan, fixed: Mapping[str, int | str]) -> str:
         words += _nodes_that_fit(config, found.sizes, fixed, nodes, needed)
     return (
         f"model={config.model.name} fits no layout {where}: the one that needs least "
-        f"(tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "
-        f"recompute={choice.recompute} zero={choice.zero}) misses by "
-        f"{(needed - memory) / GIB:.1f} GiB of {available}; {words}"
+        f"({typed_keys(choice)}) misses by {(needed - memory) / GIB:.1f} GiB of {available}; "
+        f"{words}"
     )
 
 

@@ -41,7 +41,7 @@ class LayoutChoice:
     pp: int
     vpp: int
     dp: int
-    micro_batch: int
+    micro_batch_size: int
     schedule: str
     recompute: str  # as `config.recompute.spelled`
     zero: int
@@ -66,13 +66,9 @@ class Priced:
 def configure(config: Config, choice: LayoutChoice) -> Config:
     """Returns the configuration with a choice in it; with sequence parallelism where there is tp,
     but on a measured machine as it is."""
-    return replace(
-        config,
-        tp=choice.tp, pp=choice.pp, dp=choice.dp, vpp=choice.vpp, zero=choice.zero,
-        sp=choice.tp > 1 if config.cluster.file is None else config.sp,
-        micro_batch_size=choice.micro_batch, recompute=choice.recompute,
-        schedule=replace(config.schedule, name=choice.schedule),
-    )  # fmt: skip
+    sp = choice.tp > 1 if config.cluster.file is None else config.sp
+    schedule = replace(config.schedule, name=choice.schedule)
+    return replace(config, **(vars(choice) | {"sp": sp, "schedule": schedule}))
 
 
 def layouts(
@@ -98,12 +94,9 @@ def layouts(
             if fixed.get("dp", dp) != dp or batch % dp:
                 continue
             mine, layers = batch // dp, sizes["layers"]
-            micro = [b for b in _allowed(fixed, "micro_batch", MICRO_BATCHES) if mine % b == 0]
-            chunks = [
-                v
-                for v in _allowed(fixed, "vpp", CHUNKS)
-                if v == 1 or (1 < pp <= layers // v and ("vpp" in fixed or layers % (pp * v) == 0))
-            ]
+            micro = [b for b in _allowed(fixed, "micro_batch_size", MICRO_BATCHES) if mine % b == 0]
+            even = [v for v in CHUNKS if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
+            chunks = [v for v in _allowed(fixed, "vpp", even) if v == 1 or 1 < pp <= layers // v]
             kinds = [str(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
             stages = [z for z in _allowed(fixed, "zero", zeros) if dp > 1 or z == 0]
             for v, b, kind, zero in product(chunks, micro, kinds, stages or [0]):
@@ -136,13 +129,16 @@ def _allowed(fixed: Mapping[str, int | str], key: str, all: Iterable[int]) -> li
     return [int(fixed[key])] if key in fixed else list(all)
 
 
+_COLUMNS = {"tp": "tp", "pp": "pp", "dp": "dp", "zero": "zero", "chunks": "vpp",
+            "micro_batch": "micro_batch_size"}  # fmt: skip
+
+
 def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -> StepWork:
     """Returns the choices as one `StepWork`; `sizes`: the fields that no choice changes."""
     n = len(choices)
     column = {f.name: np.full(n, float(sizes.get(f.name, 0.0))) for f in fields(StepWork)}
-    for name in ("tp", "pp", "dp", "micro_batch", "zero"):
-        column[name] = np.array([float(getattr(c, name)) for c in choices])
-    column["chunks"] = np.array([float(c.vpp) for c in choices])
+    for name, of in _COLUMNS.items():
+        column[name] = np.array([float(getattr(c, of)) for c in choices])
     column["microbatches"] = batch / (column["dp"] * column["micro_batch"])
     counts = column["microbatches"].astype(int).tolist()
     left = [share_left(c.schedule, c.pp, n) for c, n in zip(choices, counts, strict=True)]
