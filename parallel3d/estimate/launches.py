@@ -12,7 +12,7 @@ from parallel3d.estimate.ops import NORMS, LocalParameter, Op
 from parallel3d.estimate.traffic import (
     FlatShard,
     PipelineRank,
-    bucketed_parameters,
+    buckets_of,
     flat_shards,
     pipeline_ranks,
     transfers,
@@ -113,10 +113,9 @@ def _optimizer(rank: PipelineRank) -> int:
     replicated = sum(s.replicated for s in segments)
     if rank.fully_sharded:
         return found + 1 + rank.sp * (1 + replicated)
-    buckets = sum(len(bucketed_parameters(rank, chunk)) for chunk in rank.chunks)
     by_autograd = sum(not _is_added_in_place(p) for p in rank.parameters)
     copies = len(segments) if rank.item < rank.grad_item else 0
-    found += buckets + copies + config.num_microbatches * by_autograd
+    found += len(buckets_of(rank)) + copies + config.num_microbatches * by_autograd
     return found + (1 + replicated if rank.sp and replicated else 0)
 
 

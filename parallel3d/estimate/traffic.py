@@ -118,6 +118,11 @@ class PipelineRank:
         return self.config.zero > 1 and self.layout.dp > 1
 
     @property
+    def shards(self) -> int:
+        """Ranks that divide the optimizer's state."""
+        return self.layout.dp if self.config.zero else 1
+
+    @property
     def item(self) -> int:
         """Bytes of an element of the activations."""
         return ACTIVATION_BYTES[self.config.precision.name]
@@ -375,44 +380,42 @@ def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]
     """Yields activations over `forward` boundaries and gradients over `back` ones."""
     nbytes = rank.hidden // (rank.layout.tp if rank.sp or rank.sends_slices else 1)
     count = rank.config.num_microbatches
-    if forward:
-        what = "activations to the next stage"
-        yield Transfer("pp", "send_recv", nbytes, count * forward, what)
-    if back:
-        what = "gradients to the previous stage"
-        yield Transfer("pp", "send_recv", nbytes, count * back, what)
+    ways = (forward, "activations to the next stage"), (back, "gradients to the previous stage")
+    for boundaries, what in ways:
+        if boundaries:
+            yield Transfer("pp", "send_recv", nbytes, count * boundaries, what)
 
 
 def _data(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the buckets (data_parallel/reducer.py) and the token count."""
-    config, dp = rank.config, rank.layout.dp
+    config = rank.config
     if rank.last:
         yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
     if config.zero > 1:
         yield from _fully_sharded(rank)
         return
-    shards = dp if config.zero else 1
-    bucketed = [
-        bucket for chunk in reversed(rank.chunks) for bucket in bucketed_parameters(rank, chunk)
-    ]
     if config.ddp.comm_hook == "powersgd":
-        yield from _low_rank(rank, bucketed)
+        yield from _low_rank(rank)
     else:
-        numels = Counter(padded_numel(sum(p.numel for p in b), shards) for b in bucketed)
+        numels = Counter(bucket_numel(bucket, rank.shards) for bucket in buckets_of(rank))
         for numel, count in numels.items():
             yield from _buckets(rank, numel, count)
 
 
-def bucketed_parameters(
-    rank: PipelineRank, chunk: list[LocalParameter]
-) -> list[list[LocalParameter]]:
-    """Returns the buckets of one chunk; the last parameter's gradient is ready first."""
-    config, ready = rank.config, chunk[::-1]
-    sizes = [p.numel * rank.grad_item for p in ready]
-    tied = rank.is_tied_to_another
-    alone = [i for i, p in enumerate(ready) if tied and p.tied]
-    buckets = assign(sizes, config.ddp.bucket_cap_mb, alone, rank.on_accelerator)
-    return [[ready[i] for i in members] for members in buckets]
+def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
+    """Returns the parameters of each bucket: chunk by chunk, the last gradient is ready first."""
+    found = []
+    for chunk in reversed(rank.chunks):
+        ready = chunk[::-1]
+        sizes = [p.numel * rank.grad_item for p in ready]
+        alone = [i for i, p in enumerate(ready) if p.tied and rank.is_tied_to_another]
+        buckets = assign(sizes, rank.config.ddp.bucket_cap_mb, alone, rank.on_accelerator)
+        found += [[ready[i] for i in members] for members in buckets]
+    return found
+
+
+def bucket_numel(bucket: Sequence[LocalParameter], shards: int) -> int:
+    return padded_numel(sum(p.numel for p in bucket), shards)
 
 
 class FlatShard(NamedTuple):
@@ -436,34 +439,33 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     Under zero=1 its part of every bucket, with zero 2 and 3 the first rank's rows of every
     parameter.
     """
-    dp, tied = rank.layout.dp, rank.is_tied_to_another
+    tied, shards = rank.is_tied_to_another, rank.shards
     if rank.fully_sharded:
         return [
             FlatShard(
-                _sharded_numel(p, dp), p.columns > 1, p.replicated, tied and p.name == TABLE,
-                p.owners * (_sharded_numel(p, dp) if p.shared == p.numel else p.shared),
+                _sharded_numel(p, shards), p.columns > 1, p.replicated, tied and p.name == TABLE,
+                p.owners * (_sharded_numel(p, shards) if p.shared == p.numel else p.shared),
             )
             for p in rank.parameters
         ]  # fmt: skip
-    shards, found = dp if rank.config.zero else 1, []
-    for chunk in reversed(rank.chunks):
-        for bucket in bucketed_parameters(rank, chunk):
-            own = padded_numel(sum(p.numel for p in bucket), shards) // shards
-            start = own * rank.data_rank * (shards > 1)
+    found = []
+    for bucket in buckets_of(rank):
+        own = bucket_numel(bucket, shards) // shards
+        start = own * rank.data_rank * (shards > 1)
 
-            def mine(first: int, end: int, start: int = start, stop: int = start + own) -> int:
-                return max(min(end, stop) - max(first, start), 0)
+        def mine(first: int, end: int, start: int = start, stop: int = start + own) -> int:
+            return max(min(end, stop) - max(first, start), 0)
 
-            runs: dict[tuple[bool, bool], list[int]] = {}
-            offset = 0
-            for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
-                run = runs.setdefault((p.columns > 1, p.replicated), [0, 0])
-                end = offset + p.numel
-                run[0] += mine(offset, end)
-                run[1] += p.owners * mine(end - p.shared, end)
-                offset = end
-            copy = tied and bucket[0].name == TABLE  # it has its own bucket
-            found += [FlatShard(n, *kind, copy, some) for kind, (n, some) in runs.items() if n]
+        runs: dict[tuple[bool, bool], list[int]] = {}
+        offset = 0
+        for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
+            run = runs.setdefault((p.columns > 1, p.replicated), [0, 0])
+            end = offset + p.numel
+            run[0] += mine(offset, end)
+            run[1] += p.owners * mine(end - p.shared, end)
+            offset = end
+        copy = tied and bucket[0].name == TABLE  # it has its own bucket
+        found += [FlatShard(n, *kind, copy, some) for kind, (n, some) in runs.items() if n]
     return found
 
 
@@ -472,7 +474,7 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
 
     An upper bound with ddp.shard_size (HSDP): fewer ranks gather, and an all-reduce follows.
     """
-    config, dp, microbatches = rank.config, rank.layout.dp, rank.config.num_microbatches
+    config, dp, microbatches = rank.config, rank.shards, rank.config.num_microbatches
     every = microbatches if config.ddp.reduces_every_microbatch(config.zero) else 1
     numels: Counter[str] = Counter()
     for p in rank.parameters:
@@ -504,9 +506,9 @@ def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
         yield Transfer("dp", "all_gather", numel * rank.item, count, "stepped parameters")
 
 
-def _low_rank(rank: PipelineRank, buckets: list[list[LocalParameter]]) -> Iterator[Transfer]:
+def _low_rank(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields PowerSGD's all-reduces (comm_hooks.py): P and the uncompressed, then Q."""
-    for bucket in buckets:
+    for bucket in buckets_of(rank):
         first = second = 0
         for p in bucket:
             rows = p.numel // p.columns
@@ -521,10 +523,9 @@ def _low_rank(rank: PipelineRank, buckets: list[list[LocalParameter]]) -> Iterat
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the all-reduce of a tied weight between first and last stage (optim.py)."""
     if rank.is_tied_to_another:
-        shards = rank.layout.dp if rank.config.zero else 1
-        numel = padded_numel(rank.table.numel, shards) // shards
+        numel = bucket_numel([rank.table], rank.shards) // rank.shards
         if rank.config.zero > 1:
-            numel = _sharded_numel(rank.table, shards)
+            numel = _sharded_numel(rank.table, rank.shards)
         table = numel * rank.grad_item
         yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "rendezvous of the tied ranks")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")
