@@ -357,8 +357,9 @@ class Executor:
         """Runs B, or I, which leaves deferred weight gradients for W."""
         place = (step.microbatch, step.chunk)
         xs, ys = self.live.pop(place)
-        grads: Values = (loss_scale.to(ys[0].dtype),)
-        if self._stage(step) < self.last_stage:
+        if self._stage(step) == self.last_stage:
+            grads: Values = (loss_scale.to(ys[0].dtype),)
+        else:
             grads = self._received(Kind.RECV_B, step)
         differentiate = partial(self._attempt, step, partial(_differentiate, ys, grads))
         with self._computing("backward", step):
