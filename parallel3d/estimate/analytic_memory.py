@@ -159,7 +159,7 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
         held.append(_kept(stage, layer, stream) + (end if stage.last else stream))
         waits.append(len(stage.layers) * layer.deferred)
     # A slice of a single sequence is a view and keeps the full tensor alive.
-    slices = rank.layout.tp if rank.sends_slices and config.micro_batch_size > 1 else 1
+    slices = rank.layout.tp if rank.sends_slices else 1
     base = seen.live @ held + seen.deferred @ waits + seen.sent * stream / slices
     for index, stage in enumerate(rank.stages):
         reads = _OF_TOKEN * rank.tokens if stage.first or stage.last else 0.0

@@ -84,9 +84,8 @@ def _other(rank: PipelineRank, copies: int) -> int:
     each = 3 * len(rank.stages) + 2 * rank.last + (4 if rank.first or rank.last else 1)
     if rank.first:
         each += 10 + learned + 2 * copies
-    if rank.sends_slices and config.micro_batch_size > 1:
-        # A slice is cut out of each message, and two copies join the slices again.
-        each += 3 * (rank.neighbours(1) + rank.neighbours(-1))
+    if rank.sends_slices:
+        each += rank.neighbours(1) + rank.neighbours(-1)  # each message's slice is copied
     return config.num_microbatches * each + 11 + rank.last
 
 
