@@ -158,7 +158,6 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     for stage in rank.stages:
         held.append(_kept(stage, layer, stream) + (end if stage.last else stream))
         waits.append(len(stage.layers) * layer.deferred)
-    # A slice of a single sequence is a view and keeps the full tensor alive.
     slices = rank.layout.tp if rank.sends_slices else 1
     base = seen.live @ held + seen.deferred @ waits + seen.sent * stream / slices
     for index, stage in enumerate(rank.stages):
