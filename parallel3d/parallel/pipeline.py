@@ -382,13 +382,10 @@ def even_split(count: int, placement: StageAssignment) -> list[int]:
     """Returns how many modules each stage gets: an equal share, the rest closest to the middle."""
     stages, middle = range(placement.stages), placement.stages - 1
     ranks = [rank for rank, _ in placement.places]
-    counts, left = [1] * placement.stages, count - placement.stages
-    held, least = [placement.chunks] * placement.ranks, count // placement.ranks
-    for given in range(left):
-        # First every rank gets the same number, then some get one more.
-        most = least + (given >= least * placement.ranks - placement.stages)
+    counts, held = [1] * placement.stages, [placement.chunks] * placement.ranks
+    for given in range(placement.stages, count):
         stage = min(
-            (s for s in stages if held[ranks[s]] < most),
+            (s for s in stages if held[ranks[s]] <= given // placement.ranks),
             key=lambda s: (counts[s], abs(2 * s - middle), s),
         )
         counts[stage] += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +15,6 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.parameters.gradients import add_gradient, deferred_queue
 from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel.linear_ops import ColumnNode
-
-CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 class SplitBackward(TorchFunctionMode):
@@ -30,39 +29,48 @@ class SplitBackward(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear:
-            arguments = _by_name(("input", "weight", "bias"), args, kwargs)
-            if _can_defer(arguments):
-                x, weight, bias = (arguments.get(key) for key in ("input", "weight", "bias"))
-                return ColumnNode.apply(x, weight, bias, SINGLE, None)
-        elif func in CONVOLUTIONS:
-            arguments = _by_name(CONVOLUTION, args, kwargs)
-            dims, padding = CONVOLUTIONS[func], arguments.get("padding", 0)
-            if not isinstance(padding, str) and _can_defer(arguments, dims + 2):
-                how = (
-                    _each(arguments.get("stride", 1), dims),
-                    _each(padding, dims),
-                    _each(arguments.get("dilation", 1), dims),
-                    arguments.get("groups", 1),
-                )
-                return _Convolution.apply(
-                    arguments["input"], arguments["weight"], arguments.get("bias"), how
-                )
-        return func(*args, **kwargs)
+        out = DEFERRING[func](*args, **kwargs) if func in DEFERRING else None
+        return func(*args, **kwargs) if out is None else out
 
 
-def _by_name(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(names, args, strict=False)) | kwargs
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    if input.dim() == 1 or not _can_defer(input, weight):
+        return None
+    return ColumnNode.apply(input, weight, bias, SINGLE, None)
 
 
-def _each(size: int | tuple[int, ...], dims: int) -> list[int]:
+def _convolution(
+    dims: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor | None:
+    if isinstance(padding, str) or input.dim() != dims + 2 or not _can_defer(input, weight):
+        return None
+    sizes = (_each(size, dims) for size in (stride, padding, dilation))
+    return _Convolution.apply(input, weight, bias, (*sizes, False, [0] * dims, groups))
+
+
+# Functions by which modules compute → the same with a deferred weight gradient; None: it cannot be.
+DEFERRING: dict[Any, Callable[..., Tensor | None]] = {
+    F.linear: _linear,
+    torch.conv1d: partial(_convolution, 1),
+    torch.conv2d: partial(_convolution, 2),
+    torch.conv3d: partial(_convolution, 3),
+}
+
+
+def _each(size: int | Sequence[int], dims: int) -> list[int]:
     sizes = [size] if isinstance(size, int) else list(size)
     return sizes * dims if len(sizes) == 1 else sizes
 
 
-def _can_defer(arguments: dict[str, Any], dims: int = 0) -> bool:
-    """Returns whether weight is a stage's parameter in the type of its input (`dims` 0: any)."""
-    x, weight = arguments["input"], arguments["weight"]
+def _can_defer(input: Tensor, weight: Tensor) -> bool:
+    """Returns whether weight is a stage's parameter in the type of its input."""
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return False
     if weight._backward_hooks:  # autograd would not call them for a deferred gradient
@@ -72,42 +80,31 @@ def _can_defer(arguments: dict[str, Any], dims: int = 0) -> bool:
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooked is not None or torch.compiler.is_compiling():
         return False
-    if state_of(weight).weight_gradients is None or torch.is_autocast_enabled(x.device.type):
+    if state_of(weight).weight_gradients is None or torch.is_autocast_enabled(input.device.type):
         return False
-    return x.dtype == weight.dtype and (x.dim() == dims if dims else x.dim() > 1)
+    return input.dtype == weight.dtype
 
 
 class _Convolution(torch.autograd.Function):
-    """Computes a convolution; `how` is stride, padding, dilation and groups."""
+    """Computes a convolution; `how`: the arguments of `torch.convolution` behind the bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
-        ctx.how, ctx.biases = how, None if bias is None else list(bias.shape)
-        ctx.weight = weight
+        ctx.weight, ctx.how = weight, how
+        ctx.bias_shape = None if bias is None else list(bias.shape)
         ctx.save_for_backward(x)
-        return torch.convolution(x, weight, bias, *_aten_arguments(how))
+        return torch.convolution(x, weight, bias, *how)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        weight, biases, how = ctx.weight, ctx.biases, _aten_arguments(ctx.how)
-
-        def gradients(*wanted: bool) -> tuple:
-            found = torch.ops.aten.convolution_backward(grad, x, weight, biases, *how, wanted)
-            return tuple(found)
-
-        def add() -> None:
-            add_gradient(weight, gradients(False, True, False)[1])
-
+        weight, needs_x, with_bias = ctx.weight, ctx.needs_input_grad[0], ctx.bias_shape is not None
+        gradients = partial(
+            torch.ops.aten.convolution_backward, grad, x, weight, ctx.bias_shape, *ctx.how
+        )
         jobs = deferred_queue(weight)
-        needs_x, with_bias = ctx.needs_input_grad[0], biases is not None
         if jobs is None:
-            return *gradients(needs_x, True, with_bias), None
-        jobs.append(add)
-        x_grad, _, bias_grad = gradients(needs_x, False, with_bias)
+            return *gradients((needs_x, True, with_bias)), None
+        jobs.append(lambda: add_gradient(weight, gradients((False, True, False))[1]))
+        x_grad, _, bias_grad = gradients((needs_x, False, with_bias))
         return x_grad, None, bias_grad, None
-
-
-def _aten_arguments(how: tuple) -> tuple:
-    stride, padding, dilation, groups = how
-    return stride, padding, dilation, False, [0] * len(stride), groups
