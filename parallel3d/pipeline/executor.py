@@ -202,10 +202,25 @@ class Executor:
 
         Returns: the sum of this rank's losses (zero without the last stage), a scalar tensor.
         """
+        return self._run(plan, load, loss_scale, before_last_backward)
+
+    @torch.no_grad()
+    def evaluate(self, plan: Sequence[Step], load: Loader) -> Tensor:
+        """Runs a plan of forwards; returns the sum of the losses (zero without the last stage)."""
+        return self._run(plan, load)
+
+    def _run(
+        self,
+        plan: Sequence[Step],
+        load: Loader,
+        loss_scale: Tensor | None = None,
+        before_last_backward: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = _micro_batches(plan, load)
-        last = max(i for i, step in enumerate(plan) if _is_backward(step))
-        for i, step in enumerate(plan):
+        computes = [step for step in plan if isinstance(step, Action)]
+        batches = MicroBatches(load, (step.microbatch for step in computes if step.kind == Kind.F))
+        last = next((step for step in reversed(computes) if step.kind in (Kind.B, Kind.I)), None)
+        for step in plan:
             if not isinstance(step, Action):
                 self._communicate(step)
             elif step.kind == Kind.F:
@@ -213,23 +228,9 @@ class Executor:
             elif step.kind == Kind.W:
                 self._weights(step)
             else:
-                if i == last:
+                if step is last:
                     before_last_backward()
                 self._backward(step, loss_scale)
-        self._finish_sends(0)
-        return total
-
-    @torch.no_grad()
-    def evaluate(self, plan: Sequence[Step], load: Loader) -> Tensor:
-        """Runs a plan of forwards; returns the sum of the losses (zero without the last stage)."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = _micro_batches(plan, load)
-        for step in plan:
-            if not isinstance(step, Action):
-                self._communicate(step)
-            else:
-                total += self._forward(step, batches)
-                self.live.clear()
         self._finish_sends(0)
         return total
 
@@ -317,7 +318,7 @@ class Executor:
             return None
 
     def _forward(
-        self, step: Action, batches: MicroBatches, loss_scale: Tensor | None = None
+        self, step: Action, batches: MicroBatches, loss_scale: Tensor | None
     ) -> Tensor | float:
         number = self._stage(step)
         xs: Values = ()
@@ -335,7 +336,8 @@ class Executor:
         if accelerator.is_accelerator(self.device):
             with self.step_timer.within("data"):
                 batches.look_ahead()
-        self.live[step.microbatch, step.chunk] = xs, ys
+        if torch.is_grad_enabled():
+            self.live[step.microbatch, step.chunk] = xs, ys
         if number == self.last_stage:
             return ys[0].detach().double()
         self._hand_off(Kind.SEND_F, step, tuple(y.detach() for y in ys))
@@ -353,14 +355,15 @@ class Executor:
                 )
         return as_tuple(out)
 
-    def _backward(self, step: Action, loss_scale: Tensor) -> None:
+    def _backward(self, step: Action, loss_scale: Tensor | None) -> None:
         """Runs B, or I, which leaves deferred weight gradients for W."""
         place = (step.microbatch, step.chunk)
         xs, ys = self.live.pop(place)
-        if self._stage(step) == self.last_stage:
-            grads: Values = (loss_scale.to(ys[0].dtype),)
-        else:
+        if self._stage(step) < self.last_stage:
             grads = self._received(Kind.RECV_B, step)
+        else:
+            assert loss_scale is not None  # an evaluation has no backward
+            grads = (loss_scale.to(ys[0].dtype),)
         differentiate = partial(self._attempt, step, partial(_differentiate, ys, grads))
         with self._computing("backward", step):
             if step.kind == Kind.I:
@@ -378,15 +381,6 @@ class Executor:
         queue = self.deferred.pop((step.microbatch, step.chunk))
         with self._computing("backward", step):
             self._attempt(step, partial(_empty, queue))
-
-
-def _micro_batches(plan: Sequence[Step], load: Loader) -> MicroBatches:
-    forwards = (s for s in plan if isinstance(s, Action) and s.kind == Kind.F)
-    return MicroBatches(load, (step.microbatch for step in forwards))
-
-
-def _is_backward(step: Step) -> bool:
-    return isinstance(step, Action) and step.kind in (Kind.B, Kind.I)
 
 
 def _differentiate(ys: Values, grads: Values) -> None:

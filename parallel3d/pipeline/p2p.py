@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -231,17 +232,19 @@ class SharedMemoryP2P:
         cls,
         group: Group,
         timeout_s: float,
-        pairs: Iterable[Pair] | None = None,
+        placement: StageAssignment | None = None,
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> SharedMemoryP2P | None:
-        """Opens links between `pairs` (neighbours); None without shared memory; collective."""
+        """Opens links between the ranks of neighbouring stages; by default a rank has one stage.
+
+        None if the ranks cannot share memory; collective over the group.
+        """
         if group.handle is None:
             return None
-        if pairs is None:
-            steps = [(a, a + 1) for a in range(group.size - 1)]
-            pairs = [*steps, *((b, a) for a, b in steps)]
-        links = {pair: number for number, pair in enumerate(pairs)}
+        ranks = [rank for rank, _ in (placement or StageAssignment(group.size)).places]
+        pairs = {(a, b) for x, y in pairwise(ranks) if x != y for a, b in ((x, y), (y, x))}
+        links = {pair: number for number, pair in enumerate(sorted(pairs))}
         # Semaphore 2·link counts the filled slots of a link, semaphore 2·link + 1 the free ones.
         memory = open_shared_memory(
             *(group.handle, group.index, group.size),
@@ -253,31 +256,18 @@ class SharedMemoryP2P:
 
     @classmethod
     def of_plans(
-        cls,
-        plans: Sequence[PipelineProgram],
-        route: P2PRoute,
-        message: Tensor,
-        timeout_s: float,
+        cls, plans: Sequence[PipelineProgram], route: P2PRoute, message: Tensor, timeout_s: float
     ) -> SharedMemoryP2P | None:
-        """Opens the links of programs with messages up to `message`, with enough slots for each.
+        """Opens links with enough slots for these programs, of the size of their largest message.
 
-        None if messages do not fit or the ranks cannot share memory; collective over the group.
+        None also if that does not fit.
         """
         group, placement = route.group, route.placement
         if group.size == 1 or message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
             return None
-        pairs = {
-            (rank, peer_of(action, rank, placement))
-            for plan in plans
-            for rank, steps in enumerate(plan)
-            for step in steps
-            if not isinstance(step, Action)
-            for action in step
-            if action.kind.is_send
-        }
         slots = max(enough_slots(plan, placement, SLOTS) for plan in plans)
         slot_bytes = -(-message.nbytes // ALIGNMENT) * ALIGNMENT
-        return cls.open(group, timeout_s, sorted(pairs), slots, slot_bytes)
+        return cls.open(group, timeout_s, placement, slots, slot_bytes)
 
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= self.slot_bytes
