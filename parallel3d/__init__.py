@@ -21,14 +21,11 @@ if TYPE_CHECKING:
     from parallel3d.errors import UserError
     from parallel3d.parallel.grad_norm import clip_grad_norm_
     from parallel3d.parallel.groups import init
-    from parallel3d.parallel.linear import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-    )
     from parallel3d.parallel.pipeline import Pipeline
     from parallel3d.parallel.replicated import check_replicated, sum_gradients_over
     from parallel3d.run.launch import Worker
+    from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
+    from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from parallel3d.topology.layout import Layout
     from parallel3d.trainer import Trainer
 
@@ -59,17 +56,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "ColumnParallelLinear": "parallel3d.parallel.linear",
+    "ColumnParallelLinear": "parallel3d.tensor_parallel.layers",
     "Config": "parallel3d.config.schema",
     "DistributedDataParallel": "parallel3d.data_parallel.ddp",
     "Layout": "parallel3d.topology.layout",
     "Pipeline": "parallel3d.parallel.pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",
-    "RowParallelLinear": "parallel3d.parallel.linear",
+    "RowParallelLinear": "parallel3d.tensor_parallel.layers",
     "Sample": "parallel3d.data.sampler",
     "Trainer": "parallel3d.trainer",
     "UserError": "parallel3d.errors",
-    "VocabParallelEmbedding": "parallel3d.parallel.linear",
+    "VocabParallelEmbedding": "parallel3d.tensor_parallel.embedding",
     "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.config.checks.whole",
     "check_replicated": "parallel3d.parallel.replicated",

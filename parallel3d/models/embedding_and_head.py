@@ -10,7 +10,7 @@ from parallel3d.parameters.sharding import WORD_EMBEDDING, ParameterSpec, ShardS
 from parallel3d.tensor_parallel.embedding import (
     VocabParallelEmbedding,
     look_up,
-    word_embedding_parameter,
+    vocabulary_spec,
 )
 from parallel3d.tensor_parallel.layers import column_parallel_linear
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
@@ -23,9 +23,19 @@ class Embedding(nn.Module):
     def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int) -> None:
         super().__init__()
         self.tp, self.sp = ctx.tp, ctx.sequence_parallel
-        replicated = model.embedding == "replicated"
-        table = _vocabulary_table(model, ctx, WORD_EMBEDDING, uses=uses)
-        self.word = VocabParallelEmbedding(table, group=ctx.tp, sp=ctx.sp, replicated=replicated)
+        self.word = VocabParallelEmbedding(
+            model.vocab_size,
+            model.hidden_size,
+            ctx.tp,
+            padded=model.padded_vocab_size,
+            replicated=model.embedding == "replicated",
+            sequence_parallel=ctx.sp,
+            sum_partial_gradients=False,
+            uses=uses,
+            name=WORD_EMBEDDING.removesuffix(".weight"),
+            std=model.init_std,
+            init=ctx.init,
+        )
         self.position = None
         if model.position_embedding == "learned":
             shape = (model.max_positions, model.hidden_size)
@@ -59,12 +69,7 @@ class Head(nn.Module):
         super().__init__()
         self.tp, self.sp, self.model = ctx.tp, ctx.sequence_parallel, model
         self.norm = Norm("final_norm", model, ctx.init)
-        if tied_table is not None:
-            self.table = tied_table
-        elif model.tie_embeddings:
-            self.table = _vocabulary_table(model, ctx, WORD_EMBEDDING, tied_lm_head=True)
-        else:
-            self.table = _vocabulary_table(model, ctx, "head.weight", replicated=False)
+        self.table = _table(model, ctx, model.tie_embeddings) if tied_table is None else tied_table
         loss = ctx.loss
         self.loss = HeadLoss(
             Objective(model.vocab_size, loss.label_smoothing, loss.z_loss, ctx.half_loss),
@@ -93,26 +98,17 @@ class Head(nn.Module):
         return self.loss.train(x, rows, labels, loss_mask, loss_scale)
 
 
-def _vocabulary_table(
-    model: ModelConfig,
-    ctx: BuildContext,
-    name: str,
-    *,
-    replicated: bool | None = None,
-    tied_lm_head: bool = False,
-    uses: int = 1,
-) -> nn.Parameter:
-    if replicated is None:
-        replicated = model.embedding == "replicated"
-    return word_embedding_parameter(
+def _table(model: ModelConfig, ctx: BuildContext, tied_lm_head: bool) -> nn.Parameter:
+    """Creates a table of the head's own: its weight, or a copy of the word embedding."""
+    spec = vocabulary_spec(
         model.vocab_size,
         model.padded_vocab_size,
         model.hidden_size,
-        name=name,
+        name=WORD_EMBEDDING if tied_lm_head else "head.weight",
         std=model.init_std,
-        group=ctx.tp,
-        replicated=replicated,
-        init=ctx.init,
+        index=ctx.tp.index,
+        ranks=ctx.tp.size,
+        replicated=tied_lm_head and model.embedding == "replicated",
         tied_lm_head=tied_lm_head,
-        uses=uses,
     )
+    return ctx.init.parameter(spec)

@@ -57,9 +57,14 @@ class BuildContext:
 
     @property
     def split(self) -> dict[str, Any]:
-        sp = self.sequence_parallel
-        common = {"group": self.tp, "sp": sp, "init": self.init, "chunks": self.chunks}
-        return common | {"recomputed": bool(self.recompute)}
+        """Arguments common to all linear layers."""
+        return {
+            "group": self.tp,
+            "init": self.init,
+            "sequence_parallel": self.sp,
+            "chunks": self.chunks,
+            "recomputed": bool(self.recompute),
+        }
 
     def dropout(self, site: str, model: ModelConfig) -> Dropout:
         """Creates a dropout of the residual stream, or of this rank's part of the sequence."""

@@ -42,6 +42,7 @@ from parallel3d.models.recompute import (
 from parallel3d.parameters.sharding import Initializer, ShardSpec
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor_parallel.linear_ops import register
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_heads
 
 # Blocks of one compiled graph: enough that the cost of entering a graph (0.4 ms measured) is
@@ -59,10 +60,15 @@ class MLP(nn.Module):
         names = ("gate", "up") if self.activation == "swiglu" else ("up",)
         split = ctx.split | {"bias": model.bias}
         self.up = ColumnParallelLinear(
-            prefix, dict.fromkeys(names, ffn), model.hidden_size, std=model.init_std, **split
+            model.hidden_size, dict.fromkeys(names, ffn), name=prefix, std=model.init_std, **split
         )
         self.down = RowParallelLinear(
-            f"{prefix}.down", ffn, model.hidden_size, std=output_std(model), **split
+            ffn,
+            model.hidden_size,
+            name=f"{prefix}.down",
+            std=output_std(model),
+            sum_partial_gradients=False,
+            **split,
         )
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
@@ -108,9 +114,9 @@ class Attention(nn.Module):
         kv_rows = model.kv_heads * model.head_size
         q_rows = model.num_attention_heads * model.head_size
         self.qkv = ColumnParallelLinear(
-            prefix,
-            {"q": q_rows, "k": kv_rows, "v": kv_rows},
             model.hidden_size,
+            {"q": q_rows, "k": kv_rows, "v": kv_rows},
+            name=prefix,
             std=model.init_std,
             tp_replicas={"k": replicas, "v": replicas},
             bias=model.qkv_bias,
@@ -119,10 +125,11 @@ class Attention(nn.Module):
         heads = (self.heads, self.kv_heads)
         self.qk_norm = QKNorm(prefix, model, heads, ctx) if model.qk_norm else None
         self.out = RowParallelLinear(
-            f"{prefix}.out",
             q_rows,
             model.hidden_size,
+            name=f"{prefix}.out",
             std=output_std(model),
+            sum_partial_gradients=False,
             bias=model.out_bias,
             **ctx.split,
         )
@@ -364,6 +371,9 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     compiled = torch_compile(_run_blocks, backend=backend, fullgraph=True, dynamic=False, **options)
     for stage in stages:
         stage.run_blocks = compiled
+        for layer in stage.modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                layer.handle = register(layer)
 
 
 # Decoding, one token at a time, on tensor-parallel ranks and through the stages of a pipeline: one

@@ -14,7 +14,7 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group, group_of
 from parallel3d.data_parallel.transport import broadcast_all
 from parallel3d.errors import UserError
-from parallel3d.parallel.linear import ShardedModule
+from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 
 
@@ -116,10 +116,8 @@ def check_replicated(
 
 def _replicated_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for prefix, part in module.named_modules():
+        specs = part.specs(part.group.index) if isinstance(part, ShardedModule) else {}
         for name, parameter in part.named_parameters(prefix, recurse=False):
-            key = name.removeprefix(f"{prefix}.")
-            if not (
-                isinstance(part, ShardedModule)
-                and part.shards[key].shape != part.shards[key].full_shape
-            ):
+            spec = specs.get(name.removeprefix(f"{prefix}."))
+            if spec is None or spec.replicated:
                 yield name, parameter

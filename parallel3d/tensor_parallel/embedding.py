@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.comm.group import Group
+from parallel3d.comm.group import GroupLike, group_of
 from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.errors import UserError
 from parallel3d.parameters.sharding import (
     Initializer,
     ParameterSpec,
     ShardSpec,
     state_of,
 )
-from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
+from parallel3d.tensor_parallel.layers import (
+    ShardedModule,
+    check_divides,
+    check_sequence,
+    drawing,
+    without_values,
+)
+from parallel3d.tensor_parallel.mappings import (
+    copy_to_tensor_parallel,
+    reduce_from_tensor_parallel,
+    scatter_to_sequence,
+)
 
 
 class _Lookup(torch.autograd.Function):
@@ -68,51 +80,138 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, deterministic: bool) -> N
         table.index_add_(0, ids, rows)
 
 
-def word_embedding_parameter(
+def vocabulary_spec(
     vocab_size: int,
     padded: int,
     hidden: int,
     *,
     name: str,
     std: float,
-    group: Group,
-    replicated: bool,
-    init: Initializer,
+    index: int,
+    ranks: int,
+    replicated: bool = False,
     tied_lm_head: bool = False,
     uses: int = 1,
-) -> nn.Parameter:
-    rows = padded if replicated else padded // group.size
-    start = 0 if replicated else rows * group.index
+) -> ParameterSpec:
+    """Returns the rows of a table that rank `index` holds, of `padded` rows with the padding."""
+    rows = padded if replicated else padded // ranks
+    start = 0 if replicated else rows * index
     real = max(0, min(rows, vocab_size - start))
     shards: tuple[ShardSpec, ...] = ()
     if real:
         shards = (ShardSpec(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
-    whole = replicated or group.size == 1
-    return init.parameter(ParameterSpec((rows, hidden), shards, whole, tied_lm_head, uses))
+    return ParameterSpec((rows, hidden), shards, replicated or ranks == 1, tied_lm_head, uses)
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Looks token ids up in a table whose rows are split over `group` (Shoeybi et al. 2019 §3).
+class VocabParallelEmbedding(ShardedModule):
+    """Splits the rows of an `nn.Embedding` over `group` (Shoeybi et al. 2019 §3).
 
-    With `replicated` every rank holds the table and nothing is sent; under sequence parallelism
-    each rank then looks up its own part of the sequence.
+    Args:
+        padded: number of rows with the padding, which stays zero; None: no padding.
+        replicated: every rank holds the table and nothing is sent; under sequence parallelism each
+            rank then looks up its own part of the sequence.
+        sequence_parallel: the result is this rank's part of the sequence.
+        sum_partial_gradients: as of `RowParallelLinear`, for a replicated table.
+        uses: reads per forward pass, as a tied head is one more.
+        group, seed, name, std, init: as of `ColumnParallelLinear`.
 
-    Shapes: (b, s) → (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
+    Shapes: (…) int64, alike on all ranks → (…, embedding_dim); with sequence parallelism (b, s) →
+    (b, s/tp, embedding_dim).
+
+    Raises:
+        UserError: num_embeddings that do not divide; a seed without a name.
+        IndexError: on every rank, an id outside of the table. On an accelerator the check would
+            make the host wait: such ids give zeros there.
     """
 
-    def __init__(self, weight: nn.Parameter, *, group: Group, sp: bool, replicated: bool) -> None:
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        group: GroupLike = None,
+        *,
+        padded: int | None = None,
+        replicated: bool = False,
+        sequence_parallel: bool = False,
+        sum_partial_gradients: bool = True,
+        uses: int = 1,
+        seed: int | None = None,
+        name: str = "",
+        std: float = 0.02,
+        init: Initializer | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.weight, self.group, self.sp = weight, group, sp and group.size > 1
-        self.replicated = replicated
+        self.group, self.replicated, self.uses, self.name = group_of(group), replicated, uses, name
+        self.num_embeddings, self.embedding_dim, self.std = num_embeddings, embedding_dim, std
+        self.padded = num_embeddings if padded is None else padded
+        key = "num_embeddings" if padded is None else "padded"
+        ranks = 1 if replicated else self.group.size
+        check_divides("VocabParallelEmbedding", key, self.padded, ranks)
+        self.sp = sequence_parallel and self.group.size > 1
+        self.sums_table = sum_partial_gradients and replicated and self.sp
+        init = init or drawing("VocabParallelEmbedding", seed, name, device, dtype)
+        self.register_shards(
+            init or nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        )
+
+    def specs(self, index: int) -> dict[str, ParameterSpec | None]:
+        spec = vocabulary_spec(
+            self.num_embeddings,
+            self.padded,
+            self.embedding_dim,
+            name=f"{self.name}.weight",
+            std=self.std,
+            index=index,
+            ranks=self.group.size,
+            replicated=self.replicated,
+            uses=self.uses,
+        )
+        return {"weight": spec}
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, group: GroupLike = None) -> Self:
+        """Returns this rank's rows of a table that is equal on all ranks.
+
+        Raises UserError for padding_idx, max_norm, scale_grad_by_freq and sparse.
+        """
+        for key in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+            value = getattr(embedding, key)
+            if value is not None and value is not False:
+                raise UserError(
+                    f"VocabParallelEmbedding.from_embedding: {key}={value} is not built here; give "
+                    f"an embedding without {key}"
+                )
+        rows, width = embedding.weight.shape
+        kind = without_values(embedding.weight)
+        return cls(rows, width, group, **kind)._take_shards_of(embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
+        if ids.dim() == 0:
+            return self.forward(ids.unsqueeze(0)).squeeze(0)
+        if ids.numel() and not is_on_accelerator(ids):
+            low, high = ids.aminmax()
+            if low < 0 or high >= self.num_embeddings:
+                bad = int(low if low < 0 else high)
+                raise IndexError(f"id {bad} must be in 0 … {self.num_embeddings - 1}")
+        if self.sp:
+            check_sequence("VocabParallelEmbedding", ids, 2, self.group.size)
         if self.replicated:
+            table: Tensor = self.weight
+            if self.sums_table:
+                table = copy_to_tensor_parallel(table, self.group)
             if self.sp:
                 ids = ids.chunk(self.group.size, dim=1)[self.group.index]
             # Under sequence parallelism the gradients are summed over tp, so they end up equal.
-            return look_up(ids, self.weight, self.group.size > 1 and not self.sp)
+            return look_up(ids, table, self.group.size > 1 and not self.sp)
         first = self.group.index * self.weight.shape[0]
         partial = look_up(ids - first, self.weight, False)
         if self.sp:
             return scatter_to_sequence(partial, self.group)
         return reduce_from_tensor_parallel(partial, self.group)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, of which 1/{self.group.size} is here"

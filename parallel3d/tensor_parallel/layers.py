@@ -1,5 +1,9 @@
 """Linear layers split over a tensor-parallel group (Shoeybi et al. 2019 §3).
 
+Their constructors are those of `nn.Linear`. Each rank holds its shard of the weights, state dicts
+hold the full tensors. So a checkpoint loads into `nn.Linear`, and into any number of ranks. Reading
+a state dict gathers the shards: it is collective over the group.
+
 With sequence parallelism (Korthikanti et al. 2022 §4.2.2) the reductions become reduce-scatters and
 all-gathers of the same total volume, and the activations between blocks are split.
 """
@@ -8,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.group import Group
+from parallel3d.comm import collectives
+from parallel3d.comm.group import Group, GroupLike, group_of
+from parallel3d.errors import UserError
 from parallel3d.parameters.gradients import add_gradient
-from parallel3d.parameters.sharding import (
-    Initializer,
-    ParameterSpec,
-    ShardSpec,
-)
+from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, state_of
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.linear_ops import (
     ColumnNode,
@@ -30,82 +33,308 @@ from parallel3d.tensor_parallel.linear_ops import (
     row_forward,
     row_node,
 )
+from parallel3d.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_vocabulary
 
-# The word embedding
+
+class ShardedModule(nn.Module):
+    """Holds this rank's shards of parameters; its state dict holds the full tensors.
+
+    A parameter that holds several matrices (q, k and v) has them one below the other there.
+    """
+
+    group: Group
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Does what every module does; FSDP2 goes past `register_parameter` where none is here."""
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Describes the parameter: `assign=True` and FSDP2 bring new ones."""
+        super().register_parameter(name, param)
+        self._describe()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._describe()  # copies of parameters have no attributes
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._describe()  # off the meta device they are new
+        return self
+
+    def _describe(self) -> None:
+        for key, spec in self._held(self.group.index).items():
+            parameter = self._parameters.get(key)
+            if parameter is not None:
+                state = state_of(parameter)
+                state.tp, state.spec = self.group, spec
+
+    def specs(self, index: int) -> dict[str, ParameterSpec | None]:
+        """Returns the parameters that rank `index` of the group holds; None: there is none."""
+        raise NotImplementedError
+
+    def register_shards(self, values: Initializer | nn.Module) -> None:
+        """Registers this rank's parameters: `values` draws them, or has the full ones."""
+        for key, spec in self.specs(self.group.index).items():
+            if spec is None:
+                self.register_parameter(key, None)
+            elif isinstance(values, Initializer):
+                self.register_parameter(key, values.parameter(spec))
+            else:
+                full = values.get_parameter(key)
+                local = nn.Parameter(_local(spec, full.detach()), full.requires_grad)
+                self.register_parameter(key, local)
+
+    def _take_shards_of(self, whole: nn.Module) -> Self:
+        """Takes this rank's shards of the parameters of `whole`, on its device; not collective."""
+        self.register_shards(whole)
+        return self.train(whole.training)
+
+    def _held(self, index: int) -> dict[str, ParameterSpec]:
+        return {key: spec for key, spec in self.specs(index).items() if spec is not None}
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        for key in self._held(0):
+            parameter = self.get_parameter(key)
+            destination[prefix + key] = self._full(key, parameter, keep_vars)
+
+    def _full(self, key: str, parameter: nn.Parameter, keep_vars: bool) -> Tensor:
+        local, spec = parameter.detach(), self._held(0)[key]
+        if tuple(local.shape) == _full_shape(spec):
+            return parameter if keep_vars else local
+        parts = [local]
+        if not spec.replicated:
+            parts = list(collectives.all_gather(local.unsqueeze(0), self.group).unbind(0))
+        matrices: dict[str, Tensor] = {}
+        for index, part in enumerate(parts):
+            for shard in self._held(index)[key].shards:
+                if shard.name not in matrices:
+                    matrices[shard.name] = part.new_empty(shard.full_shape)
+                shard.of_full(matrices[shard.name]).copy_(shard.of_local(part))
+        return torch.cat(list(matrices.values()))
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
+        """Takes this rank's shard of each full tensor; reports wrong shapes."""
+        mine = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        error_msgs: list[str] = more[-1]
+        for key, spec in self._held(self.group.index).items():
+            value, wanted = mine.get(prefix + key), _full_shape(self._held(0)[key])
+            if value is None:
+                continue
+            if tuple(value.shape) == wanted:
+                mine[prefix + key] = _local(spec, value)
+            else:
+                mine[prefix + key] = self.get_parameter(key).detach()
+                error_msgs.append(
+                    f"{prefix}{key} has shape {tuple(value.shape)}, but must have that of the "
+                    f"whole tensor, {wanted}, whatever the number of ranks."
+                )
+        super()._load_from_state_dict(mine, prefix, *more)
 
 
-def _sequence_chunks(sp: bool, group: Group, chunks: int) -> int | None:
-    return chunks if sp and group.size > 1 else None
+def _full_shape(spec: ParameterSpec) -> tuple[int, ...]:
+    """Returns the shape of the full matrices that a parameter holds, one below the other."""
+    return sum(shard.full_shape[0] for shard in spec.shards), *spec.shards[0].full_shape[1:]
+
+
+def _local(spec: ParameterSpec, full: Tensor) -> Tensor:
+    """Returns a rank's local parameter, of the full matrices one below the other."""
+    local, row = full.new_zeros(spec.shape), 0
+    for shard in spec.shards:
+        matrix = full.narrow(0, row, shard.full_shape[0])
+        shard.of_local(local).copy_(shard.of_full(matrix))
+        row += len(matrix)
+    return local
+
+
+def check_divides(layer: str, key: str, value: int, ranks: int) -> None:
+    """Raises UserError unless `value` is a multiple of the number of ranks that share it."""
+    if not isinstance(value, int) or value < 1 or value % ranks:
+        near = max(ranks, round(value / ranks) * ranks)
+        raise UserError(
+            f"{layer}({key}={value}) must be a multiple of the {ranks} ranks that it is split "
+            f"over; the nearest is {key}={near}"
+        )
+
+
+def check_sequence(layer: str, x: Tensor, dims: int, parts: int) -> None:
+    """Raises UserError unless an input under sequence parallelism is (batch, sequence, …)."""
+    if x.dim() != dims or x.shape[1] % parts:
+        raise UserError(
+            f"{layer} got an input of shape {tuple(x.shape)}, but with sequence_parallel=True it "
+            f"must have {dims} dimensions, of which the second is the sequence, a multiple of "
+            f"{parts}; pad the sequence, or give sequence_parallel=False instead"
+        )
+
+
+def drawing(
+    layer: str,
+    seed: int | None,
+    name: str,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Initializer | None:
+    """Returns what draws a layer's weights by (seed, name), None without a seed.
+
+    Raises:
+        UserError: there is a seed, but no name.
+    """
+    if seed is None:
+        return None
+    if not name:
+        raise UserError(
+            f"{layer}(seed={seed}) must have a name as well, by which its weights are told from "
+            "those of other layers; give name='mlp.up' or the like"
+        )
+    place = torch.get_default_device() if device is None else torch.device(device)
+    return Initializer(seed, dtype or torch.get_default_dtype(), place)
+
+
+def without_values(weight: Tensor) -> dict[str, Any]:
+    """Returns constructor arguments for a layer without memory or random numbers."""
+    return {"device": "meta", "dtype": weight.dtype}
+
+
+def _shape_of(linear: nn.Linear, group: GroupLike) -> tuple[int, int, GroupLike, bool]:
+    return linear.in_features, linear.out_features, group, linear.bias is not None
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns all in the type of autocast, if it is on: the autograd nodes ignore autocast."""
+    kind = x.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _sequence_chunks(sequence_parallel: bool, group: Group, chunks: int) -> int | None:
+    return chunks if sequence_parallel and group.size > 1 else None
 
 
 def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
 ) -> Tensor:
-    """Returns x·Wᵀ + b for this rank's rows of W: (b, s, in) → (b, s, out/tp).
+    """Computes this rank's columns of x·Wᵀ + b: (b, s, in) → (b, s, out/tp).
 
-    Under sequence parallelism x is (b, s/tp, in) and is gathered first.
+    Under sequence parallelism from (b, s/tp, in).
     """
     return ColumnNode.apply(x, weight, bias, group, _sequence_chunks(sp, group, 1))
 
 
-class ColumnParallelLinear(nn.Module):
-    """Computes y = x·Wᵀ + b with the rows of W (output features) split over `group`.
+class ColumnParallelLinear(ShardedModule):
+    """Splits the output features of an `nn.Linear` over `group`.
 
-    One GEMM may serve several full matrices (q, k and v; gate and up): each is split on its own, so
-    that every rank holds whole heads and matching halves.
+    One GEMM may serve several matrices (q, k and v; gate and up): each is split on its own, so that
+    every rank holds whole heads and matching halves. `sizes` are the numbers of features here.
 
     Args:
-        outputs: matrix name → its full number of rows, divisible by the group's size.
-        tp_replicas: matrix name → consecutive ranks that hold the same rows of it.
-        std: of the initial weights; biases start at zero.
-        chunks: in which the sequence is gathered (see `gather_linear`).
-        recomputed: x may be recomputed in the backward, and then without this GEMM.
+        out_features: a number, or matrix name → its number, with the results side by side.
+        group: `groups.tp`, a group of torch.distributed, or None for all ranks.
+        gather_output: every rank gets all features instead of its own.
+        sequence_parallel: the input is this rank's part of the sequence, and is gathered.
+        chunks: in which the sequence is gathered (see `linear_ops.gather_linear`).
+        recomputed: where x is recomputed in the backward, do so without this GEMM.
+        tp_replicas: matrix name → consecutive ranks that hold the same rows of it. Each has the
+            gradient of its own use alone; `optim.sum_shared_gradients` sums them.
+        seed, name, std: weights are normal with `std` and depend on (seed, name) alone, biases are
+            zero. Without a seed `nn.Linear` draws them from PyTorch's generator, which must have
+            the same state on all ranks; they are then equal for every size of the group.
+        init: draws the weights in place of `seed`, in its own type and on its own device.
 
-    Shapes: (b, s, inputs) → (b, s, Σ outputs / tp), the matrices' results side by side.
+    Shapes: (…, in_features), alike on all ranks → (…, Σ out_features / tp); with sequence
+    parallelism from (b, s/tp, in_features) to (b, s, Σ out_features / tp).
+
+    Raises:
+        UserError: out_features that do not divide; a seed without a name.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
-        prefix: str,
-        outputs: dict[str, int],
-        inputs: int,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        group: GroupLike = None,
+        bias: bool = True,
         *,
-        bias: bool,
-        std: float,
-        group: Group,
-        sp: bool,
-        init: Initializer,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
         chunks: int = 1,
-        recomputed: bool = False,
+        recomputed: bool = True,
         tp_replicas: Mapping[str, int] = MappingProxyType({}),
+        seed: int | None = None,
+        name: str = "",
+        std: float = 0.02,
+        init: Initializer | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.sp = group, _sequence_chunks(sp, group, chunks)
-        self.node = column_node if recomputed else ColumnNode.apply
+        self.group, self.has_bias, self.name, self.std = group_of(group), bias, name, std
+        matrices = out_features if isinstance(out_features, Mapping) else {"": out_features}
+        self.matrices: dict[str, int] = dict(matrices)
+        self.sizes: list[int] = []
+        for matrix, rows in self.matrices.items():
+            key = f"out_features[{matrix}]" if matrix else "out_features"
+            ranks = self.group.size // tp_replicas.get(matrix, 1)
+            check_divides("ColumnParallelLinear", key, rows, ranks)
+            self.sizes.append(rows // ranks)
+        if gather_output and len(self.matrices) > 1:
+            raise UserError(
+                "ColumnParallelLinear(gather_output=True) must have one matrix, not "
+                f"{', '.join(self.matrices)}, of which each rank has a part; give "
+                "gather_output=False instead"
+            )
+        self.in_features, self.out_features = in_features, sum(self.matrices.values())
+        self.gather_output, self.recomputed = gather_output, recomputed
+        self.tp_replicas = dict(tp_replicas)
+        self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
+        self.handle: Tensor | None = None  # in compiled code: see `linear_ops.register`
+        init = init or drawing("ColumnParallelLinear", seed, name, device, dtype)
+        self.register_shards(init or nn.Linear(in_features, self.out_features, bias, device, dtype))
+
+    def specs(self, index: int) -> dict[str, ParameterSpec | None]:
         weights, biases, row = [], [], 0
-        for name, rows in outputs.items():
-            shared = tp_replicas.get(name, 1)
-            local = rows * shared // group.size
-            start = group.index // shared * local
-            full = f"{prefix}.{name}"
-            place = ((rows, inputs), (start, 0), (local, inputs))
-            weights.append(ShardSpec(f"{full}.weight", *place, row, std, tp_replicas=shared))
+        for (matrix, rows), local in zip(self.matrices.items(), self.sizes, strict=True):
+            shared = self.tp_replicas.get(matrix, 1)
+            start = index // shared * local
+            full = f"{self.name}.{matrix}" if matrix else self.name
+            place = ((rows, self.in_features), (start, 0), (local, self.in_features))
+            weights.append(ShardSpec(f"{full}.weight", *place, row, self.std, tp_replicas=shared))
             biases.append(
                 ShardSpec(f"{full}.bias", (rows,), (start,), (local,), row, tp_replicas=shared)
             )
             row += local
-        self.sizes = [shard.shape[0] for shard in weights]
-        split = group.size == 1
-        self.weight = init.parameter(ParameterSpec((row, inputs), tuple(weights), split))
-        spec = ParameterSpec((row,), tuple(biases), split)
-        self.bias = init.parameter(spec) if bias else None
-        self.handle = linear_ops.register(self)
+        whole = self.group.size == 1
+        bias = ParameterSpec((row,), tuple(biases), whole) if self.has_bias else None
+        return {
+            "weight": ParameterSpec((row, self.in_features), tuple(weights), whole),
+            "bias": bias,
+        }
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: GroupLike = None, *, gather_output: bool = False
+    ) -> Self:
+        """Returns this rank's shard of a layer that is equal on all ranks."""
+        shape, kind = _shape_of(linear, group), without_values(linear.weight)
+        return cls(*shape, gather_output=gather_output, **kind)._take_shards_of(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if x.dim() == 1:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
+        if self.sp is not None:
+            check_sequence("ColumnParallelLinear", x, 3, self.sp)
+        if self.handle is not None and torch.compiler.is_compiling():
             gather = 1 if self.sp is None else self.group.size
             return linear_ops.linear_operator(x, self.handle, self.weight.shape[0], gather, 1)
-        return self.node(x, self.weight, self.bias, self.group, self.sp)
+        node = column_node if self.recomputed else ColumnNode.apply
+        y = node(*_cast(x, self.weight, self.bias), self.group, self.sp)
+        return gather_from_vocabulary(y, self.group) if self.gather_output else y
 
     def run_forward(self, x: Tensor) -> Tensor:
         return column_forward(x, self.weight, self.bias, self.group, self.sp)
@@ -118,48 +347,98 @@ class ColumnParallelLinear(nn.Module):
             add_gradient(self.weight, grad_weight)
         return grad_x
 
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"
 
-class RowParallelLinear(nn.Module):
-    """Computes y = Σ over ranks of x·Wᵀ, + b, with the columns of W (input features) split.
 
-    The bias is added once, after the reduction, and is replicated. Shapes: (b, s, inputs/tp) → (b,
-    s, outputs), or (b, s/tp, outputs) under sequence parallelism.
+class RowParallelLinear(ShardedModule):
+    """Splits the input features of an `nn.Linear` over `group` and all-reduces the results.
+
+    Every rank holds the bias, which is added after the sum. Its usual input is the output of a
+    `ColumnParallelLinear`, whose arguments these are as far as not said here.
+
+    Args:
+        sequence_parallel: the results are reduce-scattered along the sequence.
+        chunks: in which they are.
+        sum_partial_gradients: under sequence parallelism, all-reduce the gradient of the bias, to
+            which a rank's tokens contribute; False: `optim.sum_partial_gradients` does it for all
+            layers at once.
+
+    Shapes: (…, in_features / tp), this rank's → (…, out_features), alike on all ranks; with
+    sequence parallelism from (b, s, in_features / tp) to (b, s/tp, out_features).
+
+    Raises:
+        UserError: in_features that do not divide; a seed without a name; an input that has not this
+            rank's number of features, or a sequence that does not divide.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
-        name: str,
-        inputs: int,
-        outputs: int,
+        in_features: int,
+        out_features: int,
+        group: GroupLike = None,
+        bias: bool = True,
         *,
-        bias: bool,
-        std: float,
-        group: Group,
-        sp: bool,
-        init: Initializer,
+        sequence_parallel: bool = False,
         chunks: int = 1,
-        recomputed: bool = False,
+        recomputed: bool = True,
+        sum_partial_gradients: bool = True,
+        seed: int | None = None,
+        name: str = "",
+        std: float = 0.02,
+        init: Initializer | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.sp = group, _sequence_chunks(sp, group, chunks)
-        self.node = row_node if recomputed else RowNode.apply
-        local = inputs // group.size
-        shard = ShardSpec(
-            f"{name}.weight", (outputs, inputs), (0, local * group.index), (outputs, local), std=std
-        )
-        replicated = group.size == 1
-        self.weight = init.parameter(ParameterSpec((outputs, local), (shard,), replicated))
-        whole = ShardSpec(f"{name}.bias", (outputs,), (0,), (outputs,))
-        self.bias = init.parameter(ParameterSpec((outputs,), (whole,), True)) if bias else None
-        self.handle = linear_ops.register(self)
+        self.group, self.has_bias, self.name, self.std = group_of(group), bias, name, std
+        check_divides("RowParallelLinear", "in_features", in_features, self.group.size)
+        self.in_features, self.out_features, self.recomputed = in_features, out_features, recomputed
+        self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
+        self.sums_bias = sum_partial_gradients and self.sp is not None
+        self.handle: Tensor | None = None  # in compiled code: see `linear_ops.register`
+        init = init or drawing("RowParallelLinear", seed, name, device, dtype)
+        self.register_shards(init or nn.Linear(in_features, out_features, bias, device, dtype))
+
+    def specs(self, index: int) -> dict[str, ParameterSpec | None]:
+        full, local = (self.out_features, self.in_features), self.in_features // self.group.size
+        shape = (self.out_features, local)
+        shard = ShardSpec(f"{self.name}.weight", full, (0, local * index), shape, std=self.std)
+        whole = ShardSpec(f"{self.name}.bias", full[:1], (0,), full[:1])
+        bias = ParameterSpec(full[:1], (whole,), True) if self.has_bias else None
+        return {"weight": ParameterSpec(shape, (shard,), self.group.size == 1), "bias": bias}
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group: GroupLike = None) -> Self:
+        """Returns this rank's shard of a layer that is equal on all ranks."""
+        shape, kind = _shape_of(linear, group), without_values(linear.weight)
+        return cls(*shape, **kind)._take_shards_of(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if x.dim() == 1:
+            return self.forward(x.unsqueeze(0)).squeeze(0)
+        if x.shape[-1] != self.weight.shape[1]:
+            raise UserError(
+                f"RowParallelLinear({self.in_features}, {self.out_features}) got {x.shape[-1]} "
+                f"features, but must get this rank's {self.weight.shape[1]}, as a "
+                "ColumnParallelLinear of the same group makes them"
+            )
+        if self.sp is not None:
+            check_sequence("RowParallelLinear", x, 3, self.group.size * self.sp)
+        if self.handle is not None and torch.compiler.is_compiling():
             split = 1 if self.sp is None else self.group.size
-            y = linear_ops.linear_operator(x, self.handle, self.weight.shape[0], 1, split)
+            y = linear_ops.linear_operator(x, self.handle, self.out_features, 1, split)
+            bias: Tensor | None = self.bias
         else:
-            y = self.node(x, self.weight, self.group, self.sp)
-        return y if self.bias is None else y + self.bias
+            x, weight, bias = _cast(x, self.weight, self.bias)
+            node = row_node if self.recomputed else RowNode.apply
+            y = node(x, weight, self.group, self.sp)
+        if bias is None:
+            return y
+        return y + (copy_to_tensor_parallel(bias, self.group) if self.sums_bias else bias)
 
     def run_forward(self, x: Tensor) -> Tensor:
         return row_forward(x, self.weight, self.group, self.sp)
@@ -169,3 +448,6 @@ class RowParallelLinear(nn.Module):
         if grad_weight is not None:
             add_gradient(self.weight, grad_weight)
         return grad_x
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"

@@ -323,6 +323,8 @@ class ColumnNode(torch.autograd.Function):
 def column_node(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
 ) -> Tensor:
+    if not x.requires_grad:  # of data nothing is recomputed
+        return ColumnNode.apply(x, weight, bias, group, sp)
     kept = SavedOperands()
     return ColumnNode.apply(_Keep.apply(x, kept), weight, bias, group, sp, kept)
 
@@ -351,5 +353,7 @@ class RowNode(torch.autograd.Function):
 
 
 def row_node(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tensor:
+    if not x.requires_grad:  # of data nothing is recomputed
+        return RowNode.apply(x, weight, group, sp)
     kept = SavedOperands()
     return RowNode.apply(_Keep.apply(x, kept), weight, group, sp, kept)

@@ -1,11 +1,12 @@
 """Autograd pairs of tensor and sequence parallelism.
 
 Shoeybi et al. 2019 (Megatron-LM) §3 names f and g; Korthikanti et al. 2022 §4.2.2 names the
-sequence-parallel pair. f and the gather of a sequence are part of the linear layers' nodes
-(`linear_ops`). Activations are (batch, sequence, hidden).
+sequence-parallel pair. For activations, (batch, sequence, hidden), f and the gather of a sequence
+are part of the linear layers' nodes (`linear_ops`).
 
 | function                      | forward                   | backward                  |
 |-------------------------------|---------------------------|---------------------------|
+| copy_to_tensor_parallel (f)   | identity                  | all-reduce                |
 | reduce_from_tensor_parallel (g) | all-reduce              | identity                  |
 | scatter_to_sequence           | reduce-scatter            | all-gather                |
 | gather_from_vocabulary        | all-gather of last dim    | this rank's part          |
@@ -39,6 +40,18 @@ def all_gather_sequence(x: Tensor, group: Group) -> Tensor:
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     return collectives.reduce_scatter(sequence_first(x), group).transpose(0, 1).contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        whole = grad.clone(memory_format=torch.contiguous_format)
+        return collectives.all_reduce(whole, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -99,6 +112,11 @@ class _RowsOfReplicated(torch.autograd.Function):
         full = grad.new_zeros(ctx.rows, *grad.shape[1:])
         full.chunk(ctx.group.size)[ctx.group.index].copy_(grad)
         return full, None, None
+
+
+def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
+    """Returns what every rank holds, for split work; its gradient is summed over the ranks (f)."""
+    return _Copy.apply(x, group) if group.size > 1 else x
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:

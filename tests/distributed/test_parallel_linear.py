@@ -21,6 +21,15 @@ BAD = (
     (lambda: p3d.RowParallelLinear(8, 8)(torch.zeros(3, 8)), "got 8 features, but must get this"),
     (lambda: p3d.VocabParallelEmbedding(8, 2)(torch.tensor([3, 8])), "id 8 must be in 0 … 7"),
     (lambda: p3d.RowParallelLinear(8, 8, "tp"), "group='tp' must be a group that this rank is in"),
+    (lambda: p3d.ColumnParallelLinear(8, {"q": 8, "k": 6}), "(out_features[k]=6) must be a mult"),
+    (
+        lambda: p3d.ColumnParallelLinear(8, {"q": 8, "k": 8}, gather_output=True),
+        "(gather_output=True) must have one matrix, not q, k",
+    ),
+    (
+        lambda: p3d.RowParallelLinear(8, 8, sequence_parallel=True)(torch.zeros(1, 6, 2)),
+        "an input of shape (1, 6, 2), but with sequence_parallel=True it must have 3 dimensions",
+    ),
 )
 
 
@@ -134,6 +143,74 @@ def test_layers_that_are_there_are_split(pool) -> None:
 def test_a_table_that_cannot_be_split_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(p3d.UserError, match=next(iter(given))):
         p3d.VocabParallelEmbedding.from_embedding(nn.Embedding(8, 2, **given))
+
+
+class Gated(nn.Module):
+    """Words, a norm, a gated MLP in one GEMM and a head; with a group split along the sequence."""
+
+    def __init__(self, group: Any = None, replicated: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        if group is None:
+            self.words, self.up = nn.Embedding(16, 6), nn.Linear(6, 16)
+            self.down, self.head = nn.Linear(8, 6), nn.Linear(6, 4)
+        else:
+            rest = {"group": group, "sequence_parallel": True}
+            self.words = p3d.VocabParallelEmbedding(16, 6, replicated=replicated, **rest)
+            self.up = p3d.ColumnParallelLinear(6, {"gate": 8, "up": 8}, **rest)
+            self.down = p3d.RowParallelLinear(8, 6, **rest)
+            self.head = p3d.ColumnParallelLinear(6, 4, gather_output=True, **rest)
+            p3d.sum_gradients_over(self.norm, group)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return self.head(x + self.down(F.silu(gate) * up))
+
+
+def gated(*more: Any) -> nn.Module:
+    torch.manual_seed(11)
+    with torch.device("cpu"):
+        return Gated(*more).double()
+
+
+def along_the_sequence() -> None:
+    """On every rank, for groups of 1, 2 and 4: losses, and weights after three steps."""
+    theirs = gated()
+    first = {name: value.clone() for name, value in theirs.state_dict().items()}
+    ids = torch.arange(24).view(3, 8) * 5 % 16
+
+    def train(net: nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = net(ids).square().sum(-1).sub(1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, net.state_dict()
+
+    losses, last = train(theirs)
+    for tp in (1, 2, 4):
+        group = p3d.init(tp=tp).tp
+        for replicated in (False, True):
+            net = gated(group, replicated)
+            assert net.words(ids).shape == (3, 8 / tp, 6)
+            assert net.up.sizes == [8 / tp] * 2
+            whole = net.state_dict()
+            assert all(torch.equal(whole[name], value) for name, value in first.items())
+            copied = copy.deepcopy(net)
+            got, whole = train(net)
+            assert got == pytest.approx(losses, abs=TOLERANCE)
+            for name, value in last.items():
+                torch.testing.assert_close(whole[name], value, rtol=0, atol=TOLERANCE)
+            copied.load_state_dict(last)
+            whole = copied.state_dict()
+            assert all(torch.equal(whole[name], value) for name, value in last.items())
+
+
+def test_sequence_parallelism_and_several_matrices_in_one_are_the_plain_net(pool) -> None:
+    pool.run(4, along_the_sequence)
 
 
 def refused() -> list[str]:

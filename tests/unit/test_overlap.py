@@ -95,16 +95,15 @@ def notes() -> Iterator[Notes]:
 
 
 def layer(kind: type, sp: bool, chunks: int = 1) -> ColumnParallelLinear | RowParallelLinear:
-    sizes = ("up", {"up": 8}, 6) if kind is ColumnParallelLinear else ("down", 12, 6)
-    init = Initializer(1, torch.float32, CPU)
-    rest = {"bias": False, "std": 0.1, "group": PAIR, "sp": sp, "init": init}
-    return kind(*sizes, **rest, chunks=chunks)
+    sizes = (6, 8) if kind is ColumnParallelLinear else (12, 6)
+    return kind(*sizes, PAIR, bias=False, sequence_parallel=sp, chunks=chunks)
 
 
 def run(made: torch.nn.Module, x: Tensor, compiled: bool) -> None:
     if compiled:
         # One graph, traced without code generation: what runs are the operators that TorchInductor
         # would call, in the order of the graph.
+        made.handle = linear_ops.register(made)
         made = torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=False)
     made(x.requires_grad_()).sum().backward()
 
@@ -187,7 +186,7 @@ def config(**changes: object) -> Config:
 def test_pieces_are_of_a_sequence_that_is_split(sp: bool, group: Group, pieces: int | None) -> None:
     init = Initializer(1, torch.float32, CPU)
     ctx = BuildContext.of_run(config(sp=sp, chunks=3), init, group)
-    made = ColumnParallelLinear("up", {"up": 8}, 6, bias=False, std=0.1, **ctx.split)
+    made = ColumnParallelLinear(6, {"up": 8}, bias=False, **ctx.split)
     assert made.sp == pieces
 
 
