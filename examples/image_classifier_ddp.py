@@ -36,7 +36,7 @@ def batch(step, size=32):
 
 
 torch.manual_seed(0)
-net = p3d.DistributedDataParallel(Net(), p3d.init(device="cpu").dp)
+net = p3d.DistributedDataParallel(Net(), process_group=p3d.init(device="cpu").dp)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 for step in range(20):
     images, kinds = (t.chunk(net.group.size)[net.group.index] for t in batch(step))

@@ -50,7 +50,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.net = DistributedDataParallel(
             made(self.name).to(self.device),
-            self.group,
+            process_group=self.group,
             bucket_cap_mb=self.bucket_cap_mb,
             overlap=self.overlap,
         )
@@ -171,7 +171,7 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
 
     An accelerator is waited for at each of them.
     """
-    net = DistributedDataParallel(made(name).to(device), group)
+    net = DistributedDataParallel(made(name).to(device), process_group=group)
     images, labels = (t.to(device) for t in inputs(name, group.index))
     finish = finisher(device)
     times: list[list[float]] = []

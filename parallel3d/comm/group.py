@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.errors import UserError
 
@@ -40,13 +41,23 @@ class Group:
 
 SINGLE = Group("single", (0,), 0, None)  # of layers built outside of any cluster: unsharded
 
-GroupLike = Group | dist.ProcessGroup | None
+GroupLike = Group | dist.ProcessGroup | DeviceMesh | None
 
 
 def group_of(group: GroupLike) -> Group:
-    """Returns the `Group` of a process group (None: all ranks). Raises UserError if not in it."""
+    """Returns the `Group` of a process group, of a mesh of one dimension, or of all ranks (None).
+
+    Raises UserError for something else, and if this rank is not in the group.
+    """
     if isinstance(group, Group):
         return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UserError(
+                f"group={group!r} must be a mesh of one dimension; give one of them, as "
+                f"mesh[{(group.mesh_dim_names or ('tp',))[-1]!r}]"
+            )
+        return group_of_mesh(group) or group_of(group.get_group())
     if group is None and not dist.is_initialized():
         return SINGLE
     index = -1
@@ -55,8 +66,24 @@ def group_of(group: GroupLike) -> Group:
     if index < 0:
         raise UserError(
             f"group={group!r} must be a group that this rank is in: groups.tp, groups.pp or "
-            "groups.dp of init, a group of torch.distributed, or None for all ranks"
+            "groups.dp of init, a group or a mesh of torch.distributed, or None for all ranks"
         )
     ranks = tuple(dist.get_process_group_ranks(group))
     handle = (dist.group.WORLD if group is None else group) if len(ranks) > 1 else None
     return Group(EXTERNAL, ranks, index, handle)
+
+
+# Typed access to what is attached to a mesh: its groups, with their shared memory.
+
+
+def set_groups_of_mesh(mesh: DeviceMesh, by_dim: dict[str, Group]) -> None:
+    mesh.parallel3d_groups = by_dim  # type: ignore[attr-defined]
+
+
+def group_of_mesh(mesh: DeviceMesh) -> Group | None:
+    """Returns our group of a mesh of one dimension, or None if the mesh was made elsewhere."""
+    # A slice knows the mesh that it was cut out of; its name is private to PyTorch.
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    names = mesh.mesh_dim_names or ("",)
+    by_dim: dict[str, Group] = getattr(root, "parallel3d_groups", {})
+    return by_dim.get(names[0]) if len(names) == 1 else None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.group import SINGLE, Group, set_groups_of_mesh
 from parallel3d.comm.group_options import (
     BACKWARD,
     DEFAULTS,
@@ -26,6 +26,7 @@ from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
+from parallel3d.errors import UserError
 from parallel3d.estimate.network import two_levels
 from parallel3d.topology.layout import Coordinates, Layout, layout_of
 
@@ -62,7 +63,6 @@ class ProcessGroups:
 
     layout: Layout
     rank: int
-    mesh: DeviceMesh | None
     tp: Group
     dp: Group
     pp: Group
@@ -72,6 +72,24 @@ class ProcessGroups:
     dp_inner: Group = SINGLE
     dp_outer: Group = SINGLE
     device: torch.device = CPU
+    lazy_mesh: _LazyMesh | None = None  # of an initialised world
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The grid of all ranks, with dimensions pp, dp and tp: `groups.mesh["tp"]`.
+
+        For FSDP2, DTensor, DCP, and the parts of this library. Its communicators are those of the
+        groups. Dimensions of one rank share one more, of this rank alone, made when the mesh is
+        first used: on NCCL that is collective over the world.
+
+        Raises UserError for groups without a world, and for context parallelism.
+        """
+        if self.lazy_mesh is None:
+            raise UserError(
+                "groups.mesh must have a world of torch.distributed; give the groups of init "
+                "instead of ProcessGroups.single()"
+            )
+        return self.lazy_mesh.get({"pp": self.pp, "dp": self.dp, "tp": self.tp})
 
     @property
     def coordinates(self) -> Coordinates:
@@ -112,8 +130,7 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Creates the groups; collective over the world, which must be initialised.
 
-        Every rank creates every kind of group in the same order; the mesh is assembled from them
-        with explicit ranks, so that FSDP2, DTensor and DCP see the same placement.
+        Every rank creates every kind of group in the same order.
 
         Args:
             launch: shared memory and NCCL's settings; its defaults if None.
@@ -140,7 +157,6 @@ class ProcessGroups:
         return cls(
             layout=layout,
             rank=dist.get_rank(),
-            mesh=_mesh(layout, device_type, {"pp": pp, "dp": dp, "tp": tp}),
             tp=tp,
             dp=dp,
             pp=pp,
@@ -150,12 +166,13 @@ class ProcessGroups:
             dp_inner=maker.group("dp_inner", inner) if inner else SINGLE,
             dp_outer=maker.group("dp_outer", outer) if outer else SINGLE,
             device=accelerator.current(torch.device(device_type)),
+            lazy_mesh=_LazyMesh(layout, maker),
         )
 
     @classmethod
     def single(cls) -> ProcessGroups:
         """Returns groups of one: the whole model on this process, whatever world exists."""
-        return cls(Layout(), 0, None, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+        return cls(Layout(), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
 
     def close(self) -> None:
         """Destroys the groups that `create` made; the world stays with its creator."""
@@ -165,7 +182,10 @@ class ProcessGroups:
         # In order of creation, alike on all ranks: NCCL's members destroy a communicator together,
         # and ranks that take two of them in different orders would deadlock.
         kinds = (self.tp, self.dp, self.pp, self.pp_backward, self.embedding)
-        for handle in dict.fromkeys(g.handle for g in (*kinds, self.dp_inner, self.dp_outer)):
+        handles = [g.handle for g in (*kinds, self.dp_inner, self.dp_outer)]
+        if self.lazy_mesh is not None:
+            handles.append(self.lazy_mesh.alone)
+        for handle in dict.fromkeys(handles):
             if handle not in (None, dist.group.WORLD):
                 dist.destroy_process_group(handle)
 
@@ -236,6 +256,17 @@ class _Maker:
         self.made[wants, ranks] = made = self._make(kind, all_ranks)
         return made
 
+    def alone(self) -> dist.ProcessGroup | None:
+        """Returns a group of this rank alone; with NCCL collective over the world."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if world == 1:
+            return dist.group.WORLD
+        if self.splits is not None:
+            return self._make("alone", [[r] for r in range(world)])
+        return dist.new_group(
+            [rank], self.timeout, use_local_synchronization=True, group_desc="alone"
+        )
+
     def _settings(self, kind: str) -> Hashable:
         """Returns settings that need groups apart from others of the same ranks; None for none."""
         if self.splits is not None:
@@ -268,18 +299,46 @@ class _Maker:
         return made
 
 
-def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceMesh | None:
-    """Returns a (pp, dp, tp) mesh over the existing groups; None for a single rank or with cp."""
-    if layout.world_size == 1 or layout.cp > 1:
-        return None
-    dims = {name: g.handle for name, g in by_dim.items() if g.handle is not None}
-    handles = list(dims.values())
-    if len(handles) == 1:
-        return DeviceMesh.from_group(handles[0], device_type, mesh_dim_names=tuple(dims))
-    sizes = tuple(layout.size(d) for d in dims)
-    strides = tuple(layout.stride(d) for d in dims)
-    grid = torch.arange(layout.world_size).as_strided(sizes, strides).contiguous()
-    return DeviceMesh.from_group(handles, device_type, grid, mesh_dim_names=tuple(dims))
+@dataclass
+class _LazyMesh:
+    """Makes the `DeviceMesh` of the groups when it is first used.
+
+    Attributes:
+        alone: the group of this rank alone, for dimensions of one rank, once it is made.
+    """
+
+    layout: Layout
+    maker: _Maker
+    mesh: DeviceMesh | None = None
+    alone: dist.ProcessGroup | None = None
+
+    def get(self, by_dim: dict[str, Group]) -> DeviceMesh:
+        if self.mesh is None:
+            if self.layout.cp > 1:
+                raise UserError(
+                    f"groups.mesh must be without context parallelism, not cp={self.layout.cp}"
+                )
+            if any(group.handle is None for group in by_dim.values()):
+                self.alone = self.maker.alone()
+            handles = [h for g in by_dim.values() if (h := g.handle or self.alone) is not None]
+            # Explicit ranks, so that FSDP2, DTensor and DCP see the same placement.
+            sizes, strides = zip(
+                *((self.layout.size(d), self.layout.stride(d)) for d in by_dim), strict=True
+            )
+            grid = torch.arange(self.layout.world_size).as_strided(sizes, strides).contiguous()
+            kind = self.maker.device.type
+            self.mesh = DeviceMesh.from_group(handles, kind, grid, mesh_dim_names=tuple(by_dim))
+            set_groups_of_mesh(self.mesh, by_dim)
+        return self.mesh
+
+
+def mesh_of_group(group: Group, device_type: str) -> DeviceMesh:
+    """Returns a mesh of one dimension over a group of several ranks; not collective."""
+    assert group.handle is not None
+    # PyTorch takes meshes of equal ranks and names for one another, in caches that outlive a group:
+    # the communicator's name tells them apart.
+    name = f"{group.name}_{group.handle.group_name}"
+    return DeviceMesh.from_group(group.handle, device_type, mesh_dim_names=(name,))
 
 
 def with_timer(groups: ProcessGroups, timer: StepTimer) -> ProcessGroups:

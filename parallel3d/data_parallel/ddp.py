@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.group import Group
+from parallel3d.comm.group import Group, GroupLike
 from parallel3d.data_parallel.averager import GradientAverager, check_shared
 from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.data_parallel.transport import (
@@ -62,14 +62,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: with all parameters on one device.
-        device_ids: None, or the module's device, to which inputs are moved; or, as second
-            positional argument, the group.
+        device_ids: None, or the module's device, to which inputs are moved.
         output_device: None or the same device.
         broadcast_buffers: broadcast the first rank's buffers now and in every forward.
         forward_sync_buffers: the same for every forward alone; overrides `broadcast_buffers`.
-        process_group: a group of `parallel3d.init` (groups.dp), a ProcessGroup of PyTorch's, or
-            None for its default one.
-        device_mesh: a mesh of one dimension, instead of a group.
+        process_group: a group of `parallel3d.init` (groups.dp), a ProcessGroup of PyTorch's, a mesh
+            of one dimension, or None for all ranks.
+        device_mesh: the same as a mesh given as `process_group`.
         check_reduction: ignored, as in PyTorch.
         init_sync: verify that the ranks' modules agree, and broadcast the first rank's values.
         bucket_cap_mb: closes a bucket that reaches this size, in MiB. None: 1 for the first one, 25
@@ -96,12 +95,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[int | torch.device] | dist.ProcessGroup | Group | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: dist.ProcessGroup | Group | None = None,
+        process_group: GroupLike = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups, mesh_of_group
 from parallel3d.data_parallel.buckets import segment_kind
 from parallel3d.device import accelerator
 from parallel3d.parameters.sharding import (
@@ -226,12 +226,8 @@ def _mesh(groups: ProcessGroups) -> DeviceMesh:
     FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce hook does
     it, so that this sum is timed and logged too.
     """
-    assert groups.mesh is not None
-    if groups.dp_inner.size == 1:
-        return groups.mesh["dp"]
-    handle, device_type = groups.dp_inner.handle, groups.mesh.device_type
-    assert handle is not None
-    return DeviceMesh.from_group(handle, device_type, mesh_dim_names=("dp_shard",))
+    shards = groups.dp if groups.dp_inner.size == 1 else groups.dp_inner
+    return mesh_of_group(shards, groups.device.type)
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:

@@ -13,23 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel3d.comm import collectives
 from parallel3d.comm import group as groups
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.group import EXTERNAL, Group
+from parallel3d.comm.group import EXTERNAL, Group, GroupLike
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 
 DEFAULT_TIMEOUT_S = 1800.0  # of torch.distributed
 
 
-def group_of(given: dist.ProcessGroup | Group | None) -> Group:
-    """Returns the `Group` of a process group; None is PyTorch's default one.
+def group_of(given: GroupLike) -> Group:
+    """Returns the `Group` of a process group or a mesh; None is PyTorch's default one.
 
     Raises TypeError for another thing, ValueError if torch.distributed is not initialised or this
     rank is not in the group.
     """
-    if isinstance(given, Group):
-        return given
+    if isinstance(given, (Group, DeviceMesh)):
+        return groups.group_of(given)
     if given is not None and not isinstance(given, dist.ProcessGroup):
         raise TypeError(
-            f"process_group must be a ProcessGroup, a group as groups.dp, or None; it is a "
+            f"process_group must be a ProcessGroup, a group as groups.dp, a mesh, or None; it is a "
             f"{type(given).__name__}"
         )
     if not dist.is_initialized():
@@ -58,25 +58,19 @@ def timeout_of(group: Group) -> float:
 
 
 def group_and_devices(
-    device_ids: Sequence[int | torch.device] | dist.ProcessGroup | Group | None,
-    process_group: dist.ProcessGroup | Group | None,
+    device_ids: Sequence[int | torch.device] | None,
+    process_group: GroupLike,
     device_mesh: DeviceMesh | None,
-) -> tuple[dist.ProcessGroup | Group | None, Sequence[int | torch.device] | None]:
+) -> tuple[GroupLike, Sequence[int | torch.device] | None]:
     """Returns the group, and the devices.
 
-    A group may also be passed in the place of the devices, or as a mesh.
-
-    Raises RuntimeError, as PyTorch's class, for two of them and for a mesh of several dimensions;
-    TypeError for something else in the second place.
+    Raises RuntimeError, as PyTorch's class, for both a group and a mesh, and for a mesh of several
+    dimensions; TypeError for something else than devices in the second place.
     """
-    if isinstance(device_ids, (Group, dist.ProcessGroup)):
-        if process_group is not None:
-            raise RuntimeError("process_group and a group as the second argument; give one of them")
-        device_ids, process_group = None, device_ids
-    elif device_ids is not None and not isinstance(device_ids, (list, tuple)):
+    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
         raise TypeError(
-            "the second argument must be device_ids, a list of the module's own device, or a group "
-            f"as groups.dp; it is a {type(device_ids).__name__}"
+            "the second argument must be device_ids, a list of the module's own device, as in "
+            f"PyTorch; it is a {type(device_ids).__name__}: give a group as process_group=groups.dp"
         )
     if device_mesh is not None:
         if process_group is not None:
@@ -87,7 +81,7 @@ def group_and_devices(
             raise RuntimeError(
                 f"Only 1D device mesh is supported, but got {device_mesh}; give one dimension of it"
             )
-        process_group = device_mesh.get_group(mesh_dim=0)
+        process_group = device_mesh
     return process_group, device_ids
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.group import Group, group_of
+from parallel3d.comm.group import Group, GroupLike, group_of
 from parallel3d.data_parallel.transport import broadcast_all
 from parallel3d.errors import UserError
 from parallel3d.tensor_parallel.layers import ShardedModule
@@ -36,7 +35,7 @@ class _Sum:
         return reduce_from_tensor_parallel(whole, self.group)
 
 
-def sum_gradients_over(module: nn.Module, group: Group | dist.ProcessGroup | None = None) -> None:
+def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
     """All-reduces the gradients of `module`'s parameters over `group` in every backward.
 
     For a module whose parameters all ranks hold, but which sees only this rank's features: a norm
@@ -79,9 +78,7 @@ def sum_gradients_over(module: nn.Module, group: Group | dist.ProcessGroup | Non
             parameter.register_hook(_Sum(ranks))
 
 
-def check_replicated(
-    module: nn.Module, group: Group | dist.ProcessGroup | None = None, tolerance: float = 0.0
-) -> None:
+def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: float = 0.0) -> None:
     """Compares the parameters that all ranks of `group` hold. Collective; costs a broadcast.
 
     Shards of tensor-parallel layers are left out. Replicas whose gradients are partial (see

@@ -77,7 +77,7 @@ def trained(case: Case, group: Group) -> nn.Module:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.add_(group.index)  # the first rank's values must be sent
-    net = DistributedDataParallel(net, group, **case.options)
+    net = DistributedDataParallel(net, process_group=group, **case.options)
     assert isinstance(net.averager.transport, SharedTransport) == case.shared_memory
     optimizer = case.optimizer(net)
     with net.join(case.by_initial_size, enable=case.fewer > 0):

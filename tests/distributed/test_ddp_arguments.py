@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
+import parallel3d as p3d
 from parallel3d import DistributedDataParallel
 from tests.distributed.pool import Pool
 
@@ -76,7 +77,8 @@ def calls() -> dict[str, str]:
     for net in (
         wrap(Net(), **usual),
         wrap(Net(), None, None, 0, True, True, world, 1.0, True),
-        wrap(Net(), world),
+        wrap(Net(), process_group=mesh),
+        wrap(Net(), process_group=world),
         wrap(Net(), [torch.device("cpu")], "cpu"),
         wrap(Net(), device_mesh=mesh, check_reduction=True),
     ):
@@ -92,8 +94,9 @@ def calls() -> dict[str, str]:
         name: called(lambda n=name, v=v: wrap(Net(), **{n: v})) for name, v in NOT_BUILT.items()
     }
     return said | {
-        "two groups": called(lambda: wrap(Net(), world, process_group=world)),
-        "group and mesh": called(lambda: wrap(Net(), world, device_mesh=mesh)),
+        "two groups": called(lambda: wrap(Net(), process_group=world, device_mesh=mesh)),
+        "a group for devices": called(lambda: wrap(Net(), world)),
+        "our group for devices": called(lambda: wrap(Net(), p3d.init().dp)),
         "square": called(lambda: wrap(Net(), device_mesh=square)),
     }
 
@@ -103,8 +106,11 @@ def test_arguments_are_taken_or_refused_in_a_sentence(pool: Pool) -> None:
         for name in NOT_BUILT:
             assert said[name].startswith(f"ValueError: {name}="), said[name]
             assert "\n" not in said[name]
-        for name in ("two groups", "group and mesh", "square"):
+        for name in ("two groups", "square"):
             assert said[name].startswith("RuntimeError: "), said[name]
+        for name in ("a group for devices", "our group for devices"):
+            assert said[name].startswith("TypeError: the second argument must be device_ids")
+            assert said[name].endswith("give a group as process_group=groups.dp")
 
 
 def copied(net: nn.Module) -> nn.Module:
@@ -142,7 +148,7 @@ def copies() -> dict[str, Any]:
         assert same(grads_of(hooked), wanted)
         with joined.join():
             assert same(grads_of(joined), wanted)
-    whole = copy.deepcopy(DistributedDataParallel(Net(), half[dist.get_rank()]))
+    whole = copy.deepcopy(DistributedDataParallel(Net(), process_group=half[dist.get_rank()]))
     found["own"] = called(lambda: loaded(whole))
     return found
 

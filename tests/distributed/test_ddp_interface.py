@@ -119,7 +119,7 @@ def buffers(own_group: bool) -> dict[str, object]:
     if rank > 0:
         module.norm.running_mean += 5
     group = dist.new_group([0, 1]) if own_group else None
-    net = DistributedDataParallel(module, group)
+    net = DistributedDataParallel(module, process_group=group)
     for _ in range(3):
         # Two graphs at once: what the first saved must not have changed.
         losses = [net(torch.randn(6, 4, generator=generator)).sum() for _ in range(2)]
@@ -399,7 +399,7 @@ def alone() -> float:
     """A group of one, with and without a hook."""
     found = []
     for hook in (None, default_hooks.allreduce_hook):
-        net = DistributedDataParallel(net_of(4, 3), ProcessGroups.single().dp)
+        net = DistributedDataParallel(net_of(4, 3), process_group=ProcessGroups.single().dp)
         if hook is not None:
             net.register_comm_hook(None, hook)
         with net.join():

@@ -201,7 +201,10 @@ def errors(way: Callable[[Wrap, int], Found], shared_memory: bool) -> float:
     """The largest difference from the mean over the ranks of what each has alone."""
     rank, group = dist.get_rank(), p3d.init(shared_memory=shared_memory).dp
     torch.manual_seed(5)
-    ours = way(lambda module: p3d.DistributedDataParallel(module, group, bucket_cap_mb=1e-4), rank)
+    ours = way(
+        lambda module: p3d.DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-4),
+        rank,
+    )
     alone = []
     for each in range(group.size):
         torch.manual_seed(5)
@@ -231,15 +234,15 @@ def refusals(shared_memory: bool) -> list[str]:
     wrap = p3d.DistributedDataParallel
     for views in ((True, False), (False, True), (True, True)):
         net = made()
-        first = wrap(net, group, gradient_as_bucket_view=views[0])
-        found.append(said(wrap, net, group, gradient_as_bucket_view=views[1]))
+        first = wrap(net, process_group=group, gradient_as_bucket_view=views[0])
+        found.append(said(wrap, net, process_group=group, gradient_as_bucket_view=views[1]))
         del first
-        assert said(wrap, net, group, gradient_as_bucket_view=views[1]) == ""
+        assert said(wrap, net, process_group=group, gradient_as_bucket_view=views[1]) == ""
     stepping = made()
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
-    found.append(said(wrap, stepping, group))
+    found.append(said(wrap, stepping, process_group=group))
     net = made()
-    late = wrap(net, group)
+    late = wrap(net, process_group=group)
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     found.append(said(loss_of, late, 0))
     return found
@@ -263,7 +266,7 @@ def tensor_parallel(shared_memory: bool) -> float:
         p3d.ColumnParallelLinear(4, 6, groups.tp), nn.Tanh(), p3d.RowParallelLinear(6, 2, groups.tp)
     ).double()
     made_of_parts.load_state_dict(whole.state_dict())
-    net = p3d.DistributedDataParallel(made_of_parts, groups.dp, bucket_cap_mb=1e-4)
+    net = p3d.DistributedDataParallel(made_of_parts, process_group=groups.dp, bucket_cap_mb=1e-4)
     loss_of(net, groups.dp.index).backward()
     for each in range(groups.dp.size):
         (loss_of(whole, each) / groups.dp.size).backward()

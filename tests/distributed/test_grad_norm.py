@@ -81,7 +81,7 @@ def mine(dp: Any) -> tuple[Tensor, Tensor]:
 def tensor_parallel(groups: p3d.ProcessGroups) -> nn.Module:
     module = net(groups.tp)
     inputs, targets = mine(groups.dp)
-    wrapped = p3d.DistributedDataParallel(module, groups.dp)
+    wrapped = p3d.DistributedDataParallel(module, process_group=groups.dp)
     loss_of(wrapped(inputs), targets).backward()
     return module
 

@@ -76,7 +76,7 @@ def beside_one_process(tp: int) -> dict[str, Any]:
         net = made(groups.tp)
         for norm in norms(net) if summed else ():
             p3d.sum_gradients_over(norm, groups.tp)
-        wrapped = p3d.DistributedDataParallel(net, groups.dp)
+        wrapped = p3d.DistributedDataParallel(net, process_group=groups.dp)
         mine = [[of_step[groups.dp.index]] for of_step in seeds]
         found[f"summed {summed}"] = off(trained(wrapped, mine), theirs)
         try:
