@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from parallel3d.parallel.groups import init
     from parallel3d.parallel.pipeline import Pipeline
     from parallel3d.parallel.replicated import check_replicated, sum_gradients_over
+    from parallel3d.parallel.state_dicts import full_state_dict, sharded_state_dict
     from parallel3d.run.launch import Worker
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -49,8 +50,10 @@ __all__ = [
     "check_replicated",
     "clip_grad_norm_",
     "compose",
+    "full_state_dict",
     "init",
     "open_corpus",
+    "sharded_state_dict",
     "sum_gradients_over",
     "verify",
 ]
@@ -72,8 +75,10 @@ _HOME = {
     "check_replicated": "parallel3d.parallel.replicated",
     "clip_grad_norm_": "parallel3d.parallel.grad_norm",
     "compose": "parallel3d.config.composing",
+    "full_state_dict": "parallel3d.parallel.state_dicts",
     "init": "parallel3d.parallel.groups",
     "open_corpus": "parallel3d.data.corpus",
+    "sharded_state_dict": "parallel3d.parallel.state_dicts",
     "sum_gradients_over": "parallel3d.parallel.replicated",
     "verify": "parallel3d.commands.verify",
 }

@@ -87,3 +87,12 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
     names = mesh.mesh_dim_names or ("",)
     by_dim: dict[str, Group] = getattr(root, "parallel3d_groups", {})
     return by_dim.get(names[0]) if len(names) == 1 else None
+
+
+def mesh_of_group(group: Group, device_type: str) -> DeviceMesh:
+    """Returns a mesh of one dimension over a group of several ranks; not collective."""
+    assert group.handle is not None
+    # PyTorch takes meshes of equal ranks and names for one another, in caches that outlive a group:
+    # the communicator's name tells them apart.
+    name = f"{group.name}_{group.handle.group_name}"
+    return DeviceMesh.from_group(group.handle, device_type, mesh_dim_names=(name,))

@@ -332,15 +332,6 @@ class _LazyMesh:
         return self.mesh
 
 
-def mesh_of_group(group: Group, device_type: str) -> DeviceMesh:
-    """Returns a mesh of one dimension over a group of several ranks; not collective."""
-    assert group.handle is not None
-    # PyTorch takes meshes of equal ranks and names for one another, in caches that outlive a group:
-    # the communicator's name tells them apart.
-    name = f"{group.name}_{group.handle.group_name}"
-    return DeviceMesh.from_group(group.handle, device_type, mesh_dim_names=(name,))
-
-
 def with_timer(groups: ProcessGroups, timer: StepTimer) -> ProcessGroups:
     return _replace_each(groups, lambda group: replace(group, timer=timer))
 

@@ -72,6 +72,7 @@ class Pipeline(nn.Module):
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
+        self.gathers_state = True  # see `sharded_state_dict`
         self.group, self.dp = group_of(group), group_of(dp)
         modules = list(modules)
         self.device = next((p.device for m in modules for p in m.parameters()), CPU)
@@ -181,6 +182,8 @@ class Pipeline(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the full state dict of all modules on every rank; collective."""
+        if not self.gathers_state:
+            return super().state_dict(*args, **kwargs)
         return whole_state_dict(super().state_dict(*args, **kwargs), self.group, self.device)
 
     def load_state_dict(

@@ -23,6 +23,7 @@ from parallel3d.errors import UserError
 from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, state_of
 from parallel3d.tensor_parallel import linear_ops
+from parallel3d.tensor_parallel.dtensors import dtensor_of, own_shard
 from parallel3d.tensor_parallel.linear_ops import (
     ColumnNode,
     RowNode,
@@ -43,6 +44,7 @@ class ShardedModule(nn.Module):
     """
 
     group: Group
+    gathers_state = True  # see `sharded_state_dict`
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Does what every module does; FSDP2 goes past `register_parameter` where none is here."""
@@ -96,9 +98,14 @@ class ShardedModule(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        for key in self._held(0):
+        for key, spec in self._held(self.group.index).items():
             parameter = self.get_parameter(key)
-            destination[prefix + key] = self._full(key, parameter, keep_vars)
+            # As other modules, those of `fully_shard` give DTensors in any case.
+            if self.gathers_state and not hasattr(parameter, "placements"):
+                destination[prefix + key] = self._full(key, parameter, keep_vars)
+            else:
+                local = parameter if keep_vars else parameter.detach()
+                destination[prefix + key] = dtensor_of(local, spec, self.group)
 
     def _full(self, key: str, parameter: nn.Parameter, keep_vars: bool) -> Tensor:
         local, spec = parameter.detach(), self._held(0)[key]
@@ -124,7 +131,11 @@ class ShardedModule(nn.Module):
             if value is None:
                 continue
             if tuple(value.shape) == wanted:
-                mine[prefix + key] = _local(spec, value)
+                parameter = self.get_parameter(key)
+                if hasattr(value, "placements"):
+                    mine[prefix + key] = own_shard(value, parameter, spec)
+                else:
+                    mine[prefix + key] = _local(spec, value)
             else:
                 mine[prefix + key] = self.get_parameter(key).detach()
                 error_msgs.append(

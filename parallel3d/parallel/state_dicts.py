@@ -1,0 +1,103 @@
+"""State dicts of split modules: sharded ones for DCP, and the whole one on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.comm.exchange import all_gather_json, transfer
+from parallel3d.comm.group import Group
+from parallel3d.errors import UserError
+from parallel3d.parallel.pipeline import Pipeline
+from parallel3d.tensor_parallel.layers import ShardedModule
+
+
+def sharded_state_dict(net: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of this rank's part, for `torch.distributed.checkpoint`.
+
+    Tensors that are split over ranks are DTensors of the whole shape: those of the tensor-parallel
+    layers as well as `fully_shard`'s, also both at once. All others are plain tensors, and of a
+    `Pipeline` there are those of this rank's stages. Names are those of the whole model. Values are
+    the parameters' own memory: `dcp.load(sharded_state_dict(net))` loads into the module itself,
+    whatever the number of ranks was. Not collective.
+    """
+    with _sharded(net):
+        return net.state_dict()
+
+
+def full_state_dict(net: nn.Module) -> dict[str, Any]:
+    """Returns the whole model's state dict on rank 0's CPU, an empty dict elsewhere.
+
+    That of the same model made of PyTorch's layers, which `load_state_dict` takes for any split.
+    One tensor at a time is whole on the ranks' devices. Collective: all ranks call it.
+
+    Raises UserError, on every rank alike, for a state on another stage that is no tensor, and for a
+    module that holds a `Pipeline` beside others.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    inside = [m for m in net.modules() if isinstance(m, Pipeline) and m.group.size > 1]
+    if inside not in ([], [net]):
+        raise UserError(
+            f"full_state_dict({type(net).__name__}) must get a Pipeline itself, or a module "
+            "without one; give the pipeline and the other modules one by one instead"
+        )
+    sent = bool(inside) and inside[0].group.ranks[0] == 0  # to rank 0
+    found: dict[str, Any] = {}
+    for name, value in sharded_state_dict(net).items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if first or sent:
+            # A copy: the caller's dict must not change with the next step.
+            is_tensor = isinstance(whole, Tensor)
+            found[name] = whole.detach().to("cpu", copy=True) if is_tensor else whole
+    if sent:
+        found = _of_all_stages(found, inside[0].group, inside[0].device)
+        found = dict(sorted(found.items(), key=lambda item: int(item[0].partition(".")[0])))
+    return found if first else {}
+
+
+@contextmanager
+def _sharded(net: nn.Module) -> Iterator[None]:
+    """Lets `net.state_dict()` return shards instead of gathering them."""
+    parts = [m for m in net.modules() if isinstance(m, (ShardedModule, Pipeline))]
+    try:
+        for part in parts:
+            part.gathers_state = False
+        yield
+    finally:
+        for part in parts:
+            part.gathers_state = True
+
+
+def _of_all_stages(own: dict[str, Any], pp: Group, device: torch.device) -> dict[str, Any]:
+    """Sends the stages' tensors to the first rank of `pp`; collective over it."""
+    assert pp.handle is not None
+    facts = [[name, *_facts(value)] for name, value in own.items()]
+    by_rank = all_gather_json(facts, pp.handle, device)
+    for name, shape, kind in (fact for theirs in by_rank[1:] for fact in theirs):
+        if shape is None:
+            raise UserError(
+                f"full_state_dict: {name} is a {kind}, but must be a tensor to be sent to rank 0; "
+                "keep it in a buffer instead"
+            )
+    if pp.index > 0:
+        for value in own.values():
+            transfer(dist.isend, value.to(device).reshape(-1).view(torch.uint8), 0, pp.handle)
+        return {}
+    for rank, theirs in zip(pp.ranks[1:], by_rank[1:], strict=True):
+        for name, shape, kind in theirs:
+            value = torch.empty(shape, dtype=getattr(torch, kind))
+            flat = torch.empty(value.nbytes, dtype=torch.uint8, device=device)
+            transfer(dist.irecv, flat, rank, pp.handle)
+            own[name] = flat.cpu().view(value.dtype).view(shape)
+    return own
+
+
+def _facts(value: Any) -> list[Any]:
+    if not isinstance(value, Tensor):
+        return [None, type(value).__name__]
+    return [list(value.shape), str(value.dtype).removeprefix("torch.")]

@@ -1,0 +1,189 @@
+"""Sharded and full state dicts: through torch.distributed.checkpoint into another split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import parallel3d as p3d
+from tests.distributed.pool import Pool
+
+WORDS, WIDTH = 16, 12
+
+
+class Block(nn.Module):
+    """Plain and tensor-parallel layers, and buffers of two types."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        column, row, more = nn.Linear, nn.Linear, ()
+        if group is not None:
+            column, row, more = p3d.ColumnParallelLinear, p3d.RowParallelLinear, (group,)
+        self.up, self.down = column(WIDTH, 20, *more), row(20, WIDTH, *more)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(self.up(x)).transpose(1, 2)).transpose(1, 2)
+
+
+def net(group: Any = None, seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    words = nn.Embedding(WORDS, WIDTH)
+    if group is not None:
+        words = p3d.VocabParallelEmbedding.from_embedding(words, group)
+    modules = nn.Sequential(words, Block(group), Block(group), nn.Linear(WIDTH, 3))
+    for module in modules:
+        for buffer in module.buffers():
+            buffer.add_(seed)
+    return modules
+
+
+SPLITS: dict[str, dict[str, int]] = {
+    "one": {},
+    "tp": {"tp": 2},
+    "tp of four": {"tp": 4},
+    "pp": {"pp": 2},
+    "tp and pp": {"tp": 2, "pp": 2},
+    "fsdp": {"dp": 2},
+    "fsdp with odd rows": {"dp": 8},
+    "tp and fsdp": {"tp": 2, "dp": 2},
+    "all": {"tp": 2, "pp": 2, "dp": 2},
+}
+
+
+def split(name: str, seed: int) -> tuple[p3d.ProcessGroups, nn.Module]:
+    groups = p3d.init(**SPLITS[name])
+    module: nn.Module = net(groups.tp, seed)
+    if "fsdp" in name or name == "all":
+        for part in module:
+            fully_shard(part, mesh=groups.mesh["dp"])
+    if groups.pp.size > 1:
+        module = p3d.Pipeline(module, groups.pp)
+    return groups, module
+
+
+def equal(ours: dict[str, Tensor], seed: int) -> bool:
+    theirs = net(seed=seed).state_dict()
+    assert list(ours) == list(theirs)
+    return all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def saved(name: str, folder: str) -> None:
+    groups, module = split(name, seed=3)
+    shards = p3d.sharded_state_dict(module)
+    whole = net().state_dict()
+    for key, value in shards.items():
+        assert tuple(value.shape) == tuple(whole[key].shape)
+        if isinstance(value, DTensor):
+            assert value.to_local().numel() < value.numel() or value.numel() < 8
+    dcp.save(shards, checkpoint_id=folder)
+    full = p3d.full_state_dict(module)
+    assert equal(full, 3) if groups.rank == 0 else full == {}
+    again = net(seed=4)
+    if groups.rank == 0:
+        again.load_state_dict(full)
+        full["3.weight"].zero_()  # a copy
+    assert groups.rank > 0 or equal(again.state_dict(), 3)
+    full = p3d.full_state_dict(module)
+    assert groups.rank > 0 or equal(full, 3)
+
+
+def loaded(name: str, folder: str) -> None:
+    groups, module = split(name, seed=4)
+    shards = p3d.sharded_state_dict(module)
+    dcp.load(shards, checkpoint_id=folder)
+    full = p3d.full_state_dict(module)  # the module's own memory was filled
+    assert groups.rank > 0 or equal(full, 3)
+    other = split(name, seed=5)[1]
+    other.load_state_dict(shards)
+    full = p3d.full_state_dict(other)
+    assert groups.rank > 0 or equal(full, 3)
+
+
+def ranks(name: str) -> int:
+    sizes = SPLITS[name]
+    return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("tp", "tp of four"),
+        ("tp of four", "one"),
+        ("one", "tp"),
+        ("pp", "tp and pp"),
+        ("tp and pp", "fsdp with odd rows"),
+        ("fsdp", "pp"),
+        ("tp and fsdp", "tp"),
+        ("fsdp with odd rows", "tp and fsdp"),
+        ("all", "fsdp"),
+        ("tp", "all"),
+    ],
+)
+def test_dcp_loads_into_another_split(first: str, second: str, pool: Pool, tmp_path: Path) -> None:
+    pool.run(ranks(first), saved, first, str(tmp_path / "saved"))
+    pool.run(ranks(second), loaded, second, str(tmp_path / "saved"))
+
+
+class Counting(nn.Linear):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def refusals() -> list[str]:
+    group = p3d.init(pp=2).pp
+    counting = p3d.Pipeline([nn.Linear(2, 2), Counting(2, 2)], group)
+    inside = nn.Sequential(p3d.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], group))
+    said = []
+    for module in (counting, inside):
+        try:
+            p3d.full_state_dict(module)
+        except p3d.UserError as error:
+            said.append(str(error))
+    counted = p3d.Pipeline([Counting(2, 2), nn.Linear(2, 2)], group)
+    full = p3d.full_state_dict(counted)
+    if group.index == 0:
+        assert full["0._extra_state"] == {"calls": 3}
+    return said
+
+
+def test_what_would_be_lost_is_refused_on_every_rank(pool: Pool) -> None:
+    first, second = pool.run(2, refusals)
+    assert first == second
+    state, inside = first
+    assert "1._extra_state is a dict, but must be a tensor" in state
+    assert "full_state_dict(Sequential) must get a Pipeline itself" in inside
+
+
+def wrapped() -> None:
+    groups = p3d.init(tp=2)
+    inner = p3d.DistributedDataParallel(net(groups.tp), process_group=groups.dp)
+    assert set(p3d.sharded_state_dict(inner)) == set(net().state_dict())
+    assert isinstance(p3d.sharded_state_dict(inner)["1.up.weight"], DTensor)
+    assert not isinstance(inner.state_dict()["1.up.weight"], DTensor)
+    full = p3d.full_state_dict(inner)
+    assert groups.rank > 0 or equal(full, 3)
+    if dist.get_rank() == 0:  # not collective
+        p3d.sharded_state_dict(inner)
+
+
+def test_wrapped_modules_and_a_rank_alone(pool: Pool) -> None:
+    pool.run(4, wrapped)
+
+
+def test_one_process_has_no_shards() -> None:
+    module = net()
+    assert not any(isinstance(v, DTensor) for v in p3d.sharded_state_dict(module).values())
+    assert equal(p3d.full_state_dict(module), 3)
