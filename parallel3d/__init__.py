@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from parallel3d.parallel.pipeline import Pipeline
     from parallel3d.parallel.replicated import check_replicated, sum_gradients_over
     from parallel3d.parallel.state_dicts import full_state_dict, sharded_state_dict
+    from parallel3d.parallel.training_state import load, save
     from parallel3d.run.launch import Worker
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -52,7 +53,9 @@ __all__ = [
     "compose",
     "full_state_dict",
     "init",
+    "load",
     "open_corpus",
+    "save",
     "sharded_state_dict",
     "sum_gradients_over",
     "verify",
@@ -77,7 +80,9 @@ _HOME = {
     "compose": "parallel3d.config.composing",
     "full_state_dict": "parallel3d.parallel.state_dicts",
     "init": "parallel3d.parallel.groups",
+    "load": "parallel3d.parallel.training_state",
     "open_corpus": "parallel3d.data.corpus",
+    "save": "parallel3d.parallel.training_state",
     "sharded_state_dict": "parallel3d.parallel.state_dicts",
     "sum_gradients_over": "parallel3d.parallel.replicated",
     "verify": "parallel3d.commands.verify",

@@ -68,8 +68,19 @@ _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 64 << 20  # bytes: of a quarter of a million chunks
 _MOST = 1 << 60  # elements of a tensor
 _BLOCK = 4 << 20  # bytes: written while they are in the processor's cache from hashing
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -219,7 +230,7 @@ def _chunks_of(header: dict[str, Any], start: int) -> Iterable[StoredChunk]:
         fits = all(e <= n for e, n in zip(ends, full, strict=True)) and math.prod(full) <= _MOST
         if not fits or min(first) < 0 or min(chunk.sizes) < 1:
             raise ValueError(f"{name} is no chunk of {full}")
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = DTYPES[entry["dtype"]]
         stored = StoredChunk(tensor, chunk, full, dtype, start + at, ours["sha256"][name])
         if entry["data_offsets"] != [at, at + stored.nbytes]:
             raise ValueError(f"{name} lies elsewhere")

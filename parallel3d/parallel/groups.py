@@ -57,7 +57,7 @@ def init(
             a launcher's variables that contradict each other; no such device.
     """
     own = not dist.is_initialized()
-    here = _join_world(device, timeout_s) if own else _device_of_world()
+    here = _join_world(device, timeout_s) if own else device_of_world()
     layout = _agreed_layout(tp, pp, dp, order, here)
     launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
     groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
@@ -92,7 +92,7 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
     return device
 
 
-def _device_of_world() -> torch.device:
+def device_of_world() -> torch.device:
     """Returns the current accelerator if the world's backend is for it, else the CPU."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or dist.get_backend() != backend_of(kind):

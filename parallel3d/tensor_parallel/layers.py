@@ -98,6 +98,7 @@ class ShardedModule(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # buffers of the caller's
         for key, spec in self._held(self.group.index).items():
             parameter = self.get_parameter(key)
             # As other modules, those of `fully_shard` give DTensors in any case.

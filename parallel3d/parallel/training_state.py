@@ -1,0 +1,511 @@
+"""Saves and loads a script's training state: model, optimizer, step; for any split of the model.
+
+The files are those of the trainer's checkpoints (`checkpoint.storage`): safetensors with a SHA-256
+of every chunk, and a JSON manifest. Nothing is pickled or unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.checkpoint.checkpoints import read_together
+from parallel3d.checkpoint.manifest import (
+    CHECKPOINTS,
+    FileDigest,
+    Manifest,
+    list_checkpoints,
+    step_folder,
+    write_manifest,
+)
+from parallel3d.checkpoint.planners import Chunk, TensorChunks
+from parallel3d.checkpoint.storage import DTYPES, read_state, stored_shapes, write_state
+from parallel3d.comm.exchange import all_gather_json, broadcast_json
+from parallel3d.errors import UserError, nearest_hint
+from parallel3d.files import flush_folder
+from parallel3d.metrics.provenance import versions
+from parallel3d.parallel.groups import device_of_world
+from parallel3d.parallel.state_dicts import sharded_state_dict
+from parallel3d.parameters.sharding import state_of
+from parallel3d.tensor_parallel.dtensors import dtensor_of
+
+T = TypeVar("T")
+PARAMETER = "parameter"  # the kind of the module's state; other kinds are keys of the optimizer's
+# How an optimizer computes, which is this script's choice and not the checkpoint's.
+IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+Held = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values
+
+
+class TrainingState(NamedTuple):
+    """What `load` found, beside what it wrote into the module and the optimizer."""
+
+    step: int
+    extra: dict[str, Any]
+
+
+def save(
+    folder: str | os.PathLike[str],
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a checkpoint of the training state into `folder`; collective over the world.
+
+    Every rank writes its shards, and each tensor is written once. A new folder
+    `folder/checkpoints/step-…` appears when all of it is on the disk, which all hosts must share.
+
+    Args:
+        net: a module with tensor-parallel layers, a `Pipeline`, one under `fully_shard`, or several
+            of these at once, or plain; not one that holds a Pipeline beside others.
+        optimizer: of parameters of `net`.
+        step: optimizer steps done.
+        extra: what else the script needs to go on, as JSON: numbers, texts, lists, dicts; for
+            example the state dict of a learning-rate scheduler. Rank 0's is kept.
+
+    Returns: the new folder.
+
+    Raises:
+        UserError: on every rank alike, a step that is there already; a state that is no tensor or
+            of a type that safetensors has not; ranks that hold different parts of one tensor.
+        OSError: on every rank alike, a file could not be written; nothing is left behind.
+    """
+    held, facts = _together(lambda: _to_save(net, optimizer, step, extra))
+    everyone = _share({"chunks": [_fact(*one) for one in held], "facts": facts})
+    own = _own_chunks(held, [theirs["chunks"] for theirs in everyone])
+    script = {"optimizer": _merged([theirs["facts"] for theirs in everyone]), "extra": extra or {}}
+    final = Path(folder) / CHECKPOINTS / step_folder(step)
+    unfinished = final.parent / _on_first_rank(lambda: _new_folder(final))
+    written: FileDigest | None = None
+    problem: str | None = None
+    try:
+        if own:
+            written = write_state(unfinished / f"rank-{_rank()}.safetensors", own)
+    except OSError as error:
+        problem = f"rank {_rank()} cannot write to {unfinished}: {error.strerror or error}"
+    reports = _share([written and dataclasses.asdict(written), problem])
+    problem = next((why for _, why in reports if why), None)
+    files = tuple(FileDigest(**file) for file, _ in reports if file)
+    _on_first_rank(lambda: _finish(unfinished, final, problem, step, script, files))
+    return final
+
+
+def load(
+    folder: str | os.PathLike[str],
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+) -> TrainingState | None:
+    """Loads what `save` wrote, under any split of the model; collective over the world.
+
+    Every rank reads the chunks that it needs, and verifies them.
+
+    Args:
+        net, optimizer: of the same model and the same parameter groups, new or trained; they are
+            overwritten. Without an optimizer its state is left in the file.
+        step: of the checkpoint; None: the newest.
+
+    Returns: None if the folder has no checkpoint and no step was asked for.
+
+    Raises:
+        UserError: on every rank alike, no such step, another model or other groups, a damaged file.
+        TrainingFailure: on every rank alike, a rank could not read the files.
+    """
+    path = _chosen(Path(folder), step)
+    if path is None:
+        return None
+    shapes, why = read_together(lambda: stored_shapes(path), _share)
+    if shapes is None:
+        raise UserError(f"load({folder}): {why}; give another step")
+    wanted = [n for n, value in sharded_state_dict(net).items() if isinstance(value, Tensor)]
+    _check_names(path, wanted, shapes)
+    chunks, moments = _together(lambda: _to_fill(path, net, optimizer, shapes))
+    with torch.no_grad():
+        manifest, why = read_together(lambda: read_state(path, chunks), _share)
+    if manifest is None:
+        raise UserError(f"load({folder}): {why}; give another step")
+    script = manifest.config.get("script", {})
+    if optimizer is not None:
+        saved = script.get("optimizer", {})
+        _together(lambda: _check_groups(optimizer, net, saved, path))
+        _restore(optimizer, net, moments, saved)
+    return TrainingState(manifest.step, script.get("extra", {}))
+
+
+# What is saved
+
+
+def _to_save(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step: int,
+    extra: Mapping[str, Any] | None,
+) -> tuple[list[Held], dict[str, Any]]:
+    """Returns this rank's chunks, named kind/name, and what of the optimizer's state is JSON."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UserError(
+            f"save(step={step!r}) must be a whole number from 0 on; give the steps done"
+        )
+    _check_json("save(extra=…)", extra)
+    tensors: dict[str, Tensor] = {}
+    for name, value in sharded_state_dict(net).items():
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"save: {name} is a {type(value).__name__}, but must be a tensor; keep it in a "
+                "buffer or give it as extra= instead"
+            )
+        tensors[f"{PARAMETER}/{name}"] = value
+    facts: dict[str, Any] = {"groups": [], "group_of": {}, "values": {}}
+    if optimizer is None:
+        return _held(tensors), facts
+    for group in optimizer.param_groups:
+        kept = {key: _plain(v) for key, v in group.items() if key not in IMPLEMENTATION}
+        _check_json("save(optimizer=…): its parameter groups", kept)
+        facts["groups"].append(kept)
+    for name, parameter, index in _named(net, optimizer):
+        facts["group_of"][name] = index
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                found = _plain(value)
+                _check_json(f"save: the optimizer's {kind} of {name}", found)
+                facts["values"][f"{kind}/{name}"] = [found, isinstance(value, Tensor)]
+            elif value.shape == parameter.shape:
+                tensors[f"{kind}/{name}"] = _shown(value, parameter)
+            else:
+                raise UserError(
+                    f"save: the optimizer's {kind} of {name} has shape {tuple(value.shape)}, but "
+                    f"must have that of the parameter, {tuple(parameter.shape)}; use an optimizer "
+                    "such as AdamW or SGD instead"
+                )
+    return _held(tensors), facts
+
+
+def _named(
+    net: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Yields the optimizer's parameters in its order, with names and numbers of their groups."""
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise UserError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "in the module, but must have parameters of it alone; give the module that "
+                    "holds all of them"
+                )
+            yield names[parameter], parameter, index
+
+
+def _shown(value: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a tensor of a parameter's shape as `sharded_state_dict` shows the parameter."""
+    state = state_of(parameter)
+    return value if state.spec is None else dtensor_of(value, state.spec, state.tp)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _check_json(what: str, value: Any) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{what} must be JSON, that is numbers, texts, lists and dicts ({error}); give tensors "
+            "as buffers of the module instead"
+        ) from None
+
+
+def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
+    """Returns this rank's part of each tensor, on its memory.
+
+    A tensor without dimensions is one of a single element, and one without elements is left out.
+    """
+    found: list[Held] = []
+    for name, value in tensors.items():
+        local, shape = value.detach(), tuple(value.shape)
+        offsets = (0,) * len(shape)
+        if hasattr(local, "placements"):
+            from torch.distributed.tensor import DTensor
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            assert isinstance(local, DTensor)
+            _, offsets = compute_local_shape_and_global_offset(
+                local.shape, local.device_mesh, local.placements
+            )
+            local = local.to_local()
+        if local.dtype not in DTYPES.values():
+            raise UserError(
+                f"{name} has type {local.dtype}, but must have one that a checkpoint can hold; "
+                "convert it, or make it a buffer with persistent=False instead"
+            )
+        if not shape:
+            local, shape, offsets = local.view(1), (1,), (0,)
+        if local.numel():
+            found.append((name, shape, Chunk(tuple(offsets), tuple(local.shape)), local))
+    return found
+
+
+def _fact(name: str, shape: tuple[int, ...], chunk: Chunk, local: Tensor) -> list[Any]:
+    return [name, shape, chunk.offsets, chunk.sizes]
+
+
+def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, TensorChunks]:
+    """Returns those of this rank's chunks that it writes: of equal ones one rank writes each."""
+    holders: dict[tuple[str, Chunk], list[int]] = {}
+    shapes: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, shape, offsets, sizes in theirs:
+            if shapes.setdefault(name, shape) != shape:
+                raise UserError(
+                    f"save: {name} has shape {shape} on rank {rank}, but must have "
+                    f"{shapes[name]} as on another; give every rank the same model"
+                )
+            chunk = Chunk(tuple(offsets), tuple(sizes))
+            holders.setdefault((name, chunk), []).append(rank)
+    elements: dict[str, int] = {}
+    for name, chunk in holders:
+        elements[name] = elements.get(name, 0) + chunk.elements
+    for name, count in elements.items():
+        if count != math.prod(shapes[name]):
+            raise UserError(
+                f"save: the ranks hold {count} different elements of {name}, but must hold "
+                f"{math.prod(shapes[name])} of shape {shapes[name]}; split it alike everywhere"
+            )
+    own: dict[str, TensorChunks] = {}
+    for name, shape, chunk, local in held:
+        ranks = holders[name, chunk]
+        if ranks[zlib.crc32(name.encode()) % len(ranks)] == _rank():
+            own[name] = TensorChunks(shape, local.dtype, [(chunk, local)])
+    return own
+
+
+def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the facts of all ranks, whose stages have different parameters."""
+    merged: dict[str, Any] = {"groups": everyone[0]["groups"], "group_of": {}, "values": {}}
+    for rank, theirs in enumerate(everyone):
+        if theirs["groups"] != merged["groups"]:
+            raise UserError(
+                f"save: the optimizer's parameter groups on rank {rank} must be those of rank 0; "
+                "give every rank the same groups with the same settings, if need be empty ones"
+            )
+        for key in ("group_of", "values"):
+            merged[key] |= theirs[key]
+    return merged
+
+
+# The folder
+
+
+def _new_folder(final: Path) -> str:
+    """Makes an unfinished folder beside `final` and returns its name."""
+    if final.exists():
+        raise UserError(
+            f"save: {final} is there already, but must be new; give another step or folder, or "
+            "remove it"
+        )
+    final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = f".unfinished-{final.name}-{secrets.token_hex(4)}"
+    (final.parent / name).mkdir(mode=0o700)
+    return name
+
+
+def _finish(
+    unfinished: Path,
+    final: Path,
+    problem: str | None,
+    step: int,
+    script: dict[str, Any],
+    files: tuple[FileDigest, ...],
+) -> None:
+    """Writes the manifest and gives the folder its name; removes it after a failure."""
+    counts = {"consumed_samples": 0, "good_steps": 0, "overflows": 0, "loss_scale": 1.0}
+    manifest = Manifest(
+        step=step,
+        progress={"steps": step, "updates": step, **counts},
+        config={"script": script},
+        data={},
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        files=files,
+    )
+    try:
+        if problem is not None:
+            raise OSError(problem)
+        write_manifest(unfinished, manifest)
+        flush_folder(unfinished)
+        os.rename(unfinished, final)
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    flush_folder(final.parent)
+
+
+def _chosen(folder: Path, step: int | None) -> Path | None:
+    """Returns the checkpoint that rank 0 sees, on every rank."""
+
+    def choose() -> str | None:
+        names = [path.name for path in list_checkpoints(folder)]
+        if step is None:
+            return names[0] if names else None
+        if step_folder(step) not in names:
+            steps = [int(name.rpartition("-")[2]) for name in names]
+            close = f"; the nearest is step={min(steps, key=lambda s: abs(s - step))}"
+            raise UserError(
+                f"load(step={step}) must be a checkpoint in {folder / CHECKPOINTS}"
+                f"{close if steps else ', which has none; give step=None to begin without'}"
+            )
+        return step_folder(step)
+
+    name = _on_first_rank(choose)
+    return None if name is None else folder / CHECKPOINTS / name
+
+
+# What is loaded
+
+
+Moments = dict[nn.Parameter, dict[str, Any]]  # parameter → the optimizer's state of its shape
+
+
+def _check_names(path: Path, here: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises UserError, on every rank alike, unless model and checkpoint have the same names."""
+    of_all = {name for theirs in _share(here) for name in theirs}
+    there = {n.partition("/")[2] for n in shapes if n.partition("/")[0] == PARAMETER}
+    for missing in sorted(of_all - there):
+        raise UserError(
+            f"{path} has no {missing}, but must be of this model{nearest_hint(missing, there)}"
+        )
+    for more in sorted(there - of_all):
+        raise UserError(
+            f"{path} has {more}, which this model must have too{nearest_hint(more, of_all)}"
+        )
+
+
+def _to_fill(
+    path: Path,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, TensorChunks], Moments]:
+    """Returns the memory of module and optimizer to read into, and the latter by parameter."""
+    kinds: dict[str, list[str]] = {}
+    for stored in shapes:
+        kind, _, name = stored.partition("/")
+        kinds.setdefault(name, []).append(kind)
+    state = {f"{PARAMETER}/{name}": value for name, value in sharded_state_dict(net).items()}
+    state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    moments: Moments = {}
+    for name, parameter, _ in () if optimizer is None else _named(net, optimizer):
+        for kind in kinds.get(name, []):
+            if kind != PARAMETER:
+                value = torch.zeros_like(parameter, requires_grad=False)
+                moments.setdefault(parameter, {})[kind] = value
+                state[f"{kind}/{name}"] = _shown(value, parameter)
+    chunks = {}
+    for name, full_shape, chunk, local in _held(state):
+        if full_shape != shapes[name]:
+            raise UserError(
+                f"{path} has {name} of shape {shapes[name]}, but must have it of shape "
+                f"{full_shape}; give a module of the sizes that were saved"
+            )
+        chunks[name] = TensorChunks(full_shape, local.dtype, [(chunk, local)])
+    return chunks, moments
+
+
+def _check_groups(
+    optimizer: torch.optim.Optimizer, net: nn.Module, saved: Mapping[str, Any], path: Path
+) -> None:
+    groups, group_of = saved.get("groups", []), saved.get("group_of", {})
+    if len(groups) != len(optimizer.param_groups):
+        raise UserError(
+            f"{path} has an optimizer with {len(groups)} parameter groups, but must have "
+            f"{len(optimizer.param_groups)} as this one; give the same groups"
+        )
+    for name, _, index in _named(net, optimizer):
+        if group_of.get(name) != index:
+            raise UserError(
+                f"{path} has {name} in parameter group {group_of.get(name)}, but must have it in "
+                f"{index} as this optimizer; give the same groups"
+            )
+
+
+def _restore(
+    optimizer: torch.optim.Optimizer, net: nn.Module, moments: Moments, saved: Mapping[str, Any]
+) -> None:
+    """Gives the optimizer its state and the settings of its groups."""
+    values: dict[str, dict[str, Any]] = {}
+    for key, (value, is_tensor) in saved["values"].items():
+        kind, _, name = key.partition("/")
+        values.setdefault(name, {})[kind] = torch.tensor(value) if is_tensor else value
+    content = optimizer.state_dict()
+    content["state"] = {}
+    for number, (name, parameter, _) in enumerate(_named(net, optimizer)):
+        if state := moments.get(parameter, {}) | values.get(name, {}):
+            content["state"][number] = state
+    for group, kept in zip(content["param_groups"], saved["groups"], strict=True):
+        for key, value in kept.items():
+            before = group.get(key)
+            if isinstance(before, tuple):
+                value = tuple(value)
+            group[key] = torch.full_like(before, value) if isinstance(before, Tensor) else value
+    optimizer.load_state_dict(content)
+
+
+# Words between ranks
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _share(value: Any) -> list[Any]:
+    """Gathers a JSON value from all ranks; collective."""
+    if not dist.is_initialized():
+        return all_gather_json(value, None, torch.device("cpu"))
+    return all_gather_json(value, dist.group.WORLD, device_of_world())
+
+
+def _together(call: Callable[[], T]) -> T:
+    """Returns the result of `call`; a UserError of one rank is raised on all. Collective."""
+    result: T | None = None
+    problem: str | None = None
+    try:
+        result = call()
+    except UserError as error:
+        problem = str(error)
+    if first := next(filter(None, _share(problem)), None):
+        raise UserError(first)
+    return cast(T, result)
+
+
+def _on_first_rank(call: Callable[[], Any]) -> Any:
+    """Returns the result of `call` on rank 0, JSON, on every rank; raises what it raises on all."""
+    answer: list[Any] = [None, None, None]
+    if _rank() == 0:
+        try:
+            answer[0] = call()
+        except (UserError, OSError) as error:
+            answer[1:] = ["user" if isinstance(error, UserError) else "system", str(error)]
+    if dist.is_initialized():
+        answer = broadcast_json(answer, dist.group.WORLD, device_of_world())
+    result, kind, sentence = answer
+    if kind is not None:
+        raise UserError(sentence) if kind == "user" else OSError(sentence)
+    return result

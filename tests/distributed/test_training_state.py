@@ -1,0 +1,261 @@
+"""`save` and `load`: a training goes on under any other split, as if it had not stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import parallel3d as p3d
+from parallel3d.checkpoint.storage import read_full, verify_checkpoint
+from tests.distributed.pool import Pool
+from tests.distributed.test_grad_norm import WIDTH, WORDS, loss_of, mine, net
+
+TOLERANCE = 1e-11
+SPLITS: dict[str, dict[str, int]] = {
+    "one": {},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "dp": {"dp": 2},
+    "fsdp": {"dp": 4},
+    "tp, pp and dp": {"tp": 2, "pp": 2, "dp": 2},
+    "tp, pp and fsdp": {"tp": 2, "pp": 2, "dp": 2},
+}
+OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95)),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+}
+
+
+class Training:
+    """A net in some split, with two parameter groups, a schedule, and a number of its own."""
+
+    def __init__(self, split: str, optimizer: str) -> None:
+        self.groups = groups = p3d.init(**SPLITS[split])
+        modules: nn.Module = net(groups.tp)
+        modules[0].register_buffer("seen", torch.tensor(0))
+        if "fsdp" in split:
+            for part in modules:
+                fully_shard(part, mesh=groups.mesh["dp"])
+        self.net = self.wrapped = modules
+        if groups.pp.size > 1:
+            dp = p3d.ProcessGroups.single().dp if "fsdp" in split else groups.dp
+            self.net = p3d.Pipeline(modules, groups.pp, loss_fn=loss_of, num_microbatches=2, dp=dp)
+        elif split == "dp":
+            self.net = p3d.DistributedDataParallel(modules, process_group=groups.dp)
+        parameters = list(self.net.named_parameters())
+        wide = [p for name, p in parameters if "weight" in name]
+        flat = [p for name, p in parameters if "weight" not in name]
+        # A stage may lack one kind: the groups are the same on every rank all the same.
+        self.optimizer = OPTIMIZERS[optimizer](
+            [{"params": wide}, {"params": flat, "weight_decay": 0.0}]
+        )
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        inputs, targets = mine(self.groups.dp)
+        if isinstance(self.net, p3d.Pipeline):
+            self.net.step(inputs, targets)
+        else:
+            loss_of(self.net(inputs), targets).backward()
+        p3d.clip_grad_norm_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+        self.schedule.step()
+        for name, buffer in self.net.named_buffers():
+            if name.endswith("seen"):
+                buffer.add_(1)
+
+    def extra(self) -> dict[str, Any]:
+        return {"schedule": self.schedule.state_dict(), "seed": 7}
+
+    def weights(self) -> dict[str, Tensor]:
+        return p3d.full_state_dict(self.net)
+
+
+def first_half(split: str, optimizer: str, folder: str) -> None:
+    training = Training(split, optimizer)
+    assert p3d.load(folder, training.net, training.optimizer) is None
+    for _ in range(3):
+        training.step()
+    path = p3d.save(folder, training.net, training.optimizer, step=3, extra=training.extra())
+    assert path.name == "step-00000003"
+    assert sorted(path.parent.iterdir()) == [path]
+
+
+def second_half(split: str, optimizer: str, folder: str) -> dict[str, Any] | None:
+    training = Training(split, optimizer)
+    training.step()  # to be overwritten
+    with patch.object(pickle, "Unpickler", None), patch.object(torch, "load", None):
+        state = p3d.load(folder, training.net, training.optimizer)
+    assert state is not None and state.step == 3 and state.extra["seed"] == 7
+    training.schedule.load_state_dict(state.extra["schedule"])
+    assert training.optimizer.param_groups[1]["weight_decay"] == 0.0
+    for _ in range(3):
+        training.step()
+    weights = training.weights()
+    return {k: v.numpy() for k, v in weights.items()} if training.groups.rank == 0 else None
+
+
+def uninterrupted(optimizer: str) -> dict[str, Any]:
+    training = Training("one", optimizer)
+    for _ in range(6):
+        training.step()
+    return {name: value.numpy() for name, value in training.weights().items()}
+
+
+def ranks(split: str) -> int:
+    sizes = SPLITS[split]
+    return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("one", "tp"),
+        ("tp", "pp"),
+        ("pp", "one"),
+        ("dp", "tp, pp and dp"),
+        ("tp, pp and dp", "fsdp"),
+        ("fsdp", "tp, pp and fsdp"),
+        ("tp, pp and fsdp", "dp"),
+    ],
+)
+def test_training_goes_on_under_another_split(
+    first: str, second: str, optimizer: str, pool: Pool, tmp_path: Path
+) -> None:
+    (wanted,) = pool.run(1, uninterrupted, optimizer)
+    pool.run(ranks(first), first_half, first, optimizer, str(tmp_path))
+    found = pool.run(ranks(second), second_half, second, optimizer, str(tmp_path))[0]
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert abs(found[name] - value).max() <= TOLERANCE, name
+    assert found["0.seen"] == 6
+    path = tmp_path / "checkpoints" / "step-00000003"
+    verify_checkpoint(path)  # each element once, whatever the ranks held twice
+    whole = read_full(path)
+    assert whole["parameter/1.up.weight"].shape == (4 * WIDTH, WIDTH)
+    assert whole["parameter/0.weight"].shape == (WORDS, WIDTH)
+
+
+def the_newest_or_a_step(folder: str) -> None:
+    layer = p3d.ColumnParallelLinear(4, 4, p3d.init(tp=2).tp)
+    for step in (2, 10):
+        nn.init.constant_(layer.weight, step)
+        p3d.save(folder, layer, step=step)
+    for step, wanted in ((None, 10), (2, 2)):
+        state = p3d.load(folder, layer, step=step)
+        assert state == (wanted, {})
+        assert bool((layer.weight == wanted).all())
+
+
+def test_the_newest_checkpoint_is_loaded_or_that_of_a_step(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, the_newest_or_a_step, str(tmp_path))
+
+
+def said(call: Callable[..., object], *args: Any, **named: Any) -> str:
+    try:
+        call(*args, **named)
+    except (p3d.UserError, OSError) as error:
+        return str(error)
+    return ""
+
+
+class Counting(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
+def refusals(folder: str) -> list[str]:
+    group = p3d.init(pp=2).pp
+    rank = group.index
+    pipe = p3d.Pipeline([nn.Linear(2, 3), nn.Linear(3, 2)], group)
+    optimizer = torch.optim.Adam(pipe.parameters())
+    p3d.save(folder, pipe, optimizer, step=1, extra={"a": 1})
+    counting = p3d.Pipeline([nn.Linear(2, 2), Counting(2, 2)], group)
+    complex_ = p3d.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)], group)
+    wider = p3d.Pipeline([nn.Linear(2, 4), nn.Linear(4, 2)], group)
+    longer = p3d.Pipeline([nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 2)], group)
+    unlike = nn.Linear(2, 2 + rank)
+    factored = torch.optim.Adafactor(nn.Linear(5, 6).parameters())
+    other = nn.Linear(5, 6)
+    factored = torch.optim.Adafactor(other.parameters())
+    other(torch.ones(1, 5)).sum().backward()
+    factored.step()
+    two = [{"params": [p]} for p in pipe.parameters()]
+    save, load = p3d.save, p3d.load
+    found = [
+        said(save, folder, pipe, optimizer, step=1),
+        said(save, folder, pipe, step=-1),
+        said(save, folder, pipe, step=2, extra={"a": {3}} if rank else {}),
+        said(save, folder, counting, step=2),
+        said(save, folder, complex_, step=2),
+        said(save, folder, unlike, step=2),
+        said(save, folder, other, factored, step=2),
+        said(save, folder, pipe, torch.optim.SGD(other.parameters(), lr=1.0), step=2),
+        said(load, folder, pipe, step=7),
+        said(load, folder, wider),
+        said(load, folder, longer),
+        said(load, folder, pipe, torch.optim.Adam(two)),
+    ]
+    with patch.object(os, "rename", side_effect=OSError(28, "No space left on device")):
+        found.append(said(save, folder, pipe, step=2))
+    parent = Path(folder) / "checkpoints"
+    if rank == 0:
+        assert [p.name for p in parent.iterdir()] == ["step-00000001"]
+        file = next((parent / "step-00000001").glob("rank-0*"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    found.append(said(load, folder, pipe, optimizer))
+    return found
+
+
+def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, refusals, str(tmp_path))
+    assert first == second
+    wanted = (
+        "step-00000001 is there already, but must be new; give another step",
+        "save(step=-1) must be a whole number",
+        "save(extra=…) must be JSON",
+        "1._extra_state is a dict, but must be a tensor",
+        "parameter/1.weight has type torch.complex64, but must have one that a checkpoint",
+        "parameter/weight has shape [3, 2] on rank 1, but must have [2, 2]",
+        "but must have that of the parameter, (6, 5); use an optimizer such as AdamW",
+        "not in the module, but must have parameters of it alone",
+        "load(step=7) must be a checkpoint in",
+        "has parameter/0.weight of shape (3, 2), but must have it of shape (4, 2)",
+        "has no 2.bias, but must be of this model; the nearest is",
+        "has an optimizer with 1 parameter groups, but must have 2 as this one",
+        "No space left on device",
+        "is not what was written; give another step",
+    )
+    for sentence, part in zip(first, wanted, strict=True):
+        assert part in sentence, sentence
+
+
+def test_one_process_needs_no_world(tmp_path: Path) -> None:
+    layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in ((layer, 0.1), (twin, 0.2))]
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizers[0].step()
+    path = p3d.save(tmp_path, layer, optimizers[0], step=1)
+    assert p3d.load(tmp_path, twin, optimizers[1]) == (1, {})
+    assert torch.equal(twin.weight, layer.weight)
+    ours, theirs = (o.state_dict() for o in optimizers)
+    assert json.dumps(ours["param_groups"]) == json.dumps(theirs["param_groups"])
+    for number, state in ours["state"].items():
+        for key, value in state.items():
+            assert torch.equal(theirs["state"][number][key], value)
+            assert theirs["state"][number][key].shape == value.shape
+    assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
