@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
+from parallel3d.config.fields import show
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import parts_of
 from parallel3d.errors import UserError
@@ -29,24 +30,39 @@ def balance_chunks(
     placement: StageAssignment,
     first_extra: float = 0.0,
     last_extra: float = 0.0,
-) -> list[int]:
+) -> tuple[int, ...]:
     """Returns how many of `layers` layers of one `cost` (in any unit) each stage gets, at least 1.
 
     `first_extra` (embedding) is added to the first stage's cost, `last_extra` (final norm, head,
     loss) to the last one's. The result minimises the cost of the most expensive rank over all of
     its chunks, then the sum of squared costs of stages, then prefers middle stages and earlier
-    ones.
-    Adding layers one by one where each adds least is the exact optimum: a stage's next layer never
-    adds less than its last one did. Raises UserError if there are more stages than layers.
+    ones. Adding layers one by one where each adds least is the exact optimum: a stage's next layer
+    never adds less than its last one did. Raises UserError if there are more stages than layers.
     """
     if not all(math.isfinite(c) and c >= 0 for c in (cost, first_extra, last_extra)):
         raise ValueError("costs of layers must be finite and not negative")
-    _refuse_empty_stages(layers, placement.ranks, placement.chunks)
-    (unit,), first, last = _integers([cost], first_extra, last_extra)
-    stages = placement.stages
-    ranks = [rank for rank, _ in placement.places]
+    stages, ranks = placement.stages, [rank for rank, _ in placement.places]
+    if stages > layers:
+        pp, vpp = placement.ranks, placement.chunks
+        enough = f"pp={layers // vpp}" if vpp <= layers else f"pp=1 and vpp={layers}"
+        raise UserError(
+            f"pp={pp} × vpp={vpp} stages are more than model.num_layers={layers}, but every stage "
+            f"needs a layer: set {enough} or less."
+        )
+    # Whole numbers of a common unit, so that equal sums compare equal.
+    exact = [Fraction(c) for c in (cost, first_extra, last_extra)]
+    scale = math.lcm(*(c.denominator for c in exact))
+    unit, first, last = (int(c * scale) for c in exact)
     extras = [first * (stage == 0) + last * (stage == stages - 1) for stage in range(stages)]
-    free = _free_layers(unit, layers, placement, ranks, extras)
+    base: Counter[int] = Counter()
+    for rank, extra in zip(ranks, extras, strict=True):
+        base[rank] += extra + unit
+    # The least possible cost of the most expensive rank: each layer to the cheapest one.
+    cheapest = sorted(base.values())
+    for _ in range(layers - stages):
+        heapq.heapreplace(cheapest, cheapest[0] + unit)
+    most = max(cheapest)
+    free = {rank: (most - of) // unit if unit else layers for rank, of in base.items()}
 
     def added_cost(stage: int, count: int) -> tuple[int, int, int]:
         """Returns the increase of a stage's squared cost by layer `count` + 1, and tie-breakers."""
@@ -63,81 +79,18 @@ def balance_chunks(
         counts[stage] += 1
         free[ranks[stage]] -= 1
         heapq.heapreplace(waiting, added_cost(stage, counts[stage]))
-    return counts
+    return tuple(counts)
 
 
-def _free_layers(
-    unit: int, layers: int, placement: StageAssignment, ranks: Sequence[int], extras: Sequence[int]
-) -> list[int]:
-    """Returns how many layers beyond one a chunk each rank can take at the lowest possible limit.
-
-    `unit` is the cost of a layer; `ranks` and `extras` are each stage's rank and other cost.
-    """
-    base: Counter[int] = Counter()
-    for rank, extra in zip(ranks, extras, strict=True):
-        base[rank] += extra + unit
-    if not unit:
-        return [layers] * placement.ranks
-
-    def fitting(limit: int) -> list[int]:
-        return [(limit - base[rank]) // unit for rank in range(placement.ranks)]
-
-    low = max(base.values())
-    high = low + unit * layers
-    while low < high:
-        middle = (low + high) // 2
-        if sum(fitting(middle)) >= layers - placement.stages:
-            high = middle
-        else:
-            low = middle + 1
-    return fitting(low)
-
-
-def _refuse_empty_stages(layers: int, pp: int, vpp: int = 1) -> None:
-    """Raises UserError if there are more stages than layers."""
-    if pp * vpp <= layers:
-        return
-    asked = f"pp={pp} is" if vpp == 1 else f"pp={pp} × vpp={vpp} stages are"
-    enough = f"pp={layers // vpp}" if vpp <= layers else f"pp=1 and vpp={layers}"
+def checked_split(given: Sequence[int], layers: int, placement: StageAssignment) -> tuple[int, ...]:
+    """Returns `schedule.layers_per_stage`; raises UserError if it does not split the model."""
+    fair = balance_chunks(1.0, layers, placement)
+    if len(given) == len(fair) and min(given) > 0 and sum(given) == layers:
+        return tuple(given)
     raise UserError(
-        f"{asked} more than model.num_layers={layers}, but every stage needs a layer: set {enough} "
-        "or less."
+        f"schedule.layers_per_stage={show(given)} must be {len(fair)} positive numbers that add up "
+        f"to model.num_layers={layers}; the nearest is {show(list(fair))}."
     )
-
-
-def _integers(
-    costs: Sequence[float], first_extra: float, last_extra: float
-) -> tuple[list[int], int, int]:
-    """Returns the costs as exact integers of a common unit, so that equal sums compare equal."""
-    exact = [Fraction(c) for c in (*costs, first_extra, last_extra)]
-    unit = math.lcm(*(f.denominator for f in exact))
-    scaled = [int(f * unit) for f in exact]
-    return scaled[:-2], scaled[-2], scaled[-1]
-
-
-def layers_per_stage_given(
-    given: Sequence[int], num_layers: int, pp: int, vpp: int = 1
-) -> list[int]:
-    """Checks `schedule.layers_per_stage`; raises UserError if it does not split the model."""
-    _refuse_empty_stages(num_layers, pp, vpp)
-    key = f"schedule.layers_per_stage={list(given)}".replace(" ", "")
-    fair = str(balance_chunks(1.0, num_layers, StageAssignment(pp * vpp))).replace(" ", "")
-    if len(given) != pp * vpp:
-        sizes = f"pp={pp}" if vpp == 1 else f"pp={pp} × vpp={vpp}"
-        raise UserError(
-            f"{key} has {len(given)} entries, but {sizes} stages need one each, e.g. {fair}."
-        )
-    if min(given) < 1:
-        stage = next(s for s, count in enumerate(given) if count < 1)
-        raise UserError(
-            f"{key} gives stage {stage} {given[stage]} layers, but every stage needs at least "
-            f"one, e.g. {fair}."
-        )
-    if sum(given) != num_layers:
-        raise UserError(
-            f"{key} adds up to {sum(given)} layers, but model.num_layers={num_layers}, e.g. {fair}."
-        )
-    return list(given)
 
 
 # The head computes its gradients in the forward, with its loss (`tensor_parallel/loss.py`).
@@ -191,7 +144,7 @@ class StageWeights:
         if stages > layers:
             return None
         if given is not None and len(given) == stages:
-            counts = layers_per_stage_given(given, layers, placement.ranks, placement.chunks)
+            counts = checked_split(given, layers, placement)
         elif given is None or self.balances:
             counts = balance_chunks(self.layer, layers, placement, last_extra=self.head)
         else:
@@ -253,27 +206,28 @@ def layout_with_loops(config: Config) -> Layout:
     return replace(layout_of(config), loops=loops)
 
 
-def layers_of_stages(config: Config) -> list[range]:
-    """Returns the global layer numbers of every stage, given or balanced by cost.
+def layers_by_stage(config: Config) -> tuple[int, ...]:
+    """Returns how many layers each stage has, given or balanced by cost.
 
     Raises UserError if the given split does not fit the model, or a stage would be empty.
     """
     model, given, placement = config.model, config.schedule.layers_per_stage, placement_of(config)
     if given is not None:
-        sizes = placement.ranks, placement.chunks
-        counts = layers_per_stage_given(given, model.num_layers, *sizes)
-    else:
-        cost, head = layer_flops(model), head_cost(model)
-        counts = balance_chunks(cost, model.num_layers, placement, last_extra=head)
-    ends = list(accumulate(counts))
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        return checked_split(given, model.num_layers, placement)
+    cost, head = layer_flops(model), head_cost(model)
+    return balance_chunks(cost, model.num_layers, placement, last_extra=head)
+
+
+def layers_of_stages(config: Config) -> list[range]:
+    """Returns the global layer numbers of every stage; see `layers_by_stage`."""
+    counts = layers_by_stage(config)
+    return [range(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def recompute_forwards(config: Config) -> list[float]:
     """Returns, by stage, how many times its layers' forward its backward recomputes."""
     whole = layer_flops(config.model, parts_of(config.recompute)) / layer_flops(config.model)
-    counts = map(len, layers_of_stages(config))
     return [
         whole * recomputing(config.recompute_layers, stage, count) / count
-        for stage, count in enumerate(counts)
+        for stage, count in enumerate(layers_by_stage(config))
     ]

@@ -12,10 +12,9 @@ import pytest
 
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
-from parallel3d.estimate.balance import balance_chunks, layers_of_stages, layers_per_stage_given
+from parallel3d.estimate.balance import balance_chunks, checked_split, layers_of_stages
 from parallel3d.schedules.orders import StageAssignment
 from tests.pace import in_cpu_time
-from tests.tools.uneven_balance import balance
 
 
 def all_splits(layers: int, stages: int) -> Iterator[list[int]]:
@@ -32,87 +31,45 @@ def stage_costs(split: list[int], costs: list[int], first: int, last: int) -> li
     return sums
 
 
-def test_optimum_and_tie_break_agree_with_brute_force() -> None:
-    """Whole-number costs, so that sums are exact; ties are frequent with few distinct values."""
-    random_costs = random.Random(7)
-    for _ in range(400):
-        layers = random_costs.randint(1, 9)
-        stages = random_costs.randint(1, layers)
-        costs = [random_costs.randint(0, 3) for _ in range(layers)]
-        first, last = random_costs.randint(0, 4), random_costs.randint(0, 4)
-
-        def preference(split: list[int]) -> tuple[int, int, int, int]:
-            sums = stage_costs(split, costs, first, last)  # noqa: B023 (called in this round only)
-            middle = len(split) - 1
-            return (
-                max(sums),
-                sum(s * s for s in sums),
-                sum(abs(2 * i - middle) * n for i, n in enumerate(split)),
-                sum(i * n for i, n in enumerate(split)),
-            )
-
-        split = balance(costs, stages, first, last)
-        assert len(split) == stages
-        assert sum(split) == layers
-        assert min(split) >= 1
-        assert preference(split) == min(map(preference, all_splits(layers, stages)))
-
-
-def test_the_largest_stage_counts_before_evenness() -> None:
-    """[2, 1, 1] costs 6, 2, 3: more even in squares than 1, 5, 5, but its largest is larger."""
-    assert balance([1, 5, 2, 3], 3) == [1, 1, 2]
-
-
-def test_optimum_of_uneven_float_costs_agrees_with_brute_force() -> None:
-    rng = random.Random(11)
-    for _ in range(100):
-        layers = rng.randint(2, 9)
-        stages = rng.randint(1, layers)
-        costs = [rng.uniform(0.1, 5.0) for _ in range(layers)]
-        first, last = rng.uniform(0, 3), rng.uniform(0, 9)
-        ours = max(stage_costs(balance(costs, stages, first, last), costs, first, last))
-        best = min(
-            max(stage_costs(split, costs, first, last)) for split in all_splits(layers, stages)
-        )
-        assert ours == pytest.approx(best, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("layers", "stages", "expected"),
     [
-        (8, 4, [2, 2, 2, 2]),
-        (6, 4, [1, 2, 2, 1]),
-        (7, 4, [2, 2, 2, 1]),
-        (30, 4, [7, 8, 8, 7]),
-        (8, 3, [3, 3, 2]),
-        (3, 2, [2, 1]),
-        (5, 1, [5]),
-        (4, 4, [1, 1, 1, 1]),
+        (8, 4, (2, 2, 2, 2)),
+        (6, 4, (1, 2, 2, 1)),
+        (7, 4, (2, 2, 2, 1)),
+        (30, 4, (7, 8, 8, 7)),
+        (8, 3, (3, 3, 2)),
+        (3, 2, (2, 1)),
+        (5, 1, (5,)),
+        (4, 4, (1, 1, 1, 1)),
     ],
 )
 def test_leftover_layers_go_to_the_middle_not_to_the_last(
-    layers: int, stages: int, expected: list[int]
+    layers: int, stages: int, expected: tuple[int, ...]
 ) -> None:
     # 0.1 has no exact binary form: sums of equal costs must tie all the same.
-    assert balance([0.1] * layers, stages) == expected
+    assert balance_chunks(0.1, layers, StageAssignment(stages)) == expected
 
 
 def test_head_and_embedding_take_layers_from_their_stages() -> None:
-    assert balance([1.0] * 12, 4, first_extra=1.0, last_extra=3.0) == [3, 4, 4, 1]
-    assert balance([1.0] * 12, 4, first_extra=2.0) == [1, 4, 4, 3]
-    assert balance([1.0] * 4, 2, last_extra=100.0) == [3, 1]
+    four = StageAssignment(4)
+    assert balance_chunks(1.0, 12, four, 1.0, 3.0) == (3, 4, 4, 1)
+    assert balance_chunks(1.0, 12, four, 2.0) == (1, 4, 4, 3)
+    assert balance_chunks(1.0, 4, StageAssignment(2), last_extra=100.0) == (3, 1)
 
 
 def test_more_stages_than_layers_is_the_users_error() -> None:
     with pytest.raises(UserError, match=r"pp=5 .*model.num_layers=4.*pp=4 or less"):
-        balance([1.0] * 4, 5)
+        balance_chunks(1.0, 4, StageAssignment(5))
 
 
 # --- several chunks a rank ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", ["loop", "v"])
-@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (1, 3), (2, 2), (3, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "chunks"), [(1, 1), (1, 3), (2, 2), (3, 2), (2, 3), (4, 1), (7, 1)]
+)
 def test_chunks_agree_with_brute_force(shape: str, ranks: int, chunks: int) -> None:
     """The busiest rank, then evenness, then the preferences: no split is better."""
     placement = StageAssignment(ranks, chunks, shape)
@@ -120,7 +77,7 @@ def test_chunks_agree_with_brute_force(shape: str, ranks: int, chunks: int) -> N
     rng = random.Random(f"{shape} {ranks} {chunks}")
     for _ in range(30):
         layers = placement.stages + rng.randint(0, 4)
-        cost, first, last = rng.randint(1, 3), rng.randint(0, 4), rng.randint(0, 9)
+        cost, first, last = rng.randint(0, 3), rng.randint(0, 4), rng.randint(0, 9)
 
         def preference(split: list[int]) -> tuple[int, ...]:
             stages = stage_costs(split, [cost] * layers, first, last)  # noqa: B023 (in this round)
@@ -137,26 +94,15 @@ def test_chunks_agree_with_brute_force(shape: str, ranks: int, chunks: int) -> N
         split = balance_chunks(cost, layers, placement, first, last)
         assert sum(split) == layers
         best = min(all_splits(layers, placement.stages), key=preference)
-        assert split == best, (layers, cost, first, last)
-
-
-def test_one_chunk_a_rank_is_split_as_ever() -> None:
-    rng = random.Random(5)
-    for _ in range(300):
-        stages = rng.randint(1, 12)
-        layers = rng.randint(stages, 60)
-        cost = rng.choice([0.0, 0.1, 1.0, rng.uniform(0.1, 3)])
-        first, last = rng.choice([0.0, cost, rng.uniform(0, 9)]), rng.choice([0.0, 3 * cost, 7.7])
-        as_ever = balance([cost] * layers, stages, first, last)
-        assert balance_chunks(cost, layers, StageAssignment(stages), first, last) == as_ever
+        assert list(split) == best, (layers, cost, first, last)
 
 
 def test_the_rank_with_the_head_gets_fewer_layers() -> None:
     # Ranks 0 and 1 have 5 each: 5 layers, and 3 with a head of two.
-    assert balance_chunks(1.0, 8, StageAssignment(2, 2), last_extra=2.0) == [2, 2, 3, 1]
+    assert balance_chunks(1.0, 8, StageAssignment(2, 2), last_extra=2.0) == (2, 2, 3, 1)
     # As a V the head lies on rank 0, with the embedding.
-    assert balance_chunks(1.0, 8, StageAssignment(2, 2, "v"), last_extra=2.0) == [2, 3, 2, 1]
-    assert balance_chunks(1.0, 8, StageAssignment(2, 2, "v"), 1.0, 3.0) == [1, 3, 3, 1]
+    assert balance_chunks(1.0, 8, StageAssignment(2, 2, "v"), last_extra=2.0) == (2, 3, 2, 1)
+    assert balance_chunks(1.0, 8, StageAssignment(2, 2, "v"), 1.0, 3.0) == (1, 3, 3, 1)
 
 
 def test_many_chunks_are_split_at_once() -> None:
@@ -191,7 +137,9 @@ def test_more_chunks_than_layers_is_the_users_error(given: list[int] | None) -> 
 
 
 def test_given_split_has_an_entry_for_each_chunk() -> None:
-    with pytest.raises(UserError, match=r"2 entries, but pp=2 × vpp=2 stages .*\[2,2,2,2\]"):
+    with pytest.raises(
+        UserError, match=r"\[4,4\] must be 4 positive numbers .*nearest is \[2,2,2,2\]"
+    ):
         layers_of_stages(pipeline("interleaved", 2, 2, 8, [4, 4]))
 
 
@@ -200,29 +148,14 @@ def test_given_split_has_an_entry_for_each_chunk() -> None:
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_costs_that_are_none_are_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="finite and not negative"):
-        balance([1.0, bad], 1)
-    with pytest.raises(ValueError, match="finite and not negative"):
-        balance([1.0, 1.0], 1, last_extra=bad)
-    with pytest.raises(ValueError, match="finite and not negative"):
-        balance_chunks(1.0, 2, StageAssignment(1), last_extra=bad)
+    for costs in ((bad, 0.0), (1.0, bad)):
+        with pytest.raises(ValueError, match="finite and not negative"):
+            balance_chunks(costs[0], 2, StageAssignment(1), last_extra=costs[1])
 
 
-def test_given_split_is_taken_as_it_is() -> None:
-    assert layers_per_stage_given([5, 3], 8, 2) == [5, 3]
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ([4, 4], r"schedule.layers_per_stage=\[4,4\] has 2 entries, but pp=3 .*e\.g\. \[3,3,2\]"),
-        ([], r"schedule.layers_per_stage=\[\] has 0 entries, but pp=3"),
-        ([4, 0, 4], r"layers_per_stage=\[4,0,4\] gives stage 1 0 layers, but every stage needs"),
-        ([9, -2, 1], r"layers_per_stage=\[9,-2,1\] gives stage 1 -2 layers"),
-        ([3, 3, 3], r"\[3,3,3\] adds up to 9 layers, but model.num_layers=8"),
-        ([2, 2, 2], r"\[2,2,2\] adds up to 6 layers, but model.num_layers=8"),
-    ],
-)
-def test_given_split_that_is_none_is_the_users_error(given: list[int], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        layers_per_stage_given(given, 8, 3)
+@pytest.mark.parametrize("given", [[4, 4], [], [4, 0, 4], [9, -2, 1], [3, 3, 3], [2, 2, 2]])
+def test_given_split_that_is_none_is_the_users_error(given: list[int]) -> None:
+    assert checked_split([5, 3], 8, StageAssignment(2)) == (5, 3)
+    said = r"must be 3 positive numbers .*model.num_layers=8; the nearest is \[3,3,2\]"
+    with pytest.raises(UserError, match=said):
+        checked_split(given, 8, StageAssignment(3))
