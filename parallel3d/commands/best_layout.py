@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel3d.commands.plan import Plan, check_divides, held, searched, typed_keys
+from parallel3d.commands.plan import Plan, held, searched, typed_keys
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
@@ -19,7 +19,6 @@ from parallel3d.estimate.search import best, configure, reason
 from parallel3d.host.devices import CPU, choose_device, device_name, gpu_count
 from parallel3d.host.memory import cores
 from parallel3d.run.launch import RankAssignment
-from parallel3d.schedules.schedule import NAMED_SCHEDULES
 from parallel3d.topology.assumptions import chosen_keys
 
 
@@ -36,9 +35,7 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     here = place.local_world_size if place else ranks
     kind = choose_device(config.device, here, one_gpu_each=place is not None).kind
     _check_known(config, kind, several=here < ranks)
-    fixed = held(config, keys)
-    _check_held(fixed, ranks)
-    plan = searched(config, fixed, ranks)
+    plan = searched(config, held(config, keys), ranks)
     first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:
         print_line(f"layout=auto: {_summary(plan, first)}")
@@ -76,17 +73,6 @@ def _check_known(config: Config, kind: str, several: bool) -> None:
             "must be a file of parallel3d calibrate; the nearest is cluster=calibrated.yaml, which "
             "parallel3d calibrate makes here"
         )
-
-
-def _check_held(fixed: dict[str, int | str], ranks: int) -> None:
-    """Raises UserError for typed values that no layout of so many ranks has."""
-    name = fixed.get("schedule", "1f1b")
-    if name not in NAMED_SCHEDULES:
-        raise UserError(
-            f"schedule={name} must be one of {', '.join(NAMED_SCHEDULES)} with layout=auto, "
-            "which chooses among them where none is typed; the nearest is schedule=1f1b"
-        )
-    check_divides(fixed, ranks, "ranks of layout=auto")
 
 
 def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:

@@ -20,7 +20,7 @@ from parallel3d.config.checks.model import check_model, check_tensor_parallel
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import spelled
-from parallel3d.errors import UserError, closest, nearest
+from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.analytic_memory import least_memory, memories, peak_memory
 from parallel3d.estimate.balance import StageWeights
 from parallel3d.estimate.devices import DEVICES, Device
@@ -51,7 +51,7 @@ from parallel3d.estimate.step import StepTime, breakdown
 from parallel3d.estimate.work import sizes_of_model
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg
-from parallel3d.schedules.schedule import make
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.walk import time_orders
 from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.report import MADE_BY as MAP_MADE_BY
@@ -123,11 +123,6 @@ class Plan:
         return best(self.priced, ROWS)
 
     @property
-    def caution(self) -> str:
-        """The caveat about times; none if the machine itself was measured."""
-        return "" if self.config.cluster.file else UNMEASURED
-
-    @property
     def command(self) -> str:
         """The command line of the best layout."""
         choice = self.priced.choices[self.rows[0]]
@@ -165,18 +160,22 @@ class Plan:
             found.append([*map(str, (place, *layout)), *figures, why])
         return found
 
-    def table(self) -> list[str]:
-        """Returns the lines that the terminal shows."""
-        config, said = self.config, self.caution
-        if (file := config.cluster.file) is not None:
-            said = scaled(read(file), file, config.model)
+    def caution(self) -> str:
+        """Returns what to think of the times: nothing if these blocks were measured here."""
+        file = self.config.cluster.file
+        return scaled(read(file), file, self.config.model) if file else UNMEASURED
+
+    def table(self) -> str:
+        """Returns what the terminal shows."""
+        config = self.config
         title = (
             f"{self.title}, {config.precision.name}, {config.global_batch_size} sequences of "
             f"{config.model.seq_length} a step: {len(self.priced.choices)} layouts, "
             f"{len(self.priced.order)} fit"
         )
-        shown = aligned([HEAD, *self.cells()], ALIGNED)
-        return [title, "", *(f" {line}" for line in shown), *filter(None, [said]), "", self.command]
+        shown = [f" {line}" for line in aligned([HEAD, *self.cells()], ALIGNED)]
+        said = self.caution()
+        return "\n".join([title, "", *shown, *[said] * bool(said), "", self.command])
 
 
 def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
@@ -233,15 +232,14 @@ def write_page(plan: Plan, assumed: Sequence[str]) -> None:
         "Times are priced with constants that are fitted to published runs, memory is what "
         "parallel3d's own code holds; how right both are: docs/planner.md. "
     )
-    parts = [
-        f"<!DOCTYPE html><html lang='en' {MARK}><head><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width,initial-scale=1'>",
-        f"<title>Plan: {title}</title><style>{STYLE}</style></head><body><main><h1>{title}</h1>",
-        *_sections(plan),
-        f"<footer>{priced}{escape('Assumed: ' * bool(assumed) + ', '.join(assumed))}",
-        "</footer></main></body></html>",
-    ]
-    write("plan.html", str(plan.config.plan.html), "\n".join(parts) + "\n")
+    assumptions = escape(f"Assumed: {', '.join(assumed)}." if assumed else "")
+    page = f"""<!DOCTYPE html><html lang='en' {MARK}><head><meta charset='utf-8'>
+<meta name='viewport' content='width=device-width,initial-scale=1'>
+<title>Plan: {title}</title><style>{STYLE}</style></head><body><main><h1>{title}</h1>
+{"".join(_sections(plan))}
+<footer>{priced}{assumptions}</footer></main></body></html>
+"""
+    write("plan.html", str(plan.config.plan.html), page)
 
 
 def _sections(plan: Plan) -> Iterable[str]:
@@ -256,7 +254,7 @@ def _sections(plan: Plan) -> Iterable[str]:
     words = (
         f"{config.precision.name}, {config.global_batch_size:,} sequences of "
         f"{config.model.seq_length:,} tokens a step: {seconds:.3g} s, "
-        f"{tokens / seconds:,.0f} tokens a second, MFU{' at most' * bool(plan.caution)} "
+        f"{tokens / seconds:,.0f} tokens a second, MFU{' at most' * (config.cluster.file is None)} "
         f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU. "
         f"{len(priced.order):,} of {len(priced.choices):,} layouts fit."
     )
@@ -267,10 +265,8 @@ def _sections(plan: Plan) -> Iterable[str]:
         for row, i in zip(plan.cells(), plan.rows, strict=True)
     ]
     words = "One for each pair of tp and pp; of layouts within half a per cent the simpler first. "
-    yield _section(
-        f"The {len(rows)} best layouts", words + plan.caution, _key(StepTime.__dataclass_fields__),
-        _table((*HEAD, "time"), rows),
-    )  # fmt: skip
+    shown = _key(StepTime.__dataclass_fields__) + _table((*HEAD, "time"), rows)
+    yield _section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)
     if config.cluster.file is None:
         work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
@@ -385,23 +381,14 @@ def plan(config: Config, typed: Sequence[str]) -> int:
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
     check_fields(config)
-    check_model(config.model)
-    fixed = held(config, keys)
-    nodes, node = config.cluster.nodes or 1, config.cluster.gpus_per_node or 8
+    gpus = (config.cluster.nodes or 1) * (config.cluster.gpus_per_node or 8)
     if config.cluster.file is not None:
-        nodes, node = 1, config.cluster.gpus_per_node or read(config.cluster.file).made.count
-    check_divides(fixed, nodes * node, "GPUs of the cluster")
-    check_tensor_parallel(config)
-    pp, layers = int(fixed.get("pp", 1)), config.model.num_layers
-    if pp > layers:
-        raise UserError(
-            f"pp={pp} must be at most model.num_layers={layers}; the nearest is {layers}"
-        )
-    found = searched(config, fixed, nodes * node)
-    print("\n".join(found.table()))
+        gpus = config.cluster.gpus_per_node or read(config.cluster.file).made.count
+    found = searched(config, held(config, keys), gpus)
+    print(found.table())
     if config.plan.html:
         write_page(found, assumed)
-    if config.model.num_layers > MOST_STAGES and "pp" not in fixed:
+    if config.model.num_layers > MOST_STAGES and "pp" not in keys:
         print(f"Not looked at: pp above {MOST_STAGES}, and above {MOST_V_HALF} with v_half")
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
@@ -422,11 +409,8 @@ def searched(config: Config, fixed: Mapping[str, int | str], ranks: int) -> Plan
     Raises UserError for a cluster that cannot be priced, and if no layout is possible or fits.
     """
     file, batch = config.cluster.file, config.global_batch_size
-    if fixed.get("schedule") == "v_half" and int(fixed.get("pp", 1)) > MOST_V_HALF:
-        raise UserError(
-            f"pp={fixed['pp']} must be at most {MOST_V_HALF} with schedule=v_half, which is not "
-            f"priced for more ranks; the nearest is pp={MOST_V_HALF}"
-        )
+    check_model(config.model)
+    check_held(config, fixed, ranks)
     if file is not None:
         machine = read(file)
         check_type(machine, file, config.precision.name)
@@ -452,26 +436,46 @@ def searched(config: Config, fixed: Mapping[str, int | str], ranks: int) -> Plan
     return found
 
 
+def check_held(config: Config, fixed: Mapping[str, int | str], ranks: int) -> None:
+    """Raises UserError for typed values that no layout of so many ranks has."""
+    name, layers = fixed.get("schedule", "1f1b"), config.model.num_layers
+    pp = int(fixed.get("pp", 1))
+    if name not in NAMED_SCHEDULES:
+        raise UserError(
+            f"schedule={name} must be one of {', '.join(NAMED_SCHEDULES)} in a plan, which chooses "
+            "among them where none is typed; the nearest is schedule=1f1b"
+        )
+    product, of = 1, "GPUs" if config.cluster.file is None else "ranks"
+    for key in ("tp", "pp", "dp"):
+        value, others = int(fixed.get(key, 1)), product
+        product *= value
+        if ranks % product:
+            near = min((abs(d - value), d) for d in divisors(ranks // others))[1]
+            raise UserError(
+                f"{key}={value} must divide the {ranks} {of} with what else was typed; the nearest "
+                f"is {near}"
+            )
+    if "tp" in fixed:
+        check_tensor_parallel(config)
+    most, why = layers, ", as no stage may be empty"
+    if name == "v_half" and layers > MOST_V_HALF:
+        most, why = MOST_V_HALF, " with schedule=v_half, which is not priced for more ranks"
+    if pp > most:
+        raise UserError(f"pp={pp} must be at most {most}{why}; the nearest is {most}")
+
+
 def card_of(config: Config) -> tuple[str, Device]:
     """Returns the cluster's GPU among those whose constants are known.
 
     Raises UserError if the cluster names none, an unknown one, or one without the type.
     """
-    named = config.cluster.gpu
-    if named is None:
-        raise UserError(
-            f"cluster={config.cluster.name} does not say which GPU it has: cluster.gpu must be one "
-            f"of {', '.join(DEVICES)}; cluster=dgx_h100 has H100s"
-        )
-    words = named.lower().replace("-", " ").split()
-    found = next((word for word in words if word in DEVICES), None)
+    named, type = (config.cluster.gpu or "null").lower(), config.precision.name
+    found = next((w for w in named.replace("-", " ").split() if w in DEVICES), None)
     if found is None:
-        near = nearest(named.lower(), DEVICES) or "h100"
         raise UserError(
-            f"cluster.gpu={show(named)} must be one of {', '.join(DEVICES)}, whose speed is known; "
-            f"the nearest is {near}"
+            f"cluster.gpu={show(config.cluster.gpu)} must be one of {', '.join(DEVICES)}, whose "
+            f"speed is known; the nearest is {nearest(named, DEVICES) or 'h100'}"
         )
-    type = config.precision.name
     known = [t for t in TYPES if t in DEVICES[found].peak]
     if type not in known:
         raise UserError(
@@ -502,24 +506,6 @@ def sizes_of(config: Config) -> dict[str, float]:
         "link_rate": cluster.nvlink_gb_per_s * 1e9, "fabric_rate": cluster.rail_gb_per_s * 1e9,
         "speed": SPEEDS.index(speed), "fabric": NETWORKS.index(fabric),
     }  # fmt: skip
-
-
-def check_divides(fixed: Mapping[str, int | str], count: int, of: str) -> None:
-    """Raises UserError if the given tp, pp or dp do not divide `count`."""
-    product = 1
-    for name in ("tp", "pp", "dp"):
-        value = int(fixed.get(name, 1))
-        product *= value
-        if count % product:
-
-            def divides(v: int, others: int = product // value) -> bool:
-                return count % (others * v) == 0
-
-            near = closest(value, divides, count)
-            raise UserError(
-                f"{name}={value} must divide the {count} {of} with what else was "
-                f"typed; the nearest is {near}"
-            )
 
 
 def no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
