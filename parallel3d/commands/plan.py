@@ -310,7 +310,7 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
 
 def _memory(made: Config, used: float, memory: float) -> str:
     """Returns the peak memory of each rank of the pipeline; `used`: GB of the fullest one."""
-    stages = [vars(peak_memory(made, index)).copy() for index in range(made.pp)]
+    stages = [peak_memory(made, index)._asdict() for index in range(made.pp)]
     phases = [stage.pop("phase") for stage in stages]
     reserve = 1e9 * used - max(sum(stage.values()) for stage in stages)
     rows = []
