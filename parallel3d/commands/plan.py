@@ -1,7 +1,6 @@
 """`parallel3d plan`: the ten best layouts of a model on a cluster, in a table and an HTML page.
 
-Typed keys are fixed (tp, pp, vpp, dp, micro_batch_size, schedule, recompute, zero), the others
-searched. No torch.
+Typed keys of a layout (LAYOUT) are fixed, the others searched. No torch.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from html import escape
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from parallel3d.config.checks.model import check_model, check_tensor_parallel
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import spelled
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.analytic_memory import least_memory, memories, peak_memory
 from parallel3d.estimate.balance import StageWeights
@@ -37,6 +35,7 @@ from parallel3d.estimate.search import (
     GIB,
     MOST_STAGES,
     MOST_V_HALF,
+    Fixed,
     LayoutChoice,
     Priced,
     best,
@@ -181,11 +180,12 @@ class Plan:
 def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
     """Returns a layout as it is typed, without what is the default."""
     keys = ["tp", "pp", "dp", "micro_batch_size"] + ["schedule"] * (choice.pp > 1)
-    keys += [key for key, usual in USUAL.items() if getattr(choice, key) != usual]
+    usual = Config()
+    more = [key for key in LAYOUT if key not in keys and key != "schedule"]
+    keys += [key for key in more if getattr(choice, key) != getattr(usual, key)]
     return " ".join([f"{key}={getattr(choice, key)}" for key in keys] + ["sp=true"] * sp)
 
 
-USUAL = {"vpp": 1, "zero": 0, "recompute": "none"}
 MADE_BY = "parallel3d plan"
 MARK = f"data-by='{MADE_BY}'"
 SHARES = (1 / 3, 0.4, 0.8 / 3)  # forward, input and weight gradient (schedule.costs)
@@ -395,15 +395,16 @@ def plan(config: Config, typed: Sequence[str]) -> int:
     return 0
 
 
-def held(config: Config, keys: set[str]) -> dict[str, int | str]:
+def held(config: Config, keys: set[str]) -> dict[str, Any]:
     """Returns the user's choices by the names of `LayoutChoice`."""
-    words = {"recompute": spelled(config.recompute), "schedule": config.schedule.name}
     typed = keys | ({"schedule"} if "schedule.name" in keys else set())
-    found = {name: words.get(name) or getattr(config, name) for name in LAYOUT if name in typed}
+    found = {name: getattr(config, name) for name in LAYOUT if name in typed}
+    if "schedule" in found:
+        found["schedule"] = config.schedule.name
     return {name: value for name, value in found.items() if value is not None}
 
 
-def searched(config: Config, fixed: Mapping[str, int | str], ranks: int) -> Plan:
+def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
     """Returns every layout of `ranks`, priced by the cluster's datasheet or its measured file.
 
     Raises UserError for a cluster that cannot be priced, and if no layout is possible or fits.
@@ -436,7 +437,7 @@ def searched(config: Config, fixed: Mapping[str, int | str], ranks: int) -> Plan
     return found
 
 
-def check_held(config: Config, fixed: Mapping[str, int | str], ranks: int) -> None:
+def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
     """Raises UserError for typed values that no layout of so many ranks has."""
     name, layers = fixed.get("schedule", "1f1b"), config.model.num_layers
     pp = int(fixed.get("pp", 1))
@@ -508,7 +509,7 @@ def sizes_of(config: Config) -> dict[str, float]:
     }  # fmt: skip
 
 
-def no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
+def no_layout(config: Config, gpus: int, fixed: Fixed) -> str:
     """Returns the error message for a batch, or a node count, that no layout divides."""
     batch = config.global_batch_size
     model = int(fixed.get("tp", 1)) * int(fixed.get("pp", 1))
@@ -522,7 +523,7 @@ def no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
     )
 
 
-def fits_nowhere(found: Plan, fixed: Mapping[str, int | str]) -> str:
+def fits_nowhere(found: Plan, fixed: Fixed) -> str:
     """Returns the error message for a model that fits no layout: by how much, and what would."""
     config, memory = found.config, float(found.sizes["memory_bytes"])
     least = int(np.argmin(found.priced.memory))
@@ -545,7 +546,7 @@ def fits_nowhere(found: Plan, fixed: Mapping[str, int | str]) -> str:
 def _nodes_that_fit(
     config: Config,
     sizes: Mapping[str, float],
-    fixed: Mapping[str, int | str],
+    fixed: Fixed,
     nodes: int,
     needed: float,
 ) -> str:

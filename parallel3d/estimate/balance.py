@@ -13,9 +13,8 @@ from itertools import accumulate
 
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import parts_of
 from parallel3d.errors import UserError
-from parallel3d.estimate.ops import layer_flops, recomputing
+from parallel3d.estimate.ops import flops, layer_flops, ops_of_run, recomputing
 from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.costs import RankWork, Weights
 from parallel3d.schedules.orders import StageAssignment
@@ -110,7 +109,7 @@ class StageWeights:
         layer, head: their costs, in one unit. ranks: of the pipeline.
         given: `schedule.layers_per_stage`, which rules out other numbers of stages
             unless `balances` is set: then those are balanced.
-        again: the recomputed part of a layer's forward (0 to 1).
+        again: the repeated part of a layer's forward (0 to 1).
         recompute_layers: by stage (see `recomputing`); all layers where the lengths differ.
     """
 
@@ -125,16 +124,16 @@ class StageWeights:
 
     @classmethod
     def of_run(cls, config: Config, balances: bool = False) -> StageWeights:
-        model, given = config.model, config.schedule.layers_per_stage
-        layer = layer_flops(model)
+        model, given, ops = config.model, config.schedule.layers_per_stage, ops_of_run(config)
+        again = flops(ops.repeated, model.seq_length) / flops(ops.ops, model.seq_length)
         return cls(
             model.num_layers,
-            layer,
+            layer_flops(model),
             head_cost(model),
             config.pp,
             None if given is None else tuple(given),
             balances,
-            layer_flops(model, parts_of(config.recompute)) / layer,
+            again,
             tuple(config.recompute_layers or ()),
         )
 
@@ -225,9 +224,6 @@ def layers_of_stages(config: Config) -> list[range]:
 
 
 def recompute_forwards(config: Config) -> list[float]:
-    """Returns, by stage, how many times its layers' forward its backward recomputes."""
-    whole = layer_flops(config.model, parts_of(config.recompute)) / layer_flops(config.model)
-    return [
-        whole * recomputing(config.recompute_layers, stage, count) / count
-        for stage, count in enumerate(layers_by_stage(config))
-    ]
+    """Returns, by stage, how many times its layers' forward its backward repeats."""
+    weights = StageWeights.of_run(config)(placement_of(config))
+    return [again / part for part, _, again in weights or ()]

@@ -260,33 +260,28 @@ FEW = 64  # bytes: the smallest message that is measured
 Passes: TypeAlias = NDArray[Any]  # seconds of forward, input gradient and weight gradient
 
 
-def measured_passes(machine: MeasuredMachine, config: Config, piece: str, ratio: float) -> Passes:
-    """Returns a piece's passes, times the ratio of its FLOPs to the measured one's."""
-    at = config.tp, config.micro_batch_size * config.model.seq_length
+def passes(machine: MeasuredMachine, config: Config, piece: str) -> Passes:
+    """Returns the passes of a block, the embedding or the head, without collectives and without
+    recomputation: the measured ones times the ratio of FLOPs."""
+    here, model = machine.model, config.model
+    ratio = model.hidden_size / here.hidden_size
+    if piece == "block":
+        ratio = layer_flops(model) / layer_flops(here)
+    elif piece == "head":
+        ratio *= model.padded_vocab_size / here.padded_vocab_size
+    at = config.tp, config.micro_batch_size * model.seq_length
     return ratio * np.array([machine[f"{piece}.{way}"](*at) for way in WAYS])
 
 
-def block_passes(machine: MeasuredMachine, config: Config) -> Passes:
-    """Returns the passes of a block without collectives and recomputation."""
-    ratio = layer_flops(config.model) / layer_flops(machine.model)
-    return measured_passes(machine, config, "block", ratio)
-
-
-def stage_passes(machine: MeasuredMachine, rank: PipelineRank, stage: Stage) -> Passes:
+def stage_passes(machine: MeasuredMachine, config: Config, stage: Stage) -> Passes:
     """Returns the passes of a stage: its blocks, its ends, and the host's work per action."""
-    config, model = rank.config, rank.config.model
-    block = block_passes(machine, config)
+    block = passes(machine, config, "block")
     again = sum(machine[f"recompute.{part}"](config.tp) for part in parts_of(config.recompute))
-    again *= float(block[0]) * stage.again
-    found = len(stage.layers) * block
-    found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"] + (0.0, again, 0.0)
-    width = model.hidden_size / machine.model.hidden_size
+    found = len(stage.layers) * block + (0.0, stage.again * again * float(block[0]), 0.0)
+    found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"]
     if stage.first:
-        found += measured_passes(machine, config, "embedding", width)
-    if stage.last:
-        columns = model.padded_vocab_size / machine.model.padded_vocab_size
-        found += measured_passes(machine, config, "head", width * columns)
-    return found
+        found += passes(machine, config, "embedding")
+    return found + passes(machine, config, "head") if stage.last else found
 
 
 def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -> float:
@@ -369,7 +364,7 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
         groups.append(seconds)
         for chunk, stage in enumerate(rank.stages):
             number = placement.stage(rank.index, chunk)
-            each[number] = stage_passes(machine, rank, stage)
+            each[number] = stage_passes(machine, rank.config, stage)
             each[number, :2] += seconds["tp"] / (2 * count * placement.chunks)
     reduced = [g["dp"] + g["embedding"] for g in groups]
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]

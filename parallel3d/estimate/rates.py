@@ -49,7 +49,6 @@ GUESSES: dict[str, tuple[float, float]] = {
     "attention.plain": (0.5, 0.5),  # batched matmuls with scores in memory
     "attention.plain_ramp": (100.0, 0.7),
     "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
-    "attention.odd_head": (0.5, 0.5),  # fraction of the rate with heads of no multiple of 8
     "memory.rate": (0.75, 0.2),
     "memory.width": (1.0, 0.4),  # factor on the bytes of element-wise operations
     "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
@@ -191,10 +190,9 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp  # rows of scores
     keys = np.minimum(work.seq, work.window)
     flops = 4.0 * queries * keys * work.head_size
-    odd = np.where(np.mod(work.head_size, 8) != 0, c["attention.odd_head"], 1.0)
     causal = np.where(work.window < work.seq, 1.0, 0.5)
     width = np.where(work.head_size < 96, 0.75, 1.0)  # narrow heads fill half of a tensor core
-    base = c.of("speed", "rate", work.speed) * work.peak_attention * odd
+    base = c.of("speed", "rate", work.speed) * work.peak_attention
     flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
     ramp = 1 + c["attention.plain_ramp"] / work.head_size
     plain = flops / (base * c["attention.plain"]) * ramp

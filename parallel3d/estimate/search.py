@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import PARTS, parts_of
+from parallel3d.config.sections import PARTS, parts_of, spelled
 from parallel3d.estimate.balance import balance_chunks
 from parallel3d.estimate.rates import ENGINES, Constants
 from parallel3d.estimate.step import StepTime, step
@@ -19,6 +20,7 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 
 GIB = 2.0**30
+Fixed: TypeAlias = Mapping[str, Any]  # what the user typed, by names of `LayoutChoice`
 FULL, NONE = "full", "none"
 # By cost: recomputing attention costs more seconds a byte than norms and activation.
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
@@ -76,7 +78,7 @@ def layouts(
     gpus: int,
     node: int,
     batch: int,
-    fixed: Mapping[str, int | str],
+    fixed: Fixed,
     zeros: Sequence[int] = (0, 1, 2, 3),
 ) -> Iterator[LayoutChoice]:
     """Yields the layouts of `gpus` GPUs that fit the sizes and the batch; `fixed` by the user.
@@ -97,7 +99,7 @@ def layouts(
             micro = [b for b in _allowed(fixed, "micro_batch_size", MICRO_BATCHES) if mine % b == 0]
             even = [v for v in CHUNKS if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
             chunks = [v for v in _allowed(fixed, "vpp", even) if v == 1 or 1 < pp <= layers // v]
-            kinds = [str(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
+            kinds = [spelled(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
             stages = [z for z in _allowed(fixed, "zero", zeros) if dp > 1 or z == 0]
             for v, b, kind, zero in product(chunks, micro, kinds, stages or [0]):
                 if v == 1 or mine // b >= pp:
@@ -105,7 +107,7 @@ def layouts(
                         yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero)
 
 
-def schedules(pp: int, vpp: int, zero: int, typed: int | str | None = None) -> list[str]:
+def schedules(pp: int, vpp: int, zero: int, typed: str | None = None) -> list[str]:
     """Returns the schedules for these stages and chunks, or of them the typed one; FSDP2 needs
     whole backwards. GPipe is only an answer if it is typed: 1F1B needs less memory."""
     if pp == 1:
@@ -125,7 +127,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def _allowed(fixed: Mapping[str, int | str], key: str, all: Iterable[int]) -> list[int]:
+def _allowed(fixed: Fixed, key: str, all: Iterable[int]) -> list[int]:
     return [int(fixed[key])] if key in fixed else list(all)
 
 

@@ -44,7 +44,7 @@ class Stage(NamedTuple):
     """One stage of a rank.
 
     Attributes:
-        again: its layers that recompute, the first ones.
+        again: its layers whose forward runs again, the first ones.
         turns: its input is the output of the rank's stage before, as in a V.
     """
 

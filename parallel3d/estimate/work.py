@@ -54,7 +54,7 @@ class StepWork:
     last: Number
     # software
     zero: Number
-    recompute_norm: Number  # parts of `recompute`, without those that others imply
+    recompute_norm: Number  # flags: without parts that others imply
     recompute_activation: Number
     recompute_attention: Number
     recompute_mlp: Number

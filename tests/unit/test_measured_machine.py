@@ -16,10 +16,10 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.ops import layer_flops
 from parallel3d.estimate.profiled_cost import (
     Table,
-    block_passes,
     check_device,
     check_type,
     measured_sizes,
+    passes,
     price_measured,
     read,
     scaled,
@@ -136,7 +136,7 @@ def test_a_model_that_was_not_measured_is_scaled_by_flops_and_said_so(
     made, here = config(model=changes), machine(blocks_alone)
     flops = layer_flops(made.model)
     tokens = made.micro_batch_size * made.model.seq_length
-    assert block_passes(here, made)[0] == pytest.approx(flops * tokens / RATE)
+    assert passes(here, made, "block")[0] == pytest.approx(flops * tokens / RATE)
     said = scaled(here, "here.yaml", made.model)
     assert f"{flops / BLOCK_FLOPS:.3g} times its FLOPs" in said and "\n" not in said
     assert scaled(here, "here.yaml", config(model={"num_layers": 6, "vocab_size": 512}).model) == ""
