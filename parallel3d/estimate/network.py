@@ -34,13 +34,14 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass, Slots
-from parallel3d.topology.layout import Layout
+from parallel3d.topology.layout import DIMENSIONS, Layout
 from parallel3d.topology.tiling import RankMapping
 
 OPERATIONS = (
     *("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter", "scatter", "gather"),
     *("all_to_all", "send_recv", "barrier"),
 )
+GROUPED = {"world": DIMENSIONS, "embedding": ("pp",)}  # groups along other dimensions
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -206,16 +207,16 @@ def members(layout: Layout, dim: str) -> Matrix:
     `dim`: tp, cp, dp, pp, `embedding` (first and last stage) or `world` (loss and gradient norm).
     Raises ValueError for another `dim`.
     """
-    known = {**{d: (d,) for d in ("tp", "cp", "dp", "pp")}, "world": ("tp", "cp", "dp", "pp")}
+    along = (dim,) if dim in DIMENSIONS else GROUPED.get(dim)
+    if along is None:
+        raise ValueError(f"{dim!r} is none of {', '.join((*DIMENSIONS, *GROUPED))}")
     if dim == "embedding":
         ends = members(layout, "pp")[:, [0, -1]]
         return ends if layout.pp > 1 else ends[:, :1]
-    if dim not in known:
-        raise ValueError(f"{dim!r} is none of {', '.join((*known, 'embedding'))}")
     slowest_first = layout.order.split("-")[::-1]
     grid = np.arange(layout.world_size).reshape([layout.size(d) for d in slowest_first])
-    axes = [i for i, d in enumerate(slowest_first) if d in known[dim]]
-    size = math.prod(layout.size(d) for d in known[dim])
+    axes = [i for i, d in enumerate(slowest_first) if d in along]
+    size = math.prod(layout.size(d) for d in along)
     moved = np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size)
     return np.ascontiguousarray(moved)
 

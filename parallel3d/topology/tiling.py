@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,16 +71,30 @@ class Tiling:
         place = self.coordinates(np.arange(layout.world_size))
         return np.sum([place[d] * layout.stride(d) for d in DIMENSIONS], axis=0)
 
+    @property
+    def strides(self) -> list[int]:
+        """How far apart in the grid the neighbours along each digit are."""
+        return list(itertools.accumulate((n for _, n in self.digits), operator.mul, initial=1))[:-1]
+
     def coordinates(self, positions: Slots) -> dict[str, Slots]:
         """Returns the index along each dimension at some places of the grid."""
-        strides = [1, *itertools.accumulate((n for _, n in self.digits), operator.mul)]
         place = {d: np.zeros_like(positions) for d in DIMENSIONS}
-        for (dim, factor), stride in reversed(list(zip(self.digits, strides, strict=False))):
+        for (dim, factor), stride in reversed(list(zip(self.digits, self.strides, strict=True))):
             digit = positions // stride % factor
             if self.snake and dim in SNAKED:
                 digit = np.where(place[dim] % 2, factor - 1 - digit, digit)
             place[dim] = place[dim] * factor + digit
         return place
+
+    def positions(self, place: Mapping[str, Slots]) -> Slots:
+        """Returns the places of the grid at some coordinates: the inverse of `coordinates`."""
+        found, later = np.zeros_like(place[DIMENSIONS[0]]), dict(place)
+        for (dim, factor), stride in zip(self.digits, self.strides, strict=True):
+            later[dim], digit = np.divmod(later[dim], factor)
+            if self.snake and dim in SNAKED:
+                digit = np.where(later[dim] % 2, factor - 1 - digit, digit)
+            found = found + digit * stride
+        return found
 
 
 @dataclass(frozen=True)

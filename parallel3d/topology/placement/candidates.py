@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parallel3d.estimate.network import OPEN_CHAINS, Flows, Paths, Transfer, price_transfer
+from parallel3d.estimate.network import GROUPED, OPEN_CHAINS, Flows, Paths, Transfer, price_transfer
 from parallel3d.topology.cluster.parts import Cluster, Link, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.topology.tiling import SNAKED, Tiling
@@ -25,37 +25,6 @@ SAMPLE = 2048  # GPUs of the sample, and the most of a stretch
 STRETCH = 256  # GPUs of a stretch, rounded up to whole domains, unless units are larger
 
 Coordinates = dict[str, Slots]
-
-
-@dataclass(frozen=True)
-class Digit:
-    """One digit of a tiling: its weights in the dimension's index and in the position."""
-
-    dim: str
-    factor: int
-    weight: int  # of the dimension's index
-    stride: int  # in positions
-    snake: bool = False
-
-    def of(self, index: Slots) -> Slots:
-        """Returns this digit of the position for an index of the dimension."""
-        digit = index // self.weight % self.factor
-        if not self.snake:
-            return digit
-        turn = index // (self.weight * self.factor) % 2
-        return np.where(turn, self.factor - 1 - digit, digit)
-
-
-def digits_of(tiling: Tiling) -> tuple[Digit, ...]:
-    """Returns the tiling's digits with their weights."""
-    found, stride = [], 1
-    weight = dict.fromkeys(DIMENSIONS, 1)
-    for dim, factor in tiling.digits:
-        snake = tiling.snake and dim in SNAKED
-        found.append(Digit(dim, factor, weight[dim], stride, snake))
-        weight[dim] *= factor
-        stride *= factor
-    return tuple(found)
 
 
 @dataclass
@@ -89,12 +58,9 @@ class RankSample:
 
     def seconds(self, tiling: Tiling, transfers: list[Transfer]) -> float:
         """Predicts seconds a step; infinity if a dimension has no path."""
-        digits = digits_of(tiling)
-        cut = digits_of(cut_at(tiling, self.domain))
-        place = tiling.coordinates(self.positions)
-        total = 0.0
+        place, total = tiling.coordinates(self.positions), 0.0
         for dim in dict.fromkeys(t.dim for t in transfers):
-            paths = self._paths(dim, digits, cut, place)
+            paths = self._paths(dim, tiling, place)
             if paths is None:
                 continue
             if paths.flat is None and dim != "world":
@@ -103,59 +69,38 @@ class RankSample:
             total += math.fsum(p.seconds for p in mine)
         return total
 
-    def _paths(
-        self, dim: str, digits: tuple[Digit, ...], cut: tuple[Digit, ...], place: Coordinates
-    ) -> Paths | None:
-        """Returns the wires of `dim`; None for groups of one.
-
-        `cut`: the digits, split at the domain's border. A snake's direction does not change which
-        positions a group has.
-        """
-        dims = {"world": ("tp", "cp", "dp", "pp"), "embedding": ("pp",)}.get(dim, (dim,))
+    def _paths(self, dim: str, tiling: Tiling, place: Coordinates) -> Paths | None:
+        """Returns the wires of `dim`; None for groups of one."""
+        dims = GROUPED.get(dim, (dim,))
         n = math.prod(self.layout.size(d) for d in dims)
         if n == 1:
             return None
-        own = [x for x in digits if x.dim in dims]
-        flat = self._slowest(dim, dims, own, place)
         n = 2 if dim == "embedding" else n
-        own = [x for x in cut if x.dim in dims]
-        inner = math.prod(x.factor for x in own if x.stride * x.factor <= self.domain)
-        whole = any(x.stride * x.factor == self.domain for x in cut)
+        now, goes = _next(dim, dims, place, self.layout)
+        flat = self._slowest(self.positions[goes], tiling.positions({**place, **now})[goes])
+        # A snake's direction does not change which positions a group has.
+        cut = cut_at(tiling, self.domain)
+        digits = [(d, n, stride) for (d, n), stride in zip(cut.digits, cut.strides, strict=True)]
+        inner = math.prod(n for d, n, stride in digits if d in dims and stride * n <= self.domain)
+        whole = any(stride * n == self.domain for _, n, stride in digits)
         if dim in OPEN_CHAINS or inner in (1, n) or not whole:
             return Paths(n, flat)
-        outside = [x for x in own if x.stride >= self.domain]
-        return Paths(n, flat, inner, self._outer(outside))
+        outer = [(n, stride) for d, n, stride in digits if d in dims and stride >= self.domain]
+        return Paths(n, flat, inner, self._slowest(self.positions, self._in_next_domain(outer)))
 
-    def _slowest(
-        self, dim: str, dims: tuple[str, ...], own: list[Digit], place: Coordinates
-    ) -> Link | None:
-        """Returns the slowest sampled flow of the ring (or between stages)."""
-        now, goes = _next(dim, dims, place, self.layout)
-        to = self.positions + _shift(own, place, now)
-        return self._wire(self.positions[goes], to[goes])
+    def _in_next_domain(self, outer: list[tuple[int, int]]) -> Slots:
+        """Returns the positions of the same members in the group's next domains; `outer`: factors
+        and strides of the digits that count the domains."""
+        carry, found = np.ones_like(self.positions), self.positions
+        for factor, stride in outer:
+            digit = self.positions // stride % factor
+            found = found + ((digit + carry) % factor - digit) * stride
+            carry = carry * (digit == factor - 1)
+        return found
 
-    def _outer(self, outside: list[Digit]) -> Link | None:
-        """Returns the slowest sampled flow to the same member of the next domain."""
-        step = np.zeros_like(self.positions)
-        carry = np.ones_like(self.positions)
-        for x in outside:  # add one to the number that the outer digits form
-            digit = self.positions // x.stride % x.factor
-            following = (digit + carry) % x.factor
-            step += (following - digit) * x.stride
-            carry = carry * (digit == x.factor - 1)
-        return self._wire(self.positions, self.positions + step)
-
-    def _wire(self, at: Slots, to: Slots) -> Link | None:
+    def _slowest(self, at: Slots, to: Slots) -> Link | None:
         """Returns the wire of the slowest of these flows."""
         return Flows(self.cluster, self.slots[at], self.slots[to]).slowest(self.leaf_weight)
-
-
-def _shift(own: list[Digit], was: Coordinates, now: Coordinates) -> Slots:
-    """Returns how far the position moves when the coordinates of these digits change."""
-    moved: Slots | int = 0
-    for x in own:
-        moved = moved + (x.of(now[x.dim]) - x.of(was[x.dim])) * x.stride
-    return np.asarray(moved)
 
 
 def _next(
@@ -315,17 +260,13 @@ def inside_splits(layout: Layout, domain: int) -> list[dict[str, int]]:
         found = [
             {**split, dim: factor}
             for split in found
-            for factor in _common_divisors(layout.size(dim), domain // _product(split))
+            for factor in _common_divisors(layout.size(dim), domain // math.prod(split.values()))
         ]
-    return [split for split in found if _product(split) == domain]
+    return [split for split in found if math.prod(split.values()) == domain]
 
 
 def _common_divisors(a: int, b: int) -> list[int]:
     return [f for f in range(1, min(a, b) + 1) if a % f == 0 and b % f == 0]
-
-
-def _product(split: dict[str, int]) -> int:
-    return int(np.prod(list(split.values()), dtype=np.int64))
 
 
 def tilings(layout: Layout, inside: dict[str, int]) -> list[Tiling]:
@@ -347,7 +288,7 @@ def split_at(tiling: Tiling, start: int, boundary: int) -> list[Tiling]:
     for dim, factor in tiling.digits:
         (inner if stride * factor <= start else outer).append((dim, factor))
         stride *= factor
-    if boundary % start or _product_of(inner) != start:
+    if boundary % start or math.prod(n for _, n in inner) != start:
         return []
     found = []
     for i, j in itertools.permutations(range(len(outer)), 2):
@@ -359,10 +300,6 @@ def split_at(tiling: Tiling, start: int, boundary: int) -> list[Tiling]:
                 rest[i], rest[j] = (a, n_a // factor), (b, n_b // other)
                 found.append(merged([*inner, (a, factor), (b, other), *rest]))
     return found
-
-
-def _product_of(digits: list[tuple[str, int]]) -> int:
-    return int(np.prod([n for _, n in digits], dtype=np.int64))
 
 
 def cut_at(tiling: Tiling, boundary: int) -> Tiling:
