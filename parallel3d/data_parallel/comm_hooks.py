@@ -64,7 +64,7 @@ class HierarchicalAllReduce:
 
     A flat ring over several domains sends all gradients through a NIC. Here only 1/g of them leaves
     a domain of g members, between members of equal index, which are on one rail
-    (`costs.hierarchical_all_reduce`).
+    (`estimate.network.two_level_time`).
     """
 
     inner: Group

@@ -20,7 +20,7 @@ import numpy as np
 
 import parallel3d
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.fields import check_fields, show
+from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops
@@ -31,7 +31,7 @@ from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
 from parallel3d.topology.layout import DIMENSIONS, Layout
 from parallel3d.topology.links import DimLinks, Loads, classify, loads_of, routes
-from parallel3d.topology.placement.placed_ranks import Process, launch_ranks_by_file
+from parallel3d.topology.placement.placed_ranks import Process, ranks_of_file
 from parallel3d.topology.placement.search import Candidate, place, search, warnings_for
 from parallel3d.topology.svg import cluster_svg
 from parallel3d.topology.text import cluster_line, job_line, write_report
@@ -346,18 +346,12 @@ def _data_parallel(config: Config, cluster: Cluster) -> int:
 
 def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
     """Returns the rank mapping of `rank_file` over the cluster's GPUs by node and local index."""
-    path = Path(config.rank_file or "")  # check_config requires it
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"rank_file={show(str(path))} cannot be read: {reason}.") from None
     everywhere = [
         Process(cluster.node_name(node), local)
         for node, local in zip(cluster.node.tolist(), cluster.local.tolist(), strict=True)
     ][: layout.world_size]
-    slots = np.asarray(launch_ranks_by_file(text, path.name, everywhere))
-    return RankMapping(cluster, layout, slots, f"rank file {path.name}")
+    slots = np.asarray(ranks_of_file(config, everywhere))
+    return RankMapping(cluster, layout, slots, f"rank file {Path(str(config.rank_file)).name}")
 
 
 def picture_of(report: TopologyReport, facts: dict[str, Any]) -> str:

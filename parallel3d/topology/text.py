@@ -1,4 +1,4 @@
-"""Text of `parallel3d topology`, the model and batch that it assumes, and files that it writes."""
+"""Text of `parallel3d topology`."""
 
 from __future__ import annotations
 

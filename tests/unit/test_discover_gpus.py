@@ -11,8 +11,12 @@ import pytest
 
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster.discover import discover
-from parallel3d.topology.cluster.gpus import GpuMatrix, local_cluster, parse_gpu_matrix
+from parallel3d.topology.cluster.discover import (
+    GpuMatrix,
+    discover,
+    local_cluster,
+    parse_gpu_matrix,
+)
 from parallel3d.topology.cluster.parts import Cluster
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "topology"

@@ -1,15 +1,29 @@
-"""Finds the cluster: from the configuration, from Slurm, or from nvidia-smi."""
+"""Finds the cluster: from the configuration, from Slurm, or from nvidia-smi.
+
+`nvidia-smi topo -m` prints a matrix of codes for each pair of GPUs and NICs: NV# for # NVLinks, and
+from near to far PIX (one PCIe bridge), PXB (several), PHB (host bridge), NODE (one NUMA node), SYS
+(another socket).
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster.gpus import local_cluster
-from parallel3d.topology.cluster.parts import Cluster, cluster_from_config
-from parallel3d.topology.cluster.slurm import slurm_cluster
+from parallel3d.topology.cluster.parts import (
+    Cluster,
+    check_domain,
+    check_rails,
+    cluster_from_config,
+    wires,
+)
+from parallel3d.topology.cluster.slurm import Run, shortened, slurm_cluster
 
 PATIENCE_S = 30  # scontrol may wait for a busy controller
 
@@ -17,7 +31,7 @@ PATIENCE_S = 30  # scontrol may wait for a busy controller
 def discover(
     config: ClusterConfig,
     environ: Mapping[str, str],
-    run: Callable[[list[str]], str],
+    run: Run,
     world_size: int | None = None,
     addresses: Mapping[str, tuple[str, str]] | None = None,
 ) -> Cluster:
@@ -64,3 +78,191 @@ def run_command(command: list[str]) -> str:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[0]
         raise UserError(f"`{line}` failed with exit code {done.returncode} and said: {said}.")
     return done.stdout
+
+
+TOPO = "nvidia-smi topo -m"
+NEAR_TO_FAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
+NVLINK = re.compile(r"NV[1-9][0-9]?")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the matrix' header
+
+
+@dataclass(frozen=True)
+class GpuMatrix:
+    """The matrix: codes from each GPU to all GPUs, and to all NICs."""
+
+    gpus: tuple[tuple[str, ...], ...]
+    nics: tuple[tuple[str, ...], ...]
+
+    def select(self, chosen: list[int]) -> GpuMatrix:
+        """Returns the matrix of some of the GPUs, in that order, as CUDA_VISIBLE_DEVICES does."""
+        gpus = tuple(tuple(self.gpus[a][b] for b in chosen) for a in chosen)
+        return GpuMatrix(gpus, tuple(self.nics[a] for a in chosen))
+
+    def domains(self) -> tuple[int, ...]:
+        """Returns each GPU's NVLink domain: GPUs that NVLink connects, directly or indirectly."""
+        island = list(range(len(self.gpus)))
+        for a, codes in enumerate(self.gpus):
+            for b, code in enumerate(codes):
+                if NVLINK.fullmatch(code) and island[a] != island[b]:
+                    kept, gone = sorted((island[a], island[b]))
+                    island = [kept if i == gone else i for i in island]
+        numbers = {first: number for number, first in enumerate(sorted(set(island)))}
+        return tuple(numbers[i] for i in island)
+
+    def rails(self) -> tuple[int, ...] | None:
+        """Returns the rail of each GPU's NIC; None if the matrix cannot decide it.
+
+        GPUs choose in the order of their distance to the nearest NIC; among equally near NICs, the
+        least taken one. The NICs in use are the rails, in their order. A GPU with all NICs on
+        another socket (every GPU of a GB200) has no nearest one.
+        """
+        taken: Counter[int] = Counter()
+        nic_of: dict[int, int] = {}
+        distance = [min(map(_distance, codes), default=len(NEAR_TO_FAR)) for codes in self.nics]
+        for gpu in sorted(range(len(self.gpus)), key=lambda g: (distance[g], g)):
+            if distance[gpu] >= NEAR_TO_FAR.index("SYS"):
+                return None
+            near = [n for n, c in enumerate(self.nics[gpu]) if _distance(c) == distance[gpu]]
+            nic_of[gpu] = min(near, key=lambda nic: (taken[nic], nic))
+            taken[nic_of[gpu]] += 1
+        rail = {nic: number for number, nic in enumerate(sorted(taken))}
+        return tuple(rail[nic_of[gpu]] for gpu in range(len(self.gpus)))
+
+
+def _distance(code: str) -> int:
+    return NEAR_TO_FAR.index(code)
+
+
+def parse_gpu_matrix(text: str) -> GpuMatrix:
+    """Parses `nvidia-smi topo -m`.
+
+    Raises UserError if there is no matrix, if a row is missing, cut off or unreadable, or if the
+    halves of the matrix contradict each other.
+    """
+    lines = [COLOURS.sub("", line).split() for line in text.splitlines()]
+    head = next((number for number, words in enumerate(lines) if words[:1] == ["GPU0"]), None)
+    if head is None:
+        raise UserError(f"{TOPO} printed no matrix of GPUs, but {shortened(text)!r}.")
+    columns = _columns(lines[head])
+    count = sum(name.startswith("GPU") for name in columns)
+    rows = {words[0]: words[1:] for words in lines[head + 1 :] if words and words[0] in columns}
+    gpus, nics = [], []
+    for gpu in range(count):
+        cells = rows.get(f"GPU{gpu}", [])[: len(columns)]
+        if len(cells) < len(columns):
+            raise UserError(
+                f"{TOPO}: the row of GPU{gpu} has {len(cells)} cells, not {len(columns)}: is it "
+                f"cut off?"
+            )
+        _check_cells(gpu, cells, count)
+        gpus.append(tuple(cells[:count]))
+        nics.append(tuple(cells[count:]))
+    for a in range(count):
+        for b in range(a):
+            if gpus[a][b] != gpus[b][a]:
+                raise UserError(
+                    f"{TOPO}: GPU{a} to GPU{b} is {gpus[a][b]}, but back it is {gpus[b][a]}."
+                )
+    return GpuMatrix(tuple(gpus), tuple(nics))
+
+
+def _columns(words: list[str]) -> list[str]:
+    """Returns GPU0…, then the NICs, named `NIC0` or, by older drivers, `mlx5_0`.
+
+    Later columns (`CPU Affinity`…) are left out.
+    """
+    columns = words[: words.index("CPU")] if "CPU" in words else words
+    count = sum(bool(re.fullmatch(r"GPU[0-9]+", name)) for name in columns)
+    if columns[:count] != [f"GPU{gpu}" for gpu in range(count)] or len(set(columns)) < len(columns):
+        raise UserError(f"{TOPO}: the head {shortened(' '.join(words))!r} does not count the GPUs.")
+    return columns
+
+
+def _check_cells(gpu: int, cells: list[str], count: int) -> None:
+    for place, code in enumerate(cells):
+        fits = code in NEAR_TO_FAR or (place < count and NVLINK.fullmatch(code))
+        if place == gpu:
+            fits = code == "X"
+        if not fits:
+            raise UserError(
+                f"{TOPO}: {shortened(code)!r} in the row of GPU{gpu} is not known: it must be "
+                f"{', '.join(NEAR_TO_FAR)}, NV and a number between GPUs, X for itself."
+            )
+
+
+TOPO_COMMAND = ["nvidia-smi", "topo", "-m"]
+
+
+def _visible(environ: Mapping[str, str], count: int) -> list[int]:
+    """Returns the GPUs of CUDA_VISIBLE_DEVICES, or all of them."""
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return list(range(count))
+    words = [word.strip() for word in text.split(",")]
+    good = all(re.fullmatch(r"[0-9]{1,4}", word) and int(word) < count for word in words)
+    chosen = [int(word) for word in words] if good else []
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={text!r} must be numbers of the {count} GPUs here, each once, "
+            f"for cluster.source=local; unset it, or choose a preset such as cluster=dgx_h100."
+        )
+    return chosen
+
+
+def local_cluster(
+    config: ClusterConfig, environ: Mapping[str, str], run: Run, world_size: int | None = None
+) -> Cluster:
+    """Returns a cluster of nodes like this one: `config.nodes`, or as many as `world_size` needs.
+
+    Speeds, `unit_nodes` and the spine are the configuration's, and so is a `domain_gpus` of more
+    than a node, which a single node cannot know.
+
+    Raises UserError if nvidia-smi fails or is unreadable, or if the sizes do not fit.
+    """
+    matrix = parse_gpu_matrix(run(TOPO_COMMAND))
+    matrix = matrix.select(_visible(environ, len(matrix.gpus)))
+    name, count = environ.get("SLURMD_NODENAME"), len(matrix.gpus)
+    nodes = config.nodes or -(-(world_size or 1) // count)
+    if world_size is not None and nodes * count < world_size:
+        raise UserError(
+            f"cluster.nodes={nodes} of {count} GPUs each, as nvidia-smi counts them, are too few "
+            f"for {world_size} ranks; the nearest is cluster.nodes={-(-world_size // count)}."
+        )
+    domain = _own_domains(matrix)
+    if config.domain_gpus is not None and config.domain_gpus > count:
+        check_domain(config.domain_gpus, count)
+        domain = {"domain_gpus": config.domain_gpus}
+    return Cluster(
+        nodes=nodes,
+        gpus_per_node=count,
+        unit_nodes=config.unit_nodes,
+        node_names=(name,) if nodes == 1 and name else (),
+        origin="nodes from nvidia-smi, the rest from the configuration",
+        **domain,
+        **_rails(config, matrix),
+        **wires(config),
+    )
+
+
+def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
+    """Returns `domain_gpus` of a single node, and `local_domain` if its domains are uneven."""
+    islands = matrix.domains()
+    size = islands.count(0)
+    if islands == tuple(gpu // size for gpu in range(len(islands))) and len(islands) % size == 0:
+        return {"domain_gpus": size}
+    return {"domain_gpus": len(islands), "local_domain": islands}
+
+
+def _rails(config: ClusterConfig, matrix: GpuMatrix) -> dict[str, Any]:
+    """Returns `rails` and `local_rail`: as configured, else nearest NICs, else one a GPU."""
+    count = len(matrix.gpus)
+    if config.rails is not None:
+        check_rails(config.rails, count)
+        return {"rails": config.rails}
+    nearest = matrix.rails()
+    if nearest is None:
+        return {"rails": count}
+    rails = max(nearest) + 1
+    if nearest == tuple(gpu % rails for gpu in range(count)):
+        return {"rails": rails}
+    return {"rails": rails, "local_rail": nearest}

@@ -2,8 +2,8 @@
 
 A candidate is a tiling over a base (the GPU at each position). A tiling repeats itself over the
 cluster, so a few stretches of whole domains or units show which wires each dimension uses and how
-many flows each leaf switch has. The model is that of `price`, except that only outgoing flows of
-NICs and leaves count. The search prices its winners in full.
+many flows each leaf switch has. The model is that of `network.price_step`, except that only
+outgoing flows of NICs and leaves count. The search prices its winners in full.
 """
 
 from __future__ import annotations

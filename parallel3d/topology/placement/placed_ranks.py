@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.balance import layout_with_loops
@@ -73,6 +74,17 @@ def parse_rank_file(text: str, name: str) -> list[Entry]:
             )
         entries.append(Entry(int(match[1]), match[2], int(match[3]), where))
     return entries
+
+
+def ranks_of_file(config: Config, processes: Sequence[Process]) -> list[int]:
+    """Returns `launch_ranks_by_file` of `rank_file`, which is checked to be given."""
+    path = Path(config.rank_file or "")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"rank_file={show(str(path))} cannot be read: {reason}.") from None
+    return launch_ranks_by_file(text, path.name, processes)
 
 
 def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> list[int]:
@@ -215,7 +227,7 @@ def place_processes(
     layout = layout_of(config)
     chosen = list(range(len(processes)))
     if config.placement == FILE:
-        chosen = _from_file(Path(config.rank_file or ""), processes)  # checked: there is one
+        chosen = ranks_of_file(config, processes)
     if cluster is None:
         return PlacedRanks(tuple(processes), tuple(chosen), layout, config.placement)
     layout = layout_with_loops(config)
@@ -232,15 +244,6 @@ def place_processes(
     return PlacedRanks(
         tuple(processes), launch_ranks, layout, placement.how, placement, seconds, note
     )
-
-
-def _from_file(rank_file: Path, processes: Sequence[Process]) -> list[int]:
-    try:
-        text = rank_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"rank_file={rank_file} cannot be read: {reason}") from None
-    return launch_ranks_by_file(text, rank_file.name, processes)
 
 
 def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) -> RankMapping:
