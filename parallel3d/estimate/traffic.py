@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
     """One stage of a rank.
 
     Attributes:
-        again: its layers whose forward runs again, the first ones.
+        again: its layers, the first ones, whose backward repeats a part of the forward.
         turns: its input is the output of the rank's stage before, as in a V.
     """
 
@@ -55,40 +55,57 @@ class Stage(NamedTuple):
     turns: bool
 
 
-@dataclass(frozen=True)
 class PipelineRank:
-    """One rank of a pipeline with all of its stages.
+    """One rank of a pipeline with all of its stages, and the sizes that follow.
 
-    Attributes:
+    Args:
         config: its tp, pp and dp are `layout`'s.
         index: along pp.
         stages: by chunk.
         data_rank: index along dp, which decides its shards under zero=1.
     """
 
-    config: Config
-    layout: Layout
-    index: int
-    placement: StageAssignment
-    stages: tuple[Stage, ...]
-    layer: LayerOps
-    data_rank: int = 0
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        index: int,
+        placement: StageAssignment,
+        stages: Sequence[Stage],
+        layer: LayerOps,
+        data_rank: int = 0,
+    ) -> None:
+        self.config, self.layout, self.index, self.placement = config, layout, index, placement
+        self.stages, self.layer, self.data_rank = stages, layer, data_rank
+        model, tp, dp = config.model, layout.tp, layout.dp
+        self.layer_count = sum(len(stage.layers) for stage in stages)
+        self.recomputed_layers = sum(stage.again for stage in stages)
+        self.first = any(stage.first for stage in stages)
+        self.last = any(stage.last for stage in stages)
+        self.sp = config.sp and tp > 1
+        self.on_accelerator = config.device != "cpu"  # device=auto is planned for GPUs
+        self.sends_slices = sends_slices(config, self.on_accelerator)
+        self.fully_sharded = config.zero > 1 and dp > 1  # by FSDP2
+        self.shards = dp if config.zero else 1  # ranks that divide the optimizer's state
+        # Bytes of an element of activations, and of accumulated gradients: fp32 or better.
+        self.item = ACTIVATION_BYTES[config.precision.name]
+        self.grad_item = max(4, self.item)
+        # Of a micro-batch: tokens, bytes of all hidden states (b, s, h), and of the residual stream
+        # on this rank; whether collectives need contiguous copies.
+        self.tokens = config.micro_batch_size * model.seq_length
+        self.hidden = self.tokens * model.hidden_size * self.item
+        self.stream = self.hidden / (tp if self.sp else 1)
+        self.copies = self.sp and config.micro_batch_size > 1
+        # Columns of the logits that this rank computes the loss of.
+        self.columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
 
     @property
-    def layer_count(self) -> int:
-        return sum(len(stage.layers) for stage in self.stages)
-
-    @property
-    def recomputed_layers(self) -> int:
-        return sum(stage.again for stage in self.stages)
-
-    @property
-    def first(self) -> bool:
-        return any(stage.first for stage in self.stages)
-
-    @property
-    def last(self) -> bool:
-        return any(stage.last for stage in self.stages)
+    def loss_chunks(self) -> dict[int, int]:
+        """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
+        return loss_chunk_counts(
+            self.tokens, self.columns, self.config.loss.chunk_tokens, item=self.item,
+            on_accelerator=self.on_accelerator,
+        )  # fmt: skip
 
     @property
     def is_tied_to_another(self) -> bool:
@@ -99,72 +116,6 @@ class PipelineRank:
         """Counts its stages whose next (+1) or previous (-1) stage is on another rank."""
         around = (self.placement.neighbour(self.index, c, offset) for c in range(len(self.stages)))
         return sum(place is not None and place[0] != self.index for place in around)
-
-    @property
-    def sp(self) -> bool:
-        return self.config.sp and self.layout.tp > 1
-
-    @property
-    def on_accelerator(self) -> bool:
-        return self.config.device != "cpu"  # device=auto is planned for GPUs
-
-    @property
-    def sends_slices(self) -> bool:
-        return sends_slices(self.config, self.on_accelerator)
-
-    @property
-    def fully_sharded(self) -> bool:
-        """Whether FSDP2 shards the parameters: zero 2 and 3."""
-        return self.config.zero > 1 and self.layout.dp > 1
-
-    @property
-    def shards(self) -> int:
-        """Ranks that divide the optimizer's state."""
-        return self.layout.dp if self.config.zero else 1
-
-    @property
-    def item(self) -> int:
-        """Bytes of an element of the activations."""
-        return ACTIVATION_BYTES[self.config.precision.name]
-
-    @property
-    def grad_item(self) -> int:
-        """Bytes of an element of the accumulated gradients: fp32 or better."""
-        return max(4, self.item)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.config.micro_batch_size * self.config.model.seq_length
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of a micro-batch's full hidden states (b, s, h)."""
-        return self.tokens * self.config.model.hidden_size * self.item
-
-    @property
-    def stream(self) -> float:
-        """Bytes of a micro-batch's residual stream on this rank."""
-        return self.hidden / (self.layout.tp if self.sp else 1)
-
-    @property
-    def copies(self) -> bool:
-        """Whether collectives need contiguous copies: sp with several sequences."""
-        return self.sp and self.config.micro_batch_size > 1
-
-    @property
-    def columns(self) -> int:
-        """Columns of the logits that it computes the loss of."""
-        model = self.config.model
-        return model.padded_vocab_size // (self.layout.tp if model.parallel_output else 1)
-
-    @property
-    def loss_chunks(self) -> dict[int, int]:
-        """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
-        return loss_chunk_counts(
-            self.tokens, self.columns, self.config.loss.chunk_tokens, item=self.item,
-            on_accelerator=self.on_accelerator,
-        )  # fmt: skip
 
     def _held(self, stage: Stage, layers: range) -> list[LocalParameter]:
         model, tp, ends = self.config.model, self.layout.tp, (stage.first, stage.last)
