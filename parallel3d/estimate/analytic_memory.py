@@ -309,7 +309,7 @@ class LayerBytes(NamedTuple):
     """Bytes of one layer and micro-batch.
 
     Attributes:
-        kept: from its forward to its backward; plain: of a layer that keeps all.
+        kept: from its forward to its backward; plain: of a layer that repeats nothing.
         deferred: of deferred weight gradients, from I to W (`parameters/gradients.py`).
         forward, backward, halved: temporary, at the peak of the stage's last layer: in the forward,
             in a whole backward, and in I.

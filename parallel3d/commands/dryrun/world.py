@@ -25,10 +25,9 @@ from parallel3d.commands.dryrun.counting import (
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
+from parallel3d.estimate.analytic_memory import moments
 from parallel3d.estimate.balance import run_schedule
 from parallel3d.estimate.network import two_levels
-from parallel3d.schedules.actions import Kind
-from parallel3d.schedules.walk import walk
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.nccl import BACKEND
@@ -156,17 +155,15 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
 def _fewest(config: Config, index: int) -> int:
     """Returns the fewest micro-batches that keep as many activations on rank `index` as all, with
     as many weight gradients deferred."""
-    count = config.num_microbatches
-    if config.schedule.name in ("gpipe", "auto", "file"):
+    count, name = config.num_microbatches, config.schedule.name
+    if name in ("gpipe", "auto", "file"):
         return count  # memory grows with each, or the orders depend on their number
 
-    def most(microbatches: int) -> tuple[int, int]:
-        made = run_schedule(config, microbatches)
-        found = deferred = 0
-        for step in made.orders[index]:
-            deferred += (step.kind == Kind.I) - (step.kind == Kind.W)
-            found = max(found, deferred)
-        return walk(made.orders, made.placement).peaks[index], found
+    def most(microbatches: int) -> tuple[float, float]:
+        seen = moments(name, config.pp, config.vpp, microbatches, index)
+        deferred = seen.deferred.sum(axis=1)
+        held = seen.live.sum(axis=1) + deferred + (seen.kind == 0)
+        return held.max(), deferred.max()
 
     all_of = most(count)
     return next((few for few in range(config.pp + MORE, count) if most(few) == all_of), count)
