@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.comm.group import GroupLike, group_of
+from parallel3d.comm.group import GroupLike
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
 from parallel3d.parameters.sharding import (
@@ -17,13 +17,7 @@ from parallel3d.parameters.sharding import (
     ShardSpec,
     state_of,
 )
-from parallel3d.tensor_parallel.layers import (
-    ShardedModule,
-    check_divides,
-    check_sequence,
-    drawing,
-    without_values,
-)
+from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
     reduce_from_tensor_parallel,
@@ -144,16 +138,16 @@ class VocabParallelEmbedding(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.group, self.replicated, self.uses, self.name = group_of(group), replicated, uses, name
-        self.num_embeddings, self.embedding_dim, self.std = num_embeddings, embedding_dim, std
+        super().__init__(group, name, std)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.replicated, self.uses = replicated, uses
         self.padded = num_embeddings if padded is None else padded
         key = "num_embeddings" if padded is None else "padded"
         ranks = 1 if replicated else self.group.size
-        check_divides("VocabParallelEmbedding", key, self.padded, ranks)
+        self.check_divides(key, self.padded, ranks)
         self.sp = sequence_parallel and self.group.size > 1
         self.sums_table = sum_partial_gradients and replicated and self.sp
-        init = init or drawing("VocabParallelEmbedding", seed, name, device, dtype)
+        init = init or self.initializer(seed, device, dtype)
         self.register_shards(
             init or nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype)
         )
@@ -186,8 +180,8 @@ class VocabParallelEmbedding(ShardedModule):
                     f"an embedding without {key}"
                 )
         rows, width = embedding.weight.shape
-        kind = without_values(embedding.weight)
-        return cls(rows, width, group, **kind)._take_shards_of(embedding)
+        layer = cls(rows, width, group, device="meta", dtype=embedding.weight.dtype)
+        return layer.take_shards_of(embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.dim() == 0:
@@ -198,7 +192,7 @@ class VocabParallelEmbedding(ShardedModule):
                 bad = int(low if low < 0 else high)
                 raise IndexError(f"id {bad} must be in 0 … {self.num_embeddings - 1}")
         if self.sp:
-            check_sequence("VocabParallelEmbedding", ids, 2, self.group.size)
+            self.check_sequence(ids, 2, self.group.size)
         if self.replicated:
             table: Tensor = self.weight
             if self.sums_table:

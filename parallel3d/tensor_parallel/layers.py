@@ -43,8 +43,48 @@ class ShardedModule(nn.Module):
     A parameter that holds several matrices (q, k and v) has them one below the other there.
     """
 
-    group: Group
     gathers_state = True  # see `sharded_state_dict`
+
+    def __init__(self, group: GroupLike, name: str, std: float) -> None:
+        super().__init__()
+        self.group, self.name, self.std = group_of(group), name, std
+
+    def check_divides(self, key: str, value: int, ranks: int) -> None:
+        """Raises UserError unless `value` is a multiple of the number of ranks that share it."""
+        if not isinstance(value, int) or value < 1 or value % ranks:
+            near = max(ranks, round(value / ranks) * ranks)
+            raise UserError(
+                f"{type(self).__name__}({key}={value}) must be a multiple of the {ranks} ranks "
+                f"that it is split over; the nearest is {key}={near}"
+            )
+
+    def check_sequence(self, x: Tensor, dims: int, parts: int) -> None:
+        """Raises UserError unless an input under sequence parallelism is (batch, sequence, …)."""
+        if x.dim() != dims or x.shape[1] % parts:
+            raise UserError(
+                f"{type(self).__name__} got an input of shape {tuple(x.shape)}, but with "
+                f"sequence_parallel=True it must have {dims} dimensions, of which the second is "
+                f"the sequence, a multiple of {parts}; pad the sequence, or give "
+                "sequence_parallel=False instead"
+            )
+
+    def initializer(
+        self, seed: int | None, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> Initializer | None:
+        """Returns what draws weights by (seed, name), None without a seed.
+
+        Raises:
+            UserError: there is a seed, but no name.
+        """
+        if seed is None:
+            return None
+        if not self.name:
+            raise UserError(
+                f"{type(self).__name__}(seed={seed}) must have a name as well, by which its "
+                "weights are told from those of other layers; give name='mlp.up' or the like"
+            )
+        place = torch.get_default_device() if device is None else torch.device(device)
+        return Initializer(seed, dtype or torch.get_default_dtype(), place)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Does what every module does; FSDP2 goes past `register_parameter` where none is here."""
@@ -87,7 +127,7 @@ class ShardedModule(nn.Module):
                 local = nn.Parameter(_local(spec, full.detach()), full.requires_grad)
                 self.register_parameter(key, local)
 
-    def _take_shards_of(self, whole: nn.Module) -> Self:
+    def take_shards_of(self, whole: nn.Module) -> Self:
         """Takes this rank's shards of the parameters of `whole`, on its device; not collective."""
         self.register_shards(whole)
         return self.train(whole.training)
@@ -161,56 +201,16 @@ def _local(spec: ParameterSpec, full: Tensor) -> Tensor:
     return local
 
 
-def check_divides(layer: str, key: str, value: int, ranks: int) -> None:
-    """Raises UserError unless `value` is a multiple of the number of ranks that share it."""
-    if not isinstance(value, int) or value < 1 or value % ranks:
-        near = max(ranks, round(value / ranks) * ranks)
-        raise UserError(
-            f"{layer}({key}={value}) must be a multiple of the {ranks} ranks that it is split "
-            f"over; the nearest is {key}={near}"
-        )
-
-
-def check_sequence(layer: str, x: Tensor, dims: int, parts: int) -> None:
-    """Raises UserError unless an input under sequence parallelism is (batch, sequence, …)."""
-    if x.dim() != dims or x.shape[1] % parts:
-        raise UserError(
-            f"{layer} got an input of shape {tuple(x.shape)}, but with sequence_parallel=True it "
-            f"must have {dims} dimensions, of which the second is the sequence, a multiple of "
-            f"{parts}; pad the sequence, or give sequence_parallel=False instead"
-        )
-
-
-def drawing(
-    layer: str,
-    seed: int | None,
-    name: str,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> Initializer | None:
-    """Returns what draws a layer's weights by (seed, name), None without a seed.
-
-    Raises:
-        UserError: there is a seed, but no name.
-    """
-    if seed is None:
-        return None
-    if not name:
-        raise UserError(
-            f"{layer}(seed={seed}) must have a name as well, by which its weights are told from "
-            "those of other layers; give name='mlp.up' or the like"
-        )
-    place = torch.get_default_device() if device is None else torch.device(device)
-    return Initializer(seed, dtype or torch.get_default_dtype(), place)
-
-
-def without_values(weight: Tensor) -> dict[str, Any]:
-    """Returns constructor arguments for a layer without memory or random numbers."""
-    return {"device": "meta", "dtype": weight.dtype}
-
-
-def _shape_of(linear: nn.Linear, group: GroupLike) -> tuple[int, int, GroupLike, bool]:
-    return linear.in_features, linear.out_features, group, linear.bias is not None
+def _like(linear: nn.Linear, group: GroupLike) -> dict[str, Any]:
+    """Returns arguments for a layer of the same shape, without memory or random numbers."""
+    return {
+        "in_features": linear.in_features,
+        "out_features": linear.out_features,
+        "group": group,
+        "bias": linear.bias is not None,
+        "device": "meta",
+        "dtype": linear.weight.dtype,
+    }
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -285,15 +285,15 @@ class ColumnParallelLinear(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.group, self.has_bias, self.name, self.std = group_of(group), bias, name, std
+        super().__init__(group, name, std)
+        self.has_bias = bias
         matrices = out_features if isinstance(out_features, Mapping) else {"": out_features}
         self.matrices: dict[str, int] = dict(matrices)
         self.sizes: list[int] = []
         for matrix, rows in self.matrices.items():
             key = f"out_features[{matrix}]" if matrix else "out_features"
             ranks = self.group.size // tp_replicas.get(matrix, 1)
-            check_divides("ColumnParallelLinear", key, rows, ranks)
+            self.check_divides(key, rows, ranks)
             self.sizes.append(rows // ranks)
         if gather_output and len(self.matrices) > 1:
             raise UserError(
@@ -306,7 +306,7 @@ class ColumnParallelLinear(ShardedModule):
         self.tp_replicas = dict(tp_replicas)
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.handle: Tensor | None = None  # in compiled code: see `linear_ops.register`
-        init = init or drawing("ColumnParallelLinear", seed, name, device, dtype)
+        init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, self.out_features, bias, device, dtype))
 
     def specs(self, index: int) -> dict[str, ParameterSpec | None]:
@@ -333,14 +333,13 @@ class ColumnParallelLinear(ShardedModule):
         cls, linear: nn.Linear, group: GroupLike = None, *, gather_output: bool = False
     ) -> Self:
         """Returns this rank's shard of a layer that is equal on all ranks."""
-        shape, kind = _shape_of(linear, group), without_values(linear.weight)
-        return cls(*shape, gather_output=gather_output, **kind)._take_shards_of(linear)
+        return cls(**_like(linear, group), gather_output=gather_output).take_shards_of(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
         if self.sp is not None:
-            check_sequence("ColumnParallelLinear", x, 3, self.sp)
+            self.check_sequence(x, 3, self.sp)
         if self.handle is not None and torch.compiler.is_compiling():
             gather = 1 if self.sp is None else self.group.size
             return linear_ops.linear_operator(x, self.handle, self.weight.shape[0], gather, 1)
@@ -405,14 +404,14 @@ class RowParallelLinear(ShardedModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.group, self.has_bias, self.name, self.std = group_of(group), bias, name, std
-        check_divides("RowParallelLinear", "in_features", in_features, self.group.size)
+        super().__init__(group, name, std)
+        self.has_bias = bias
+        self.check_divides("in_features", in_features, self.group.size)
         self.in_features, self.out_features, self.recomputed = in_features, out_features, recomputed
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.sums_bias = sum_partial_gradients and self.sp is not None
         self.handle: Tensor | None = None  # in compiled code: see `linear_ops.register`
-        init = init or drawing("RowParallelLinear", seed, name, device, dtype)
+        init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, out_features, bias, device, dtype))
 
     def specs(self, index: int) -> dict[str, ParameterSpec | None]:
@@ -426,8 +425,7 @@ class RowParallelLinear(ShardedModule):
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: GroupLike = None) -> Self:
         """Returns this rank's shard of a layer that is equal on all ranks."""
-        shape, kind = _shape_of(linear, group), without_values(linear.weight)
-        return cls(*shape, **kind)._take_shards_of(linear)
+        return cls(**_like(linear, group)).take_shards_of(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 1:
@@ -439,7 +437,7 @@ class RowParallelLinear(ShardedModule):
                 "ColumnParallelLinear of the same group makes them"
             )
         if self.sp is not None:
-            check_sequence("RowParallelLinear", x, 3, self.group.size * self.sp)
+            self.check_sequence(x, 3, self.group.size * self.sp)
         if self.handle is not None and torch.compiler.is_compiling():
             split = 1 if self.sp is None else self.group.size
             y = linear_ops.linear_operator(x, self.handle, self.out_features, 1, split)
