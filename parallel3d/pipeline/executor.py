@@ -336,7 +336,7 @@ class Executor:
         if accelerator.is_accelerator(self.device):
             with self.step_timer.within("data"):
                 batches.look_ahead()
-        if torch.is_grad_enabled():
+        if loss_scale is not None:
             self.live[step.microbatch, step.chunk] = xs, ys
         if number == self.last_stage:
             return ys[0].detach().double()
@@ -380,7 +380,7 @@ class Executor:
         """Runs W: computes the deferred weight gradients."""
         queue = self.deferred.pop((step.microbatch, step.chunk))
         with self._computing("backward", step):
-            self._attempt(step, partial(_empty, queue))
+            self._attempt(step, partial(_run_deferred, queue))
 
 
 def _differentiate(ys: Values, grads: Values) -> None:
@@ -388,7 +388,7 @@ def _differentiate(ys: Values, grads: Values) -> None:
         _Start.apply(grads, *ys).backward()
 
 
-def _empty(queue: list[DeferredGradient]) -> None:
+def _run_deferred(queue: list[DeferredGradient]) -> None:
     queue.reverse()
     while queue:  # popped, so that each one's operands are freed after it
         queue.pop()()
