@@ -190,7 +190,8 @@ class Pipeline(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads this rank's modules from a state dict of all."""
-        own = load_own(state_dict, set(self._modules), self.num_modules)
+        others = {str(i) for i in range(self.num_modules)} - set(self._modules)
+        own = {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
         return super().load_state_dict(own, strict, assign)
 
     def _check_agreement(self, arguments: dict[str, Any]) -> None:
@@ -445,11 +446,6 @@ def whole_state_dict(own: Mapping[str, Any], group: Group, device: torch.device)
 
 def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))
-
-
-def load_own(state_dict: Mapping[str, Any], mine: set[str], count: int) -> dict[str, Any]:
-    others = {str(i) for i in range(count)} - mine
-    return {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
 
 
 def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
