@@ -539,6 +539,11 @@ def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Modu
             raise ValueError(
                 f"parameter {name} has no shape yet; run a forward pass before wrapping the module"
             )
+        if hasattr(parameter, "placements"):
+            raise ValueError(
+                f"parameter {name} is a DTensor, as fully_shard makes them, which must not be "
+                "wrapped: fully_shard averages gradients itself; give the module without it"
+            )
     check_optimizers(trained)
     devices = sorted({str(parameter.device) for _, parameter in trained})
     if len(devices) > 1:

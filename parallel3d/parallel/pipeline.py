@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -112,6 +113,11 @@ class Pipeline(nn.Module):
         # Messages of each kind of batch; `numbers`: shapes of the inputs → index.
         self.connections: list[Connection] = []
         self.numbers: dict[str, int] = {}
+        if self.dp.size > 1 and next(fully_sharded(modules), None) is not None:
+            raise UserError(
+                "Pipeline(dp=…) must be without modules under fully_shard, which averages their "
+                "gradients already; give no dp, or modules without fully_shard"
+            )
         self._mark()
         start_equal(self, self.dp)
         self.averager: GradientAverager | None = None  # over dp; from the first step on
@@ -330,6 +336,14 @@ class Pipeline(nn.Module):
 Connection = tuple[list[StageOutputs], SharedMemoryP2P | None]
 
 
+def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yields the parameters of modules under PyTorch's `fully_shard`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import, and here if it is used
+    for part in (part for module in modules for part in module.modules()):
+        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
+            yield from part.parameters()
+
+
 @dataclass
 class ModuleStage:
     """Runs some consecutive modules; `splits`: the schedule defers weight gradients."""
@@ -339,7 +353,11 @@ class ModuleStage:
     splits: bool
 
     def parameters(self) -> list[nn.Parameter]:
-        return [p for module in self.modules for p in module.parameters()]
+        """Returns those whose weight gradients may be deferred."""
+        # FSDP2 reduces in the backward what is there: a later gradient would be lost.
+        sharded = set(fully_sharded(self.modules))
+        own = (p for module in self.modules for p in module.parameters())
+        return [p for p in own if p not in sharded]
 
     def run(self, values: Any) -> Any:
         for module in self.modules:
