@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -128,6 +129,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             batched_grad_copy=(batched_grad_copy, False),
         )
         _check_caps(bucket_cap_mb_list)
+        _warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
         given, device_ids = group_and_devices(device_ids, process_group, device_mesh)
         self.group = group_of(given)
         self.parameters_to_ignore = frozenset(getattr(module, IGNORED, ()))
@@ -431,6 +433,24 @@ def _check_defaults(**given: tuple[object, object]) -> None:
     for name, (value, default) in given.items():
         if value != default:
             raise ValueError(f"{name}={value!r} is not built here; the nearest is {name}={default}")
+
+
+def _warn_of_deprecated(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None, check_reduction: bool
+) -> None:
+    """Warns where PyTorch's class does, of arguments that it is going to lose."""
+    if check_reduction:
+        warnings.warn("check_reduction is deprecated and ignored", FutureWarning, stacklevel=3)
+    if broadcast_buffers is None:
+        return
+    if forward_sync_buffers is None:
+        sentence = (
+            "broadcast_buffers is deprecated; forward_sync_buffers takes its place, but does not "
+            "keep the first synchronisation from sending buffers, as broadcast_buffers=False does"
+        )
+    else:
+        sentence = "broadcast_buffers is deprecated: forward_sync_buffers decides"
+    warnings.warn(sentence, FutureWarning, stacklevel=3)
 
 
 def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:

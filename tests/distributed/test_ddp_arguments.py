@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,28 @@ def test_arguments_are_taken_or_refused_in_a_sentence(pool: Pool) -> None:
         for name in ("a group for devices", "our group for devices"):
             assert said[name].startswith("TypeError: the second argument must be device_ids")
             assert said[name].endswith("give a group as process_group=groups.dp")
+
+
+def warned() -> list[list[str]]:
+    found = []
+    for given in (
+        {},
+        {"forward_sync_buffers": False},
+        {"broadcast_buffers": True},
+        {"broadcast_buffers": False, "forward_sync_buffers": True},
+        {"check_reduction": True},
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            DistributedDataParallel(Net(), **given)
+        assert all(w.category is FutureWarning and w.filename == __file__ for w in caught)
+        found.append([str(w.message).partition(" is ")[0] for w in caught])
+    return found
+
+
+def test_arguments_that_pytorch_gives_up_are_warned_of(pool: Pool) -> None:
+    given = [[], [], ["broadcast_buffers"], ["broadcast_buffers"], ["check_reduction"]]
+    assert pool.run(2, warned) == [given, given]
 
 
 def copied(net: nn.Module) -> nn.Module:
