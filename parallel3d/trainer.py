@@ -43,7 +43,7 @@ from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.p2p import (
     P2PRoute,
-    SharedMemoryP2P,
+    SharedP2P,
     StageOutputs,
     measure_baseline_latency,
 )
@@ -159,7 +159,7 @@ class Trainer:
         route = P2PRoute(groups.pp, schedule.placement, groups.pp_backward)
         if config.launch.shared_memory:
             plans = schedule.plan(), schedule.forwards()
-            channel = SharedMemoryP2P.of_plans(plans, route, message, config.launch.timeout_s)
+            channel = SharedP2P.of_plans(plans, route, message, config.launch.timeout_s)
         latency = measure_baseline_latency(groups, message, channel)
         self.step_timer.baseline_latency = latency
         links = [outputs] * (schedule.placement.stages - 1)

@@ -58,12 +58,16 @@ def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any]
 
 @dataclass
 class SharedMemory:
-    """Semaphores and bytes (`data`, uint8) shared by a group's ranks; see `open_shared_memory`."""
+    """Signals and bytes (`data`, uint8) shared by a group's ranks; see `open_shared_memory`.
+
+    Each kind of signal has a semaphore for every pair of ranks: with one for all peers, two posts
+    of a fast peer would be taken for one post of each of two peers.
+    """
 
     index: int
     size: int
     descriptor: int
-    semaphores: int
+    kinds: int
     length: int
     timeout_s: float
     spin_s: float = SPIN_S
@@ -73,7 +77,7 @@ class SharedMemory:
         memory = mmap.mmap(self.descriptor, self.length)  # lives as long as a tensor in it
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = everything.data_ptr()
-        self.data = everything[_semaphore_area(self.semaphores) :]
+        self.data = everything[_semaphore_area(self.kinds * self.size**2) :]
         self.clock, self.wait_until = _wait_until(self.libc)
 
     def close(self) -> None:
@@ -85,15 +89,18 @@ class SharedMemory:
     def __del__(self) -> None:
         self.close()  # an open file keeps its memory
 
-    def _semaphore(self, number: int) -> ctypes.c_void_p:
+    def _semaphore(self, kind: int, source: int, target: int) -> ctypes.c_void_p:
+        """Returns the semaphore that `source` posts and `target` waits for."""
+        number = (kind * self.size + source) * self.size + target  # [kind][source][target]
         return ctypes.c_void_p(self.address + number * SEMAPHORE_BYTES)
 
-    def post(self, number: int) -> None:
-        self.libc.sem_post(self._semaphore(number))
+    def post(self, peer: int, kind: int = 0) -> None:
+        """Signals member `peer`."""
+        self.libc.sem_post(self._semaphore(kind, self.index, peer))
 
-    def wait(self, number: int, peer: int) -> None:
-        """Takes one from a semaphore of member `peer`. Raises ConnectionError, TimeoutError."""
-        semaphore = self._semaphore(number)
+    def wait(self, peer: int, kind: int = 0) -> None:
+        """Takes one signal of member `peer`. Raises ConnectionError, TimeoutError."""
+        semaphore = self._semaphore(kind, peer, self.index)
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
             if time.perf_counter() - start >= self.spin_s:
@@ -139,16 +146,17 @@ def open_shared_memory(
     handle: dist.ProcessGroup,
     index: int,
     size: int,
-    semaphores: Sequence[int],
     data_bytes: int,
     timeout_s: float,
+    signals: Sequence[int] = (0,),
 ) -> SharedMemory | None:
     """Creates memory shared by the group's ranks; None if they cannot share any; collective.
 
     The first rank creates a file, which the others open through that rank's /proc entry. In a
     container with its own PID namespace they cannot; where host names differ they do not try.
-    `semaphores`: their initial values.
+    `signals`: for each kind of signal, how many are there at the start.
     """
+    semaphores = [initial for initial in signals for _ in range(size**2)]
     length = _semaphore_area(len(semaphores)) + data_bytes
     descriptor = _create(length, semaphores) if index == 0 else -1
     host = socket.gethostname()
@@ -161,7 +169,7 @@ def open_shared_memory(
     attached = all_gather_json(descriptor >= 0, handle, CPU)
     if all(attached):
         spin_s = SPIN_S if dist.get_world_size() <= (os.cpu_count() or 1) else 0.0
-        return SharedMemory(index, size, descriptor, len(semaphores), length, timeout_s, spin_s)
+        return SharedMemory(index, size, descriptor, len(signals), length, timeout_s, spin_s)
     if descriptor >= 0:
         os.close(descriptor)
     return None
@@ -231,9 +239,8 @@ class SharedCollectives:
         cls, handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
     ) -> SharedCollectives | None:
         """Opens the group's shared memory; None where ranks cannot share any; collective."""
-        signals = [0] * (size * size)  # signal i * size + j: from rank i to rank j
         data = size * SLOTS * (SLOT_BYTES + ctypes.sizeof(ctypes.c_int64))
-        memory = open_shared_memory(handle, index, size, signals, data, timeout_s)
+        memory = open_shared_memory(handle, index, size, data, timeout_s)
         return None if memory is None else cls(memory)
 
     def __post_init__(self) -> None:
@@ -246,7 +253,7 @@ class SharedCollectives:
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
 
-    def all_reduce(self, tensor: Tensor) -> SharedMemoryWork:
+    def all_reduce(self, tensor: Tensor) -> SharedWork:
         """Starts the sum over the ranks, in place, in rank order: bit-identical on every rank."""
         slots = self._start(tensor)
 
@@ -258,7 +265,7 @@ class SharedCollectives:
             for slot in slots[2:]:
                 tensor.add_(slot.view_as(tensor))
 
-        return SharedMemoryWork(self, finish)
+        return SharedWork(self, finish)
 
     def all_reduce_in_chunks(self, tensor: Tensor) -> InChunks:
         """Returns the in-place sum of a tensor of any size; several may be in flight."""
@@ -283,16 +290,16 @@ class SharedCollectives:
         """Splits the last dimension such that a chunk of each shard fits into one slot."""
         return tensor.split(CHUNK_BYTES // (tensor.itemsize * shards), dim=-1)
 
-    def all_gather(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
+    def all_gather(self, tensor: Tensor, out: Tensor) -> SharedWork:
         slots = self._start(tensor)
 
         def finish() -> None:
             for part, slot in zip(out.chunk(len(slots)), slots, strict=True):
                 part.copy_(slot.view_as(part))
 
-        return SharedMemoryWork(self, finish)
+        return SharedWork(self, finish)
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
+    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> SharedWork:
         """Starts the sum of (size · n, ...) over the ranks into this rank's `out` (n, ...)."""
         size, index = self.memory.size, self.memory.index
         slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
@@ -302,9 +309,9 @@ class SharedCollectives:
             for slot in slots[2:]:
                 out.add_(slot.view_as(out))
 
-        return SharedMemoryWork(self, finish)
+        return SharedWork(self, finish)
 
-    def all_to_all(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> SharedWork:
         """Starts sending part j of `tensor` to rank j; `out` is in order of senders."""
         size, index = self.memory.size, self.memory.index
         slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
@@ -313,7 +320,7 @@ class SharedCollectives:
             for part, slot in zip(out.chunk(size), slots, strict=True):
                 part.copy_(slot.view_as(part))
 
-        return SharedMemoryWork(self, finish)
+        return SharedWork(self, finish)
 
     def _start(self, tensor: Tensor) -> list[Tensor]:
         """Writes this rank's slot, signals, and returns the flat slots of all ranks in order."""
@@ -329,7 +336,7 @@ class SharedCollectives:
         slots[index].view(tensor.shape).copy_(tensor)
         self.sizes[index * SLOTS + turn] = tensor.nbytes
         for peer in self.peers:
-            self.memory.post(index * size + peer)
+            self.memory.post(peer)
         return slots
 
     @property
@@ -345,7 +352,7 @@ class SharedCollectives:
         turn = (self.operations - 1) % SLOTS
         mine = self.sizes[self.memory.index * SLOTS + turn]
         for peer in self.peers:
-            self.memory.wait(peer * self.memory.size + self.memory.index, peer)
+            self.memory.wait(peer)
             if (theirs := self.sizes[peer * SLOTS + turn]) != mine:
                 raise RuntimeError(
                     f"member {peer} of the group brought {theirs} bytes to a collective, "
@@ -354,7 +361,7 @@ class SharedCollectives:
 
 
 @dataclass
-class SharedMemoryWork:
+class SharedWork:
     """Handle of a shared-memory collective."""
 
     shared: SharedCollectives
@@ -370,7 +377,7 @@ class SharedMemoryWork:
 class InChunks:
     """Handle of collectives that its wait does one after the other."""
 
-    chunks: list[Callable[[], SharedMemoryWork]]
+    chunks: list[Callable[[], SharedWork]]
 
     def wait(self) -> None:
         for start in self.chunks:

@@ -154,7 +154,7 @@ def _aligned(size: int) -> int:
 
 
 LINE = 64  # bytes of a cache line
-# In shared memory a bucket costs two semaphores, so that small ones are worth their overlap.
+# In shared memory a bucket costs two signals, so that small ones are worth their overlap.
 SHARED_CAP_MIB = 1.0
 
 Size = tuple[int, torch.dtype]  # elements of a buffer, and their type
@@ -250,7 +250,7 @@ class _Place(NamedTuple):
     part: slice
 
 
-# Kinds of semaphores.
+# Kinds of signals.
 FULL, SUMMED = 0, 1
 
 
@@ -262,9 +262,9 @@ class SharedTransport:
     it, and reads the other ranks' slices: as many bytes as a ring moves, and no system call unless
     a rank must wait.
 
-    Two semaphores (full, summed) order all accesses. A buffer is filled again only after its total
-    was read here, and every peer had read the buffer before it posted its slice of the total. A
-    total is written again only when all peers have started that buffer again, before which they
+    Two kinds of signals (full, summed) order all accesses. A buffer is filled again only after its
+    total was read here, and every peer had read the buffer before it posted its slice of the total.
+    A total is written again only when all peers have started that buffer again, before which they
     read the total.
 
     With `adds`, two ranks need no total: each adds the other's buffer to its own gradients, which
@@ -308,10 +308,9 @@ class SharedTransport:
         _, end = _starts(_add_flags(sizes, flags))
         count = group.size
         needed = end * (count + 1) + 8 * count * len(sizes)
-        signals = [0] * (2 * count * count)  # see `_semaphore`
         assert group.handle is not None  # may_share: more than one rank
         memory = open_shared_memory(
-            group.handle, group.index, count, signals, needed, timeout_of(group)
+            group.handle, group.index, count, needed, timeout_of(group), signals=(0, 0)
         )
         return None if memory is None else cls(memory, sizes, flags, elsewhere)
 
@@ -362,20 +361,13 @@ class SharedTransport:
                     f"{theirs}, this rank that of its number {self.step}"
                 )
 
-    def _semaphore(self, kind: int, source: int, target: int) -> int:
-        """Returns the number of the semaphore that `source` posts and `target` waits for."""
-        # The semaphores are an array [kind][source][target] of shape (2, size, size), flat in
-        # row-major order. Each pair of ranks has its own: with one semaphore for all peers, two
-        # posts of a fast peer would be taken for one post of each of two peers.
-        return (kind * self.size + source) * self.size + target
-
     def _post(self, kind: int) -> None:
         for peer in self.peers:
-            self.memory.post(self._semaphore(kind, self.index, peer))
+            self.memory.post(peer, kind)
 
     def _wait(self, kind: int) -> None:
         for peer in self.peers:
-            self.memory.wait(self._semaphore(kind, peer, self.index), peer)
+            self.memory.wait(peer, kind)
 
     def close(self) -> None:
         self.memory.close()
@@ -451,12 +443,10 @@ class BufferSync:
         found = self.current()
         if found and device.type == "cpu" and may_share(group):
             assert group.handle is not None  # may_share: more than one rank
-            signals = [0] * (2 * group.size)  # written for, and read by, each rank
             self.memory = open_shared_memory(
                 group.handle,
                 group.index,
                 group.size,
-                signals,
                 packed_bytes(found),
                 timeout_of(group),
             )
@@ -474,13 +464,13 @@ class BufferSync:
             return
         size, index = self.group.size, self.group.index
         if index > 0:
-            self.memory.wait(index, 0)
+            self.memory.wait(0)
             fill(buffers, self.views)
-            self.memory.post(size + index)
+            self.memory.post(0)
             return
         if self.rounds:
             for peer in range(1, size):
-                self.memory.wait(size + peer, peer)
+                self.memory.wait(peer)
         self.rounds += 1
         torch._foreach_copy_(self.views, buffers)
         for peer in range(1, size):

@@ -23,7 +23,7 @@ from parallel3d.parallel.replicated import start_equal
 from parallel3d.parallel.split_backward import SplitBackward
 from parallel3d.parameters.sharding import state_of
 from parallel3d.pipeline.executor import Executor, StageFailure
-from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P, StageOutputs
+from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
 
@@ -300,12 +300,12 @@ class Pipeline(nn.Module):
             links.append(StageOutputs(tuple(map(tuple, shapes)), dtype_of(dtype)))
         return links
 
-    def _channel(self, links: Sequence[StageOutputs]) -> SharedMemoryP2P | None:
+    def _channel(self, links: Sequence[StageOutputs]) -> SharedP2P | None:
         if not links or not self.shared_memory:
             return None
         messages = [link.empty_message(self.device) for link in links]
         largest = max(messages, key=lambda message: message.nbytes)
-        return SharedMemoryP2P.of_plans(self.plans, self.executor.route, largest, self.timeout_s)
+        return SharedP2P.of_plans(self.plans, self.executor.route, largest, self.timeout_s)
 
     def _exchange(self, value: float, trains: bool, last: bool = False) -> list[float]:
         """Returns every rank's number; raises on all ranks, and replicas, if one has failed."""
@@ -333,7 +333,7 @@ class Pipeline(nn.Module):
         raise RuntimeError(f"rank {self.group.ranks[index]}: {sentence}")
 
 
-Connection = tuple[list[StageOutputs], SharedMemoryP2P | None]
+Connection = tuple[list[StageOutputs], SharedP2P | None]
 
 
 def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:

@@ -21,7 +21,7 @@ from parallel3d.parameters.sharding import DeferredGradient, WeightGradients, st
 from parallel3d.pipeline.p2p import (
     P2PRoute,
     PendingTransfer,
-    SharedMemoryP2P,
+    SharedP2P,
     StageOutputs,
     Values,
     as_tuple,
@@ -159,7 +159,7 @@ class Executor:
         route: P2PRoute,
         links: Sequence[StageOutputs],
         device: torch.device,
-        channel: SharedMemoryP2P | None = None,
+        channel: SharedP2P | None = None,
         step_timer: StepTimer | None = None,
         keeps_failures: bool = False,
     ) -> None:

@@ -143,7 +143,7 @@ def is_backward(action: Action) -> bool:
 def post(
     messages: Sequence[tuple[Action, Tensor]],
     route: P2PRoute,
-    channel: SharedMemoryP2P | None = None,
+    channel: SharedP2P | None = None,
 ) -> list[PendingTransfer]:
     """Starts one communication group of a program: its sends and receives together.
 
@@ -201,12 +201,13 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[A
 SLOT_BYTES = 4 << 20  # larger messages go through the backend
 ALIGNMENT = 64  # of a slot: a cache line
 SLOTS = 4  # at least: so many messages a sender may be ahead of its receiver
+FILLED, FREE = 0, 1  # kinds of signals: of a link's slots
 
 Pair = tuple[int, int]
 
 
 @dataclass
-class SharedMemoryP2P:
+class SharedP2P:
     """The links of one pipeline group, on one of its ranks.
 
     Attributes:
@@ -235,7 +236,7 @@ class SharedMemoryP2P:
         placement: StageAssignment | None = None,
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
-    ) -> SharedMemoryP2P | None:
+    ) -> SharedP2P | None:
         """Opens links between the ranks of neighbouring stages; by default a rank has one stage.
 
         None if the ranks cannot share memory; collective over the group.
@@ -245,19 +246,18 @@ class SharedMemoryP2P:
         ranks = [rank for rank, _ in (placement or StageAssignment(group.size)).places]
         pairs = {(a, b) for x, y in pairwise(ranks) if x != y for a, b in ((x, y), (y, x))}
         links = {pair: number for number, pair in enumerate(sorted(pairs))}
-        # Semaphore 2·link counts the filled slots of a link, semaphore 2·link + 1 the free ones.
         memory = open_shared_memory(
             *(group.handle, group.index, group.size),
-            semaphores=[0, slots] * len(links),
             data_bytes=len(links) * slots * slot_bytes,
             timeout_s=timeout_s,
+            signals=(0, slots),
         )
         return None if memory is None else cls(memory, links, slots, slot_bytes)
 
     @classmethod
     def of_plans(
         cls, plans: Sequence[PipelineProgram], route: P2PRoute, message: Tensor, timeout_s: float
-    ) -> SharedMemoryP2P | None:
+    ) -> SharedP2P | None:
         """Opens links with enough slots for these programs, of the size of their largest message.
 
         None also if that does not fit.
@@ -275,9 +275,9 @@ class SharedMemoryP2P:
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Copies `tensor` to member `peer`; it may change as soon as this returns."""
         link = self.links[self.memory.index, peer]
-        self._wait(2 * link + 1, peer)
+        self._wait(peer, FREE)
         self._next_slot(link, self.sent, tensor).copy_(tensor)
-        self.memory.post(2 * link)
+        self.memory.post(peer, FILLED)
         return CompletedWork()
 
     def receive(self, tensor: Tensor, peer: int) -> PendingReceive:
@@ -288,13 +288,13 @@ class SharedMemoryP2P:
 
     def take(self, pending: PendingReceive) -> None:
         """Waits for the next message of a link and copies it out."""
-        self._wait(2 * pending.link, pending.peer)
+        self._wait(pending.peer, FILLED)
         pending.tensor.copy_(self._next_slot(pending.link, self.taken, pending.tensor))
-        self.memory.post(2 * pending.link + 1)
+        self.memory.post(pending.peer, FREE)
 
-    def _wait(self, semaphore: int, peer: int) -> None:
+    def _wait(self, peer: int, kind: int) -> None:
         with self.step_timer.within("idle"):
-            self.memory.wait(semaphore, peer)
+            self.memory.wait(peer, kind)
 
     def _next_slot(self, link: int, count: defaultdict[int, int], like: Tensor) -> Tensor:
         start = (link * self.slots + count[link] % self.slots) * self.slot_bytes
@@ -304,7 +304,7 @@ class SharedMemoryP2P:
 
 @dataclass(eq=False)
 class PendingReceive:
-    channel: SharedMemoryP2P
+    channel: SharedP2P
     tensor: Tensor
     peer: int
     link: int
@@ -323,7 +323,7 @@ LATENCY_TRIES = 5  # the fastest of so many transfers is the baseline latency
 
 
 def measure_baseline_latency(
-    groups: ProcessGroups, message: Tensor, channel: SharedMemoryP2P | None
+    groups: ProcessGroups, message: Tensor, channel: SharedP2P | None
 ) -> dict[str, float]:
     """Measures seconds of a transfer when no rank is late, by group; collective.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel3d.comm import collectives, shared_memory
 from parallel3d.comm import shared_memory as shared_collectives
 from parallel3d.comm.process_groups import Group, ProcessGroups
-from parallel3d.pipeline.p2p import SLOTS, SharedMemoryP2P
+from parallel3d.pipeline.p2p import SLOTS, SharedP2P
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.pace import in_time
@@ -233,7 +233,7 @@ def test_a_clock_that_is_set_moves_no_deadline(pool: Pool) -> None:
 def messages_in_both_directions(size: int) -> list[bool]:
     """Each stage sends its neighbours numbered messages, at most SLOTS ahead, and checks theirs."""
     pp = ProcessGroups.create(Layout(pp=size), "cpu").pp
-    boxes = SharedMemoryP2P.open(pp, 30.0)
+    boxes = SharedP2P.open(pp, 30.0)
     assert boxes is not None
     neighbours = [peer for peer in (pp.index - 1, pp.index + 1) if 0 <= peer < size]
     own, right = random.Random(pp.index), []

@@ -17,7 +17,7 @@ from parallel3d.data.loader import MicroBatch
 from parallel3d.parameters.gradients import deferred_queue
 from parallel3d.parameters.sharding import state_of
 from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
-from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P, StageOutputs
+from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.schedules.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ def run(
     plans = schedule.plan(), schedule.forwards()
     route, boxes = P2PRoute(pp, placement), None
     if shared_memory:
-        boxes = SharedMemoryP2P.of_plans(plans, route, torch.empty(shape), 600.0)
+        boxes = SharedP2P.of_plans(plans, route, torch.empty(shape), 600.0)
     links = [StageOutputs((shape,), torch.float32)] * last
     executor = Executor(stages, route, links, CPU, boxes)
 

@@ -30,7 +30,7 @@ from parallel3d.commands.bench.operations import (
 )
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.estimate.network import bus_factor, collective_time
-from parallel3d.pipeline.p2p import SharedMemoryP2P
+from parallel3d.pipeline.p2p import SharedP2P
 from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import Link, LinkClass, cluster_from_config
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
@@ -151,7 +151,7 @@ def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> 
     for dim in dimensions(groups.layout)[0]:
         group, boxes = getattr(groups, dim), None
         if dim == "pp" and device.type == "cpu" and launch.shared_memory:
-            boxes = SharedMemoryP2P.open(group, launch.timeout_s)
+            boxes = SharedP2P.open(group, launch.timeout_s)
         found[dim] = Site(group, device, boxes, chain=dim == "pp")
     return found
 

@@ -20,7 +20,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.group_options import GLOO_ON
 from parallel3d.device import accelerator
-from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P, post
+from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, post
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 
@@ -159,7 +159,7 @@ class Site:
 
     group: Group
     device: torch.device
-    boxes: SharedMemoryP2P | None = None
+    boxes: SharedP2P | None = None
     chain: bool = False
 
     @property

@@ -50,7 +50,7 @@ from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import ActionTimes, Executor
-from parallel3d.pipeline.p2p import P2PRoute, SharedMemoryP2P, StageOutputs
+from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.run.launch import Worker
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
@@ -388,7 +388,7 @@ def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, T
         groups = ProcessGroups.create(layout, device.type, launch.timeout_s, launch)
         tp, boxes = groups.tp, None
         if device.type == "cpu" and launch.shared_memory:
-            boxes = SharedMemoryP2P.open(tp, launch.timeout_s)
+            boxes = SharedP2P.open(tp, launch.timeout_s)
         ways = [False] if on_gpu else [True, False] if count <= cores() else [True]
         for name, size, shares in product(COLLECTIVES, LARGE_SIZES if on_gpu else SIZES, ways):
             tell(f"{name} over {count} ranks")
