@@ -52,8 +52,8 @@ from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import ActionTimes, Executor
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.run.launch import Worker
-from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import make
 from parallel3d.topology.layout import Layout
 
 Run = Callable[[], object]
@@ -69,7 +69,7 @@ def calibrate(config: Config, worker: Worker) -> int:
     device, began = torch.device(worker.device), time.perf_counter()
     set_matmul_precision(config.precision)
     tell = _teller(worker)
-    numbers = {"rank_gb": _own_memory(device), "memory_gb": _memory(device)}
+    numbers = memory_of(device)
     tables = collectives(config, device, tell) | slowing(config, device, tell)
     if worker.rank == 0:  # the others wait idle
         numbers["peak_tflops"] = peak_tflops(device, compute_dtype(config.precision))
@@ -78,18 +78,12 @@ def calibrate(config: Config, worker: Worker) -> int:
         machine = MeasuredMachine(made, config.model, tables | found, numbers)
         replace_durably(path, machine.text().encode())
         _print_result(path, machine, worker.world_size, time.perf_counter() - began)
-    _wait_for_rank_0(worker)
+    if worker.store is not None:  # rank 0 takes longer than a collective's timeout
+        if worker.rank == 0:
+            worker.store.set(MEASURED_KEY, "")
+        else:
+            worker.store.wait([MEASURED_KEY], datetime.timedelta(days=1))
     return 0
-
-
-def _wait_for_rank_0(worker: Worker) -> None:
-    """Waits at the store, as rank 0 takes longer than a collective's timeout."""
-    if worker.store is None:
-        return
-    if worker.rank == 0:
-        worker.store.set(MEASURED_KEY, "")
-    else:
-        worker.store.wait([MEASURED_KEY], datetime.timedelta(days=1))
 
 
 def provenance(config: Config, device: torch.device) -> CalibrationSource:
@@ -120,23 +114,19 @@ def _teller(worker: Worker) -> Callable[[str], None]:
     return tell
 
 
-def _own_memory(device: torch.device) -> float:
-    """Returns 1e9 bytes of a rank without a model: its own pages, or the GPU's context."""
+def memory_of(device: torch.device) -> dict[str, float]:
+    """Returns 1e9 bytes of the GPU or the host, and of a rank without a model: the GPU's context,
+    or the process's own pages."""
     if accelerator.is_accelerator(device):
-        free, total = accelerator.module(device).mem_get_info(device)
-        return max(total - free, 1) / 1e9
+        free, whole = accelerator.module(device).mem_get_info(device)
+        return {"rank_gb": max(whole - free, 1) / 1e9, "memory_gb": whole / 1e9}
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return max(sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")), 1) / 1e6
+        own = max(sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")), 1) / 1e6
     except (OSError, ValueError, IndexError):
-        return 0.25
-
-
-def _memory(device: torch.device) -> float:
-    """Returns 1e9 bytes of the GPU, or of the host."""
-    if accelerator.is_accelerator(device):
-        return accelerator.module(device).mem_get_info(device)[1] / 1e9
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+        own = 0.25
+    return {"rank_gb": own, "memory_gb": whole / 1e9}
 
 
 def _print_result(path: Path, machine: MeasuredMachine, ranks: int, seconds: float) -> None:
@@ -258,15 +248,7 @@ class Pieces:
         route = P2PRoute(groups.pp, StageAssignment(1, len(stages)))
         outputs = StageOutputs(((size, model.seq_length, model.hidden_size),), dtype)
         self.executor = Executor(stages, route, [outputs] * (len(stages) - 1), device)
-        chunks = range(len(stages))
-        orders = ((Kind.F, chunks, (Kind.F,)), (Kind.I, chunks[::-1], (Kind.I, Kind.W)))
-        self.plan = [
-            Action(kind, m, chunk)
-            for m in range(TOGETHER)
-            for _, order, kinds in orders
-            for chunk in order
-            for kind in kinds
-        ]
+        self.plan = make("interleaved_zb", 1, TOGETHER, len(stages)).orders[0]
         tokens = torch.arange(size * model.seq_length, device=device).view(size, -1)
         tokens = tokens % model.vocab_size
         self.batch = (tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None)
