@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import published_memory as memory
-from benchmarks.published_rows import Run
+from benchmarks.published_rows import Run, table
 from benchmarks.published_scores import balanced
 from parallel3d.estimate import rates
 from parallel3d.estimate.rates import Constants
 from parallel3d.estimate.step import step
-from parallel3d.estimate.work import StepWork, table
+from parallel3d.estimate.work import StepWork
 
 Array = NDArray[np.float64]
 # Relative error at which a row of a set counts as off: what its source says of its noise.

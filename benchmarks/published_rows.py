@@ -10,13 +10,16 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.published_models import gpt
 from parallel3d.estimate.devices import DEVICES
 from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS
+from parallel3d.estimate.work import StepWork
 
 Row = dict[str, Any]
 
@@ -92,6 +95,12 @@ def candidate(
         counts = split_evenly(layers, stages, ends=split == "ends")
     made.update(first=counts[0], middle=max(counts[1:-1], default=0), last=counts[-1])
     return made
+
+
+def table(rows: list[dict[str, float]]) -> StepWork:
+    """Converts rows to one `StepWork` of arrays. Raises KeyError for a field that a row lacks."""
+    names = [f.name for f in fields(StepWork)]
+    return StepWork(*(np.array([row[name] for row in rows], dtype=float) for name in names))
 
 
 def split_evenly(layers: int, stages: int, ends: bool = False) -> list[int]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.published_rows import Run
-from parallel3d.estimate.work import table
+from benchmarks.published_rows import Run, table
 
 Array = NDArray[np.float64]
 

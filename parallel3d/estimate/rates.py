@@ -20,20 +20,9 @@ from parallel3d.estimate.work import Number, StepWork
 FILE = Path(__file__).with_name("constants.json")
 
 SPEEDS = (
-    "v100/fp16",
-    "a100/fp16",
-    "h100/bf16",
-    "h100/fp8",
-    "h100_500w/bf16",
-    "h100_500w/fp8",
-    "h200/bf16",
-    "h200/fp8",
-    "b200/bf16",
-    "b200/fp8",
-    "b200/fp4",
-    "gb200/bf16",
-    "gb200/fp8",
-    "gb200/fp4",
+    *("v100/fp16", "a100/fp16", "h100/bf16", "h100/fp8", "h100_500w/bf16", "h100_500w/fp8"),
+    *("h200/bf16", "h200/fp8", "b200/bf16", "b200/fp8", "b200/fp4"),
+    *("gb200/bf16", "gb200/fp8", "gb200/fp4"),
 )
 NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
 ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp")

@@ -13,27 +13,12 @@ from parallel3d.estimate.ops import Op
 from parallel3d.estimate.rates import Constants, from_odds
 from parallel3d.estimate.work import OF_EXPERTS, Number, StepWork, pipeline_time
 
-
-@dataclass(frozen=True)
-class LayerTime:
-    """Seconds of one layer: the GPU's by kind, forward and backward, and the host's launches."""
-
-    parts: dict[str, Number]
-    host: Number
-    power: float
-
-    @property
-    def total(self) -> Any:
-        """The GPU's time, or the host's if launches take longer."""
-        device: Any = sum(self.parts.values())
-        return rates.smooth_max(device, self.host, self.power)
-
-
 KINDS = {"gemm": "matmuls", "attention": "attention"}  # the others are element-wise
 
 
-def layer(work: StepWork, c: Constants) -> LayerTime:
-    """Returns the seconds of one layer's forward and backward: sums over its operations."""
+def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
+    """Returns a layer's seconds on the GPU by kind, forward and backward, sums over its operations,
+    and in all: the host's, where its launches take longer."""
     parts: dict[str, Any] = dict.fromkeys(("matmuls", "attention", "element-wise", "recomputed"), 0)
     waits: Any = 0.0
     for op in work.ops:
@@ -47,7 +32,7 @@ def layer(work: StepWork, c: Constants) -> LayerTime:
     shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
     waits = shown * waits * (1 - work.parallel_block / 2)
     parts["tp collectives"] = waits + _context_parallel(work, c) + _experts(work, c)
-    return LayerTime(parts, _host(work, c), c["launch.power"])
+    return parts, rates.smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
 
 
 def repeats(op: Op, work: StepWork) -> Any:
@@ -172,7 +157,7 @@ def step(work: StepWork, c: Constants) -> StepTime:
     """Returns the seconds of one step by part. Fields may be arrays: see `StepWork`."""
     ends = _ends(work, c)
     batch = 1e-6 * c.of("engine", "batch_us", work.engine) * np.where(work.graph > 0, 0.1, 1.0)
-    each = _gathered(work, c, layer(work, c).total)
+    each = _gathered(work, c, layer(work, c)[1])
     single = work.pp == 1
     first = work.first * each + ends[0] + batch
     middle = np.where(work.middle > 0, work.middle * each + batch, 0)
@@ -255,12 +240,12 @@ def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
 
     The remainder after kernels and exposed collectives is the host's launches, or zero 3's gathers.
     """
-    one, ends = layer(work, c), _ends(work, c)
+    (kinds, total), ends = layer(work, c), _ends(work, c)
     stages = np.stack([work.first, work.middle, work.last])
-    busiest = int(np.argmax((stages * one.total + ends)[:, 0]))
+    busiest = int(np.argmax((stages * total + ends)[:, 0]))
     count = float(work.microbatches[0])
     layers = count * float(stages[busiest, 0])
-    found = {kind: layers * float(np.ravel(value)[0]) for kind, value in one.parts.items()}
+    found = {kind: layers * float(np.ravel(value)[0]) for kind, value in kinds.items()}
     found["head and embedding"] = count * float(ends[busiest, 0])
     rest = compute - sum(found.values())
     if rest < 0:  # no host time is exposed, and kernels overlap a little

@@ -7,7 +7,7 @@ prices one layout, a table of measured runs, or all candidates of a search.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -117,12 +117,6 @@ class StepWork:
     def parameters(self) -> Any:
         """Elements of a layer's matrices on a tensor rank."""
         return sum(self.held(op) for op in self.ops if op.kind == "gemm")
-
-
-def table(rows: list[dict[str, float]]) -> StepWork:
-    """Converts rows to one `StepWork` of arrays. Raises KeyError for a field that a row lacks."""
-    names = [f.name for f in fields(StepWork)]
-    return StepWork(*(np.array([row[name] for row in rows], dtype=float) for name in names))
 
 
 def sizes_of_model(model: ModelConfig) -> dict[str, float]:

@@ -71,15 +71,13 @@ def test_a_last_wave_with_idle_units_costs() -> None:
 
 def test_recomputation_costs_the_forward_of_its_operations() -> None:
     c = Constants({})
-    none, full = (
-        float(layer(w, c).parts["recomputed"]) for w in (work(), work(**recomputed("full")))
-    )
+    none, full = (float(layer(w, c)[0]["recomputed"]) for w in (work(), work(**recomputed("full"))))
     forward = {op.name: float(seconds(op, work(), c)[0]) for op in work().ops}
     assert none == 0 and full == pytest.approx(sum(forward.values()))
-    ours = float(layer(work(recompute_layer=1), c).parts["recomputed"])
+    ours = float(layer(work(recompute_layer=1), c)[0]["recomputed"])
     assert ours == pytest.approx(full - forward["mlp.down"] - forward["mlp.residual"])
     parts = {"recompute_norm": 1}, {"recompute_activation": 1}, {"recompute_mlp": 1}
-    each = [float(layer(work(**part), c).parts["recomputed"]) for part in parts]
+    each = [float(layer(work(**part), c)[0]["recomputed"]) for part in parts]
     assert 0 < each[0] < each[1] < each[2] < full
 
 
