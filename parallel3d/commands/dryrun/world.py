@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.dryrun.counting import (
     COMMUNICATION,
     KINDS,
@@ -27,7 +27,6 @@ from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 from parallel3d.estimate.analytic_memory import moments
 from parallel3d.estimate.balance import run_schedule
-from parallel3d.estimate.network import two_levels
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.nccl import BACKEND
@@ -81,18 +80,14 @@ def dry_step(
 def _groups(config: Config, rank: int, placement: RankMapping | None) -> Iterator[ProcessGroups]:
     device = torch.device(TYPE, 0)  # torch knows its name once it is enabled
     accelerator.make_current(device)
-    layout, launch, levels = layout_of(config), config.launch, None
-    if layout.world_size == 1:
+    world = layout_of(config).world_size
+    if world == 1:
         yield ProcessGroups.single()
         return
-    if config.ddp.hierarchical and placement is not None:
-        levels = two_levels(placement, "dp")
-    if config.zero > 1 and config.ddp.shard_size is not None:
-        levels = shards_and_replicas(layout, config.ddp.shard_size)
-    ranks: dict[str, Any] = {"rank": rank, "world_size": layout.world_size}
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world}
     dist.init_process_group(BACKEND, store=dist.HashStore(), device_id=device, **ranks)
     try:
-        yield ProcessGroups.create(layout, device.type, launch.timeout_s, launch, levels=levels)
+        yield ProcessGroups.of_run(config, device.type, placement)
     finally:
         dist.destroy_process_group()
 
