@@ -53,6 +53,7 @@ for step in range(20):
     mine = words.chunk(groups.dp.size)[groups.dp.index].to(groups.device)  # this replica's samples
     optimizer.zero_grad()
     loss = pipe.step(mine[:, :-1], mine[:, 1:])
+    p3d.clip_grad_norm_(pipe.parameters(), 1.0)  # of the whole model, in place of PyTorch's
     optimizer.step()
     if groups.dp.size > 1:  # of all replicas, to print
         dist.all_reduce(loss, group=groups.dp.handle)
