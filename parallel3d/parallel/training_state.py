@@ -141,12 +141,11 @@ def load(
         manifest, why = read_together(lambda: read_state(path, chunks), _share)
     if manifest is None:
         raise UserError(f"load({folder}): {why}; give another step")
-    script = manifest.config.get("script", {})
+    saved, extra = _script_of(manifest, path)
     if optimizer is not None:
-        saved = script.get("optimizer", {})
         _together(lambda: _check_groups(optimizer, net, saved, path))
         _restore(optimizer, net, moments, saved)
-    return TrainingState(manifest.step, script.get("extra", {}))
+    return TrainingState(manifest.step, extra)
 
 
 # What is saved
@@ -429,10 +428,35 @@ def _to_fill(
     return chunks, moments
 
 
+def _script_of(manifest: Manifest, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the optimizer's facts and `extra`; refuses what `save` does not write."""
+    script = manifest.config.get("script")
+    found = script if isinstance(script, dict) else {}
+    saved, extra = found.get("optimizer"), found.get("extra")
+    if not (_is_optimizer(saved) and isinstance(extra, dict)):
+        raise UserError(f"{path} must be a checkpoint of parallel3d.save; give its folder instead")
+    assert isinstance(saved, dict)
+    return saved, extra
+
+
+def _is_optimizer(saved: Any) -> bool:
+    """Whether JSON has the form of `_merged`."""
+    if not isinstance(saved, dict):
+        return False
+    groups, group_of, values = (saved.get(key) for key in ("groups", "group_of", "values"))
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) for group in groups)
+        and isinstance(group_of, dict)
+        and isinstance(values, dict)
+        and all(isinstance(value, list) and len(value) == 2 for value in values.values())
+    )
+
+
 def _check_groups(
     optimizer: torch.optim.Optimizer, net: nn.Module, saved: Mapping[str, Any], path: Path
 ) -> None:
-    groups, group_of = saved.get("groups", []), saved.get("group_of", {})
+    groups, group_of = saved["groups"], saved["group_of"]
     if len(groups) != len(optimizer.param_groups):
         raise UserError(
             f"{path} has an optimizer with {len(groups)} parameter groups, but must have "
@@ -461,6 +485,8 @@ def _restore(
             content["state"][number] = state
     for group, kept in zip(content["param_groups"], saved["groups"], strict=True):
         for key, value in kept.items():
+            if key in IMPLEMENTATION:
+                continue
             before = group.get(key)
             if isinstance(before, tuple):
                 value = tuple(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import parallel3d as p3d
+from parallel3d.checkpoint.manifest import read_manifest, write_manifest
 from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.test_grad_norm import WIDTH, WORDS, loss_of, mine, net
@@ -259,3 +261,41 @@ def test_one_process_needs_no_world(tmp_path: Path) -> None:
             assert torch.equal(theirs["state"][number][key], value)
             assert theirs["state"][number][key].shape == value.shape
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        None,
+        3,
+        {"optimizer": {}, "extra": {}},
+        {"optimizer": {"groups": [], "group_of": {}, "values": {"step/weight": 3}}, "extra": {}},
+        {"optimizer": {"groups": [3], "group_of": {}, "values": {}}, "extra": {}},
+        {"optimizer": {"groups": [], "group_of": {}, "values": {}}, "extra": []},
+    ],
+)
+def test_a_manifest_of_somebody_else_is_refused(script: Any, tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2)
+    path = p3d.save(tmp_path, layer, step=1)
+    (file,) = path.glob("manifest-*")
+    manifest = read_manifest(path)
+    file.unlink()
+    write_manifest(path, dataclasses.replace(manifest, config={"script": script}))
+    with pytest.raises(p3d.UserError, match=r"must be a checkpoint of parallel3d\.save"):
+        p3d.load(tmp_path, layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+
+
+def test_a_checkpoint_cannot_change_the_parameters_of_a_group(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    path = p3d.save(tmp_path, layer, optimizer, step=1)
+    (file,) = path.glob("manifest-*")
+    manifest = read_manifest(path)
+    file.unlink()
+    manifest.config["script"]["optimizer"]["groups"][0] |= {"params": [], "fused": True, "lr": 0.2}
+    write_manifest(path, manifest)
+    p3d.load(tmp_path, layer, optimizer)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == 0.2
+    assert group["params"] == list(layer.parameters())
+    assert not group["fused"]
