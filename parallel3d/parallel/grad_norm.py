@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 SAME = 1e-3  # relative difference up to which copies of a gradient count as equal
+NOISE = 1e-5  # share of the whole norm up to which a gradient may be rounding alone, and differ
 
 
 @torch.no_grad()
@@ -205,7 +206,7 @@ class _Norm:
     """Adds up a norm over ranks; a value is a sum of |g|^p, or the largest |g|, in float64.
 
     Attributes:
-        wrong: counts copies that differ, and given groups whose ranks have copies.
+        wrong: the largest value of copies that differ, and 1 for a given group of copies, or 0.
     """
 
     norm_type: float
@@ -248,7 +249,7 @@ class _Norm:
             self.wrong[1] += (values == values[0]).all() & (values[0] > 0)
             total = self._combined(values)
         if splitting or on_stages or further:
-            self._raise()
+            self._raise(total)
         return total if math.isinf(self.norm_type) else total.pow(1 / self.norm_type)
 
     def _zero(self) -> Tensor:
@@ -264,7 +265,7 @@ class _Norm:
         """Returns every rank's value, and takes note of what is wrong on any of them."""
         mine = torch.cat((value.view(1), self.wrong)).view(1, 3)
         everyone = collectives.all_gather(mine, group)
-        self.wrong = everyone[:, 1:].sum(0)
+        self.wrong = everyone[:, 1:].amax(0)
         return everyone[:, 0]
 
     def _combined(self, values: Tensor) -> Tensor:
@@ -276,11 +277,13 @@ class _Norm:
     def _copy(self, values: Tensor) -> Tensor:
         """Returns the first rank's value, of copies; not finite if any of them is not."""
         low, high = values.aminmax()
-        self.wrong[0] += high - low > SAME * high  # false where they are not finite
+        differ = high - low > SAME * high  # false where they are not finite
+        self.wrong[0] = torch.maximum(self.wrong[0], torch.where(differ, high, 0.0))
         return torch.where(high.isfinite(), values[0], high)
 
-    def _raise(self) -> None:
-        differ, equal = self.wrong.tolist()
+    def _raise(self, total: Tensor) -> None:
+        noise = NOISE if math.isinf(self.norm_type) else NOISE**self.norm_type
+        differ, equal = torch.stack((self.wrong[0] > noise * total, self.wrong[1] > 0)).tolist()
         if differ:
             raise UserError(
                 "clip_grad_norm_ got parameters that every rank holds, whose gradients must be "

@@ -294,6 +294,21 @@ def test_heads_that_several_ranks_share_count_once(dp: int, pool: Pool) -> None:
         assert off == pytest.approx((0.0, 0.0), abs=TOLERANCE)
 
 
+def rounding_alone() -> float:
+    """Copies without a gradient but for rounding: it may differ between the ranks."""
+    group = p3d.init(tp=2).tp
+    layer, norm = p3d.ColumnParallelLinear(4, 4, group), nn.LayerNorm(4)
+    for parameter in (*layer.parameters(), *norm.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    norm.weight.grad *= 1e-8 * (1 + group.index)
+    norm.bias.grad = None
+    return float(p3d.clip_grad_norm_([*layer.parameters(), *norm.parameters()], 1.0))
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_error(pool: Pool) -> None:
+    assert pool.run(2, rounding_alone) == pytest.approx([20**0.5] * 2)
+
+
 def said(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
     try:
         call(*args, **kwargs)
