@@ -57,41 +57,23 @@ from parallel3d.topology.report import MADE_BY as MAP_MADE_BY
 from parallel3d.topology.report import facts_of, make_report, picture_of
 from parallel3d.topology.text import aligned
 
-IN_LOG_S, ON_TERMINAL_S = 10.0, 0.2  # seconds between progress messages
+IN_LOG_S = 10.0  # seconds between progress messages: most searches end before the first
 
 
-class SearchProgress:
-    """Shows a search's progress on stderr: an overwritten line on a terminal, else log lines.
+def progress(
+    stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Callable[[str], None]:
+    """Returns a function that says on stderr where a long search is, now and then."""
+    stream = sys.stderr if stream is None else stream  # None if closed
+    last = clock()
 
-    Most searches end before the first log line, after `IN_LOG_S` seconds.
-    """
+    def tell(where: str) -> None:
+        nonlocal last
+        if stream is not None and clock() - last >= IN_LOG_S:
+            last = clock()
+            print(f"plan: {where} …", file=stream, flush=True)
 
-    def __init__(
-        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.stream = sys.stderr if stream is None else stream  # sys.stderr is None if closed
-        self.clock = clock
-        self.on_terminal = self.stream is not None and self.stream.isatty()
-        self.every = ON_TERMINAL_S if self.on_terminal else IN_LOG_S
-        self.next, self.shown = clock() + self.every, False
-
-    def __call__(self, where: str) -> None:
-        if self.stream is None or self.clock() < self.next:
-            return
-        self.next, self.shown = self.clock() + self.every, True
-        start, end = ("\r\x1b[K", "") if self.on_terminal else ("", "\n")
-        print(f"{start}plan: {where} …", end=end, file=self.stream, flush=True)
-
-    def at(self, nodes: int) -> Callable[[str], None]:
-        """Returns a function that shows progress of the search on so many nodes."""
-        return lambda where: self(f"does it fit cluster.nodes={nodes}: {where}")
-
-    def __enter__(self) -> SearchProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.shown and self.on_terminal:
-            print("\r\x1b[K", end="", file=self.stream, flush=True)
+    return tell
 
 
 ROWS = 10
@@ -428,8 +410,7 @@ def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
     if file is not None:
         priced = price_measured(choices, sizes, config, machine)
     else:
-        with SearchProgress() as tell:
-            memory = memories(config, choices, 1e9 * config.dryrun.reserve_gb, tell)
+        memory = memories(config, choices, 1e9 * config.dryrun.reserve_gb, progress())
         priced = price(choices, sizes, batch, load(), memory)
     found = Plan(config, priced, sizes, ranks)
     if not priced.order:
@@ -553,26 +534,25 @@ def _nodes_that_fit(
     """Returns the end of that message: the nodes, doubled until a layout fits. `needed`: bytes of
     the best layout of `nodes`."""
     node, memory = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
-    with SearchProgress() as tell:
-        while True:
-            nodes *= 2
-            batch = max(config.global_batch_size, nodes * node)
-            tried = list(layouts(sizes, nodes * node, int(sizes["gpus_per_node"]), batch, fixed))
-            grown = replace(config, global_batch_size=batch)
-            before = needed
-            if tried:
-                # Only bytes decide whether a layout fits: times are not priced.
-                least = least_memory(
-                    grown, tried, 1e9 * config.dryrun.reserve_gb, memory, tell.at(nodes)
-                )
-                if least <= memory:
-                    words = f"the nearest that would is cluster.nodes={nodes}"
-                    more = batch != config.global_batch_size
-                    return words + (f" global_batch_size={batch}" if more else "")
-                needed = min(needed, least)
-            # If twice the GPUs save nothing, the rest is sharded as far as possible.
-            if 2 * nodes > _MOST_NODES or (tried and needed > _STILL * before):
-                return f"none was found up to {nodes} nodes"
+    domain, reserve, tell = int(sizes["gpus_per_node"]), 1e9 * config.dryrun.reserve_gb, progress()
+    while 2 * nodes <= _MOST_NODES:
+        nodes, before = 2 * nodes, needed
+        batch = max(config.global_batch_size, nodes * node)
+        tried = list(layouts(sizes, nodes * node, domain, batch, fixed))
+        if not tried:
+            continue
+        # Only bytes decide whether a layout fits: times are not priced.
+        tell(f"does it fit cluster.nodes={nodes}")
+        grown = replace(config, global_batch_size=batch)
+        least = least_memory(grown, tried, reserve, memory, tell)
+        if least <= memory:
+            words = f"the nearest that would is cluster.nodes={nodes}"
+            more = batch != config.global_batch_size
+            return words + (f" global_batch_size={batch}" if more else "")
+        needed = min(needed, least)
+        if needed > _STILL * before:  # the rest is sharded as far as possible
+            break
+    return f"none was found up to {nodes} nodes"
 
 
 def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.commands import plan
-from parallel3d.commands.plan import IN_LOG_S, SearchProgress
+from parallel3d.commands.plan import progress
 from parallel3d.config.composing import compose
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
@@ -70,23 +70,10 @@ def test_pipelines_deeper_than_anyone_trains_are_not_looked_at() -> None:
         plan.searched(config, {"pp": 128, "schedule": "v_half"}, 8192)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_log_gets_a_line_now_and_then_and_a_terminal_one_that_goes() -> None:
-    now = [0.0]
-    log, screen = io.StringIO(), Terminal()
-    with (
-        SearchProgress(log, lambda: now[0]) as in_log,
-        SearchProgress(screen, lambda: now[0]) as shown,
-    ):
-        for done in range(25):
-            now[0] = float(done)
-            in_log(f"layout {done}")
-            shown(f"layout {done}")
-    assert IN_LOG_S == 10
+def test_a_long_search_says_now_and_then_where_it_is() -> None:
+    now, log = [0.0], io.StringIO()
+    tell = progress(log, lambda: now[0])
+    for done in range(25):
+        now[0] = float(done)
+        tell(f"layout {done}")
     assert log.getvalue() == "plan: layout 10 …\nplan: layout 20 …\n"
-    assert screen.getvalue().count("\n") == 0
-    assert screen.getvalue().endswith("plan: layout 24 …\r\x1b[K")
