@@ -107,7 +107,8 @@ class Plan:
     def command(self) -> str:
         """The command line of the best layout."""
         choice = self.priced.choices[self.rows[0]]
-        return f"parallel3d train … {typed_keys(choice, sp=choice.tp > 1)}"
+        sp = choice.tp > 1 and configure(self.config, choice).sp
+        return f"parallel3d train … {typed_keys(choice, sp)}"
 
     @property
     def title(self) -> str:

@@ -32,24 +32,20 @@ ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp")
 GUESSES: dict[str, tuple[float, float]] = {
     "gemm.ramp": (256.0, 0.7),  # k at which a GEMM reaches half of its rate
     "gemm.wave": (0.7, 0.5),  # fraction of an incomplete wave of tiles that is lost
-    "gemm.small_tile": (0.85, 0.15),  # fraction of the rate for each halving of the tile
     "gemm.ragged": (0.75, 0.5),  # fraction of the rate where a side is no multiple of 64
     "gemm.gap_us": (4.0, 0.5),
     "attention.plain": (0.5, 0.5),  # batched matmuls with scores in memory
-    "attention.plain_ramp": (100.0, 0.7),
     "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
     "memory.rate": (0.75, 0.2),
     "memory.width": (1.0, 0.4),  # factor on the bytes of element-wise operations
     "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
     "head.bytes": (16.0, 0.5),  # bytes moved a logit
     "fp8.cast_bytes": (4.0, 0.7),  # bytes moved an element that is made fp8
-    "launch.power": (4.0, 0.5),  # sharpness of the maximum of host and GPU time
     "optimizer.bytes": (34.0, 0.4),
     "link.rate": (0.7, 0.3),
     "link.latency_us": (15.0, 0.6),
     "pp.exposed": (1.0, 0.7),
     "pp.hidden": (1.5, 1.0),  # odds that a message is hidden, with overlap
-    "fsdp.contention": (1.1, 0.2),
     "cp.exposed": (0.3, 0.7),
     "step.fixed_us": (8000.0, 0.8),
 }
@@ -127,27 +123,17 @@ def range_of_a_new_place() -> tuple[float, float]:
     return low, high
 
 
-# rows, columns, splits of k, number of times that the tile was halved
-_TILES = (
-    (256, 128, 1, 0),
-    (128, 128, 1, 1),
-    (128, 64, 1, 2),
-    (256, 128, 4, 0),
-    (128, 128, 3, 1),
-)
+# Of a GEMM: rows, columns, splits of k. cuBLAS takes the best of them.
+_TILES = ((256, 128, 1), (128, 128, 1), (128, 64, 1), (256, 128, 4), (128, 128, 3))
 
 
-def smooth_max(a: Number, b: Number, power: float = 6.0) -> Any:
+def smooth_max(a: Number, b: Number) -> Any:
     """Returns nearly max(a, b) of two times, more where they are close: neither hides fully."""
-    big = np.maximum(a, b)
-    small = np.minimum(a, b)
-    return big * (1 + (small / np.maximum(big, 1e-12)) ** power) ** (1 / power)
+    return (a**4 + b**4) ** 0.25
 
 
-def gemm(
-    work: StepWork, c: Constants, m: Number, n: Number, k: Number, times: Number | float = 1.0
-) -> Any:
-    """Returns seconds of an (m, k) × (k, n) matmul, `times` of them in one launch.
+def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number) -> Any:
+    """Returns seconds of an (m, k) × (k, n) matmul.
 
     The rate of large matmuls, reduced for short k (fill and drain of each tile), tiles that reach
     over the edge, an incomplete last wave (partly: cuBLAS picks among tiles) and ragged sides.
@@ -156,13 +142,13 @@ def gemm(
     rate = c.of("speed", "rate", work.speed) * work.peak
     rate = rate * np.where(ragged, c["gemm.ragged"], 1.0)
     compute: Any = np.inf
-    for rows, columns, parts, share in _TILES:
-        waves = np.ceil(m / rows) * np.ceil(n / columns) * parts * times / work.units
+    for rows, columns, parts in _TILES:
+        waves = np.ceil(m / rows) * np.ceil(n / columns) * parts / work.units
         wave = (np.ceil(waves) / waves) ** c["gemm.wave"] * waves * work.units
         tile = 2.0 * rows * columns * (k / parts + c["gemm.ramp"])
-        compute = np.minimum(compute, wave * tile / (rate * c["gemm.small_tile"] ** share))
-    moved = 2 * (m * k + k * n + m * n) * times / (work.memory_rate * c["memory.rate"])
-    return smooth_max(compute, moved, 4) + c["gemm.gap_us"] * 1e-6
+        compute = np.minimum(compute, wave * tile / rate)
+    moved = 2 * (m * k + k * n + m * n) / (work.memory_rate * c["memory.rate"])
+    return smooth_max(compute, moved) + c["gemm.gap_us"] * 1e-6
 
 
 def move(work: StepWork, c: Constants, bytes: Number) -> Any:
@@ -183,8 +169,7 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     width = np.where(work.head_size < 96, 0.75, 1.0)  # narrow heads fill half of a tensor core
     base = c.of("speed", "rate", work.speed) * work.peak_attention
     flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
-    ramp = 1 + c["attention.plain_ramp"] / work.head_size
-    plain = flops / (base * c["attention.plain"]) * ramp
+    plain = flops / (base * c["attention.plain"])
     written = queries * keys * c["attention.score_bytes"] * np.where(work.dropout > 0, 1.0, 0.7)
     plain = plain + move(work, c, written)
     gap = 3 * c["gemm.gap_us"] * 1e-6

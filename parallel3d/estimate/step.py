@@ -32,7 +32,7 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
     shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
     waits = shown * waits * (1 - work.parallel_block / 2)
     parts["tp collectives"] = waits + _context_parallel(work, c) + _experts(work, c)
-    return parts, rates.smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
+    return parts, rates.smooth_max(sum(parts.values()), _host(work, c))
 
 
 def repeats(op: Op, work: StepWork) -> Any:
@@ -198,7 +198,7 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     one = rates.gather(work, c, 2 * work.parameters, ranks, stride)
     ring = rates.latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
     wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
-    both = rates.smooth_max(each, wire * c["fsdp.contention"], 4)
+    both = rates.smooth_max(each, wire)
     return np.where(work.zero >= 3, both, each)
 
 
