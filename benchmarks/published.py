@@ -33,7 +33,7 @@ from benchmarks.published_scores import (
     null,
     scaled,
 )
-from parallel3d.estimate.rates import ENGINES, FILE, Constants
+from parallel3d.estimate.fitted_cost import ENGINES, FILE, Constants
 
 Array = NDArray[np.float64]
 FOLDS = 6

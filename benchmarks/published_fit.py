@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from benchmarks import published_memory as memory
 from benchmarks.published_rows import Run, table
 from benchmarks.published_scores import balanced
-from parallel3d.estimate import rates
-from parallel3d.estimate.rates import Constants
-from parallel3d.estimate.step import step
-from parallel3d.estimate.work import StepWork
+from parallel3d.estimate import fitted_cost
+from parallel3d.estimate.fitted_cost import Constants, StepWork, step
 
 Array = NDArray[np.float64]
 # Relative error at which a row of a set counts as off: what its source says of its noise.
@@ -134,7 +132,7 @@ def fit(
 def fit_times(
     runs: Sequence[Run], peaks: Mapping[str, float], start: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """The constants of `parallel3d/estimate/rates.py` from runs with a measured time.
+    """The constants of `parallel3d/estimate/fitted_cost.py` from runs with a measured time.
 
     `peaks` are the memory's constants.
     """
@@ -145,7 +143,7 @@ def fit_times(
     def predict(values: dict[str, float]) -> Array:
         return rows.seconds(Constants(values))
 
-    return fit(predict, target, weights(used), rates.guesses(), start)
+    return fit(predict, target, weights(used), fitted_cost.guesses(), start)
 
 
 def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:

@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.estimate.fitted_cost import ENGINES, Number, StepWork, stage_parameters
 from parallel3d.estimate.ops import kept
-from parallel3d.estimate.rates import ENGINES
-from parallel3d.estimate.step import stage_parameters
-from parallel3d.estimate.work import Number, StepWork
 
 GIB = 2.0**30
 

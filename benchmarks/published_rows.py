@@ -18,8 +18,7 @@ import numpy as np
 
 from benchmarks.published_models import gpt
 from parallel3d.estimate.devices import DEVICES
-from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS
-from parallel3d.estimate.work import StepWork
+from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, StepWork
 
 Row = dict[str, Any]
 

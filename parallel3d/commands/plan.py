@@ -22,6 +22,15 @@ from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.analytic_memory import least_memory, memories, peak_memory
 from parallel3d.estimate.balance import StageWeights
 from parallel3d.estimate.devices import DEVICES, Device
+from parallel3d.estimate.fitted_cost import (
+    NETWORKS,
+    SPEEDS,
+    StepTime,
+    breakdown,
+    load,
+    range_of_a_new_place,
+    sizes_of_model,
+)
 from parallel3d.estimate.ops import flops_per_token
 from parallel3d.estimate.profiled_cost import (
     check_type,
@@ -30,7 +39,6 @@ from parallel3d.estimate.profiled_cost import (
     read,
     scaled,
 )
-from parallel3d.estimate.rates import NETWORKS, SPEEDS, load, range_of_a_new_place
 from parallel3d.estimate.search import (
     GIB,
     MOST_STAGES,
@@ -46,8 +54,6 @@ from parallel3d.estimate.search import (
     reason,
     works,
 )
-from parallel3d.estimate.step import StepTime, breakdown
-from parallel3d.estimate.work import sizes_of_model
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make

@@ -22,10 +22,10 @@ from parallel3d.config.sections import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_memory
 from parallel3d.estimate.balance import run_schedule
+from parallel3d.estimate.fitted_cost import StepTime, sizes_of_model
 from parallel3d.estimate.network import Transfer
 from parallel3d.estimate.ops import layer_flops, layer_ops, widths
 from parallel3d.estimate.search import LayoutChoice, Priced, configure, ranked
-from parallel3d.estimate.step import StepTime
 from parallel3d.estimate.traffic import (
     PipelineRank,
     Stage,
@@ -33,7 +33,6 @@ from parallel3d.estimate.traffic import (
     pipeline_ranks,
     transfers,
 )
-from parallel3d.estimate.work import sizes_of_model
 from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import Action
 from parallel3d.schedules.costs import Costs

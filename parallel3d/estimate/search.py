@@ -13,9 +13,15 @@ import numpy as np
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import PARTS, parts_of, spelled
 from parallel3d.estimate.balance import balance_chunks
-from parallel3d.estimate.rates import ENGINES, Constants
-from parallel3d.estimate.step import StepTime, step
-from parallel3d.estimate.work import Number, StepWork, share_left
+from parallel3d.estimate.fitted_cost import (
+    ENGINES,
+    Constants,
+    Number,
+    StepTime,
+    StepWork,
+    share_left,
+    step,
+)
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 

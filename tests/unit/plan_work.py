@@ -6,8 +6,7 @@ import numpy as np
 
 from benchmarks.published_rows import FABRICS, recomputed, split_evenly
 from parallel3d.estimate.devices import DEVICES
-from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS
-from parallel3d.estimate.work import StepWork
+from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, StepWork
 
 
 def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: float) -> StepWork:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published_memory import GIB, GUESSES, memory, stalled
-from parallel3d.estimate.rates import ENGINES
-from parallel3d.estimate.step import stage_parameters
+from parallel3d.estimate.fitted_cost import ENGINES, stage_parameters
 from tests.unit.plan_work import work
 
 VALUES = {f"memory.{name}": guess for name, (guess, _) in GUESSES.items()}

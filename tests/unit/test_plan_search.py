@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published_memory import memory
-from parallel3d.estimate.rates import load
+from parallel3d.estimate.fitted_cost import load, step
 from parallel3d.estimate.search import (
     TIGHT,
     LayoutChoice,
@@ -21,7 +21,6 @@ from parallel3d.estimate.search import (
     reason,
     works,
 )
-from parallel3d.estimate.step import step
 from tests.unit.plan_work import work
 
 ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, compiled=1)

@@ -8,10 +8,20 @@ import numpy as np
 import pytest
 
 from benchmarks.published_rows import recomputed, split_by_cost, split_evenly, stages_by_cost
-from parallel3d.estimate import rates
-from parallel3d.estimate.rates import ENGINES, NETWORKS, SPEEDS, Constants, gemm, load
-from parallel3d.estimate.step import layer, seconds, step
-from parallel3d.estimate.work import StepWork, pipeline_time
+from parallel3d.estimate import fitted_cost
+from parallel3d.estimate.fitted_cost import (
+    ENGINES,
+    NETWORKS,
+    SPEEDS,
+    Constants,
+    StepWork,
+    gemm,
+    layer,
+    load,
+    pipeline_time,
+    seconds,
+    step,
+)
 from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import time_orders
@@ -83,11 +93,11 @@ def test_recomputation_costs_the_forward_of_its_operations() -> None:
 
 def test_a_ring_that_leaves_the_node_runs_at_its_networks_rate() -> None:
     w, c = work(), Constants({})
-    inside = rates.ring_rate(w, c, 8.0, 1.0)
-    alone = rates.ring_rate(w, c, 4.0, 8.0)  # one member in each node, eight such rings
+    inside = fitted_cost.ring_rate(w, c, 8.0, 1.0)
+    alone = fitted_cost.ring_rate(w, c, 4.0, 8.0)  # one member in each node, eight such rings
     assert inside == pytest.approx(w.link_rate * c["link.rate"])
     assert alone == pytest.approx(w.fabric_rate * c["network.ndr.rate"])
-    assert rates.ring_rate(w, c, 16.0, 1.0) == pytest.approx(float(min(inside, 8 * alone)))
+    assert fitted_cost.ring_rate(w, c, 16.0, 1.0) == pytest.approx(float(min(inside, 8 * alone)))
 
 
 def test_more_pipeline_is_more_bubble_and_less_memory_traffic() -> None:

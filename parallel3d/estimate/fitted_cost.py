@@ -1,0 +1,646 @@
+"""Fitted cost model: seconds of a training step by closed formulas, with constants that are fitted
+on published runs.
+
+Everything is element-wise: one call prices one layout, a table of measured runs, or all candidates
+of a search. `benchmarks/published.py` writes `constants.json`; a device and type without a measured
+run keeps its guess.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.estimate.network import bus_factor
+from parallel3d.estimate.ops import Op, Widths, layer_ops
+from parallel3d.schedules.costs import Costs
+from parallel3d.schedules.schedule import make
+from parallel3d.schedules.walk import walk
+
+Number = NDArray[Any]
+OF_EXPERTS = ("mlp.up", "mlp.activation", "mlp.down")  # each active expert of a token does these
+
+
+FILE = Path(__file__).with_name("constants.json")
+
+SPEEDS = (
+    *("v100/fp16", "a100/fp16", "h100/bf16", "h100/fp8", "h100_500w/bf16", "h100_500w/fp8"),
+    *("h200/bf16", "h200/fp8", "b200/bf16", "b200/fp8", "b200/fp4"),
+    *("gb200/bf16", "gb200/fp8", "gb200/fp4"),
+)
+NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
+ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp")
+
+# name → (guess, spread of its logarithm). Times in microseconds, rates as fractions of a
+# datasheet's.
+GUESSES: dict[str, tuple[float, float]] = {
+    "gemm.ramp": (256.0, 0.7),  # k at which a GEMM reaches half of its rate
+    "gemm.wave": (0.7, 0.5),  # fraction of an incomplete wave of tiles that is lost
+    "gemm.ragged": (0.75, 0.5),  # fraction of the rate where a side is no multiple of 64
+    "gemm.gap_us": (4.0, 0.5),
+    "attention.plain": (0.5, 0.5),  # batched matmuls with scores in memory
+    "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
+    "memory.rate": (0.75, 0.2),
+    "memory.width": (1.0, 0.4),  # factor on the bytes of element-wise operations
+    "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
+    "head.bytes": (16.0, 0.5),  # bytes moved a logit
+    "fp8.cast_bytes": (4.0, 0.7),  # bytes moved an element that is made fp8
+    "optimizer.bytes": (34.0, 0.4),
+    "link.rate": (0.7, 0.3),
+    "link.latency_us": (15.0, 0.6),
+    "pp.exposed": (1.0, 0.7),
+    "pp.hidden": (1.5, 1.0),  # odds that a message is hidden, with overlap
+    "cp.exposed": (0.3, 0.7),
+    "step.fixed_us": (8000.0, 0.8),
+}
+PER_SPEED = {"rate": (0.8, 0.25)}  # of a large GEMM, as a fraction of the datasheet's peak
+PER_NETWORK = {
+    "rate": (0.55, 0.35),
+    "latency_us": (25.0, 0.8),
+    "crowd_us": (5.0, 1.5),
+    "begin_us": (200.0, 1.5),  # until a pipeline message flows to another node
+}
+PER_ENGINE = {
+    "launch_us": (300.0, 0.8),  # host time for a layer, forward and backward
+    "launch_tp_us": (300.0, 1.0),  # more with tp
+    "batch_us": (1000.0, 1.0),  # for a micro-batch
+    "hop_us": (200.0, 1.0),  # for a message to the next stage
+    "flash": (0.45, 0.4),  # attention's fraction of a GEMM's rate over the causal half
+    "dp_hidden": (2.0, 1.0),  # odds that gradients, and zero 1's parameters, hide, with overlap
+    "dp_messages": (1.0, 1.0),  # collectives of a layer's gradients
+    "tp_hidden": (0.7, 1.0),  # odds that tp's collectives hide behind GEMMs, with overlap
+}
+_FAMILIES = (
+    ("speed", SPEEDS, PER_SPEED),
+    ("network", NETWORKS, PER_NETWORK),
+    ("engine", ENGINES, PER_ENGINE),
+)
+
+
+def guesses() -> dict[str, tuple[float, float]]:
+    """Returns (guess, spread) of all constants by name."""
+    found = dict(GUESSES)
+    for family, names, keys in _FAMILIES:
+        for name in names:
+            for key, guess in keys.items():
+                found[f"{family}.{name}.{key}"] = guess
+    found["network.efa.crowd_us"] = (25.0, 1.0)
+    found["engine.nanotron.dp_hidden"] = (0.3, 0.7)
+    found["engine.megatron.dp_messages"] = (0.2, 1.0)  # several layers are one bucket
+    return found
+
+
+def from_odds(odds: Number | float) -> Number:
+    """Converts odds to a fraction: 1 is 0.5."""
+    return np.asarray(odds / (1 + odds))
+
+
+class Constants:
+    """Values by name; those of a family also as an array."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self.values = {name: guess for name, (guess, _) in guesses().items()}
+        self.values.update({name: v for name, v in values.items() if name in self.values})
+        if not all(math.isfinite(v) and v > 0 for v in self.values.values()):
+            raise ValueError("constants must be positive and finite")
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+    def of(self, family: str, key: str, index: Number) -> Number:
+        """Returns a family's constant for each row's member."""
+        names = next(names for name, names, _ in _FAMILIES if name == family)
+        values = np.array([self.values[f"{family}.{name}.{key}"] for name in names])
+        return values[np.asarray(index, dtype=int)]
+
+
+def load(path: Path = FILE) -> Constants:
+    """Reads the fitted constants, or returns the guesses if there is no file."""
+    return Constants(json.loads(path.read_text())["constants"] if path.exists() else {})
+
+
+def range_of_a_new_place() -> tuple[float, float]:
+    """Returns measured over predicted seconds of runs on a GPU, network or engine that was left out
+    of the fit: four of five are between the two figures."""
+    low, high = json.loads(FILE.read_text())["ranges"]["place"]
+    return low, high
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Sizes are of the whole model and the whole layout; flags are 0 or 1."""
+
+    layers: Number
+    hidden: Number
+    heads: Number
+    kv_heads: Number
+    head_size: Number
+    ffn: Number  # of one expert, where there are experts
+    gated: Number  # three matrices in the MLP instead of two
+    vocab: Number
+    tied: Number
+    seq: Number
+    window: Number  # the most keys that a query sees
+    # layout
+    tp: Number
+    pp: Number
+    dp: Number
+    cp: Number
+    chunks: Number  # model chunks a rank of the pipeline
+    split: Number  # fraction of the bubble that split backwards leave (zero bubble); 0: whole ones
+    micro_batch: Number
+    microbatches: Number
+    gpus_per_node: Number  # GPUs of one NVLink domain
+    # stages: layers of the first, the fullest between, and the last
+    first: Number
+    middle: Number
+    last: Number
+    # software
+    zero: Number
+    recompute_norm: Number  # flags: without parts that others imply
+    recompute_activation: Number
+    recompute_attention: Number
+    recompute_mlp: Number
+    recompute_layer: Number
+    recompute_end: Number  # what no part repeats: other frameworks repeat whole layers
+    sequence_parallel: Number
+    flash: Number
+    dropout: Number
+    parallel_block: Number  # attention and MLP from one norm: half of tp's collectives
+    overlap_tp: Number
+    overlap_pp: Number
+    overlap_dp: Number
+    scatter_gather: Number  # Megatron's scatter_gather_tensors_in_pipeline
+    graph: Number  # kernels launched as one graph
+    compiled: Number  # element-wise operations in few kernels
+    fp8: Number
+    experts: Number
+    active_experts: Number
+    ep: Number
+    grad_bytes: Number
+    # hardware
+    peak: Number  # FLOP/s of the type of the GEMMs
+    peak_attention: Number  # of the type of attention
+    memory_bytes: Number
+    memory_rate: Number  # bytes/s
+    units: Number
+    link_rate: Number  # bytes/s one way
+    fabric_rate: Number  # bytes/s one way of one GPU's share
+    # Constants by device and type, fabric, engine: indices into the lists above.
+    speed: Number
+    fabric: Number
+    engine: Number
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of a micro-batch on one context rank."""
+        return self.micro_batch * self.seq / self.cp
+
+    @functools.cached_property
+    def widths(self) -> Widths:
+        """Sizes of a layer on one tensor rank."""
+        key_heads = np.maximum(self.kv_heads / self.tp, 1)
+        return Widths(
+            self.hidden, self.heads * self.head_size / self.tp, key_heads * self.head_size,
+            self.heads / self.tp, key_heads, self.ffn / self.tp, self.gated,
+            np.where(self.sequence_parallel > 0, self.tp, 1.0), rope=1,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def ops(self) -> list[Op]:
+        """Operations of a layer on one tensor rank."""
+        return layer_ops(self.widths)
+
+    def held(self, op: Op) -> Any:
+        """Returns the elements of a GEMM's weights on a tensor rank, of all its experts."""
+        local = np.where(self.experts > 1, self.experts / self.ep, 1.0)
+        return op.inputs * op.outputs * (local if op.name in OF_EXPERTS else 1.0)
+
+    @functools.cached_property
+    def parameters(self) -> Any:
+        """Elements of a layer's matrices on a tensor rank."""
+        return sum(self.held(op) for op in self.ops if op.kind == "gemm")
+
+
+def sizes_of_model(model: ModelConfig) -> dict[str, float]:
+    """Returns the fields of `StepWork` that the model alone decides (no experts)."""
+    return {
+        "layers": model.num_layers, "hidden": model.hidden_size,
+        "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
+        "head_size": model.head_size, "ffn": model.ffn_size,
+        "gated": float(model.activation == "swiglu"), "vocab": model.padded_vocab_size,
+        "tied": float(model.tie_embeddings), "seq": model.seq_length, "window": np.inf, "cp": 1,
+        "experts": 1, "active_experts": 1, "ep": 1,
+    }  # fmt: skip
+
+
+# Time of a pipeline in closed form (tested against `schedules/walk.py`).
+
+# Bubble left by split backwards: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8, which simulated zb_h1
+# and interleaved_zb match within 0.02; zbv's is 0.2 of 1F1B's.
+SPLIT_BUBBLE = 0.47
+_COSTS = (1.0, 1.2, 0.8)
+_CLOCKED = 16  # the most ranks for which V-Half, without a closed form, is simulated
+
+
+def share_left(schedule: str, ranks: int, microbatches: int) -> float:
+    """Returns the fraction of the bubble that split backwards leave; 0: the schedule has none."""
+    if schedule == "v_half":
+        return _v_half(min(ranks, _CLOCKED), microbatches * min(ranks, _CLOCKED) // ranks)
+    return {"zb_h1": SPLIT_BUBBLE, "interleaved_zb": SPLIT_BUBBLE, "zbv": 0.4}.get(schedule, 0.0)
+
+
+@functools.lru_cache(maxsize=256)
+def _v_half(ranks: int, microbatches: int) -> float:
+    """Simulates V-Half; its idle time between micro-batches grows linearly with their number."""
+    if ranks == 1:
+        return 1.0
+    few, many = (_idle(ranks, count) for count in (2 * ranks, 3 * ranks))
+    idle = few + (many - few) / ranks * (microbatches - 2 * ranks)
+    return max(idle, 0.1) * 2 / (ranks - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _idle(ranks: int, microbatches: int) -> float:
+    """Returns V-Half's time beyond compute, in micro-batches."""
+    made = make("v_half", ranks, microbatches, 2)
+    found = walk(made.orders, made.placement, Costs.even(made.placement, *_COSTS)).ended()
+    return found.seconds / sum(_COSTS) - microbatches
+
+
+def pipeline_time(
+    first: Number,
+    middle: Number,
+    last: Number,
+    total: Number,
+    microbatches: Number,
+    chunks: Number,
+    split: Number | float = 0.0,
+) -> Any:
+    """Returns seconds of 1F1B's step, plain (chunks 1) or interleaved.
+
+    Costs are a micro-batch's forward and backward on the first, the slowest middle and the last
+    stage, and on all together: the slowest works all the time, the others fill and drain.
+    `split`: the fraction of the bubble that remains (`share_left`), 0 for whole backwards.
+    """
+    left = np.where(np.asarray(split) > 0, split, 1.0)
+    slowest = np.maximum(np.maximum(first, middle), last)
+    return microbatches * slowest + np.maximum(total - slowest, 0) / chunks * left
+
+
+# Of a GEMM: rows, columns, splits of k. cuBLAS takes the best of them.
+_TILES = ((256, 128, 1), (128, 128, 1), (128, 64, 1), (256, 128, 4), (128, 128, 3))
+
+
+def smooth_max(a: Number, b: Number) -> Any:
+    """Returns nearly max(a, b) of two times, more where they are close: neither hides fully."""
+    return (a**4 + b**4) ** 0.25
+
+
+def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number) -> Any:
+    """Returns seconds of an (m, k) × (k, n) matmul.
+
+    The rate of large matmuls, reduced for short k (fill and drain of each tile), tiles that reach
+    over the edge, an incomplete last wave (partly: cuBLAS picks among tiles) and ragged sides.
+    """
+    ragged = (np.mod(n, 64) != 0) | (np.mod(k, 64) != 0)
+    rate = c.of("speed", "rate", work.speed) * work.peak
+    rate = rate * np.where(ragged, c["gemm.ragged"], 1.0)
+    compute: Any = np.inf
+    for rows, columns, parts in _TILES:
+        waves = np.ceil(m / rows) * np.ceil(n / columns) * parts / work.units
+        wave = (np.ceil(waves) / waves) ** c["gemm.wave"] * waves * work.units
+        tile = 2.0 * rows * columns * (k / parts + c["gemm.ramp"])
+        compute = np.minimum(compute, wave * tile / rate)
+    moved = 2 * (m * k + k * n + m * n) / (work.memory_rate * c["memory.rate"])
+    return smooth_max(compute, moved) + c["gemm.gap_us"] * 1e-6
+
+
+def move(work: StepWork, c: Constants, bytes: Number) -> Any:
+    """Returns seconds of operations that move `bytes` through memory."""
+    return bytes / (work.memory_rate * c["memory.rate"])
+
+
+def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
+    """Returns (forward, backward) seconds of one layer's scores, softmax and values.
+
+    Flash kernels skip the masked half, and their backward is 2.5 forwards. Plain ones compute the
+    full square and write it: forward, twice in the backward.
+    """
+    queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp  # rows of scores
+    keys = np.minimum(work.seq, work.window)
+    flops = 4.0 * queries * keys * work.head_size
+    causal = np.where(work.window < work.seq, 1.0, 0.5)
+    width = np.where(work.head_size < 96, 0.75, 1.0)  # narrow heads fill half of a tensor core
+    base = c.of("speed", "rate", work.speed) * work.peak_attention
+    flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
+    plain = flops / (base * c["attention.plain"])
+    written = queries * keys * c["attention.score_bytes"] * np.where(work.dropout > 0, 1.0, 0.7)
+    plain = plain + move(work, c, written)
+    gap = 3 * c["gemm.gap_us"] * 1e-6
+    forward = np.where(work.flash > 0, flash, plain) + gap
+    return forward, np.where(work.flash > 0, 2.5, 2.0) * forward
+
+
+_RING = 32  # ranks up to which latency is a ring's; larger groups add a tree's
+
+
+def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number | int) -> Any:
+    """Returns bytes/s of a ring over `ranks` GPUs that are `stride` apart.
+
+    Inside a node that of the link; else at most the network bandwidth of the ring's members in one
+    node, as the node's other rings run at the same time.
+    """
+    members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
+    link = work.link_rate * c["link.rate"]
+    fabric = work.fabric_rate * c.of("network", "rate", work.fabric) * members
+    return np.where(members >= ranks, link, np.minimum(link, fabric))
+
+
+def latency(
+    work: StepWork, c: Constants, ranks: Number, stride: Number | int, steps: Number
+) -> Any:
+    """Returns the latency of a collective of `steps` steps over the network."""
+    members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
+    network = c.of("network", "latency_us", work.fabric) * steps
+    return 1e-6 * (c["link.latency_us"] + np.where(members >= ranks, 0, network))
+
+
+def gather(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
+    """Returns seconds of an all-gather or reduce-scatter of `bytes`; an all-reduce is two."""
+    wire = bus_factor("all_gather", ranks) * bytes / ring_rate(work, c, ranks, stride)
+    steps = np.where(ranks > _RING, _RING - 1 + 6 * np.log2(ranks / _RING), ranks - 1)
+    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
+
+
+def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
+    """Returns seconds of an all-reduce of `bytes` by tree or ring."""
+    wire = bus_factor("all_reduce", ranks) * bytes / ring_rate(work, c, ranks, stride)
+    steps = 2 * np.log2(np.maximum(ranks, 2))
+    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
+
+
+def hop(work: StepWork, c: Constants) -> Any:
+    """Returns seconds of a micro-batch's activations to the next stage, tp × cp × dp ranks away."""
+    stride = work.tp * work.cp * work.dp
+    bytes = 2 * work.micro_batch * work.seq / work.cp * work.hidden
+    inside = stride * work.pp <= work.gpus_per_node
+    cut = np.maximum(work.scatter_gather, work.sequence_parallel)
+    share = np.where(cut > 0, work.tp, 1.0)
+    # Full copies from every tensor rank share the node's network as slices do.
+    rate = np.where(
+        inside,
+        work.link_rate * c["link.rate"],
+        work.fabric_rate * c.of("network", "rate", work.fabric),
+    )
+    software = c.of("engine", "hop_us", work.engine)
+    wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
+    return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)
+
+
+KINDS = {"gemm": "matmuls", "attention": "attention"}  # the others are element-wise
+
+
+def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
+    """Returns a layer's seconds on the GPU by kind, forward and backward, sums over its operations,
+    and in all: the host's, where its launches take longer."""
+    parts: dict[str, Any] = dict.fromkeys(("matmuls", "attention", "element-wise", "recomputed"), 0)
+    waits: Any = 0.0
+    for op in work.ops:
+        forward, backward = seconds(op, work, c)
+        again = repeats(op, work)
+        kind = KINDS.get(op.kind, "element-wise")
+        parts[kind] = parts[kind] + forward + backward
+        parts["recomputed"] = parts["recomputed"] + again * forward
+        if op.split:
+            waits = waits + _tensor_parallel(op, work, c, again)
+    shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
+    waits = shown * waits * (1 - work.parallel_block / 2)
+    parts["tp collectives"] = waits + _context_parallel(work, c) + _experts(work, c)
+    return parts, smooth_max(sum(parts.values()), _host(work, c))
+
+
+def repeats(op: Op, work: StepWork) -> Any:
+    """Returns 1 where a layer's backward repeats the operation, else 0."""
+    flags = (getattr(work, f"recompute_{part}") for part in op.parts or ("end",))
+    return functools.reduce(np.maximum, flags)
+
+
+def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
+    """Returns the GPU's seconds of an operation's forward and backward."""
+    rows = work.tokens * (work.active_experts if op.name in OF_EXPERTS else 1.0)
+    if op.kind == "attention":
+        return attention(work, c)
+    if op.kind != "gemm":
+        # A kernel reads and writes 2 bytes an element; dropout's masks are of the residual sums.
+        width = 2 * (op.inputs + op.outputs + work.dropout * op.outputs * (op.name in RESIDUALS))
+        factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
+        moved = move(work, c, rows * width * factor)
+        return moved, 2 * moved
+    forward, backward = _matmul(work, c, rows, op.inputs, op.outputs)
+    # Operands are made fp8, before the all-gather, and the weights once a step.
+    share = work.widths.share if op.split == "column" else 1.0
+    cast = move(work, c, work.tokens * op.inputs / share * c["fp8.cast_bytes"]) * work.fp8
+    weights = 3 * work.held(op) / work.microbatches
+    return forward + cast + move(work, c, weights) * work.fp8, backward + cast
+
+
+def _matmul(work: StepWork, c: Constants, rows: Any, inputs: Any, outputs: Any) -> tuple[Any, Any]:
+    """Returns seconds of a GEMM, and of its input's and its weight's gradient."""
+    forward, *backward = (
+        gemm(work, c, m, n, k)
+        for m, n, k in ((rows, outputs, inputs), (rows, inputs, outputs), (inputs, outputs, rows))
+    )
+    return forward, sum(backward)
+
+
+RESIDUALS = ("attention.residual", "mlp.residual")
+
+
+def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
+    """Returns seconds of a GEMM's tp collectives, forward, backward and recomputed.
+
+    Under sequence parallelism the input of a column-parallel one is gathered, again for its weight
+    gradient, half of that during the GEMM of the input's; else a row-parallel one's output is
+    summed, and a column-parallel one's gradient.
+    """
+    bytes = 2 * work.tokens * work.hidden
+    one = gather(work, c, bytes, work.tp, 1)
+    summed = reduce(work, c, bytes, work.tp, 1)
+    if op.split == "column":
+        return work.sequence_parallel * (2.5 + again) * one + (1 - work.sequence_parallel) * summed
+    return np.where(work.sequence_parallel > 0, 2 * one, summed) + again * np.where(
+        work.sequence_parallel > 0, one, summed
+    )
+
+
+def _context_parallel(work: StepWork, c: Constants) -> Any:
+    """Returns exposed seconds of keys and values over cp, forward and backward."""
+    bytes = 4 * work.micro_batch * work.seq * work.widths.keys
+    return 3 * gather(work, c, bytes, work.cp, work.tp) * c["cp.exposed"]
+
+
+def _experts(work: StepWork, c: Constants) -> Any:
+    """Returns seconds of tokens to their experts and back, forward and backward."""
+    bytes = 2 * work.tokens * work.hidden * work.active_experts / work.tp
+    every = gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
+    return np.where(work.experts > 1, 4 * every, 0.0)
+
+
+def _host(work: StepWork, c: Constants) -> Any:
+    """Returns the host's seconds for a layer's launches: more with tp, and more again where
+    pipeline messages and tp's collectives share the threads that drive the network."""
+    launches = 1 + work.recompute_layer / 3
+    own = c.of("engine", "launch_us", work.engine)
+    tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
+    spread = (work.pp > 1) & (work.tp > 1) & (work.tp * work.pp * work.dp > work.gpus_per_node)
+    wide = work.tp * np.sqrt(np.maximum(work.tp / work.gpus_per_node, 1.0))
+    crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * wide, 0.0)
+    host = launches * (own + tensor) + crowd
+    return 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
+
+
+def head(work: StepWork, c: Constants) -> Any:
+    """Returns seconds of the head and the loss, forward and backward."""
+    rows, columns = work.tokens, work.vocab / work.tp
+    matmuls = sum(_matmul(work, c, rows, work.hidden, columns))
+    wide = 1 + work.fp8 * (work.peak / work.peak_attention - 1)  # the head stays in 16 bits
+    return matmuls * wide + move(work, c, rows * columns * c["head.bytes"])
+
+
+def _ends(work: StepWork, c: Constants) -> Any:
+    """Returns the seconds of head and embedding on the first stage, those between and the last."""
+    top, single = head(work, c), work.pp == 1
+    first = embedding(work, c) + np.where(single, top, 0.0)
+    return np.stack(np.broadcast_arrays(first, 0.0, np.where(single, 0.0, top)))
+
+
+def embedding(work: StepWork, c: Constants) -> Any:
+    """Returns seconds of the look-up and its gradient."""
+    return move(work, c, work.tokens * work.hidden * 16 / work.widths.share) + 2e-5
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part; `compute` is the slowest stage's, with exposed tp collectives."""
+
+    compute: Any  # each a number or an array
+    bubble: Any
+    messages: Any
+    gradients: Any
+    optimizer: Any
+    fixed: Any
+
+    @property
+    def total(self) -> Any:
+        parts = (self.messages, self.gradients, self.optimizer, self.fixed)
+        return self.compute + self.bubble + sum(parts)
+
+
+def step(work: StepWork, c: Constants) -> StepTime:
+    """Returns the seconds of one step by part. Fields may be arrays: see `StepWork`."""
+    ends = _ends(work, c)
+    batch = 1e-6 * c.of("engine", "batch_us", work.engine) * np.where(work.graph > 0, 0.1, 1.0)
+    each = _gathered(work, c, layer(work, c)[1])
+    single = work.pp == 1
+    first = work.first * each + ends[0] + batch
+    middle = np.where(work.middle > 0, work.middle * each + batch, 0)
+    last = np.where(single, first, work.last * each + ends[2] + batch)
+    total = work.layers * each + head(work, c) + embedding(work, c) + batch * work.pp
+    span = pipeline_time(first, middle, last, total, work.microbatches, work.chunks, work.split)
+    busy = work.microbatches * np.maximum(np.maximum(first, middle), last)
+    backward = (first if np.ndim(first) else np.asarray(first)) * 2 / 3
+    return StepTime(
+        busy,
+        span - busy,
+        _messages(work, c),
+        _gradients(work, c, backward),
+        _optimizer(work, c),
+        c["step.fixed_us"] * 1e-6 + 0 * work.layers,
+    )
+
+
+def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
+    """Returns a tensor rank's elements of the first, the fullest middle and the last stage."""
+    each = work.parameters
+    table = work.vocab * work.hidden / work.tp
+    single = work.pp == 1
+    own_head = np.where(single & (work.tied > 0), 0, table)
+    first = work.first * each + table + np.where(single, own_head, 0)
+    return first, work.middle * each, np.where(single, first, work.last * each + table)
+
+
+def largest_stage(work: StepWork) -> Any:
+    """Returns the elements of the largest stage."""
+    first, middle, last = stage_parameters(work)
+    return np.maximum(np.maximum(first, middle), last)
+
+
+def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
+    """Returns a layer's time with zero 3: two all-gathers of parameters, one of gradients."""
+    ranks, stride = work.dp, work.tp * work.cp
+    one = gather(work, c, 2 * work.parameters, ranks, stride)
+    ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
+    wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
+    both = smooth_max(each, wire)
+    return np.where(work.zero >= 3, both, each)
+
+
+def _messages(work: StepWork, c: Constants) -> Any:
+    """Returns exposed seconds of pipeline messages: two a micro-batch and chunk, and the fill."""
+    shown = c["pp.exposed"] * (1 - work.overlap_pp * from_odds(c["pp.hidden"]))
+    trips = 2 * (work.microbatches * work.chunks + work.pp - 1)
+    return trips * hop(work, c) * shown
+
+
+def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
+    """Returns seconds of gradient reductions (and zero 1's all-gather) beyond a backward.
+
+    Layers are reduced one by one, so each pays the latency of a ring over all ranks: with hundreds
+    of ranks that is longer than the bytes take.
+    """
+    ranks, stride = work.dp * work.cp, work.tp
+    elements = largest_stage(work)
+    summed = reduce(work, c, work.grad_bytes * elements, ranks, stride)
+    cut = gather(work, c, work.grad_bytes * elements, ranks, stride)
+    back = gather(work, c, 2 * elements, ranks, stride)
+    layers = np.maximum(np.maximum(work.first, work.middle), work.last)
+    ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, layers, 0.0)
+    ring = ring * c.of("engine", "dp_messages", work.engine)
+    odds = c.of("engine", "dp_hidden", work.engine)
+    reduced = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut, summed) + ring)
+    hidden = np.minimum(work.overlap_dp * from_odds(odds) * reduced, backward)
+    returned = np.where((work.zero > 0) & (work.zero < 3), back + ring, 0.0)
+    return reduced - hidden + returned * (1 - work.overlap_dp * from_odds(odds))
+
+
+def _optimizer(work: StepWork, c: Constants) -> Any:
+    ranks = np.where(work.zero > 0, work.dp * work.cp, 1.0)
+    return move(work, c, largest_stage(work) / ranks * c["optimizer.bytes"])
+
+
+def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
+    """Splits the busiest stage's seconds by kind, summing to `compute`; `work` has one row.
+
+    The remainder after kernels and exposed collectives is the host's launches, or zero 3's gathers.
+    """
+    (kinds, total), ends = layer(work, c), _ends(work, c)
+    stages = np.stack([work.first, work.middle, work.last])
+    busiest = int(np.argmax((stages * total + ends)[:, 0]))
+    count = float(work.microbatches[0])
+    layers = count * float(stages[busiest, 0])
+    found = {kind: layers * float(np.ravel(value)[0]) for kind, value in kinds.items()}
+    found["head and embedding"] = count * float(ends[busiest, 0])
+    rest = compute - sum(found.values())
+    if rest < 0:  # no host time is exposed, and kernels overlap a little
+        found = {kind: value * compute / sum(found.values()) for kind, value in found.items()}
+    return found | {"launches": max(rest, 0.0)}
