@@ -45,6 +45,7 @@ ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp")
 GUESSES: dict[str, tuple[float, float]] = {
     "gemm.ramp": (256.0, 0.7),  # k at which a GEMM reaches half of its rate
     "gemm.wave": (0.7, 0.5),  # fraction of an incomplete wave of tiles that is lost
+    "gemm.small_tile": (0.85, 0.15),  # fraction of the rate for each halving of the tile
     "gemm.ragged": (0.75, 0.5),  # fraction of the rate where a side is no multiple of 64
     "gemm.gap_us": (4.0, 0.5),
     "attention.plain": (0.5, 0.5),  # batched matmuls with scores in memory
@@ -297,8 +298,8 @@ def pipeline_time(
     return microbatches * slowest + np.maximum(total - slowest, 0) / chunks * left
 
 
-# Of a GEMM: rows, columns, splits of k. cuBLAS takes the best of them.
-_TILES = ((256, 128, 1), (128, 128, 1), (128, 64, 1), (256, 128, 4), (128, 128, 3))
+# Of a GEMM: rows, columns, splits of k, number of times that the tile was halved.
+_TILES = ((256, 128, 1, 0), (128, 128, 1, 1), (128, 64, 1, 2), (256, 128, 4, 0), (128, 128, 3, 1))
 
 
 def smooth_max(a: Number, b: Number) -> Any:
@@ -316,11 +317,11 @@ def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number) -> Any:
     rate = c.of("speed", "rate", work.speed) * work.peak
     rate = rate * np.where(ragged, c["gemm.ragged"], 1.0)
     compute: Any = np.inf
-    for rows, columns, parts in _TILES:
+    for rows, columns, parts, share in _TILES:
         waves = np.ceil(m / rows) * np.ceil(n / columns) * parts / work.units
         wave = (np.ceil(waves) / waves) ** c["gemm.wave"] * waves * work.units
         tile = 2.0 * rows * columns * (k / parts + c["gemm.ramp"])
-        compute = np.minimum(compute, wave * tile / rate)
+        compute = np.minimum(compute, wave * tile / (rate * c["gemm.small_tile"] ** share))
     moved = 2 * (m * k + k * n + m * n) / (work.memory_rate * c["memory.rate"])
     return smooth_max(compute, moved) + c["gemm.gap_us"] * 1e-6
 
