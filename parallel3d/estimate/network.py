@@ -459,6 +459,18 @@ def price_transfer(
     return PricedTransfer(transfer, options[name] * transfer.count, name)
 
 
+def price_dim(
+    dim: str,
+    transfers: list[Transfer],
+    paths: Paths,
+    cluster: Cluster,
+    algorithms: tuple[str, ...] = ALGORITHMS,
+) -> DimPrice:
+    """Returns the price of a dimension's transfers over these wires, without bytes by link."""
+    mine = (price_transfer(t, paths, cluster, algorithms) for t in transfers if t.dim == dim)
+    return DimPrice(dim, paths, tuple(mine), {})
+
+
 def price_step(
     placement: RankMapping,
     transfers: list[Transfer],
@@ -479,10 +491,7 @@ def price_step(
         flows = flows_of(dim, cluster, groups, layout.loops)
         between = None if flows.between is None else flows.between.slowest()
         paths = Paths(groups.shape[1], flows.ring.slowest(), flows.inner, between)
-        priced = tuple(
-            price_transfer(t, paths, cluster, algorithms) for t in transfers if t.dim == dim
-        )
-        price = DimPrice(dim, paths, priced, {})
+        price = price_dim(dim, transfers, paths, cluster, algorithms)
         for used, nbytes in flows.sent(price):
             for kind, count in used.counts.items():
                 if nbytes:

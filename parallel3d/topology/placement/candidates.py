@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parallel3d.estimate.network import GROUPED, OPEN_CHAINS, Flows, Paths, Transfer, price_transfer
+from parallel3d.estimate.network import GROUPED, OPEN_CHAINS, Flows, Paths, Transfer, price_dim
 from parallel3d.topology.cluster.parts import Cluster, Link, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.topology.tiling import SNAKED, Tiling
@@ -65,8 +65,7 @@ class RankSample:
                 continue
             if paths.flat is None and dim != "world":
                 return math.inf
-            mine = (price_transfer(t, paths, self.cluster) for t in transfers if t.dim == dim)
-            total += math.fsum(p.seconds for p in mine)
+            total += price_dim(dim, transfers, paths, self.cluster).seconds
         return total
 
     def _paths(self, dim: str, tiling: Tiling, place: Coordinates) -> Paths | None:

@@ -29,8 +29,8 @@ from parallel3d.estimate.network import (
     StepPrice,
     Transfer,
     members,
+    price_dim,
     price_step,
-    price_transfer,
 )
 from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
@@ -101,8 +101,7 @@ class _Task:
         paths = Paths(n, cluster.nvlink if factor == n else outside)
         if 1 < factor < n:
             paths = Paths(n, outside, factor, outside)
-        mine = [t for t in self.transfers if t.dim == dim]
-        return math.fsum(price_transfer(t, paths, cluster).seconds for t in mine)
+        return price_dim(dim, self.transfers, paths, cluster).seconds
 
 
 def search(
@@ -354,10 +353,7 @@ def _leaves_domain(
     cost = f"its slowest pair has {wire.gb_per_s:.4g} GB/s instead of {cluster.nvlink.gb_per_s:.4g}"
     priced = price_step(placement, [t for t in transfers or [] if t.dim == dim]).dims.get(dim)
     if priced is not None:
-        ideal = Paths(links.size, cluster.nvlink)
-        inside = math.fsum(
-            price_transfer(t.transfer, ideal, cluster).seconds for t in priced.transfers
-        )
+        inside = price_dim(dim, transfers or [], Paths(links.size, cluster.nvlink), cluster).seconds
         cost += (
             f", {1e3 * priced.seconds:,.0f} ms of communication a step instead of "
             f"{1e3 * inside:,.0f} ms"
