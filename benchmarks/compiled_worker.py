@@ -136,7 +136,7 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
     """Forward and backward of all layers under `compile=true`, and `launches()` after each."""
     import torch
 
-    from parallel3d.comm.process_groups import SINGLE
+    from parallel3d.comm.group import SINGLE
     from parallel3d.models.layers import BuildContext
     from parallel3d.models.transformer import Stage, compile_blocks
     from parallel3d.parameters.sharding import Initializer, ParameterSpec

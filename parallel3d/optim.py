@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parameters.sharding import ParameterSpec, Segment

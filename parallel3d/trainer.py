@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
+from parallel3d.comm.group import SINGLE
 from parallel3d.comm.operation_log import blocking
-from parallel3d.comm.process_groups import SINGLE, ProcessGroups, with_timer
+from parallel3d.comm.process_groups import ProcessGroups, with_timer
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config

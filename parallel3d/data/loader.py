@@ -26,7 +26,7 @@ from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
-    from parallel3d.comm.process_groups import Group
+    from parallel3d.comm.group import Group
     from parallel3d.config.schema import Config
 
 

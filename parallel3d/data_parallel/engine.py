@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.data_parallel.buckets import (
     UNSHARDED,

@@ -18,8 +18,9 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.exchange import transfer
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.operation_log import logged_message
-from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.device import accelerator

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench import measure as bench_rows
 from parallel3d.commands.bench.comm import bench_comm
 from parallel3d.commands.bench.measure import BenchRow, Measurement, Where

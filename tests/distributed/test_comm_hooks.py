@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel import comm_hooks
 from parallel3d.data_parallel.comm_hooks import InBf16, PowerSGD, orthonormal

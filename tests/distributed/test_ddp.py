@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d import DistributedDataParallel
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel import ddp, transport
 from parallel3d.data_parallel.averager import GradientAverager

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from parallel3d.comm import collectives, shared_memory
 from parallel3d.comm import shared_memory as shared_collectives
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.pipeline.p2p import SLOTS, SharedP2P
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool

@@ -13,7 +13,8 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from parallel3d.comm.process_groups import SINGLE, ProcessGroups
+from parallel3d.comm.group import SINGLE
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands import train
 from parallel3d.commands.verify import variants
 from parallel3d.config.schema import Config, ModelConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.pipeline.executor import Executor, MicroBatches

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig
 from parallel3d.data.documents import Documents
 from parallel3d.device import accelerator, fused

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import matmul as benchmark
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.device import matmul as matmul_module
 from parallel3d.device.matmul import linear, matmul, onednn_is_faster
 from parallel3d.tensor_parallel.linear_ops import ColumnNode

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.func import functional_call
 
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention

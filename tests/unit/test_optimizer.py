@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel3d import optim as optimizer_module
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, OptimConfig
 from parallel3d.data_parallel import buckets
 from parallel3d.data_parallel.buckets import build_buckets

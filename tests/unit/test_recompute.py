@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.config.sections import parts_of
 from parallel3d.estimate.ops import recomputing

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.data_parallel import comm_hooks, fully_sharded
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
 from parallel3d.data_parallel.reducer import CommHook, GradBucket

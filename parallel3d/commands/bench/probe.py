@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.fit import Finding, Judging, Pair, Seconds
 from parallel3d.commands.bench.measure import Where
 from parallel3d.commands.bench.operations import finisher

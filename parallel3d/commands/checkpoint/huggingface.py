@@ -27,7 +27,7 @@ from parallel3d.checkpoint.manifest import Manifest, read_manifest
 from parallel3d.checkpoint.planners import Chunk, TensorChunks, full_tensors
 from parallel3d.checkpoint.saver import Save, Saver
 from parallel3d.checkpoint.storage import read_state, stored_shapes
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, step_number
 from parallel3d.commands.generate.sample import state_of
 from parallel3d.config.checks.whole import check_config
