@@ -35,6 +35,7 @@ from parallel3d.checkpoint.hf.names import FIXED, HARMLESS
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.parameters.sharding import spec_of
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 SIZES = {
@@ -360,7 +361,7 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
     model = replace(ModelConfig(), **found.keys)
     stage, held = huggingface.blank_model(model), {}
     for parameter in stage.parameters():
-        held |= {piece.name: (piece, parameter.detach()) for piece in parameter.spec.shards}
+        held |= {piece.name: (piece, parameter.detach()) for piece in spec_of(parameter).shards}
     tensors = tensors_of(folder, model, found.kind, weights=found.weights, dtype=torch.float32)
     for name, tensor in tensors:
         piece, local = held.pop(name)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.comm import process_groups
 from parallel3d.comm.group_options import (
     DEFAULTS,
     Interfaces,
@@ -188,7 +187,6 @@ class Recorded:
         monkeypatch.setattr(dist, "split_group", self.split_group)
         monkeypatch.setattr(dist, "new_subgroups_by_enumeration", self.enumerate)
         monkeypatch.setattr(dist, "destroy_process_group", self.destroyed.append)
-        monkeypatch.setattr(process_groups, "_mesh", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: rank)
 
     def split_group(self, **said: Any) -> object:
