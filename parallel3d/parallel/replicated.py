@@ -94,11 +94,13 @@ def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: floa
     found: tuple[str, float] | None = None
     device = torch.device("cpu")
     for name, parameter in _replicated_parameters(module):
-        device = parameter.device
-        first = parameter.detach().clone(memory_format=torch.contiguous_format)
+        device, mine = parameter.device, parameter.detach()
+        if hasattr(mine, "to_local"):  # under `fully_shard`: this rank's rows, as on the others
+            mine = mine.to_local()
+        first = mine.clone(memory_format=torch.contiguous_format)
         collectives.broadcast(first, 0, ranks)
-        off = float((parameter.detach() - first).abs().max()) if first.numel() else 0.0
-        if found is None and not off <= tolerance * float(first.abs().max()):
+        off = float((mine - first).abs().max()) if first.numel() else 0.0
+        if found is None and first.numel() and not off <= tolerance * float(first.abs().max()):
             found = (name, off)
     if ranks.size == 1:
         return

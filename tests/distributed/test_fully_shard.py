@@ -56,7 +56,9 @@ def tensor_parallel(sizes: dict[str, int], frees: bool) -> float:
     for part in (module[1], module[2], module):
         fully_shard(part, mesh=groups.mesh["dp"], reshard_after_forward=frees)
     inputs, targets = mine(groups.dp)
-    return trained(module, lambda: loss_of(module(inputs), targets).backward())
+    worst = trained(module, lambda: loss_of(module(inputs), targets).backward())
+    p3d.check_replicated(module, groups.tp)
+    return worst
 
 
 @pytest.mark.parametrize("frees", [True, False])
