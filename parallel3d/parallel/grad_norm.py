@@ -226,7 +226,7 @@ class _Norm:
             alike.setdefault(shards, {}).setdefault(pp, []).append(gradient)
         # All ranks of a group that splits tensors hold parts of the same ones, in one order, so
         # their collectives match. Stages of a pipeline differ, so they meet afterwards, in one
-        # number. Copies come first: what is wrong with them travels with the collectives below.
+        # number. Whole copies come first: what is wrong with them travels with what follows.
         splitting = list(dict.fromkeys(group for shards in alike for group in shards))
         on_stages: dict[Group, Tensor] = {SINGLE: self._zero()}
         for shards, by_pipeline in alike.items():
@@ -234,8 +234,9 @@ class _Norm:
                 value = self._share(members)
                 for group in shards:
                     value = self._combined(self._gathered(value, group))
-                for group in splitting if not shards else ():
-                    value = self._copy(self._gathered(value, group))
+                for group in splitting:
+                    if group not in shards:
+                        value = self._copy(self._gathered(value, group))
                 pp = pp if pp.size > 1 else SINGLE
                 on_stages[pp] = self._plus(on_stages.get(pp, self._zero()), value)
         total = on_stages.pop(SINGLE)

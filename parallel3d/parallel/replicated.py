@@ -46,8 +46,8 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
     Call it once, before the first backward. Backwards are then collective over `group`.
 
     Raises:
-        UserError: a parameter of a tensor-parallel layer, or one that is summed already; no
-            parameter that requires a gradient. Nothing is changed then.
+        UserError: a parameter of a tensor-parallel layer, or one that is summed already or under
+            `fully_shard`; no parameter that requires a gradient. Nothing is changed then.
     """
     ranks = group_of(group)
     split = {
@@ -67,6 +67,12 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
             raise UserError(
                 f"sum_gradients_over: {name} belongs to a tensor-parallel layer, whose gradient is "
                 "whole already; name the modules between the two layers alone"
+            )
+        if hasattr(parameter, "placements"):
+            raise UserError(
+                f"sum_gradients_over: {name} is under fully_shard, which must not be: it takes "
+                "gradients past hooks; sum parameter.grad.to_local() over the group after the last "
+                "backward instead"
             )
         if any(isinstance(hook, _Sum) for hook in (parameter._backward_hooks or {}).values()):
             raise UserError(

@@ -294,6 +294,29 @@ def test_heads_that_several_ranks_share_count_once(dp: int, pool: Pool) -> None:
         assert off == pytest.approx((0.0, 0.0), abs=TOLERANCE)
 
 
+def partial_under_fsdp() -> list[str]:
+    """A norm between two layers whose gradient `fully_shard` has averaged, but nobody summed."""
+    groups = p3d.init(tp=2, dp=2)
+    column = p3d.ColumnParallelLinear(4, 4, groups.tp).double()
+    between = nn.LayerNorm(2).double()
+    layers = nn.Sequential(column, between, p3d.RowParallelLinear(4, 4, groups.tp).double())
+    fully_shard(layers, mesh=groups.mesh["dp"])
+    layers(torch.arange(8.0, dtype=torch.float64).view(2, 4)).square().sum().backward()
+    found = [said(p3d.clip_grad_norm_, layers.parameters(), 1.0)]
+    found.append(said(p3d.sum_gradients_over, between, groups.tp))
+    for parameter in between.parameters():  # what the sentence advises
+        dist.all_reduce(parameter.grad.to_local(), group=groups.tp.handle)
+    found.append(said(p3d.clip_grad_norm_, layers.parameters(), 1.0))
+    return found
+
+
+def test_a_partial_gradient_under_fully_shard_is_found(pool: Pool) -> None:
+    for clipped, summed, mended in pool.run(4, partial_under_fsdp):
+        assert "whose gradients must be equal on all ranks and differ" in clipped
+        assert "sum_gradients_over: weight is under fully_shard" in summed
+        assert mended == ""
+
+
 def rounding_alone() -> float:
     """Copies without a gradient but for rounding: it may differ between the ranks."""
     group = p3d.init(tp=2).tp

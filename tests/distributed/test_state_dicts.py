@@ -187,3 +187,38 @@ def test_one_process_has_no_shards() -> None:
     module = net()
     assert not any(isinstance(v, DTensor) for v in p3d.sharded_state_dict(module).values())
     assert equal(p3d.full_state_dict(module), 3)
+
+
+class Tied(nn.Module):
+    """A table that looks words up and scores them."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.words = p3d.VocabParallelEmbedding(WORDS, WIDTH, group)
+        self.head = p3d.ColumnParallelLinear(WIDTH, WORDS, group, bias=False, gather_output=True)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids))
+
+
+def tied(folder: str) -> tuple[float, dict[str, Any]]:
+    torch.manual_seed(5)
+    net = Tied(p3d.init(tp=None, dp=1).tp).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    if p3d.load(folder, net, optimizer) is None:
+        p3d.save(folder, net, optimizer, step=1)
+    net(torch.arange(WORDS)).square().mean().backward()
+    norm = float(p3d.clip_grad_norm_(net.parameters(), 1e9))
+    optimizer.step()
+    full = p3d.full_state_dict(net)
+    return norm, {name: value.numpy() for name, value in full.items()}
+
+
+def test_a_tied_table_counts_once_and_stays_tied(pool: Pool, tmp_path: Path) -> None:
+    wanted = pool.run(1, tied, str(tmp_path))[0]
+    for ranks_now in (2, 4):
+        for rank, (norm, full) in enumerate(pool.run(ranks_now, tied, str(tmp_path))):
+            assert norm == pytest.approx(wanted[0], rel=1e-12)
+            assert rank > 0 or abs(full["words.weight"] - wanted[1]["words.weight"]).max() < 1e-12
+            assert rank > 0 or (full["head.weight"] == full["words.weight"]).all()
