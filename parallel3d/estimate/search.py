@@ -209,17 +209,10 @@ def complexity(choice: LayoutChoice) -> float:
 
 def best(priced: Priced, rows: int) -> list[int]:
     """Returns the best layout of each (tp, pp), at most `rows`: its variants are one answer."""
-    seen: set[tuple[int, int]] = set()
-    made = []
+    found: dict[tuple[int, int], int] = {}
     for i in priced.order:
-        key = priced.choices[i].tp, priced.choices[i].pp
-        if key not in seen:
-            seen.add(key)
-            made.append(i)
-    return made[:rows]
-
-
-STEP_PARTS = ("compute", "bubble", "messages", "gradients", "optimizer")
+        found.setdefault((priced.choices[i].tp, priced.choices[i].pp), i)
+    return [*found.values()][:rows]
 
 
 def reason(priced: Priced, index: int, first: int, node: int) -> str:
@@ -227,36 +220,35 @@ def reason(priced: Priced, index: int, first: int, node: int) -> str:
     choice, tight = priced.choices[index], "; memory is tight" * bool(priced.tight[index])
     total, least = float(priced.seconds[index]), float(priced.seconds[first])
     mine, best = (
-        {part: float(getattr(priced.time, part)[i]) for part in STEP_PARTS} for i in (index, first)
+        {f.name: float(getattr(priced.time, f.name)[i]) for f in fields(StepTime)}
+        for i in (index, first)
     )
     if index == first:
-        rest = max(STEP_PARTS[1:], key=lambda part: mine[part])
+        rest = max([*mine][1:], key=lambda part: mine[part])
         words = f"{100 * mine['compute'] / total:.0f} % of the step computes"
         if mine[rest] > 0.005 * total:
             share = f"{100 * mine[rest] / total:.0f} %"
-            words += f"; most of the rest is {_named(rest, choice)} ({share})"
+            words += f"; most of the rest is {_cause(rest, choice, choice, node)} ({share})"
         return words + tight
-    worst = max(STEP_PARTS, key=lambda part: mine[part] - best[part])
+    worst = max(mine, key=lambda part: mine[part] - best[part])
     more = mine[worst] - best[worst]
     if total - least <= 0.005 * total or more <= 0:
         return "as fast, with more to set up" + tight
-    compute = worst == "compute"
-    why = _compute(choice, priced.choices[first], node) if compute else _named(worst, choice)
+    why = _cause(worst, choice, priced.choices[first], node)
     return f"+{100 * more / least:.0f} % {why}{tight}"
 
 
-def _named(part: str, choice: LayoutChoice) -> str:
-    """Describes the part with the size that causes it."""
-    return {
+def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> str:
+    """Describes the part of a step with the size that causes it, against the best layout's."""
+    causes = {
         "bubble": f"bubble of {choice.pp} stages",
         "messages": f"messages between {choice.pp * choice.vpp} pieces of the model",
         "gradients": f"sums of gradients over dp={choice.dp}",
         "optimizer": "the optimizer's pass over its state",
-    }[part]
-
-
-def _compute(choice: LayoutChoice, best: LayoutChoice, node: int) -> str:
-    """Explains why computing takes longer than in the best layout."""
+        "fixed": "what a step takes whatever its size",
+    }
+    if part != "compute":
+        return causes[part]
     if choice.recompute == FULL != best.recompute:
         return "forwards run again, as it does not fit without recompute=full"
     if choice.zero >= 3 > best.zero:
