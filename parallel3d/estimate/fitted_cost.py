@@ -75,6 +75,7 @@ PER_ENGINE = {
     "launch_tp_us": (300.0, 1.0),  # more with tp
     "batch_us": (1000.0, 1.0),  # for a micro-batch
     "hop_us": (200.0, 1.0),  # for a message to the next stage
+    "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where the slowest host counts
     "flash": (0.45, 0.4),  # attention's fraction of a GEMM's rate over the causal half
     "dp_hidden": (2.0, 1.0),  # odds that gradients, and zero 1's parameters, hide, with overlap
     "dp_messages": (1.0, 1.0),  # collectives of a layer's gradients
@@ -503,6 +504,7 @@ def _host(work: StepWork, c: Constants) -> Any:
     launches = 1 + work.recompute_layer / 3
     own = c.of("engine", "launch_us", work.engine)
     tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
+    tensor = tensor + c.of("engine", "slowest_us", work.engine) * (np.minimum(work.tp, 8) / 8) ** 2
     spread = (work.pp > 1) & (work.tp > 1) & (work.tp * work.pp * work.dp > work.gpus_per_node)
     wide = work.tp * np.sqrt(np.maximum(work.tp / work.gpus_per_node, 1.0))
     crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * wide, 0.0)
