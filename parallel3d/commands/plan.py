@@ -56,7 +56,7 @@ from parallel3d.estimate.search import (
 )
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg
-from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import time_orders
 from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.report import MADE_BY as MAP_MADE_BY
@@ -434,6 +434,8 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
             f"schedule={name} must be one of {', '.join(NAMED_SCHEDULES)} in a plan, which chooses "
             "among them where none is typed; the nearest is schedule=1f1b"
         )
+    if {"schedule", "vpp"} <= {*fixed}:
+        check_vpp(str(name), int(fixed["vpp"]))
     product, of = 1, "GPUs" if config.cluster.file is None else "ranks"
     for key in ("tp", "pp", "dp"):
         value, others = int(fixed.get(key, 1)), product
