@@ -14,6 +14,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parameters.sharding import ParameterSpec, Segment
+from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
 NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
 
@@ -234,30 +235,11 @@ def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
 
     These are the runs with `tp_replicas` > 1. One all-reduce over all of tp.
     """
-    shared: dict[int, list[Tensor]] = {}  # tp_replicas → gradients
+    shared: dict[int, list[Tensor]] = {}
     for segment in segments:
         for run, tp_replicas in segment.runs():
-            if tp_replicas > 1:
-                shared.setdefault(tp_replicas, []).append(segment.grad[run])
-    if not shared:
-        return
-    # Runs with r replicas form tp/r sets of r consecutive ranks: ranks 0 … r − 1 hold one shard,
-    # ranks r … 2r − 1 the next. The buffer has one slot per set. A rank writes its gradients to
-    # slot index // r and leaves the others zero, so the sum over tp puts into each slot the sum
-    # over that set alone: no process group per set, and all replicas get the same bits.
-    numel = {r: sum(g.numel() for g in grads) for r, grads in shared.items()}
-    slots_numel = [tp.size // r * n for r, n in numel.items()]
-    flat = next(iter(shared.values()))[0].new_zeros(sum(slots_numel))
-    own_slot = {
-        r: slots.view(-1, numel[r])[tp.index // r]
-        for r, slots in zip(numel, flat.split(slots_numel), strict=True)
-    }
-    for r, grads in shared.items():
-        torch.cat(grads, out=own_slot[r])
-    collectives.all_reduce(flat, tp)
-    for r, grads in shared.items():
-        for grad, total in zip(grads, own_slot[r].split([g.numel() for g in grads]), strict=True):
-            grad.copy_(total)
+            shared.setdefault(tp_replicas, []).append(segment.grad[run])
+    sum_over_replicas(shared, tp)
 
 
 @torch.no_grad()

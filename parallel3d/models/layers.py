@@ -57,13 +57,14 @@ class BuildContext:
 
     @property
     def split(self) -> dict[str, Any]:
-        """Arguments common to all linear layers."""
+        """Arguments common to all linear layers; the trainer sums partial gradients."""
         return {
             "group": self.tp,
             "init": self.init,
             "sequence_parallel": self.sp,
             "chunks": self.chunks,
             "recomputed": bool(self.recompute),
+            "sum_partial_gradients": False,
         }
 
     def dropout(self, site: str, model: ModelConfig) -> Dropout:

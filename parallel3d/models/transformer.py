@@ -67,7 +67,6 @@ class MLP(nn.Module):
             model.hidden_size,
             name=f"{prefix}.down",
             std=output_std(model),
-            sum_partial_gradients=False,
             **split,
         )
 
@@ -129,7 +128,6 @@ class Attention(nn.Module):
             model.hidden_size,
             name=f"{prefix}.out",
             std=output_std(model),
-            sum_partial_gradients=False,
             bias=model.out_bias,
             **ctx.split,
         )

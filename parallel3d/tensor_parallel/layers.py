@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group, GroupLike, group_of
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, closest
 from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, state_of
 from parallel3d.tensor_parallel import linear_ops
@@ -34,7 +34,11 @@ from parallel3d.tensor_parallel.linear_ops import (
     row_forward,
     row_node,
 )
-from parallel3d.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_vocabulary
+from parallel3d.tensor_parallel.mappings import (
+    copy_to_replicas,
+    copy_to_tensor_parallel,
+    gather_from_vocabulary,
+)
 
 
 class ShardedModule(nn.Module):
@@ -249,8 +253,11 @@ class ColumnParallelLinear(ShardedModule):
         sequence_parallel: the input is this rank's part of the sequence, and is gathered.
         chunks: in which the sequence is gathered (see `linear_ops.gather_linear`).
         recomputed: where x is recomputed in the backward, do so without this GEMM.
-        tp_replicas: matrix name → consecutive ranks that hold the same rows of it. Each has the
-            gradient of its own use alone; `optim.sum_shared_gradients` sums them.
+        tp_replicas: matrix name → consecutive ranks that hold the same rows of it (key-value heads
+            when there are fewer than ranks).
+        sum_partial_gradients: sum the gradients of these rows in the backward; False: they stay
+            those of this rank's use, and `optim.all_reduce_shared_kv_grads` sums those of all
+            layers at once.
         seed, name, std: weights are normal with `std` and depend on (seed, name) alone, biases are
             zero. Without a seed `nn.Linear` draws them from PyTorch's generator, which must have
             the same state on all ranks; they are then equal for every size of the group.
@@ -278,6 +285,7 @@ class ColumnParallelLinear(ShardedModule):
         chunks: int = 1,
         recomputed: bool = True,
         tp_replicas: Mapping[str, int] = MappingProxyType({}),
+        sum_partial_gradients: bool = True,
         seed: int | None = None,
         name: str = "",
         std: float = 0.02,
@@ -289,12 +297,8 @@ class ColumnParallelLinear(ShardedModule):
         self.has_bias = bias
         matrices = out_features if isinstance(out_features, Mapping) else {"": out_features}
         self.matrices: dict[str, int] = dict(matrices)
-        self.sizes: list[int] = []
-        for matrix, rows in self.matrices.items():
-            key = f"out_features[{matrix}]" if matrix else "out_features"
-            ranks = self.group.size // tp_replicas.get(matrix, 1)
-            self.check_divides(key, rows, ranks)
-            self.sizes.append(rows // ranks)
+        self.tp_replicas = dict(tp_replicas)
+        self.sizes = [self._rows_here(matrix, rows) for matrix, rows in self.matrices.items()]
         if gather_output and len(self.matrices) > 1:
             raise UserError(
                 "ColumnParallelLinear(gather_output=True) must have one matrix, not "
@@ -303,11 +307,23 @@ class ColumnParallelLinear(ShardedModule):
             )
         self.in_features, self.out_features = in_features, sum(self.matrices.values())
         self.gather_output, self.recomputed = gather_output, recomputed
-        self.tp_replicas = dict(tp_replicas)
+        self.sums_shared = sum_partial_gradients and max(tp_replicas.values(), default=1) > 1
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.handle: Tensor | None = None  # in compiled code: see `linear_ops.register`
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, self.out_features, bias, device, dtype))
+
+    def _rows_here(self, matrix: str, rows: int) -> int:
+        size, shared = self.group.size, self.tp_replicas.get(matrix, 1)
+        if shared < 1 or size % shared:
+            near = closest(shared, lambda n: size % n == 0, size)
+            raise UserError(
+                f"ColumnParallelLinear(tp_replicas[{matrix}]={shared}) must divide the {size} "
+                f"ranks of the group; the nearest is {near}"
+            )
+        key = f"out_features[{matrix}]" if matrix else "out_features"
+        self.check_divides(key, rows, size // shared)
+        return rows * shared // size
 
     def specs(self, index: int) -> dict[str, ParameterSpec | None]:
         weights, biases, row = [], [], 0
@@ -343,8 +359,15 @@ class ColumnParallelLinear(ShardedModule):
         if self.handle is not None and torch.compiler.is_compiling():
             gather = 1 if self.sp is None else self.group.size
             return linear_ops.linear_operator(x, self.handle, self.weight.shape[0], gather, 1)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.sums_shared:
+            specs = self._held(self.group.index)
+            weight = copy_to_replicas(weight, specs["weight"], self.group)
+            if bias is not None:
+                bias = copy_to_replicas(bias, specs["bias"], self.group)
         node = column_node if self.recomputed else ColumnNode.apply
-        y = node(*_cast(x, self.weight, self.bias), self.group, self.sp)
+        y = node(*_cast(x, weight, bias), self.group, self.sp)
         return gather_from_vocabulary(y, self.group) if self.gather_output else y
 
     def run_forward(self, x: Tensor) -> Tensor:
@@ -372,8 +395,8 @@ class RowParallelLinear(ShardedModule):
         sequence_parallel: the results are reduce-scattered along the sequence.
         chunks: in which they are.
         sum_partial_gradients: under sequence parallelism, all-reduce the gradient of the bias, to
-            which a rank's tokens contribute; False: `optim.sum_partial_gradients` does it for all
-            layers at once.
+            which a rank's tokens contribute; False: `optim.all_reduce_layernorm_grads` does it for
+            all layers at once.
 
     Shapes: (…, in_features / tp), this rank's → (…, out_features), alike on all ranks; with
     sequence parallelism from (b, s, in_features / tp) to (b, s/tp, out_features).

@@ -7,6 +7,7 @@ are part of the linear layers' nodes (`linear_ops`).
 | function                      | forward                   | backward                  |
 |-------------------------------|---------------------------|---------------------------|
 | copy_to_tensor_parallel (f)   | identity                  | all-reduce                |
+| copy_to_replicas              | identity                  | all-reduce of shared rows |
 | reduce_from_tensor_parallel (g) | all-reduce              | identity                  |
 | scatter_to_sequence           | reduce-scatter            | all-gather                |
 | gather_from_vocabulary        | all-gather of last dim    | this rank's part          |
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
+from parallel3d.parameters.sharding import ParameterSpec
 
 
 def sequence_first(x: Tensor) -> Tensor:
@@ -52,6 +54,47 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         whole = grad.clone(memory_format=torch.contiguous_format)
         return collectives.all_reduce(whole, ctx.group), None
+
+
+class _CopyShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, spec: ParameterSpec, group: Group) -> Tensor:
+        ctx.spec, ctx.group = spec, group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        whole = grad.clone(memory_format=torch.contiguous_format)
+        flat = whole.view(-1)
+        shared: dict[int, list[Tensor]] = {}
+        for first, end, tp_replicas in ctx.spec.runs(0, flat.numel()):
+            shared.setdefault(tp_replicas, []).append(flat[first:end])
+        sum_over_replicas(shared, ctx.group)
+        return whole, None, None
+
+
+def sum_over_replicas(gradients: dict[int, list[Tensor]], group: Group) -> None:
+    """All-reduces flat gradients, by the number of consecutive ranks that share them, in place."""
+    shared = {replicas: grads for replicas, grads in gradients.items() if replicas > 1}
+    if not shared:
+        return
+    # Gradients with r replicas form tp/r sets of r consecutive ranks: ranks 0 … r − 1 hold one
+    # shard, ranks r … 2r − 1 the next. The buffer has one slot per set. A rank writes its gradients
+    # to slot index // r and leaves the others zero, so the sum over tp puts into each slot the sum
+    # over that set alone: no process group per set, and all replicas get the same bits.
+    numel = {r: sum(g.numel() for g in grads) for r, grads in shared.items()}
+    slots_numel = [group.size // r * n for r, n in numel.items()]
+    flat = next(iter(shared.values()))[0].new_zeros(sum(slots_numel))
+    own_slot = {
+        r: slots.view(-1, numel[r])[group.index // r]
+        for r, slots in zip(numel, flat.split(slots_numel), strict=True)
+    }
+    for r, grads in shared.items():
+        torch.cat(grads, out=own_slot[r])
+    collectives.all_reduce(flat, group)
+    for r, grads in shared.items():
+        for grad, total in zip(grads, own_slot[r].split([g.numel() for g in grads]), strict=True):
+            grad.copy_(total)
 
 
 class _Reduce(torch.autograd.Function):
@@ -117,6 +160,11 @@ class _RowsOfReplicated(torch.autograd.Function):
 def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
     """Returns what every rank holds, for split work; its gradient is summed over the ranks (f)."""
     return _Copy.apply(x, group) if group.size > 1 else x
+
+
+def copy_to_replicas(parameter: Tensor, spec: ParameterSpec, group: Group) -> Tensor:
+    """Returns the parameter; the gradients of rows that ranks share are summed over these ranks."""
+    return _CopyShared.apply(parameter, spec, group)
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:

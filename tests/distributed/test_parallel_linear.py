@@ -23,6 +23,10 @@ BAD = (
     (lambda: p3d.RowParallelLinear(8, 8, "tp"), "group='tp' must be a group that this rank is in"),
     (lambda: p3d.ColumnParallelLinear(8, {"q": 8, "k": 6}), "(out_features[k]=6) must be a mult"),
     (
+        lambda: p3d.ColumnParallelLinear(8, {"q": 8, "k": 3}, tp_replicas={"k": 3}),
+        "(tp_replicas[k]=3) must divide the 4 ranks of the group; the nearest is 2",
+    ),
+    (
         lambda: p3d.ColumnParallelLinear(8, {"q": 8, "k": 8}, gather_output=True),
         "(gather_output=True) must have one matrix, not q, k",
     ),
@@ -145,38 +149,42 @@ def test_a_table_that_cannot_be_split_is_refused(given: dict[str, Any]) -> None:
         p3d.VocabParallelEmbedding.from_embedding(nn.Embedding(8, 2, **given))
 
 
-class Gated(nn.Module):
-    """Words, a norm, a gated MLP in one GEMM and a head; with a group split along the sequence."""
+class Grouped(nn.Module):
+    """Words, a norm, eight queries with two keys and values in one GEMM, and a head; with a group
+    split along the sequence, where four ranks share the keys and values by two."""
 
     def __init__(self, group: Any = None, replicated: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
         if group is None:
-            self.words, self.up = nn.Embedding(16, 6), nn.Linear(6, 16)
+            self.words, self.qkv = nn.Embedding(16, 6), nn.Linear(6, 12)
             self.down, self.head = nn.Linear(8, 6), nn.Linear(6, 4)
         else:
             rest = {"group": group, "sequence_parallel": True}
             self.words = p3d.VocabParallelEmbedding(16, 6, replicated=replicated, **rest)
-            self.up = p3d.ColumnParallelLinear(6, {"gate": 8, "up": 8}, **rest)
+            shared = dict.fromkeys(("k", "v"), max(1, group.size // 2))
+            rows = {"q": 8, "k": 2, "v": 2}
+            self.qkv = p3d.ColumnParallelLinear(6, rows, tp_replicas=shared, **rest)
             self.down = p3d.RowParallelLinear(8, 6, **rest)
             self.head = p3d.ColumnParallelLinear(6, 4, gather_output=True, **rest)
             p3d.sum_gradients_over(self.norm, group)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.words(ids)
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return self.head(x + self.down(F.silu(gate) * up))
+        q, k, v = self.qkv(self.norm(x)).split(getattr(self.qkv, "sizes", [8, 2, 2]), -1)
+        heads = torch.sigmoid(q.unflatten(-1, (k.shape[-1], -1)) * k.unsqueeze(-1))
+        return self.head(x + self.down((heads * v.unsqueeze(-1)).flatten(-2)))
 
 
-def gated(*more: Any) -> nn.Module:
+def grouped(*more: Any) -> nn.Module:
     torch.manual_seed(11)
     with torch.device("cpu"):
-        return Gated(*more).double()
+        return Grouped(*more).double()
 
 
 def along_the_sequence() -> None:
     """On every rank, for groups of 1, 2 and 4: losses, and weights after three steps."""
-    theirs = gated()
+    theirs = grouped()
     first = {name: value.clone() for name, value in theirs.state_dict().items()}
     ids = torch.arange(24).view(3, 8) * 5 % 16
 
@@ -194,9 +202,9 @@ def along_the_sequence() -> None:
     for tp in (1, 2, 4):
         group = p3d.init(tp=tp).tp
         for replicated in (False, True):
-            net = gated(group, replicated)
+            net = grouped(group, replicated)
             assert net.words(ids).shape == (3, 8 / tp, 6)
-            assert net.up.sizes == [8 / tp] * 2
+            assert net.qkv.sizes == [8 / tp, max(1, 2 / tp), max(1, 2 / tp)]
             whole = net.state_dict()
             assert all(torch.equal(whole[name], value) for name, value in first.items())
             copied = copy.deepcopy(net)
