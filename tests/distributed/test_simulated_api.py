@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import parallel3d as p3d
-from parallel3d.parallel.groups import group_of
+from parallel3d.comm.group import group_of
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import waits
 from tests.distributed.test_grad_norm import MAX_NORM, batch, loss_of, mine, net, one_process
