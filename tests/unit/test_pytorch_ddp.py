@@ -1,4 +1,4 @@
-"""benchmarks/pytorch_ddp_tests.py: what it makes of torch's file, and how a run is judged."""
+"""tests/tools/pytorch_ddp.py: what it makes of torch's file, and how a run is judged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import parallel3d
-from benchmarks.pytorch_ddp_tests import Run, names_in, read
+from tests.tools.pytorch_ddp import Run, names_in, read
 
 
 def test_the_file_for_a_cpu_has_no_words_of_cuda_left_in_calls() -> None:
