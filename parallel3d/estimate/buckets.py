@@ -25,11 +25,6 @@ def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) ->
     return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
 
 
-def cap_bytes(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> int:
-    """Returns the largest cap in bytes."""
-    return int(max(caps_of(bucket_cap_mb, accelerated)) * MIB)
-
-
 def assign(
     sizes: Iterable[int],
     bucket_cap_mb: float | Sequence[float] | None,
