@@ -55,6 +55,7 @@ GUESSES: dict[str, tuple[float, float]] = {
     "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
     "head.bytes": (16.0, 0.5),  # bytes moved a logit
     "fp8.cast_bytes": (4.0, 0.7),  # bytes moved an element that is made fp8
+    "launch.power": (4.0, 0.5),  # sharpness of the maximum of host and GPU time
     "optimizer.bytes": (34.0, 0.4),
     "link.rate": (0.7, 0.3),
     "link.latency_us": (15.0, 0.6),
@@ -303,9 +304,9 @@ def pipeline_time(
 _TILES = ((256, 128, 1, 0), (128, 128, 1, 1), (128, 64, 1, 2), (256, 128, 4, 0), (128, 128, 3, 1))
 
 
-def smooth_max(a: Number, b: Number) -> Any:
+def smooth_max(a: Number, b: Number, power: float = 4.0) -> Any:
     """Returns nearly max(a, b) of two times, more where they are close: neither hides fully."""
-    return (a**4 + b**4) ** 0.25
+    return (a**power + b**power) ** (1 / power)
 
 
 def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number) -> Any:
@@ -428,7 +429,7 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
     shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
     waits = shown * waits * (1 - work.parallel_block / 2)
     parts["tp collectives"] = waits + _context_parallel(work, c) + _experts(work, c)
-    return parts, smooth_max(sum(parts.values()), _host(work, c))
+    return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
 
 
 def repeats(op: Op, work: StepWork) -> Any:
