@@ -19,17 +19,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig, conf_dir
+from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_memory
 from parallel3d.estimate.launches import launches
 from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
+from parallel3d.topology.assumptions import preset
 from parallel3d.topology.layout import layout_of
 
 PRESETS = ("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b", "qwen3_8b")
@@ -44,22 +44,17 @@ Keys = dict[str, Any]
 def configured(keys: Keys) -> Config:
     """The checked configuration of a case. Raises UserError for what cannot run."""
     keys = dict(keys)
-    model = OmegaConf.to_container(OmegaConf.load(_conf("model", keys.pop("model"))))
-    model["num_layers"] = keys.pop("layers", model["num_layers"])  # type: ignore[index,call-overload]
-    model["norm"] = keys.pop("norm", model["norm"])  # type: ignore[index,call-overload]
-    cluster = OmegaConf.to_container(OmegaConf.load(_conf("cluster", "dgx_h100")))
+    model = preset("model", keys.pop("model"))
+    model["num_layers"] = keys.pop("layers", model["num_layers"])
+    model["norm"] = keys.pop("norm", model["norm"])
     config = Config(
-        cluster=ClusterConfig(**cluster),  # type: ignore[arg-type]
-        model=ModelConfig(**model),  # type: ignore[arg-type]
+        cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
+        model=ModelConfig(**model),
         dryrun=DryrunConfig(rank=keys.pop("rank", 0)),
     )
     config.precision.name = "bf16"
     config.schedule.name = keys.pop("schedule", "1f1b")
     return check_config(dataclasses.replace(config, **keys), own_samples=True)
-
-
-def _conf(group: str, name: str) -> str:
-    return str(conf_dir() / group / f"{name}.yaml")
 
 
 def sample(seed: int, layers: int) -> Iterator[Keys]:

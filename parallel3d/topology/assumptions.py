@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -17,6 +18,12 @@ from parallel3d.errors import UserError
 MODEL = "llama3_70b"  # assumed if none is given: the default model has too few layers to show
 MICROBATCHES_PER_STAGE = 4  # the bubble of 1F1B is then less than a quarter of a step
 HEAD_DIM = 128
+
+
+def preset(group: str, name: str) -> dict[str, Any]:
+    """Returns the values of `group=name` in `conf/`."""
+    values = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
+    return cast(dict[str, Any], values)
 
 
 def chosen_keys(typed: Sequence[str]) -> set[str]:
@@ -53,8 +60,7 @@ def assume_batch(config: Config, dp: int, typed: Sequence[str]) -> tuple[Config,
 
 def _fitting(tp: int, stages: int, sp: bool) -> tuple[ModelConfig, dict[str, int]]:
     """Returns Llama 3 70B, changed to fit `tp` and the number of `stages`, and the changes."""
-    preset = OmegaConf.load(conf_dir() / "model" / f"{MODEL}.yaml")
-    model = ModelConfig(**OmegaConf.to_container(preset))  # type: ignore[arg-type]
+    model = ModelConfig(**preset("model", MODEL))
     groups = math.lcm(model.kv_heads, tp)
     heads = _multiple(model.num_attention_heads, math.lcm(groups, tp))
     vocab = model.vocab_multiple

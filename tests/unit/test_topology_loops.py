@@ -6,14 +6,14 @@ import io
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
+from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
+from parallel3d.topology.assumptions import preset
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify, loads_of, neighbours
@@ -136,7 +136,7 @@ def test_a_sample_sees_that_the_way_back_has_an_uplink_for_itself() -> None:
 
 
 def report_text(name: str, vpp: int) -> tuple[dict, str]:
-    values = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
+    values = preset("cluster", "dgx_h100")
     cluster = ClusterConfig(**values | {"nodes": 4})
     config = Config(cluster=cluster, topology=TopologyConfig(), tp=8, pp=4, vpp=vpp)
     config.schedule.name = name

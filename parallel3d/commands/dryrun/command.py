@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple, TextIO
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.schema import ClusterConfig, Config, conf_dir
+from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops, recompute_forwards, run_schedule
 from parallel3d.estimate.ops import flops_per_token, parameter_count
@@ -28,7 +27,7 @@ from parallel3d.metrics.text import encodable, percent, si, three_digits
 from parallel3d.schedules.choose import measure
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.schedule import IN_ORDER
-from parallel3d.topology.assumptions import check_free, chosen_keys, write
+from parallel3d.topology.assumptions import check_free, chosen_keys, preset, write
 from parallel3d.topology.cluster.parts import cluster_from_config
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.placement.search import place
@@ -69,8 +68,7 @@ def assume_cluster(config: Config, typed: Sequence[str] | None) -> tuple[Config,
     chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
     if chosen or config.cluster.gpu is not None:
         return config, []
-    values = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
-    cluster = ClusterConfig(**values)  # type: ignore[arg-type]
+    cluster = ClusterConfig(**preset("cluster", ASSUMED_CLUSTER))
     return dataclasses.replace(config, cluster=cluster), [f"cluster={ASSUMED_CLUSTER}"]
 
 

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,31 +27,25 @@ STRETCH = 256  # GPUs of a stretch, rounded up to whole domains, unless units ar
 Coordinates = dict[str, Slots]
 
 
-@dataclass
 class RankSample:
     """Stretches of the positions 0..world-1 of `slots`, the same for all tilings over them.
 
     `domain`, `unit`: positions of the usual domain and unit.
     """
 
-    layout: Layout
-    slots: Slots
-    domain: int
-    unit: int
-    cluster: Cluster
-    positions: Slots = field(init=False)
-    leaf_weight: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        world = self.layout.world_size
-        stretch = self.domain * -(-STRETCH // self.domain)
-        if stretch < self.unit <= SAMPLE:
-            stretch = self.unit
+    def __init__(
+        self, layout: Layout, slots: Slots, domain: int, unit: int, cluster: Cluster
+    ) -> None:
+        self.layout, self.slots, self.domain, self.cluster = layout, slots, domain, cluster
+        world = layout.world_size
+        stretch = domain * -(-STRETCH // domain)
+        if stretch < unit <= SAMPLE:
+            stretch = unit
         count = max(1, min(SAMPLE // stretch, -(-world // stretch)))
         starts = np.unique(np.linspace(0, (world - 1) // stretch, count).astype(np.int64)) * stretch
         positions = (starts[:, None] + np.arange(stretch)).ravel()
         self.positions = positions[positions < world]
-        leaf, nics = self.cluster.leaf[self.slots[:world]], self.cluster.leaf_nics
+        leaf, nics = cluster.leaf[slots[:world]], cluster.leaf_nics
         used = np.bincount(leaf, minlength=nics.size)
         seen = np.bincount(leaf[self.positions], minlength=nics.size)
         self.leaf_weight = used / np.maximum(seen, 1) / np.maximum(nics, 1)
