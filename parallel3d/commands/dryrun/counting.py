@@ -25,7 +25,9 @@ from torch.utils.flop_counter import flop_registry
 
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
+from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
+from parallel3d.estimate.analytic_memory import RankMemory
 from parallel3d.estimate.devices import DEVICES
 from parallel3d.estimate.network import bus_factor
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
@@ -94,7 +96,7 @@ def gpu_of(config: Config) -> Gpu:
             f"cluster=dgx_h100, or {missing}."
         )
     own = config.launch.peak_tflops
-    known = {t: datasheet_peak(name, t) for t in ("fp64", "fp32", "tf32", "bf16", "fp16")}
+    known = {t: datasheet_peak(name, t) for t in COMPUTE}
     peak = known[precision] if own is None else Peak(own * TERA, "launch.peak_tflops")
     if peak is None:
         raise UserError(
@@ -108,7 +110,7 @@ def gpu_of(config: Config) -> Gpu:
 BLOCKS, LOSS, OPTIMIZER, OTHER, SHARDING = "blocks", "loss", "optimizer", "other", "sharding"
 PARTS = ("gemm_layers", "gemm_head", "attention", BLOCKS, LOSS, OPTIMIZER, SHARDING, OTHER)
 COMMUNICATION = "communication"
-KINDS = ("parameters", "gradients", "masters", "optimizer", "activations", "logits", "buffers")
+KINDS = RankMemory._fields[:-1]
 OF_KERNELS = ("launches", "bytes", "flops", "seconds")
 ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # GEMMs over the s × t scores (Dao et al. 2022)
 COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`
@@ -117,12 +119,6 @@ COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`
 }
 aten = torch.ops.aten
 _ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
 
 
 class Counts(Counter[tuple[str, str]]):
@@ -185,7 +181,8 @@ class StepCounter(Observer):
     def __init__(self, machine: SimulatedMachine, gpu: Gpu, compiled: bool, tf32: bool) -> None:
         self.machine, self.gpu = machine, gpu
         self.fused = FusedRun() if compiled else None
-        self.dtypes = DTYPES | ({torch.float32: "tf32"} if tf32 else {})
+        other = "fp32" if tf32 else "tf32"  # of the two that are one type of tensors
+        self.dtypes = {dtype: name for name, dtype in COMPUTE.items() if name != other}
         self.names: Mapping[Any, str] = {}  # process group → name
         self.counting, self.building = False, True
         self.live = dict.fromkeys(KINDS, 0)
