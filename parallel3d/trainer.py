@@ -40,7 +40,7 @@ from parallel3d.optim import (
     parameter_slices,
 )
 from parallel3d.parameters.gather import gather_parameters
-from parallel3d.parameters.sharding import Initializer
+from parallel3d.parameters.sharding import Initializer, Segment
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.p2p import (
     P2PRoute,
@@ -135,12 +135,14 @@ class Trainer:
             stage.pre_forward = self.data_parallel.pre_forward
         if config.compile:
             compile_blocks(self.stages, saves_operands=self.schedule.splits_backward)
-        self.make_optimizer = functools.partial(Optimizer, config.optim, tp=groups.tp)
-        self.optimizer = self.make_optimizer(self.data_parallel.segments)
+        self.optimizer = self._make_optimizer(self.data_parallel.segments)
         self.rebuilds_buckets = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
         self.executor = self._executor()
         self._open_data()
+
+    def _make_optimizer(self, segments: list[Segment]) -> Optimizer:
+        return Optimizer(self.config.optim, segments, self.groups.tp)
 
     def use(self, schedule: Schedule) -> None:
         """Sets the schedule for training and evaluation, after the checker has proved its plan."""
@@ -230,7 +232,7 @@ class Trainer:
         if self.rebuilds_buckets:  # in the first step alone
             assert isinstance(self.data_parallel, BucketedDataParallel)  # the checks see to it
             self.optimizer = rebuild_buckets(
-                self.data_parallel, self.optimizer, self.make_optimizer, self.groups
+                self.data_parallel, self.optimizer, self._make_optimizer, self.groups
             )
             self.rebuilds_buckets = False
         if loss is not None:

@@ -67,6 +67,8 @@ def is_newest(config: Config, directory: Path) -> bool:
         return True
     try:
         return load_config(directory) == config
+    except UserError:
+        raise
     except NO_CONFIG:
         return False
 
@@ -91,6 +93,8 @@ def last_config(directory: Path) -> Config:
     for path in reversed(config_files(directory)):
         try:
             return _read(path)
+        except UserError:
+            raise
         except NO_CONFIG as error:
             problem = problem or error
     for folder in list_checkpoints(directory):
@@ -420,6 +424,8 @@ def _config_there(config: Config, directory: Path) -> Config:
         if not (directory / CONFIG_FILE).is_file():
             raise UserError(f"run={config.run}: {directory} exists and is not a run directory")
         return last_config(directory)
+    except UserError:
+        raise
     except (OSError, *NO_CONFIG) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(
