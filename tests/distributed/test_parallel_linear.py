@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -245,6 +247,43 @@ def test_what_cannot_be_split_is_said_on_every_rank(pool) -> None:
         for (_, wanted), sentence in zip(BAD, said[:-1], strict=True):
             assert wanted in sentence
         assert "weight has shape (4, 2), but must have that of the whole tensor, (8, 8)" in said[-1]
+
+
+def alone() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(2)
+    layers = p3d.ColumnParallelLinear(6, 8), nn.GELU(), p3d.RowParallelLinear(8, 6)
+    return nn.Sequential(*layers), torch.randn(3, 6)
+
+
+def test_a_net_is_pickled_after_a_backward_and_its_parameters_load_as_weights_only() -> None:
+    net, x = alone()
+    net(x).sum().backward()
+    again = pickle.loads(pickle.dumps(net))
+    again.zero_grad()
+    again(x).sum().backward()
+    for copied, parameter in zip(again.parameters(), net.parameters(), strict=True):
+        assert torch.equal(copied, parameter) and torch.equal(copied.grad, parameter.grad)
+    saved = io.BytesIO()
+    torch.save(list(net.parameters()), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, net.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_a_compiled_net_has_the_same_gradients() -> None:
+    """A user's net has no operators of compiled blocks, whose gradients go past autograd."""
+    net, x = alone()
+    net(x).sum().backward()
+    eager = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    heard: list[torch.Tensor] = []
+    for parameter in net.parameters():
+        parameter.register_hook(heard.append)
+    torch.compile(net, backend="aot_eager")(x).sum().backward()
+    assert len(heard) == 4
+    for parameter, grad in zip(net.parameters(), eager, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 6), (2, 3, 2, 6)])

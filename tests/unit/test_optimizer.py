@@ -55,7 +55,7 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
     program = (
         "import sys, parallel3d.trainer; from parallel3d.optim import Optimizer;"
         "from parallel3d.config.schema import OptimConfig;"
-        "from parallel3d.comm.process_groups import SINGLE;"
+        "from parallel3d.comm.group import SINGLE;"
         "Optimizer(OptimConfig(), [], SINGLE);"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
