@@ -49,7 +49,9 @@ GUESSES: dict[str, tuple[float, float]] = {
     "gemm.ragged": (0.75, 0.5),  # fraction of the rate where a side is no multiple of 64
     "gemm.gap_us": (4.0, 0.5),
     "attention.plain": (0.5, 0.5),  # batched matmuls with scores in memory
+    "attention.plain_ramp": (100.0, 0.7),
     "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
+    "attention.odd_head": (0.5, 0.5),  # fraction of the rate with heads of no multiple of 8
     "memory.rate": (0.75, 0.2),
     "memory.width": (1.0, 0.4),  # factor on the bytes of element-wise operations
     "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
@@ -61,6 +63,7 @@ GUESSES: dict[str, tuple[float, float]] = {
     "link.latency_us": (15.0, 0.6),
     "pp.exposed": (1.0, 0.7),
     "pp.hidden": (1.5, 1.0),  # odds that a message is hidden, with overlap
+    "fsdp.contention": (1.1, 0.2),
     "cp.exposed": (0.3, 0.7),
     "step.fixed_us": (8000.0, 0.8),
 }
@@ -344,9 +347,11 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     flops = 4.0 * queries * keys * work.head_size
     causal = np.where(work.window < work.seq, 1.0, 0.5)
     width = np.where(work.head_size < 96, 0.75, 1.0)  # narrow heads fill half of a tensor core
-    base = c.of("speed", "rate", work.speed) * work.peak_attention
+    odd = np.where(np.mod(work.head_size, 8) != 0, c["attention.odd_head"], 1.0)
+    base = c.of("speed", "rate", work.speed) * work.peak_attention * odd
     flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
-    plain = flops / (base * c["attention.plain"])
+    ramp = 1 + c["attention.plain_ramp"] / work.head_size
+    plain = flops / (base * c["attention.plain"]) * ramp
     written = queries * keys * c["attention.score_bytes"] * np.where(work.dropout > 0, 1.0, 0.7)
     plain = plain + move(work, c, written)
     gap = 3 * c["gemm.gap_us"] * 1e-6
@@ -595,7 +600,7 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     one = gather(work, c, 2 * work.parameters, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
     wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
-    both = smooth_max(each, wire)
+    both = smooth_max(each, wire * c["fsdp.contention"])
     return np.where(work.zero >= 3, both, each)
 
 

@@ -79,6 +79,13 @@ def test_a_last_wave_with_idle_units_costs() -> None:
     assert over > 1.25 * full  # splitting k into parts cannot save all of it
 
 
+def test_heads_of_odd_width_are_slow_where_scores_are_written() -> None:
+    plain = replace(work(flash=0, heads=32), head_size=np.array(128.0))
+    odd = replace(plain, head_size=np.array(130.0))
+    a, b = (layer(w, Constants({}))[0]["attention"] for w in (odd, plain))
+    assert a > b
+
+
 def test_recomputation_costs_the_forward_of_its_operations() -> None:
     c = Constants({})
     none, full = (float(layer(w, c)[0]["recomputed"]) for w in (work(), work(**recomputed("full"))))
