@@ -65,21 +65,16 @@ class Table:
 
     def __call__(self, *at: float) -> float:
         """Returns seconds at these sizes, one an axis; 0 if one is 0."""
-        return math.exp(self._log(at, 0)) if all(at) else 0.0
-
-    def _log(self, at: tuple[float, ...], place: int) -> float:
-        """Interpolates along the first axis what the others give; `place`: of their seconds."""
-        depth = len(self.axes) - len(at)
-        if not at:
-            return math.log(self.seconds[place])
-        axis = self.axes[depth]
-        low = min(max(bisect_right(axis, at[0]) - 1, 0), max(len(axis) - 2, 0))
-        below = self._log(at[1:], place * len(axis) + low)
-        share = math.log(at[0] / axis[low])
-        if len(axis) == 1 or not share:
-            return below
-        share /= math.log(axis[low + 1] / axis[low])
-        return below + share * (self._log(at[1:], place * len(axis) + low + 1) - below)
+        if not all(at):
+            return 0.0
+        values = [math.log(s) for s in self.seconds]
+        for axis, size in zip(reversed(self.axes), reversed(at), strict=True):
+            low = min(max(bisect_right(axis, size) - 1, 0), max(len(axis) - 2, 0))
+            high = min(low + 1, len(axis) - 1)
+            share = math.log(size / axis[low]) / math.log(axis[high] / axis[low]) if high else 0.0
+            lines = (values[i : i + len(axis)] for i in range(0, len(values), len(axis)))
+            values = [line[low] + share * (line[high] - line[low]) for line in lines]
+        return math.exp(values[0])
 
 
 FORMAT, VERSION = "parallel3d calibration", 3
@@ -425,32 +420,26 @@ def price_measured(
     most, own = sizes["memory_bytes"], machine.numbers["rank_gb"] * 1e9
     memory, times = np.full(len(choices), np.inf), [UNKNOWN] * len(choices)
     enough: set[LayoutChoice] = set()
+    refused: UserError | None = None
     for i, choice in enumerate(choices):
         same = replace(choice, recompute="")
         if same in enough or len(enough) >= MOST:
             continue
-        checked = _checked(configure(config, choice))
-        if checked is None:
+        try:
+            world = choice.tp * choice.pp * choice.dp
+            checked = check_config(configure(config, choice), world, own_samples=True)
+        except UserError as error:
+            refused = refused or error
             continue
         memory[i] = own + max(peak_memory(checked, rank).total for rank in range(checked.pp))
         if memory[i] <= most:
             times[i] = step_time(checked, machine)
             enough.add(same)
-    if choices and not np.isfinite(memory).any():  # refused for a reason that is not the layout
-        first = configure(config, choices[0])
-        check_config(first, first.tp * first.pp * (first.dp or 1), own_samples=True)
+    if refused and not np.isfinite(memory).any():  # for a reason that is not the layout
+        raise refused
     names = StepTime.__dataclass_fields__
     time = StepTime(*(np.array([getattr(one, name) for one in times]) for name in names))
     return ranked(choices, time, memory, most)
-
-
-def _checked(config: Config) -> Config | None:
-    """Returns the checked configuration, or None if a run would refuse it."""
-    try:
-        world = config.tp * config.pp * (config.dp or 1)
-        return check_config(config, world, own_samples=True)
-    except UserError:
-        return None
 
 
 def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict[str, float]:

@@ -53,7 +53,7 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
     assert pieces.elements == sum(p.numel for p in stage_parameters(MODEL, 1, range(4), True, True))
     times = pieces.best()
     actions = {f"{kind}{chunk}" for kind in "FIW" for chunk in range(4)}
-    assert set(times) == {"action", "update", *actions} and min(times.values()) > 0
+    assert set(times) == {"action", "update", "elements", *actions} and min(times.values()) > 0
     plain, again = (stage.layers.values() for stage in pieces.executor.stages[1:3])  # type: ignore[attr-defined]
     assert all(b.recompute for b in again) and not any(b.recompute for b in plain)
 

@@ -284,14 +284,14 @@ class Pieces:
         return found
 
     def best(self) -> dict[str, float]:
-        """Returns the least of several runs, the first left out."""
+        """Returns the least of several runs, the first left out, and the elements updated."""
         self.run()
         begun, found = time.perf_counter(), self.run()
         for _ in range(MOST_RUNS - 1):
             if time.perf_counter() - begun > RUN_S:
                 break
             found = {key: min(found[key], seconds) for key, seconds in self.run().items()}
-        return found
+        return found | {"elements": self.elements}
 
 
 def pieces(
@@ -308,33 +308,28 @@ def pieces(
         points = found.setdefault(name, {})
         points[point] = max(min(seconds, points.get(point, seconds)), LEAST)
 
-    def measure(
-        shard: ModelConfig, size: int, ways: Sequence[Collection[str]]
-    ) -> tuple[dict[str, float], int]:
-        here = Pieces(config, shard, size, device, ways)  # freed before the next is made
-        return here.best(), here.elements
-
     for number, tp in product(range(config.calibrate.passes), tensor_sizes(config.model, most)):
         shard = shard_of(config.model, tp)
         blocks = min(BLOCKS, shard.num_layers)
         for place, size in enumerate(sizes):
             tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
             begun, at = time.perf_counter(), (tp, size * shard.seq_length)
-            times, elements = measure(shard, size, [()])
+            times = Pieces(config, shard, size, device).best()
             for chunk, (name, count) in enumerate(
                 (("embedding", 1), ("block", blocks), ("head", 1))
             ):
                 for way, kind in zip(WAYS, "FIW", strict=True):
                     keep(f"{name}.{way}", at, times[f"{kind}{chunk}"] / count)
-            keep("update", (elements,), times["update"])
+            keep("update", (int(times["elements"]),), times["update"])
             keep("action", (), times["action"])
             long = time.perf_counter() - begun > LONG_S
             if number == 0 and tp == 1 and place and long:
                 sizes = sizes[: place + 1]
                 break
         tell(f"tp={tp}, recomputation, pass {number + 1}")
-        times, elements = measure(shard, sizes[1], [(), *((part,) for part in PARTS)])
-        keep("update", (elements,), times["update"])
+        ways = [(), *((part,) for part in PARTS)]
+        times = Pieces(config, shard, sizes[1], device, ways).best()
+        keep("update", (int(times["elements"]),), times["update"])
         for chunk, part in enumerate(PARTS, 2):
             more = times[f"I{chunk}"] - times["I1"]
             keep(f"recompute.{part}", (tp,), max(more / times["F1"], 1e-3))
