@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config
 from parallel3d.estimate.balance import layers_of_stages, placement_of
 from parallel3d.estimate.ops import TABLE, Op, kept
 from parallel3d.estimate.search import LayoutChoice, configure
-from parallel3d.estimate.traffic import PipelineRank, Stage, pipeline_ranks
+from parallel3d.estimate.traffic import LocalStage, PipelineRank, pipeline_ranks
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.schedule import make
 from parallel3d.topology.layout import layout_of
@@ -177,7 +177,7 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
                 yield state.plus(most.plus(more), phase)
 
 
-def _kept(stage: Stage, layer: LayerBytes, stream: float) -> float:
+def _kept(stage: LocalStage, layer: LayerBytes, stream: float) -> float:
     """Returns the activation bytes of a stage's layers between a micro-batch's forward and
     backward."""
     kept = stage.again * layer.kept + (len(stage.layers) - stage.again) * layer.plain
@@ -185,7 +185,7 @@ def _kept(stage: Stage, layer: LayerBytes, stream: float) -> float:
 
 
 def _temporary(
-    rank: PipelineRank, stage: Stage, kind: int, layer: LayerBytes, head: HeadBytes
+    rank: PipelineRank, stage: LocalStage, kind: int, layer: LayerBytes, head: HeadBytes
 ) -> Iterator[tuple[str, RankMemory]]:
     """Yields the temporary memory of an action on a stage, by moment."""
     stream, whole, sp, layers = rank.stream, rank.hidden, rank.sp, len(stage.layers)

@@ -27,8 +27,8 @@ from parallel3d.estimate.network import Transfer
 from parallel3d.estimate.ops import layer_flops, layer_ops, widths
 from parallel3d.estimate.search import LayoutChoice, Priced, configure, ranked
 from parallel3d.estimate.traffic import (
+    LocalStage,
     PipelineRank,
-    Stage,
     group_size,
     pipeline_ranks,
     transfers,
@@ -267,7 +267,7 @@ def passes(machine: MeasuredMachine, config: Config, piece: str) -> Passes:
     return ratio * np.array([machine[f"{piece}.{way}"](*at) for way in WAYS])
 
 
-def stage_passes(machine: MeasuredMachine, config: Config, stage: Stage) -> Passes:
+def stage_passes(machine: MeasuredMachine, config: Config, stage: LocalStage) -> Passes:
     """Returns the passes of a stage: its blocks, its ends, and the host's work per action."""
     block = passes(machine, config, "block")
     again = sum(machine[f"recompute.{part}"](config.tp) for part in parts_of(config.recompute))

@@ -40,7 +40,7 @@ def group_size(dim: str, layout: Layout) -> int:
     return layout.size(dim)
 
 
-class Stage(NamedTuple):
+class LocalStage(NamedTuple):
     """One stage of a rank.
 
     Attributes:
@@ -71,7 +71,7 @@ class PipelineRank:
         layout: Layout,
         index: int,
         placement: StageAssignment,
-        stages: Sequence[Stage],
+        stages: Sequence[LocalStage],
         layer: LayerOps,
         data_rank: int = 0,
     ) -> None:
@@ -117,7 +117,7 @@ class PipelineRank:
         around = (self.placement.neighbour(self.index, c, offset) for c in range(len(self.stages)))
         return sum(place is not None and place[0] != self.index for place in around)
 
-    def _held(self, stage: Stage, layers: range) -> list[LocalParameter]:
+    def _held(self, stage: LocalStage, layers: range) -> list[LocalParameter]:
         model, tp, ends = self.config.model, self.layout.tp, (stage.first, stage.last)
         return stage_parameters(model, tp, layers, *ends, borrows_table=self.first)
 
@@ -160,12 +160,12 @@ def pipeline_ranks(
     placement, split = placement_of(config), layers_of_stages(config)
     last, layer = placement.stages - 1, ops_of_run(config)
 
-    def stage(index: int, chunk: int) -> Stage:
+    def stage(index: int, chunk: int) -> LocalStage:
         number, before, _ = placement.around(index)[chunk]
         layers = split[number]
         again = recomputing(config.recompute_layers, number, len(layers)) if layer.repeated else 0
         turns = before is not None and before[0] == index
-        return Stage(layers, again, number == 0, number == last, turns)
+        return LocalStage(layers, again, number == 0, number == last, turns)
 
     return [
         PipelineRank(

@@ -49,7 +49,7 @@ def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
 
 def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None:
     config = Config(device="cpu", model=MODEL, global_batch_size=1)
-    pieces = measure.Pieces(config, MODEL, 1, CPU, [(), ("layer",)])
+    pieces = measure.ModelPieces(config, MODEL, 1, CPU, [(), ("layer",)])
     assert pieces.elements == sum(p.numel for p in stage_parameters(MODEL, 1, range(4), True, True))
     times = pieces.best()
     actions = {f"{kind}{chunk}" for kind in "FIW" for chunk in range(4)}

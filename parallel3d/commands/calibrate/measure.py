@@ -211,7 +211,7 @@ def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
     ]
 
 
-class Pieces:
+class ModelPieces:
     """A pipeline of one rank: the embedding, a stage of blocks for each way, and the head.
 
     Args:
@@ -314,7 +314,7 @@ def pieces(
         for place, size in enumerate(sizes):
             tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
             begun, at = time.perf_counter(), (tp, size * shard.seq_length)
-            times = Pieces(config, shard, size, device).best()
+            times = ModelPieces(config, shard, size, device).best()
             for chunk, (name, count) in enumerate(
                 (("embedding", 1), ("block", blocks), ("head", 1))
             ):
@@ -328,7 +328,7 @@ def pieces(
                 break
         tell(f"tp={tp}, recomputation, pass {number + 1}")
         ways = [(), *((part,) for part in PARTS)]
-        times = Pieces(config, shard, sizes[1], device, ways).best()
+        times = ModelPieces(config, shard, sizes[1], device, ways).best()
         keep("update", (int(times["elements"]),), times["update"])
         for chunk, part in enumerate(PARTS, 2):
             more = times[f"I{chunk}"] - times["I1"]
@@ -400,7 +400,7 @@ def slowing(config: Config, device: torch.device, tell: Tell) -> dict[str, Table
     Returns tables of the slow-down by ranks (`together`) and threads, at most 1 for threads.
     """
     on_gpu = accelerator.is_accelerator(device)
-    run = Pieces(config, config.model, 1, device).run
+    run = ModelPieces(config, config.model, 1, device).run
     times: dict[Point, float] = {}
     counts = powers_of_two(dist.get_world_size())
     for count, turn in product(counts, range(TURNS)):
