@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.errors import UserError
+
 
 def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
     """Gathers a JSON value of every member, in the group's order; collective."""
@@ -27,6 +29,22 @@ def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.
     everyone = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(everyone, mine, group=handle)
     return [_value(encoded[:n].cpu()) for encoded, n in zip(everyone, lengths, strict=True)]
+
+
+def check_agreement(
+    call: str, arguments: dict[str, Any], handle: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Raises the same UserError on every member if an argument of `call` differs; collective."""
+    mine = {key: repr(value) for key, value in arguments.items()}
+    first, *others = all_gather_json(mine, handle, device)
+    ranks = [0] if handle is None else dist.get_process_group_ranks(handle)
+    for rank, theirs in zip(ranks[1:], others, strict=True):
+        for key, value in theirs.items():
+            if value != first[key]:
+                raise UserError(
+                    f"{call}({key}={value}) on rank {rank} must be {key}={first[key]} as on rank "
+                    f"{ranks[0]}: all ranks give the same arguments"
+                )
 
 
 def gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.exchange import check_agreement
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import renamed_value
 from parallel3d.config.schema import Config, LaunchConfig
@@ -103,15 +103,8 @@ def device_of_world() -> torch.device:
 def _agreed_layout(
     tp: int | None, pp: int | None, dp: int | None, order: str, device: torch.device
 ) -> Layout:
-    request = {"tp": repr(tp), "pp": repr(pp), "dp": repr(dp), "order": repr(order)}
-    everyone = all_gather_json(request, dist.group.WORLD, device)
-    for rank, theirs in enumerate(everyone):
-        for key, value in theirs.items():
-            if value != everyone[0][key]:
-                raise UserError(
-                    f"init({key}={value}) on rank {rank} must be {key}={everyone[0][key]} as on "
-                    "rank 0: all ranks make the same groups"
-                )
+    request = {"tp": tp, "pp": pp, "dp": dp, "order": order}
+    check_agreement("init", request, dist.group.WORLD, device)
     return _layout(dist.get_world_size(), tp, pp, dp, order)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
-from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.exchange import all_gather_json, check_agreement
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
 from parallel3d.data_parallel.averager import GradientAverager
 from parallel3d.device.accelerator import is_accelerator
@@ -79,15 +79,14 @@ class Pipeline(nn.Module):
         self.device = next((p.device for m in modules for p in m.parameters()), CPU)
         if vpp is None:
             vpp = 2 if schedule in (*LOOPED, *V_SHAPED) else 1
-        self._check_agreement(
-            {
-                "schedule": schedule,
-                "num_microbatches": num_microbatches,
-                "vpp": vpp,
-                "split": split and list(split),
-                "number of modules": len(modules),
-            }
-        )
+        arguments = {
+            "schedule": schedule,
+            "num_microbatches": num_microbatches,
+            "vpp": vpp,
+            "split": split and list(split),
+            "number of modules": len(modules),
+        }
+        check_agreement("Pipeline", arguments, self.group.handle, self.device)
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
             raise UserError(
                 f"Pipeline(num_microbatches={num_microbatches!r}) must be a whole number from 1 "
@@ -199,17 +198,6 @@ class Pipeline(nn.Module):
         others = {str(i) for i in range(self.num_modules)} - set(self._modules)
         own = {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
         return super().load_state_dict(own, strict, assign)
-
-    def _check_agreement(self, arguments: dict[str, Any]) -> None:
-        mine = {key: repr(value) for key, value in arguments.items()}
-        everyone = all_gather_json(mine, self.group.handle, self.device)
-        for index, theirs in enumerate(everyone):
-            for key, value in theirs.items():
-                if value != everyone[0][key]:
-                    raise UserError(
-                        f"Pipeline({key}={value}) on rank {self.group.ranks[index]} must be "
-                        f"{everyone[0][key]} as on rank {self.group.ranks[0]}"
-                    )
 
     def _run(
         self,

@@ -234,7 +234,11 @@ MAKES = (
     (dict(vpp=2), {}, "schedule=1f1b has one chunk per rank, so vpp=2 does not fit it; "),
     (dict(schedule="zbv"), {}, "the pipeline's 4 modules must be at least as many as its 6 stag"),
     (dict(num_microbatches=0), {}, "Pipeline(num_microbatches=0) must be a whole number from 1"),
-    (dict(), dict(schedule="gpipe"), "Pipeline(schedule='gpipe') on rank 1 must be '1f1b' as on"),
+    (
+        dict(),
+        dict(schedule="gpipe"),
+        "Pipeline(schedule='gpipe') on rank 1 must be schedule='1f1b' as",
+    ),
 )
 
 
