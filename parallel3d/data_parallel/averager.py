@@ -425,7 +425,6 @@ class GradientAverager:
     def average(self) -> None:
         """Averages the gradients of backwards that have ended."""
         self._reset()
-        self.reducer.begin([1] * len(self.parameters))
         self._end()
 
     def _check_static(self) -> None:

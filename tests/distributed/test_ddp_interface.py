@@ -15,8 +15,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d import DistributedDataParallel
+from parallel3d.comm.group import group_of
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data_parallel.reducer import GradBucket
+from parallel3d.data_parallel.reducer import GradBucket, all_reduce
 from tests.distributed.ddp_cases import Case, Mixed, batch_of, loss_of
 from tests.distributed.pool import Pool
 
@@ -68,6 +69,7 @@ def hooked() -> dict[str, object]:
         "allreduce": (None, default_hooks.allreduce_hook),
         "fp16": (None, default_hooks.fp16_compress_hook),
         "powersgd": (lossless, powerSGD_hook.powerSGD_hook),
+        "sum": (group_of(None), all_reduce),  # the trainer's, which is in place and no future
     }
     for name, (state, hook) in hooks.items():
         for views in (False, True):
@@ -79,7 +81,7 @@ def hooked() -> dict[str, object]:
             assert len(net.averager.buckets) > 1
             seen.clear()
             ours = grads_of(net, rank)
-            factor = 2 if name == "own" else 1
+            factor = {"own": 2, "sum": world}.get(name, 1)
             found[f"{name} {views}"] = off(ours, [factor * t for t in true])
             if name == "own":
                 found["calls"] = list(seen)
