@@ -37,13 +37,14 @@ from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.command import GENERATE, start_generate, take_prompt
 from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
+from parallel3d.config.checks.run import check_precision_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
 from parallel3d.data.tokenizer import with_own_tokenizer
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
-from parallel3d.host.devices import HostError, check_precision_of, choose_device, gpu_environment
+from parallel3d.host.devices import HostError, choose_device, gpu_environment
 from parallel3d.host.processes import open_closed_streams
 from parallel3d.run.directory import check_run, make_run_directory, take_run
 from parallel3d.run.failure import full_stop

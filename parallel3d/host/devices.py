@@ -120,15 +120,6 @@ def _torch_count(kind: str) -> int:
     return torch.get_device_module(kind).device_count()
 
 
-def check_precision_of(device: str, precision: str) -> None:
-    """Raises UserError for a precision that `device` ("cpu", "cuda" or "cuda:1") does not have."""
-    if precision == "tf32" and device == CPU:
-        raise UserError(
-            "precision=tf32 is a mode of a GPU's tensor cores, and this run computes on the CPU; "
-            "the nearest is precision=fp32."
-        )
-
-
 def gpu_count() -> int:
     """Returns the number of GPUs that torch can use. Raises HostError if the driver is too old."""
     build = _torch_build()

@@ -63,6 +63,11 @@ CASES = {
         zero(3, replace(LLAMA, precision="fp16")),
     ],
 }
+COPIES = [
+    zero(stage, problem, HALF_COPIES, way)
+    for stage, problem in ((2, GPT), (3, LLAMA))
+    for way in (EVERY, ONCE)
+]
 
 
 @pytest.mark.parametrize("sizes", CASES, ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
@@ -73,12 +78,7 @@ def test_sharded_training_is_the_reference(
 
 
 def test_copies_over_two_ranks_each_are_the_reference(pool: Pool, references: References) -> None:
-    cases = [
-        zero(stage, problem, HALF_COPIES, way)
-        for stage, problem in ((2, GPT), (3, LLAMA))
-        for way in (EVERY, ONCE)
-    ]
-    check_cases((1, 1, 4), cases, pool, references, nullcontext, with_copies_of_two)
+    check_cases((1, 1, 4), COPIES, pool, references, nullcontext, with_copies_of_two)
 
 
 def test_all_dimensions_together_are_the_reference(pool: Pool, references: References) -> None:

@@ -84,6 +84,21 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["attention_kernel=cudnn", "data.document_mask=true", "attention_kernel=flash"],
     ),
     ({"attention_kernel": "fa2"}, None, ["attention_kernel=fa2", "auto, flash, cudnn, math, fa3"]),
+    (
+        {"ddp.hierarchical": True, "zero": 1},
+        None,
+        ["ddp.hierarchical=true", "zero=1 scatters", "nearest is zero=0."],
+    ),
+    (
+        {"ddp.hierarchical": True, "zero": 3},
+        None,
+        ["ddp.hierarchical=true", "zero=3 scatters", "nearest is zero=0, or ddp.shard_size"],
+    ),
+    (
+        {"precision.name": "tf32", "device": "cpu"},
+        None,
+        ["precision=tf32 is a mode of a GPU's", "nearest is precision=fp32"],
+    ),
     ({"zero": 7}, None, ["zero=7", "at most 3", "nearest is zero=3"]),
     ({"launch.master_port": 70000}, None, ["launch.master_port=70000", "=65535"]),
     ({"device": "gpu"}, None, ["device=gpu", "auto, cpu, cuda, simulated"]),

@@ -35,7 +35,7 @@ def config(**changes: Any) -> Config:
         (
             {"precision__name": "fp16", "ddp__comm_hook": "powersgd"},
             "ddp.comm_hook=powersgd carries gradients over from step to step, and precision=fp16 "
-            "changes their scale in between; the nearest is precision=bf16.",
+            "changes their scale in between; the nearest is precision=bf16, or ddp.comm_hook=bf16.",
         ),
         (
             {"zero": 3, "compile": True},

@@ -155,6 +155,12 @@ def _check_fully_sharded(config: Config, dp: int) -> None:
 
 def _check_hook(config: Config) -> None:
     ddp = config.ddp
+    if ddp.hierarchical and config.zero:
+        near = ", or ddp.shard_size, which shards inside a part of dp" if config.zero > 1 else ""
+        raise UserError(
+            f"ddp.hierarchical=true changes how whole gradients are summed, and zero={config.zero} "
+            f"scatters them; the nearest is zero=0{near}."
+        )
     hook = f"ddp.comm_hook={ddp.comm_hook}"
     if ddp.comm_hook == "none":
         return
@@ -171,5 +177,5 @@ def _check_hook(config: Config) -> None:
     if ddp.comm_hook == "powersgd" and config.precision.name == "fp16":
         raise UserError(
             f"{hook} carries gradients over from step to step, and precision=fp16 changes their "
-            "scale in between; the nearest is precision=bf16."
+            "scale in between; the nearest is precision=bf16, or ddp.comm_hook=bf16."
         )

@@ -68,8 +68,9 @@ def check_learning_rate(config: Config) -> None:
 
 
 def check_precision(config: Config) -> None:
-    """Raises UserError for a loss scale or half-precision loss without fp16."""
+    """Raises UserError for tf32 on a CPU, and a loss scale or half-precision loss without fp16."""
     precision = config.precision
+    check_precision_of(config.device, precision.name)
     if precision.lm_cross_entropy == "fp16" and precision.name != "fp16":
         raise UserError(
             f"precision.lm_cross_entropy=fp16 must stand beside precision=fp16, whose logits are "
@@ -85,6 +86,15 @@ def check_precision(config: Config) -> None:
             f"precision.min_loss_scale={show(precision.min_loss_scale)} must be at most "
             f"precision.initial_loss_scale={show(precision.initial_loss_scale)}; the nearest is "
             f"precision.min_loss_scale={show(precision.initial_loss_scale)}."
+        )
+
+
+def check_precision_of(device: str, precision: str) -> None:
+    """Raises UserError for a precision that `device` ("cpu", "cuda" or "cuda:1") does not have."""
+    if precision == "tf32" and device == "cpu":
+        raise UserError(
+            "precision=tf32 is a mode of a GPU's tensor cores, and this run computes on the CPU; "
+            "the nearest is precision=fp32."
         )
 
 
