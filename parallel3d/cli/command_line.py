@@ -37,7 +37,7 @@ from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.command import GENERATE, start_generate, take_prompt
 from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
-from parallel3d.config.checks.run import check_precision_of
+from parallel3d.config.checks.run import check_loggers, check_precision_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
@@ -276,6 +276,8 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
 
 def _check_data(app: str, config: Config, first: bool = True) -> None:
     """Raises UserError for bad data; the `first` rank logs warnings."""
+    if app == "train" and first:
+        check_loggers(config.logger)
     if app in NEED_DATA:
         data, model = config.data, config.model
         if config.run is not None:

@@ -42,12 +42,17 @@ READ_FILES = ("plan", "train")  # read files of measured machines, as cluster=FI
 
 
 def without_alias(word: str, app: str = "train") -> str:
-    """Returns the override under its key's own name; cluster=FILE as cluster.file in READ_FILES."""
+    """Returns the override under its key's own name.
+
+    cluster=FILE is cluster.file in READ_FILES, and logger=[a,b] is logger.name.
+    """
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
     is_file = value.endswith((".yaml", ".yml")) or "/" in value
     if app in READ_FILES and bare == "cluster" and is_file:
         return f"cluster.file={value}"
+    if bare == "logger" and value.startswith("["):  # of several presets Hydra would take the last
+        return f"logger.name={value}"
     return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.config.sections import key
+from parallel3d.errors import nearest
 
 
 @dataclass
@@ -71,15 +72,44 @@ class DataParallelConfig:
         return self.reduce_every_microbatch
 
 
+LOGGERS = ("wandb", "tensorboard")
+
+
+def wrong_loggers(name: object) -> str | None:
+    """Returns None for a valid `logger.name`, else the nearest one, as typed."""
+    if name == "none":
+        return None
+    if isinstance(name, str):
+        return None if name in LOGGERS else nearest(name, ("none", *LOGGERS)) or "none"
+    if not isinstance(name, (list, tuple)):
+        return "none"
+    near = dict.fromkeys(nearest(str(word), LOGGERS) for word in name)
+    good = [word for word in near if word is not None]
+    if good == list(name):
+        return None
+    return f"[{','.join(good)}]" if good else "none"
+
+
 @dataclass
 class LoggerConfig:
-    """Where metrics go besides `metrics.jsonl`: `logger=wandb`."""
+    """Where metrics go besides `metrics.jsonl`: `logger=wandb`, `logger=[wandb,tensorboard]`."""
 
-    name: str = key("none", "logger", choices=("none", "wandb"))
+    name: Any = key(  # noqa: RUF009
+        "none",
+        "logger or loggers; in a file, name: [wandb, tensorboard]",
+        choices=("none", *LOGGERS),
+        list_of=LOGGERS,
+        wrong=wrong_loggers,
+    )
     project: str | None = key(
         None, "W&B project; null: WANDB_PROJECT, or parallel3d", megatron="--wandb-project"
     )
+    entity: str | None = key(
+        None, "W&B user or team; null: WANDB_ENTITY, or the key's own", megatron="--wandb-entity"
+    )
     group: str | None = key(None, "W&B group")
+    job_type: str | None = key(None, "W&B job type, as train; null: WANDB_JOB_TYPE")
+    notes: str | None = key(None, "W&B notes: a sentence on the run; null: WANDB_NOTES")
     tags: list[str] = key(  # noqa: RUF009
         [], "W&B tags"
     )
@@ -91,6 +121,12 @@ class LoggerConfig:
     system_metrics: bool = key(
         False, "W&B also samples CPU, memory and GPUs of rank 0's host, every 15 s"
     )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The loggers that `name` asks for."""
+        words = (self.name,) if isinstance(self.name, str) else self.name
+        return tuple(word for word in words if word != "none")
 
 
 @dataclass

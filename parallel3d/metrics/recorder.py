@@ -1,4 +1,4 @@
-"""Recorder: the trainer's only output, to metrics.jsonl, the screen, W&B and summary.json."""
+"""Recorder: the trainer's only output, to metrics.jsonl, the screen, loggers and summary.json."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ from parallel3d.metrics.jsonl import (
     value,
     write_json,
 )
+from parallel3d.metrics.loggers import Logger
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.peak import summary_of as memory_summary_of
 from parallel3d.metrics.progress import make_console, make_progress, print_styled
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.metrics.report import bits_per_byte
+from parallel3d.metrics.tensorboard_logger import FOLDER as TENSORBOARD
+from parallel3d.metrics.tensorboard_logger import TensorBoardLogger
 from parallel3d.metrics.text import Curve
 from parallel3d.metrics.wandb_logger import WandbLogger
 
@@ -86,8 +89,9 @@ def paths_of(run_dir: Path, is_drawn: bool) -> dict[str, str]:
         files.append("breakdown.svg")
     if (run_dir / "timeline.svg").exists():  # schedule.timeline=true
         files.append("timeline.svg")
-    if (run_dir / "profile").exists():  # profile.steps
-        files.append("profile")
+    for folder in ("profile", TENSORBOARD):  # profile.steps, logger=tensorboard
+        if (run_dir / folder).exists():
+            files.append(folder)
     paths = {name.split(".")[0]: str(run_dir / name) for name in files}
     return {"run_dir": str(run_dir)} | paths
 
@@ -101,7 +105,7 @@ class Recorder:
             recorder.evaluation(...)      # now and then
             recorder.finish()             # or at the end of the block
 
-    An exception closes every file and the W&B run, with status "failed" ("interrupted" for
+    An exception closes every file and logger, with status "failed" ("interrupted" for
     Ctrl-C), and propagates.
     """
 
@@ -130,6 +134,7 @@ class Recorder:
         self._console = console or make_console()
         self._resources = ExitStack()
         self._wandb: WandbLogger | None = None
+        self._loggers: list[Logger] = []
         self._curve = Curve()
         self._throughput = Throughput()
         self._evaluations: list[Evaluation] = []
@@ -160,14 +165,17 @@ class Recorder:
                 "there, or give another runs_dir="
             ) from None
         self._metrics = self._resources.enter_context(file)
-        if self._config.logger.name == "wandb":
+        config, run_dir, asked = self._config, self._run_dir, self._config.logger.names
+        if "wandb" in asked:
             earlier = filter(is_whole, rows_of(path))
-            self._wandb = WandbLogger(
-                self._config, self._run_dir, self._provenance, self._say, earlier
-            )
+            self._wandb = WandbLogger(config, run_dir, self._provenance, self._say, earlier)
+            self._loggers.append(self._wandb)
+        if "tensorboard" in asked:
+            earlier = filter(is_whole, rows_of(path))
+            board = TensorBoardLogger(config, run_dir, self._first_step, self._say, earlier)
+            self._loggers.append(board)
         rows = report.header_facts(self._config, self._world_size, self._peak) | dict(facts)
-        if self._wandb is not None:
-            rows["W&B"] = self._wandb.shown()
+        rows |= {logger.label: logger.shown() for logger in self._loggers}
         rows["run directory"] = f"{self._run_dir}/"
         version = self._provenance.parallel3d
         title = f"parallel3d {version}" if version else "parallel3d"
@@ -218,7 +226,7 @@ class Recorder:
         if not profiled:
             self._throughput.add(tokens, step_time_s)
         self._curve.add(loss)
-        self._metrics.write(record.row())
+        self._log(record.row())
         self._progress.update(record)
         if loss is None and not self._said_unlearned:
             self._said_unlearned = True
@@ -227,8 +235,11 @@ class Recorder:
                 f"{self._unlearned:,} such step{'s' * (self._unlearned > 1)} so far, further ones "
                 "are only counted"
             )
-        if self._wandb is not None:
-            self._wandb.step(record)
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        self._metrics.write(line)
+        for logger in self._loggers:
+            logger.log(line)
 
     def _count(self, record: StepRecord) -> None:
         self._skipped += record.skipped
@@ -241,11 +252,9 @@ class Recorder:
         """Records held-out losses (nats per token, None without tokens) after `step` steps."""
         self._evaluations.append(Evaluation(step, eval_loss))
         parts = {"eval_losses": finite(of_parts)} if of_parts else {}
-        self._metrics.write({"step": step, "eval_loss": eval_loss, "tokens": self._tokens, **parts})
+        self._log({"step": step, "eval_loss": eval_loss, "tokens": self._tokens, **parts})
         line = report.evaluation_line(self._config, step, eval_loss, of_parts)
         self._progress.note(line, style="bold cyan")
-        if self._wandb is not None:
-            self._wandb.evaluation(step, eval_loss, self._tokens, of_parts)
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
@@ -253,6 +262,8 @@ class Recorder:
     def waiting(self) -> tuple[str, ...]:
         """Flushes metrics.jsonl to the disk; returns the lines that a checkpoint must carry."""
         self._metrics.flush()
+        for logger in self._loggers:
+            logger.flush()
         return self._metrics.waiting()
 
     def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[PeakMemory] = ()) -> None:
@@ -271,9 +282,9 @@ class Recorder:
             return self._summary
         self._summary = summary = self._summarise(status)
         with ExitStack() as closing:  # in reverse order; a failure does not stop the rest
-            if self._wandb is not None:
-                exit_code = 0 if status in ("finished", "stopped") else 1
-                closing.callback(self._wandb.finish, summary, exit_code)
+            exit_code = 0 if status in ("finished", "stopped") else 1
+            for logger in reversed(self._loggers):
+                closing.callback(logger.finish, summary, exit_code)
             closing.callback(self._write, "summary.json", lambda path: write_json(path, summary))
             if self._ranks:
                 closing.callback(self._write, "breakdown.svg", self._draw)

@@ -17,6 +17,8 @@ from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, print_styled
+from parallel3d.metrics.tensorboard_logger import FOLDER as TENSORBOARD
+from parallel3d.metrics.tensorboard_logger import show_command
 from parallel3d.metrics.text import (
     chart,
     duration,
@@ -27,6 +29,7 @@ from parallel3d.metrics.text import (
     si,
     three_digits,
 )
+from parallel3d.metrics.wandb_logger import sync_command
 
 MOST_PARTS = 4  # of a blend, in an evaluation's line; metrics.jsonl has all
 
@@ -131,7 +134,9 @@ def _places(summary: Mapping[str, Any]) -> dict[str, str]:
     if wandb is not None and wandb["url"]:
         rows["W&B"] = wandb["url"]
     elif wandb is not None and wandb["folder"]:
-        rows["W&B offline"] = f"wandb sync {wandb['folder']}"
+        rows["W&B offline"] = sync_command(Path(wandb["folder"]))
+    if board := summary["paths"].get(TENSORBOARD):
+        rows["TensorBoard"] = show_command(Path(board))
     return rows
 
 

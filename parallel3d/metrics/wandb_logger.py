@@ -15,6 +15,7 @@ import netrc
 import os
 import re
 import secrets
+import shlex
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from urllib.parse import urlsplit
 
 from parallel3d.config.schema import Config
 from parallel3d.files import replace_durably
-from parallel3d.metrics.jsonl import StepRecord, value
+from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.provenance import Provenance
 
 if TYPE_CHECKING:
@@ -153,19 +154,6 @@ def _row(record: bytes) -> Row | None:
 
 ONLINE_TIMEOUT_S = 30  # then the run continues offline; W&B's default blocks a job for 90 s
 
-# Sections of the W&B page. `step` and `tokens` have none: they are the x axes.
-_NAMES = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "skipped": "train/skipped",
-    "loss_scale": "train/loss_scale",
-    "tokens_per_s": "speed/tokens_per_s",
-    "mfu": "speed/mfu",
-    "step_time_s": "speed/step_time_s",
-}
-_TABLES = {"times": "time", "memory": "memory", "noise": "noise"}  # entries with parts → section
-
 
 def has_credentials() -> bool:
     """Returns whether W&B has a key: in the environment or, for its host, in the netrc file."""
@@ -199,8 +187,17 @@ def resolve_mode(mode: str) -> str:
     return "online" if has_credentials() else "offline"
 
 
+def sync_command(folder: Path) -> str:
+    """Returns the command that uploads a run, given its newest offline folder."""
+    if len(list(folder.parent.glob("offline-run-*"))) < 2:
+        return f"wandb sync {shlex.quote(str(folder))}"
+    return f"wandb sync {shlex.quote(str(folder.parent))}/offline-run-*"
+
+
 class WandbLogger:
     """One W&B run; its first error is logged by `say` and disables all further calls."""
+
+    label = "W&B"
 
     def __init__(
         self,
@@ -213,7 +210,9 @@ class WandbLogger:
         """`earlier`: rows of metrics.jsonl from earlier sessions."""
         self._say = say
         self._last: Row | None = None  # the last row that W&B has
-        self.mode = resolve_mode(config.logger.mode)
+        self.mode, why = resolve_mode(config.logger.mode), ""
+        if self.mode == "offline" and config.logger.mode == "auto" and not has_credentials():
+            why = ", as no key is at hand (`wandb login` takes one)"
         self._run: Run | None = None
         self.folder: Path | None = None
         self.url: str | None = None
@@ -223,23 +222,25 @@ class WandbLogger:
             return
         self._guard(lambda: self._open(config, run_dir, provenance))
         if self._run is None and self.mode == "online":
-            self.mode = "offline"
+            self.mode, why = "offline", ", as it could not be reached"
             self._guard(_forget)  # W&B still holds the id that it could not open
             self._guard(lambda: self._open(config, run_dir, provenance))
         self._guard(lambda: self._catch_up(earlier))
         if self._run is not None:
             self.folder = Path(self._run.dir).parent
             self.url = None if self.mode == "offline" else self._run.url
+        if self.folder is not None and self.mode == "offline":
+            self._say(f"W&B is offline{why}; to upload the run later: {sync_command(self.folder)}")
 
-    def step(self, record: StepRecord) -> None:
-        self._step(record.row())
+    def log(self, line: Mapping[str, Any]) -> None:
+        place, row = Row(line["step"], "eval_loss" in line), figures_of(line)
+        run = self._run
+        if run is not None and (self._last is None or place > self._last):
+            self._last = place
+            self._guard(lambda: run.log(row))
 
-    def evaluation(
-        self, step: int, eval_loss: float | None, tokens: int, of_parts: Mapping[str, float | None]
-    ) -> None:
-        row = {"step": step, "tokens": tokens, "eval/loss": eval_loss}
-        row |= {f"eval/loss of {name}": loss for name, loss in of_parts.items()}
-        self._log(Row(step, evaluation=True), row)
+    def flush(self) -> None:
+        """Does nothing: a resumed run adds the rows that W&B lacks."""
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Attaches the summary, without paths, and closes the run; online, waits for W&B."""
@@ -277,7 +278,10 @@ class WandbLogger:
             project=config.logger.project or os.environ.get("WANDB_PROJECT") or "parallel3d",
             id=run_id(run_dir),
             name=os.environ.get("WANDB_NAME") or run_dir.name,
+            entity=config.logger.entity,
             group=config.logger.group,
+            job_type=config.logger.job_type,
+            notes=config.logger.notes,
             tags=list(config.logger.tags) or None,
             config=content,
             dir=str(run_dir),
@@ -310,27 +314,7 @@ class WandbLogger:
             there = Row(int(step), evaluation=True)
             self._last = max(there, self._last or there)
         for line in chain((first,), rows):
-            if "eval_loss" in line:
-                parts = line.get("eval_losses", {})
-                of_parts = {name: value(parts, name) for name in parts if name != "nonfinite"}
-                self.evaluation(line["step"], value(line, "eval_loss"), line["tokens"], of_parts)
-            else:
-                restored = {key: value(line, key) for key in line.get("nonfinite", ())}
-                self._step({key: line[key] for key in line if key != "nonfinite"} | restored)
-
-    def _step(self, figures: Mapping[str, Any]) -> None:
-        plain = {key: figure for key, figure in figures.items() if key not in _TABLES}
-        row = {_NAMES.get(key, key): figure for key, figure in plain.items()}
-        for key, section in _TABLES.items():
-            row |= {f"{section}/{part}": figure for part, figure in figures.get(key, {}).items()}
-        self._log(Row(figures["step"], evaluation=False), row)
-
-    def _log(self, place: Row, row: dict[str, float | None]) -> None:
-        row = {name: figure for name, figure in row.items() if figure is not None}
-        run = self._run
-        if run is not None and (self._last is None or place > self._last):
-            self._last = place
-            self._guard(lambda: run.log(row))
+            self.log(line)
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Runs `action`; on an error of W&B, logs it and disables all further calls."""

@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.metrics.wandb_logger import MAX_ID_LENGTH, resolve_mode, run_id
+from parallel3d.metrics.wandb_logger import MAX_ID_LENGTH, resolve_mode, run_id, sync_command
 from tests.wandb_records import wandb_records
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -41,7 +41,8 @@ def make_config() -> Config:
     config = Config()
     config.model = ModelConfig(name="gpt_tiny")
     config.train.steps = 3
-    config.logger = LoggerConfig(name="wandb", group="sweep", tags=["a", "b"])
+    keys = {"entity": "my-team", "job_type": "pretrain", "notes": "a try"}
+    config.logger = LoggerConfig(name="wandb", group="sweep", tags=["a", "b"], **keys)
     return config
 
 
@@ -85,8 +86,11 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
 ) -> None:
     run_dir = tmp_path / "my-run"
     run_dir.mkdir()
-    summary = train(make_config(), run_dir)
+    config = make_config()
+    config.logger.name = ["wandb", "tensorboard"]  # which has a test of its own
+    summary = train(config, run_dir)
     records = inspect(run_dir)
+    assert [*(run_dir / "tensorboard").glob("events.out.tfevents.*")]
     rows = [history["item"] for history in records["history"]]
     assert [row["train/loss"] for row in rows if "train/loss" in row] == [3.0, 2.0, 1.0]
     assert [row["tokens"] for row in rows] == [4096, 8192, 12288, 12288]
@@ -101,19 +105,26 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert (run["display_name"], run["project"]) == ("my-run", "parallel3d")
     assert run["run_group"] == "sweep"
     assert run["tags"] == ["a", "b"]
+    assert (run["entity"], run["job_type"], run["notes"]) == ("my-team", "pretrain", "a try")
     assert records["exit"][0].get("exit_code", 0) == 0
     axes = [metric["name"] for metric in records["metric"] if "name" in metric]
     assert axes == ["step", "tokens"]
     merged = {k: v for record in records["summary"] for k, v in record["update"].items()}
     assert merged["status"] == "finished"
     assert "paths" not in merged
-    config = run["config"]["update"]
-    assert config["global_batch_size"] == 16
-    assert config["model"]["hidden_size"] == 128
-    assert set(config["code"]) == {"parallel3d", "git_commit", "torch", "hostname"}
+    kept = run["config"]["update"]
+    assert kept["global_batch_size"] == 16
+    assert kept["model"]["hidden_size"] == 128
+    assert set(kept["code"]) == {"parallel3d", "git_commit", "torch", "hostname"}
     assert summary["wandb"]["mode"] == "offline"
     assert Path(summary["wandb"]["folder"]).is_dir()
-    assert "wandb sync" in capfd.readouterr().out
+    begin, end = capfd.readouterr().out.split("run directory", 1)
+    command = f"wandb sync {summary['wandb']['folder']}"
+    assert "W&B is offline, as no key is at hand" in begin
+    assert all(command in "".join(text.split("\n")) for text in (begin, end))
+    (run_dir / "wandb" / "offline-run-20260101_000000-x").mkdir()
+    several = sync_command(Path(summary["wandb"]["folder"]))
+    assert several == f"wandb sync {run_dir / 'wandb'}/offline-run-*"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from parallel3d.config.data import DataConfig
 from parallel3d.config.fields import show
 from parallel3d.config.identity import flat
+from parallel3d.config.run import LoggerConfig
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
 
@@ -128,6 +130,16 @@ def check_profile(config: Config, world_size: int | None) -> None:
         raise UserError(
             f"profile.ranks={show(profile.ranks)} must be ranks of this run, from 0 to "
             f"{world_size - 1}; the nearest is profile.ranks={show(near)}."
+        )
+
+
+def check_loggers(logger: LoggerConfig) -> None:
+    """Raises UserError if the package of a logger is missing here, where rank 0 is."""
+    if "tensorboard" in logger.names and importlib.util.find_spec("tensorboard") is None:
+        given, others = show(logger.name), [name for name in logger.names if name != "tensorboard"]
+        raise UserError(
+            f"logger={given} needs the package tensorboard, which is not installed: give "
+            f"pip install 'parallel3d[tensorboard]', or logger={show(others) if others else 'none'}"
         )
 
 

@@ -1,0 +1,147 @@
+"""TensorBoard: its own reader finds every step once, also after a kill, and nothing stops a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+
+from parallel3d.cli.hydra_run import without_alias
+from parallel3d.config.checks.run import check_loggers
+from parallel3d.config.fields import check_fields
+from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.recorder import Recorder
+
+
+def session(
+    run_dir: Path, first: int, last: int, scale: float = 4.0, name: object = "tensorboard"
+) -> Recorder:
+    """Trains steps `first` to `last` and evaluates every five; all that is logged is flushed."""
+    config = Config(logger=LoggerConfig(name=name))
+    config.model = ModelConfig(name="gpt_tiny")
+    recorder = Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test"), first)
+    recorder.start({})
+    for step in range(first, last + 1):
+        loss = math.nan if step == 7 else scale / step
+        recorder.step(step, loss, 0.5, 1e-3, 4096, 0.1, times={"forward": 0.04})
+        if step % 5 == 0:
+            recorder.evaluation(step, scale / step, {"code": 2.0, "web": None})
+    recorder.waiting()
+    return recorder
+
+
+def killed(run_dir: Path, first: int, last: int) -> None:
+    """The same in a process of its own, which dies without closing anything."""
+    child = os.fork()
+    if child == 0:
+        try:
+            session(run_dir, first, last)
+            os.kill(os.getpid(), 9)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+
+
+def age(run_dir: Path) -> None:
+    """Makes the files of all sessions so far seconds old, as between real starts."""
+    for file in (run_dir / "tensorboard").iterdir():
+        head, second, *rest = file.name.rsplit(".", 4)
+        file.rename(file.with_name(".".join([head, f"{int(second) - 10:010d}", *rest])))
+
+
+def curves(run_dir: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows, by tag and step; fails if a step is twice in a curve."""
+    board = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    found = {}
+    for tag in board.Tags()["scalars"]:
+        points = board.Scalars(tag)
+        found[tag] = {point.step: point.value for point in points}
+        assert len(found[tag]) == len(points), tag
+    return found
+
+
+def test_a_killed_run_that_resumes_has_every_step_once(tmp_path: Path) -> None:
+    killed(tmp_path, 1, 12)
+    age(tmp_path)
+    session(tmp_path, 11, 16, scale=8.0).finish()  # its checkpoint was that of step 10
+    age(tmp_path)
+    session(tmp_path, 16, 17, scale=9.0).finish()  # and this one older than the last step
+    files = sorted((tmp_path / "tensorboard").iterdir())
+    events = [event for file in files for event in RawEventFileLoader(str(file)).Load()]
+    assert sum(b"train/loss" in event for event in events) == 12 + 6 + 2  # the files have them
+
+    found = curves(tmp_path)
+    losses = found["train/loss"]
+    assert math.isnan(losses.pop(7)) and sorted({*losses, 7}) == list(range(1, 18))
+    scales = [4.0] * 10 + [8.0] * 5 + [9.0] * 2
+    expected = {step: scale / step for step, scale in enumerate(scales, 1) if step != 7}
+    assert losses == pytest.approx(expected)
+    assert found["tokens"] == {step: 4096.0 * step for step in range(1, 18)}
+    assert found["eval/loss"] == pytest.approx({5: 4 / 5, 10: 4 / 10, 15: 8 / 15})
+    assert found["eval/loss of code"] == {5: 2.0, 10: 2.0, 15: 2.0}
+    whole = {"train/grad_norm", "train/lr", "speed/tokens_per_s", "speed/mfu", "speed/step_time_s"}
+    assert all(len(found[tag]) == 17 for tag in whole | {"time/forward"})
+    assert not any("web" in tag for tag in found)
+
+
+def test_a_start_over_and_a_logger_that_comes_late_have_every_step_once(tmp_path: Path) -> None:
+    session(tmp_path, 1, 3, name="none").finish()
+    session(tmp_path, 4, 5).finish()
+    assert sorted(curves(tmp_path)["train/loss"]) == [1, 2, 3, 4, 5]
+    age(tmp_path)
+    session(tmp_path, 1, 2, scale=5.0).finish()  # without a checkpoint a run begins again
+    assert curves(tmp_path)["train/loss"] == {1: 5.0, 2: 2.5}
+
+
+def test_files_that_cannot_be_written_are_said_once_and_the_training_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    summary = session(tmp_path, 1, 3).finish()
+    said = " ".join(capfd.readouterr().out.split())
+    assert summary["steps"] == 3 and said.count("cannot be written") == 1
+    assert "metrics.jsonl has everything" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("tensorbord", "tensorboard"),
+        (["wandb", "tensorbord"], "[wandb,tensorboard]"),
+        (["wandb", "wandb"], "[wandb]"),
+        (["none", "wandb"], "[wandb]"),
+        (3, "none"),
+        ({"wandb": True}, "none"),
+    ],
+)
+def test_other_loggers_are_refused_with_the_nearest(name: object, near: str) -> None:
+    with pytest.raises(UserError, match="must be one of none, wandb, tensorboard or a list") as no:
+        check_fields(Config(logger=LoggerConfig(name=name)))
+    assert str(no.value).endswith(f"the nearest is logger={near}.")
+
+
+def test_loggers_are_a_word_or_a_list() -> None:
+    for typed, names in (("none", ()), ("wandb", ("wandb",)), ([], ())):
+        assert LoggerConfig(name=typed).names == names
+    both = Config(logger=LoggerConfig(name=["wandb", "tensorboard"]))
+    check_fields(both)
+    assert both.logger.names == ("wandb", "tensorboard")
+    assert without_alias("logger=[wandb,tensorboard]") == "logger.name=[wandb,tensorboard]"
+    assert without_alias("logger=wandb") == "logger=wandb"
+
+
+def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_loggers(LoggerConfig(name="wandb"))
+    with pytest.raises(UserError, match=r"give pip install 'parallel3d\[tensorboard\]', or "):
+        check_loggers(LoggerConfig(name="tensorboard"))
+    with pytest.raises(UserError, match=r"logger=\[wandb\]$"):
+        check_loggers(LoggerConfig(name=["tensorboard", "wandb"]))
