@@ -326,9 +326,10 @@ def learning_rate(optim: OptimConfig, train_steps: int, step: int) -> float:
     """Returns the learning rate of `step`, counted from 1.
 
     Linear warm-up reaches `lr` at the last warm-up step. Then: constant; linear or cosine
-    (Loshchilov and Hutter 2016) down to `min_lr` at `lr_decay_steps`; or wsd (Hu et al. 2024,
-    MiniCPM §4.1): constant, then linear over the last `wsd_decay_fraction` of the decay steps.
-    `min_lr` after that.
+    (Loshchilov and Hutter 2016) down to `min_lr` at `lr_decay_steps`; inverse-square-root:
+    lr · √(warm-up steps / step), not below `min_lr`; or wsd (Hu et al. 2024, MiniCPM §4.1):
+    constant, then `wsd_decay_style` over the last `wsd_decay_steps`, or `wsd_decay_fraction`, of
+    the decay steps. `min_lr` after that.
     """
     warmup = warmup_steps(optim, train_steps)
     end = optim.lr_decay_steps or train_steps
@@ -336,13 +337,22 @@ def learning_rate(optim: OptimConfig, train_steps: int, step: int) -> float:
         return optim.lr * step / warmup
     if optim.lr_decay_style == "constant":
         return optim.lr
-    start = warmup
-    if optim.lr_decay_style == "wsd":
-        start = max(warmup, end - round(optim.wsd_decay_fraction * end))
+    if optim.lr_decay_style == "inverse-square-root" and step <= end:
+        return max(optim.min_lr, optim.lr * math.sqrt(max(warmup, 1) / step))
+    start, shape = warmup, optim.lr_decay_style
+    if shape == "wsd":
+        last = optim.wsd_decay_steps or round(optim.wsd_decay_fraction * end)
+        start, shape = max(warmup, end - last), optim.wsd_decay_style
     if step <= start:
         return optim.lr
     if step >= end:
         return optim.min_lr
     done = (step - start) / (end - start)
-    left = 0.5 * (1 + math.cos(math.pi * done)) if optim.lr_decay_style == "cosine" else 1 - done
+    left = 1 - done
+    if shape == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    elif shape == "exponential":  # Megatron-LM's: 2 · 2^-done - 1
+        left = 2 * 0.5**done - 1
+    elif shape == "minus_sqrt":
+        left = 1 - math.sqrt(done)
     return optim.min_lr + (optim.lr - optim.min_lr) * left

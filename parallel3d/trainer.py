@@ -20,7 +20,7 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend
-from parallel3d.data.loader import Batches, SampleSource, sources_of
+from parallel3d.data.loader import Batches, SampleSource, sources_of, with_length
 from parallel3d.data.split import Corpus
 from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
 from parallel3d.data_parallel.noise_scale import Noise
@@ -174,6 +174,9 @@ class Trainer:
             self.train_source, self.valid_source, parts = sources_of(self.corpus, self.config)
         if self.train_source is None:
             raise ValueError("a Trainer needs a corpus or a train_source")
+        if self.config.train.epochs is not None:
+            config = with_length(self.config, self.train_source)
+            self.config = check_config(config, own_samples=self.corpus is None)
         self.train_batches = self._batches(self.train_source, ahead=self.corpus is not None)
         self.valid_batches = None if self.valid_source is None else self._batches(self.valid_source)
         self.held_out_batches = {name: self._batches(part) for name, part in parts.items()}
@@ -222,7 +225,7 @@ class Trainer:
                 all_reduce_embedding_grads(table, self.groups.embedding)
         with self.step_timer.range("grad norm"):
             loss, grad_norm, stop = self._agree(loss_sum, tokens)
-        lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
+        lr = learning_rate(self.config.optim, self.config.train_steps, step + 1)
         finite = loss is not None and math.isfinite(loss + grad_norm)
         self.before_update()
         if finite:

@@ -305,14 +305,14 @@ class Checkpoints:
 
     def _copies_ahead(self, step: int) -> bool:
         """Returns whether a save will be copied after `step`, so that memory is allocated now."""
-        settings, steps = self.config.checkpoint, self.config.train.steps
+        settings, steps = self.config.checkpoint, self.config.train_steps
         if not (settings.async_save and settings.every):
             return False
         return (step // settings.every + 1) * settings.every < steps
 
     def is_due(self, step: int) -> bool:
         every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self.config.train.steps)
+        return bool(every) and (step % every == 0 or step == self.config.train_steps)
 
     def after_step(self, trainer: Trainer) -> None:
         """Saves if a save is due. Raises CheckpointFailure if the last one failed by a bug."""
@@ -338,7 +338,7 @@ class Checkpoints:
         save = Save(step, self.number, state, self._facts(trainer), elements)
         self.step_in_flight = self.saved_step = step
         # After the last step the values do not change and need no copy.
-        copies = step < self.config.train.steps
+        copies = step < self.config.train_steps
         self.saver.start(save, background=not wait, copies=copies)
         return self._settle(wait=True) if wait else True
 
@@ -400,7 +400,7 @@ class Checkpoints:
             raise UserError(refusals[0])
         if self.is_first_rank and compared.note is not None:
             self._log_once([compared.note])
-        if self.is_first_rank and manifest.step < self.config.train.steps:
+        if self.is_first_rank and manifest.step < self.config.train_steps:
             self._log_changes(manifest)
         return manifest
 

@@ -282,11 +282,13 @@ def _check_data(app: str, config: Config, first: bool = True) -> None:
         data, model = config.data, config.model
         if config.run is not None:
             data = with_own_tokenizer(data, Path(config.runs_dir) / config.run)
+        is_open = config.train.epochs is not None  # no blend then, which alone needs the samples
+        samples = 0 if is_open else config.batch_sizes.samples(config.train_steps)
         sentences = check_data(
             data,
             model.seq_length,
             vocab_size=model.vocab_size,
-            samples=config.train.steps * config.global_batch_size,
+            samples=samples,
         )
         for sentence in sentences:
             if first:

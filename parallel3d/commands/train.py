@@ -37,6 +37,7 @@ from parallel3d.files import flush, flush_folder
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.report import length_words
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
@@ -47,7 +48,7 @@ REQUEUE = "requeue"
 
 
 def train(config: Config, worker: Worker) -> None:
-    """Trains `config.train.steps` steps; torch.distributed is initialised, the config checked.
+    """Trains `config.train_steps` steps; torch.distributed is initialised, the config checked.
 
     A run with checkpoints resumes from its newest good one. Rank 0 writes `metrics.jsonl`,
     `summary.json` and, with `train.save_weights`, `weights-initial.safetensors` and
@@ -68,6 +69,7 @@ def train(config: Config, worker: Worker) -> None:
     config, corpus = open_data(config, worker, groups, device)
     worker.phase = "building the model"
     trainer = Trainer(config, groups, device, corpus)
+    config = trainer.config
     worker.phase = "looking for a checkpoint"
     checkpoints = Checkpoints(config, worker.run_dir, groups, print_line)
     first_step = checkpoints.restore(trainer)
@@ -85,7 +87,7 @@ def train(config: Config, worker: Worker) -> None:
         watchdog.go_on()
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
-            recorder.start(header_facts(config, corpus, device), checkpoints.lines)
+            recorder.start(header_facts(trainer, corpus), checkpoints.lines)
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         peaks = all_gather_json(peak_memory(device), groups.world.handle, device)
@@ -140,11 +142,12 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
 
 def is_over(config: Config, worker: Worker, first_step: int) -> bool:
     """Whether an earlier start has done all steps; rank 0 logs it."""
-    if first_step <= config.train.steps or status(worker.run_dir) != "finished":
+    if first_step <= config.train_steps or status(worker.run_dir) != "finished":
         return False
     if worker.rank == 0:
         done = f"run={config.run} is finished: {first_step - 1} steps are done"
-        print_line(f"{done}; a larger train.steps goes on")
+        key = "steps" if config.train.tokens is None else "tokens"
+        print_line(f"{done}; a larger train.{key} goes on")
     return True
 
 
@@ -155,7 +158,7 @@ def run_steps(
 
     `recorder` is on rank 0 alone.
     """
-    settings, watchdog = trainer.config.train, worker.watchdog
+    settings, steps, watchdog = trainer.config.train, trainer.config.train_steps, worker.watchdog
     assert watchdog is not None  # `train` has started it
     if recorder is not None:
         checkpoints.waiting = recorder.waiting
@@ -168,7 +171,7 @@ def run_steps(
     # there: a hang is left to the backend's timeout.
     may_compile = trainer.config.compile or fuses(trainer.device)
     evaluation_compiles = may_compile
-    for step in range(first, settings.steps + 1):
+    for step in range(first, steps + 1):
         worker.phase = f"train step {step}"
         worker.log.boundary("train step")
         is_profiled = step in profiler.steps
@@ -177,7 +180,7 @@ def run_steps(
         compiles = may_compile and step == first
         if compiles:
             watchdog.rest()
-        if trainer.config.schedule.timeline and step == min(first + LATER, settings.steps):
+        if trainer.config.schedule.timeline and step == min(first + LATER, steps):
             result = train_drawn_step(trainer, worker.run_dir)
         else:
             result = trainer.train_step()
@@ -188,7 +191,7 @@ def run_steps(
             record_step(trainer, recorder, result, seconds, is_profiled)
         profiler.after_step(step)  # after the step's line, as it prints a table
         due = settings.eval_every and step % settings.eval_every == 0
-        last = step == settings.steps
+        last = step == steps
         evaluated: tuple[float | None, dict[str, float | None]] | None = None
         if settings.eval_batches and (due or last):
             worker.phase = f"evaluation after step {step}"
@@ -215,7 +218,7 @@ def run_steps(
         worker.phase = f"checkpoint after step {step}"
         with trainer.step_timer.range("checkpoint"):
             checkpoints.after_step(trainer)
-        if result.stop and step < settings.steps:
+        if result.stop and step < steps:
             worker.stopped = True
             if trainer.config.checkpoint.every:
                 checkpoints.save(trainer)
@@ -269,7 +272,7 @@ def leave_marker(
     """
     if recorder is None:
         return
-    step, steps = trainer.steps_done, trainer.config.train.steps
+    step, steps = trainer.steps_done, trainer.config.train_steps
     recorder.finish("stopped")
     where = f"stopped by {worker.stop.name} after step {step} of {steps}"
     if not trainer.config.checkpoint.every:
@@ -295,7 +298,8 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
     return Recorder(config, worker.run_dir, worker.world_size, flops, peak, first_step)
 
 
-def header_facts(config: Config, corpus: Corpus | Blend, device: torch.device) -> dict[str, str]:
+def header_facts(trainer: Trainer, corpus: Corpus | Blend) -> dict[str, str]:
+    config, device = trainer.config, trainer.device
     name = config.data.path or "this Python's standard library"
     if isinstance(corpus, Blend):
         name = f"a blend of {len(corpus.corpora):,} corpora"
@@ -304,7 +308,8 @@ def header_facts(config: Config, corpus: Corpus | Blend, device: torch.device) -
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
     if accelerator.is_accelerator(device):
         where = accelerator.name(device)
-    facts = {"data": f"{name}: {sizes}", "device": where}
+    length = length_words(config, getattr(trainer.train_source, "windows", None))  # None: a blend
+    facts = {"data": f"{name}: {sizes}", "length": length, "device": where}
     if not config.data.reads_bytes:
         spare = config.model.vocab_size - corpus.vocab_size
         more = f", {spare:,} of model.vocab_size={config.model.vocab_size} are padding"

@@ -28,6 +28,7 @@ from parallel3d.config.schema import Config, OptimConfig, PrecisionConfig
 from parallel3d.config.sections import in_other_precision
 from parallel3d.data.blend import Blend
 from parallel3d.data.corpus import open_corpus
+from parallel3d.data.loader import sources_of, with_length
 from parallel3d.data.split import Corpus
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_shards
@@ -81,6 +82,7 @@ def verify(config: Config, worker: Worker) -> int:
     """Runs all comparisons; returns 0 if the layout is exact, else 1. Collective."""
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
+    config = with_length(config, sources_of(corpus, config).train)
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     layout = groups.layout
@@ -121,9 +123,9 @@ def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
 
 def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
     """Yields the config in fp64 and in its own precision, with SGD and with AdamW."""
-    train = dataclasses.replace(config.train, steps=config.verify.steps)
+    train = dataclasses.replace(config.train, steps=config.verify.steps, tokens=None)
     own = dataclasses.replace(  # keeps the learning rates of the real run's first steps
-        config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train.steps
+        config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train_steps
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
     for precision in dict.fromkeys(("fp64", config.precision.name)):
@@ -164,7 +166,7 @@ def compare(
     single = None
     if groups.rank == 0:
         single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
-    for step in range(config.train.steps + 1):
+    for step in range(config.train_steps + 1):
         result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
         shards = gather_shards(trainer.parameters.values(), groups)
         differs = False

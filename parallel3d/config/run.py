@@ -129,11 +129,34 @@ class LoggerConfig:
         return tuple(word for word in words if word != "none")
 
 
+DEFAULT_STEPS = 600
+
+
 @dataclass
 class TrainConfig:
     """Length of the run, evaluation and logging."""
 
-    steps: int = key(600, "optimizer steps", minimum=1, megatron="--train-iters")
+    steps: int | None = key(
+        None,
+        f"optimizer steps; null: as tokens or epochs says, else {DEFAULT_STEPS}",
+        minimum=1,
+        megatron="--train-iters",
+    )
+    tokens: float | None = key(
+        None,
+        "tokens to train on instead of a number of steps, masked ones too, rounded up to whole "
+        "steps, as in 9.8e6 or 2e12",
+        minimum=1,
+        maximum=1e18,
+        megatron="--train-samples",
+        differs="there a number of samples, of model.seq_length tokens each",
+    )
+    epochs: float | None = key(
+        None,
+        "passes over the training part of the corpus instead of a number of steps, rounded up to "
+        "whole steps; not for a blend",
+        above=0,
+    )
     eval_every: int = key(
         100,
         "evaluate every so many steps; 0: only at the end",

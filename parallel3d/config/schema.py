@@ -7,6 +7,7 @@ Hydra composes `conf/` over these dataclasses, `docs/configuration.md` is genera
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from parallel3d.config.engines import (
     ScheduleConfig,
     TensorParallelConfig,
 )
+from parallel3d.config.length import BatchSizes
 from parallel3d.config.run import (
+    DEFAULT_STEPS,
     DataParallelConfig,
     LaunchConfig,
     LoggerConfig,
@@ -218,6 +221,21 @@ class Config:
         if self.dp is None:
             raise ValueError("dp is not known yet: call check_config first")
         return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch by samples read."""
+        return BatchSizes(((0, self.global_batch_size),))
+
+    @property
+    def train_steps(self) -> int:
+        """Steps of the run. Raises ValueError for epochs, before `loader.with_length`."""
+        train = self.train
+        if train.tokens is not None:
+            return self.batch_sizes.steps(-(-math.ceil(train.tokens) // self.model.seq_length))
+        if train.epochs is not None:
+            raise ValueError("the steps of train.epochs are known when the data is open")
+        return train.steps or DEFAULT_STEPS
 
 
 SECTIONS = tuple(

@@ -294,9 +294,9 @@ class OptimConfig:
     lr_decay_style: str = key(
         "cosine",
         "shape after the warm-up",
-        choices=("constant", "linear", "cosine", "wsd"),
+        choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
         megatron="--lr-decay-style",
-        differs="WSD is wsd; inverse-square-root does not exist here",
+        differs="WSD is wsd",
     )
     lr_decay_steps: int | None = key(
         None,
@@ -322,8 +322,19 @@ class OptimConfig:
         "wsd: share of lr_decay_steps spent in the final decay",
         above=0,
         maximum=1,
+    )
+    wsd_decay_steps: int | None = key(
+        None,
+        "wsd: steps of the final decay, instead of the share",
+        minimum=1,
         megatron="--lr-wsd-decay-iters",
-        differs="there a number of steps, here a share of optim.lr_decay_steps",
+    )
+    wsd_decay_style: str = key(
+        "linear",
+        "wsd: shape of the final decay; minus_sqrt is 1-sqrt (Hägele et al. 2024)",
+        choices=("linear", "cosine", "exponential", "minus_sqrt"),
+        megatron="--lr-wsd-decay-style",
+        differs="the default there is exponential",
     )
     weight_decay: float = key(
         0.1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import socket
 import threading
 import time
@@ -9,6 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -333,6 +336,26 @@ class Sources(NamedTuple):
     train: DatasetOrder | Blended
     valid: DatasetOrder | Blended
     held_out: Mapping[str, DatasetOrder]
+
+
+def with_length(config: Config, source: SampleSource) -> Config:
+    """Returns the configuration with `train.epochs` as `train.tokens`: epochs of this source.
+
+    Raises UserError for a source without `windows`, its number of samples.
+    """
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    windows = getattr(source, "windows", None)
+    if windows is None:
+        raise UserError(
+            f"train.epochs={epochs:g} must be of samples whose source has `windows`, their number; "
+            "give train.tokens instead"
+        )
+    samples = math.ceil(Fraction(repr(epochs)) * windows)
+    tokens = float(samples * source.seq_length)
+    train = dataclasses.replace(config.train, epochs=None, tokens=tokens)
+    return dataclasses.replace(config, train=train)
 
 
 def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:

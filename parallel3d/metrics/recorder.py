@@ -184,7 +184,7 @@ class Recorder:
             self._console,
             bar=self._config.train.progress,
             first_step=self._first_step,
-            last_step=self._config.train.steps,
+            last_step=self._config.train_steps,
             log_every=self._config.train.log_every,
             curve=self._curve,
         )

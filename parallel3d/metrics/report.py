@@ -56,11 +56,20 @@ def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
         + (f" · {config.schedule.name}" if config.pp > 1 else "")
         + (" · sequence parallel" if config.sp else ""),
         "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens",
+        "length": length_words(config),
         "data": config.data.path or config.data.name,
         "precision": f"{config.precision.name} · {optim.name}, lr {optim.lr:g} {decay}",
         "device": config.device,
         "peak per rank": f"{si(peak.flops)}FLOP/s · {peak.source}",
     }
+
+
+def length_words(config: Config, windows: int | None = None) -> str:
+    """Returns the length of the run in steps and tokens, and epochs of `windows` samples."""
+    steps = config.train_steps
+    samples = config.batch_sizes.samples(steps)
+    text = f"{steps:,} steps · {si(samples * config.model.seq_length)} tokens"
+    return text if windows is None else f"{text} · {samples / windows:.3g} epochs"
 
 
 def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None:
@@ -212,8 +221,8 @@ def evaluation_line(
 ) -> str:
     """Returns the line of an evaluation, with some parts of a blend."""
     bits = bits_per_byte(eval_loss, config.data.reads_bytes)
-    width = len(str(config.train.steps))
-    text = f"eval {step:{width}d}/{config.train.steps}  held-out loss {loss_words(eval_loss)}"
+    width = len(str(config.train_steps))
+    text = f"eval {step:{width}d}/{config.train_steps}  held-out loss {loss_words(eval_loss)}"
     text += f" · {bits:.3f} bits per byte" if bits is not None else ""
     shown = [f"{name} {loss_words(loss)}" for name, loss in list(of_parts.items())[:MOST_PARTS]]
     more = [f"{len(of_parts) - MOST_PARTS} more"] if len(of_parts) > MOST_PARTS else []

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parallel3d.errors import UserError
+from parallel3d.files import plain
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.greedy import SAME, greedy_schedules
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
@@ -47,8 +48,8 @@ def wanted(
         return read_file(file, ranks, microbatches, chunks if chunks > 1 else None)
     if file is not None:
         raise UserError(
-            f"schedule.file={file} is read with schedule=file alone, but schedule={name}; the "
-            "nearest is schedule=file."
+            f"schedule.file={plain(file)} is read with schedule=file alone, but schedule={name}; "
+            "the nearest is schedule=file."
         )
     if name == "auto":
         return chosen(ranks, microbatches, chunks, work or RankWork(), memory).schedule

@@ -368,6 +368,22 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["optim.wsd_decay_fraction=0.2", "0.9", "nearest is optim.wsd_decay_fraction=0.1"],
     ),
+    (
+        {"optim.lr_decay_style": "wsd", "optim.lr_warmup_steps": 60, "optim.wsd_decay_steps": 541},
+        None,
+        ["optim.wsd_decay_steps=541", "at most 540", "nearest is optim.wsd_decay_steps=540."],
+    ),
+    # length
+    (
+        {"train.steps": 9, "train.tokens": 1e6},
+        None,
+        ["train.steps=9 and train.tokens=1000000.0", "nearest is to leave train.tokens out."],
+    ),
+    (
+        {"train.epochs": 2.0, "data.name": "blend", "data.blend": {"a": 1}},
+        None,
+        ["train.epochs=2.0", "data=blend", "give train.tokens instead."],
+    ),
     # profile
     ({"profile.steps": [4]}, None, ["profile.steps=[4]", "two numbers", "profile.steps=[4,4]."]),
     ({"profile.steps": [0, 2, 9]}, None, ["two numbers", "nearest is profile.steps=[1,9]."]),

@@ -37,5 +37,28 @@ def test_wsd_is_stable_then_decays_linearly() -> None:
     assert got == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("cosine", [0.1 + 0.9 * math.cos(math.pi / 8 * n) ** 2 for n in range(1, 5)]),
+        ("minus_sqrt", [1.0 - 0.9 * 0.5, 1.0 - 0.9 * 0.5**0.5, 1.0 - 0.9 * 0.75**0.5, 0.1]),
+        ("exponential", [0.1 + 0.9 * (2 ** (1 - n / 4) - 1) for n in range(1, 5)]),
+    ],
+)
+def test_wsd_decays_in_megatrons_shapes_over_a_number_of_steps(
+    style: str, expected: list[float]
+) -> None:
+    got = rates(8, lr_decay_style="wsd", wsd_decay_style=style, wsd_decay_steps=4)
+    assert got == pytest.approx([1.0, 1.0, 1.0, 1.0, *expected])
+
+
+def test_inverse_square_root_starts_at_the_end_of_the_warmup_and_keeps_the_floor() -> None:
+    got = rates(800, lr_decay_style="inverse-square-root", lr_warmup_steps=4)
+    assert got[3:5] == [1.0, pytest.approx(2 / math.sqrt(5))]
+    assert got[15] == pytest.approx(0.5)
+    assert got[-1] == 0.1
+    assert rates(9, lr_decay_style="inverse-square-root")[8] == pytest.approx(1 / 3)
+
+
 def test_floor_holds_after_the_decay_steps() -> None:
     assert rates(6, lr_decay_style="linear", lr_decay_steps=3)[2:] == pytest.approx([0.1] * 4)

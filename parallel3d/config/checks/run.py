@@ -19,6 +19,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end of text
+LAST_STEP = 2**63 - 1  # of train.epochs, until the data is open
 LONGEST_RUN_NAME = 200  # bytes; file systems allow 255, and a sweep adds the job's number
 
 
@@ -38,6 +39,23 @@ def check_samples(config: Config) -> None:
         )
 
 
+def check_length(config: Config) -> None:
+    """Raises UserError if two keys give the length, or epochs of a blend are asked for."""
+    train = config.train
+    given = {k: v for k in ("steps", "tokens", "epochs") if (v := getattr(train, k)) is not None}
+    if len(given) > 1:
+        typed = " and ".join(f"train.{name}={show(value)}" for name, value in given.items())
+        raise UserError(
+            f"{typed} each give the length of the run; keep one of them, the nearest is to leave "
+            f"train.{next(reversed(given))} out."
+        )
+    if train.epochs is not None and config.data.name == "blend":
+        raise UserError(
+            f"train.epochs={show(train.epochs)} must be of one corpus, and a part of data=blend is "
+            "read as often as its weight says; give train.tokens instead."
+        )
+
+
 def check_learning_rate(config: Config) -> None:
     """Checks rate, warm-up and decay against each other; raises UserError."""
     optim = config.optim
@@ -52,7 +70,9 @@ def check_learning_rate(config: Config) -> None:
             f"{optim.lr_warmup_steps} both give the warm-up; keep one of them, the nearest is "
             f"optim.lr_warmup_fraction=0."
         )
-    steps = optim.lr_decay_steps or config.train.steps
+    if optim.lr_decay_steps is None and config.train.epochs is not None:
+        return  # checked when the data is open
+    steps = optim.lr_decay_steps or config.train_steps
     span = "optim.lr_decay_steps" if optim.lr_decay_steps else "train.steps"
     if optim.lr_warmup_steps >= steps:
         raise UserError(
@@ -60,8 +80,19 @@ def check_learning_rate(config: Config) -> None:
             f"nearest is optim.lr_warmup_steps={steps - 1}."
         )
     warmup = optim.lr_warmup_fraction or optim.lr_warmup_steps / steps
+    if optim.lr_decay_style != "wsd":
+        return
+    if optim.wsd_decay_steps is not None:
+        most = steps - (optim.lr_warmup_steps or round(optim.lr_warmup_fraction * steps))
+        if optim.wsd_decay_steps > most:
+            raise UserError(
+                f"optim.wsd_decay_steps={optim.wsd_decay_steps} must be at most {most}, what "
+                f"{span}={steps} leaves after the warm-up; the nearest is "
+                f"optim.wsd_decay_steps={most}."
+            )
+        return
     # The margin lets 1/3 and 0.666666667, which the sentence below proposes, add up to 1.
-    if optim.lr_decay_style == "wsd" and warmup + optim.wsd_decay_fraction > 1 + 1e-9:
+    if warmup + optim.wsd_decay_fraction > 1 + 1e-9:
         raise UserError(
             f"optim.wsd_decay_fraction={show(optim.wsd_decay_fraction)} and a warm-up over "
             f"{warmup:g} of {span}={steps} must add up to at most 1; the nearest is "
@@ -102,7 +133,8 @@ def check_precision_of(device: str, precision: str) -> None:
 
 def check_profile(config: Config, world_size: int | None) -> None:
     """Checks steps and ranks to profile, ranks only if `world_size` is known; raises UserError."""
-    profile, last_step = config.profile, config.train.steps
+    profile = config.profile
+    last_step = LAST_STEP if config.train.epochs is not None else config.train_steps
     if not profile.steps:
         if profile.memory:
             raise UserError(

@@ -21,6 +21,7 @@ from parallel3d.config.checks.model import (
 from parallel3d.config.checks.parallelism import check_data_parallel, check_groups
 from parallel3d.config.checks.run import (
     check_learning_rate,
+    check_length,
     check_plain,
     check_precision,
     check_profile,
@@ -51,7 +52,8 @@ def check_config(
     """Checks a whole configuration and returns it with derived values filled in.
 
     Filled in: `dp` (by `world_size` ranks; 1 where that is None), `model.num_query_groups`,
-    `model.ffn_hidden_size`, `model.max_position_embeddings`; a list of `recompute` becomes text.
+    `model.ffn_hidden_size`, `model.max_position_embeddings`, `train.steps` unless tokens or epochs
+    are given; a list of `recompute` becomes text.
     The argument is not changed; a checked configuration passes unchanged. `own_samples`: the caller
     has samples, and `data` is not checked. `communication_only` (`bench comm`): neither data nor
     model is checked; only `dp` is filled in.
@@ -76,6 +78,7 @@ def check_config(
     check_chunks(config)
     if not own_samples:
         check_samples(config)
+    check_length(config)
     check_learning_rate(config)
     check_attention(config)
     check_precision(config)
@@ -90,8 +93,10 @@ def check_config(
         ffn_hidden_size=config.model.ffn_size,
         max_position_embeddings=config.model.max_positions,
     )
-    recompute = spelled(config.recompute)
-    return dataclasses.replace(config, dp=dp, model=model, recompute=recompute)
+    recompute, train = spelled(config.recompute), config.train
+    if train.tokens is None and train.epochs is None:
+        train = dataclasses.replace(train, steps=config.train_steps)
+    return dataclasses.replace(config, dp=dp, model=model, recompute=recompute, train=train)
 
 
 def _check_given(config: Config) -> None:

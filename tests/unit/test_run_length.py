@@ -1,0 +1,69 @@
+"""The length of a run in steps, tokens and epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from parallel3d.config.checks.whole import check_config
+from parallel3d.config.length import BatchSizes
+from parallel3d.config.schema import Config, ModelConfig, TrainConfig
+from parallel3d.data.loader import with_length
+from parallel3d.errors import UserError
+
+
+class Windows:
+    seq_length, windows, masks = 64, 10, False
+
+
+def run_of(**length: float) -> Config:
+    model = ModelConfig(seq_length=64)
+    return Config(dp=1, model=model, train=TrainConfig(**length))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        ({}, 600),
+        ({"steps": 7}, 7),
+        ({"tokens": 16 * 64 * 5}, 5),
+        ({"tokens": 16 * 64 * 5 + 1}, 6),
+        ({"tokens": 1}, 1),
+        ({"tokens": 2e12}, 1_953_125_000),
+        ({"epochs": 1.6}, 1),  # 16 of ten samples, exactly a step
+        ({"epochs": 1.61}, 2),
+        ({"epochs": 1.1}, 1),  # 1.1 · 10 is above 11 in floating point
+    ],
+)
+def test_tokens_and_epochs_round_up_to_whole_steps(length: dict[str, float], steps: int) -> None:
+    config = with_length(check_config(run_of(**length)), Windows())  # type: ignore[arg-type]
+    assert config.train_steps == steps
+    assert check_config(config) == config  # a checked configuration passes unchanged
+
+
+def test_epochs_become_the_tokens_of_their_samples() -> None:
+    config = with_length(run_of(epochs=1.1), Windows())  # type: ignore[arg-type]
+    assert (config.train.epochs, config.train.tokens) == (None, 11 * 64)
+
+
+def test_epochs_of_samples_without_a_number_are_refused() -> None:
+    with pytest.raises(UserError, match="must be of samples"):
+        with_length(run_of(epochs=2), object())  # type: ignore[arg-type]
+
+
+def test_epochs_are_no_number_of_steps_before_the_data_is_open() -> None:
+    config = check_config(dataclasses.replace(run_of(epochs=2), dp=1))
+    with pytest.raises(ValueError, match="data is open"):
+        _ = config.train_steps
+
+
+def test_batch_sizes_count_as_a_loop_over_the_steps_does() -> None:
+    overtaken = (0, 20), (3, 1), (5, 7)
+    for entries in (((0, 16),), ((0, 3), (10, 5)), ((0, 8), (4, 2), (9, 4)), overtaken):
+        sizes, read = BatchSizes(entries), [0]
+        while len(read) < 40:
+            read.append(read[-1] + max(e for e in entries if e[0] <= read[-1])[1])
+        assert [sizes.samples(n) for n in range(40)] == read
+        for samples in range(40):
+            assert sizes.steps(samples) == next(n for n, r in enumerate(read) if r >= samples)
