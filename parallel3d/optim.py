@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.parameters.rounding import pieces_of, round_to_bf16
 from parallel3d.parameters.sharding import ParameterSpec, Segment
 from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
+EMA = "ema"  # kind of state: the average of the masters, in their type
 NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
 
 
@@ -23,8 +26,8 @@ NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own 
 class FlatGroup:
     """Segments with equal weight decay, and their optimizer state.
 
-    `state` holds AdamW's two moments or SGD's momentum buffer; `steps` is the kernels' own step
-    count, a scalar per segment.
+    `state` holds AdamW's two moments or SGD's momentum buffer, and with `optim.ema_decay` the
+    average of the weights; `steps` is the kernels' own step count, a scalar per segment.
     """
 
     weight_decay: float
@@ -33,9 +36,16 @@ class FlatGroup:
     steps: list[Tensor]
 
     @classmethod
-    def of(cls, segments: list[Segment], weight_decay: float, names: tuple[str, ...]) -> FlatGroup:
+    def of(
+        cls,
+        segments: list[Segment],
+        weight_decay: float,
+        names: tuple[str, ...],
+        dtype: torch.dtype | None = None,
+    ) -> FlatGroup:
+        """Makes the states, zero, in `dtype` (None: that of the masters)."""
         masters = [s.master for s in segments]
-        state = {name: [torch.zeros_like(m) for m in masters] for name in names}
+        state = {name: [torch.zeros_like(m, dtype=dtype) for m in masters] for name in names}
         steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
         return cls(weight_decay, segments, state, steps)
 
@@ -58,15 +68,21 @@ class Optimizer:
         updates: number of steps so far, without skipped ones.
     """
 
-    def __init__(self, optim: OptimConfig, segments: list[Segment], tp: Group) -> None:
+    def __init__(
+        self, optim: OptimConfig, segments: list[Segment], tp: Group, seed: int = 0
+    ) -> None:
         self.optim, self.tp, self.segments = optim, tp, segments
         names: tuple[str, ...] = ("momentum",) if optim.momentum else ()
         if optim.name == "adamw":
             names = ("exp_avg", "exp_avg_sq")
         kinds = [(True, optim.weight_decay), (False, 0.0)]
         alike = [([s for s in segments if s.decays is d], decay) for d, decay in kinds]
-        self.groups = [FlatGroup.of(some, decay, names) for some, decay in alike if some]
+        dtype = torch.bfloat16 if optim.state == "bf16" else None
+        self.groups = [FlatGroup.of(some, decay, names, dtype) for some, decay in alike if some]
+        # Of each segment whose states are rounded.
+        self.pieces = {id(s): pieces_of(s, seed) for s in segments if dtype and names}
         self.updates = 0
+        self.start_ema()
 
     @property
     def device(self) -> torch.device:
@@ -106,11 +122,45 @@ class Optimizer:
             if divisor is None:
                 torch._foreach_mul_([s.grad for s in self.segments], factor)
         for group in self.groups:
-            if self.optim.name == "adamw":
-                self._adamw(group, learning_rate, divisor)
-            else:
-                self._sgd(group, learning_rate, divisor)
+            torch._foreach_add_(group.steps, 1)
+            for some in self._rounded_pieces(group) if self.pieces else (group,):
+                if self.optim.name == "adamw":
+                    self._adamw(some, learning_rate, divisor)
+                else:
+                    self._sgd(some, learning_rate, divisor)
+            if self.optim.ema_decay is not None:
+                torch._foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
         self.updates += 1
+
+    def _rounded_pieces(self, group: FlatGroup) -> Iterator[FlatGroup]:
+        """Yields a group a piece at a time, with states in the masters' type; rounds them after."""
+        for i, segment in enumerate(group.segments):
+            stored = {name: s[i] for name, s in group.state.items() if name != EMA}
+            for piece in self.pieces[id(segment)]:
+                here = slice(piece.start, piece.end)
+                master = segment.master[here]
+                inside = replace(segment, master=master, grad=segment.grad[here], parts=[])
+                wide = {name: [s[here].to(master.dtype)] for name, s in stored.items()}
+                yield replace(group, segments=[inside], state=wide, steps=[group.steps[i]])
+                bits = piece.random_bits(self.updates, master.device)
+                for shift, (name, values) in enumerate(wide.items()):
+                    stored[name][here] = round_to_bf16(values[0], bits >> 16 * shift)
+
+    @torch.no_grad()
+    def start_ema(self) -> None:
+        """Starts the average of the weights from the weights, with `optim.ema_decay`."""
+        if self.optim.ema_decay is not None:
+            for group in self.groups:
+                group.state[EMA] = [master.clone() for master in group.masters]
+
+    @torch.no_grad()
+    def swap_ema(self) -> None:
+        """Exchanges the masters and their average, bit by bit."""
+        for group in self.groups:
+            for master, average in zip(group.masters, group.state[EMA], strict=True):
+                weights = master.clone()
+                master.copy_(average)
+                average.copy_(weights)
 
     def _divisor(self, factor: float) -> Tensor | None:
         """Returns 1 / factor for the kernels to divide by; None: multiply the gradients first.
@@ -133,7 +183,6 @@ class Optimizer:
 
     def _adamw(self, group: FlatGroup, learning_rate: float, divisor: Tensor | None) -> None:
         """Steps by AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
-        torch._foreach_add_(group.steps, 1)
         torch._fused_adamw_(
             group.masters,
             group.grads,
@@ -260,7 +309,7 @@ class ParameterSlice:
     Attributes:
         start: first element of the slice in the flattened local parameter.
         values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
-            optimizer's "exp_avg" and "exp_avg_sq", or "momentum".
+            optimizer's "exp_avg" and "exp_avg_sq", or "momentum" (or bf16), and "ema".
         replica: (index, count) among the ranks that hold the same elements with equal bits.
     """
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -142,7 +143,7 @@ class Trainer:
         self._open_data()
 
     def _make_optimizer(self, segments: list[Segment]) -> Optimizer:
-        return Optimizer(self.config.optim, segments, self.groups.tp)
+        return Optimizer(self.config.optim, segments, self.groups.tp, self.config.seed)
 
     def use(self, schedule: Schedule) -> None:
         """Sets the schedule for training and evaluation, after the checker has proved its plan."""
@@ -264,6 +265,22 @@ class Trainer:
         with blocking(self.groups.world):
             loss_sum, count = total.tolist()
         return loss_sum / count if count else None
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Puts the average of the weights (`optim.ema_decay`) in their place; collective.
+
+        Afterwards all weights are what they were, bit by bit.
+        """
+        self._swap_ema()
+        yield  # an error inside ends the run
+        self._swap_ema()
+
+    def _swap_ema(self) -> None:
+        self.before_update()  # a save in flight may still copy them
+        self.data_parallel.wait_for_all_gathers()  # which write to this rank's own shard too
+        self.optimizer.swap_ema()
+        self.data_parallel.all_gather_params()
 
     def _global_tokens(self, batches: Batches, first: int) -> Tensor:
         """Returns the unmasked tokens of a global batch, float64; zero on ranks without a loss."""

@@ -57,6 +57,7 @@ from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
+from parallel3d.optim import EMA
 from parallel3d.trainer import Trainer
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # before each further try
@@ -387,7 +388,10 @@ class Checkpoints:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
             if compared.refusal is None:
-                read_state(folder, chunks_by_name(trainer.parameter_slices(), shared=False))
+                state = chunks_by_name(trainer.parameter_slices(), shared=False)
+                if not _has_ema(manifest):
+                    state = {k: v for k, v in state.items() if not k.startswith(f"{EMA}/")}
+                read_state(folder, state)
             return manifest, compared
 
         found, damage = read_together(read, self._from_all_ranks)
@@ -398,6 +402,8 @@ class Checkpoints:
         everyone = self._from_all_ranks(compared.refusal)
         if refusals := [refusal for refusal in everyone if refusal is not None]:
             raise UserError(refusals[0])
+        if not _has_ema(manifest):
+            trainer.optimizer.start_ema()
         if self.is_first_rank and compared.note is not None:
             self._log_once([compared.note])
         if self.is_first_rank and manifest.step < self.config.train_steps:
@@ -426,6 +432,10 @@ class Checkpoints:
                 shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
                 parts.append(f"{title}: {shown}")
         self.say(f"run={self.config.run} {'; '.join(parts)}")
+        if _has_ema(manifest) and self.config.optim.ema_decay is None:
+            self.say("optim.ema_decay=null: the average of the weights is dropped")
+        elif not _has_ema(manifest) and self.config.optim.ema_decay is not None:
+            self.say(f"the average of the weights starts from those of step {manifest.step}")
 
     def _facts(self, trainer: Trainer) -> Manifest:
         return Manifest(
@@ -445,6 +455,10 @@ class Checkpoints:
 
     def _from_all_ranks(self, value: Any) -> list[Any]:
         return all_gather_json(value, self.groups.world.handle, self.device)
+
+
+def _has_ema(manifest: Manifest) -> bool:
+    return manifest.config.get("optim", {}).get("ema_decay") is not None
 
 
 def _code(outcome: SaveResult | None) -> int:

@@ -39,6 +39,7 @@ from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.report import length_words
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
+from parallel3d.optim import EMA
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult, Trainer
@@ -201,6 +202,9 @@ def run_steps(
             with trainer.step_timer.range("evaluation"):
                 eval_loss = trainer.evaluate()
                 of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
+                if trainer.config.optim.ema_decay is not None:
+                    with trainer.ema_weights():
+                        of_parts[EMA] = trainer.evaluate()
             evaluated = eval_loss, of_parts
             if evaluation_compiles:
                 watchdog.go_on()

@@ -46,6 +46,8 @@ LATER = {
     "model.qk_norm": False,
     "model.attention_bias": None,
     "model.rope_scaling_factor": 1.0,
+    "optim.state": "fp32",
+    "optim.ema_decay": None,
 }
 LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "schedule.name")
 

@@ -347,6 +347,19 @@ class OptimConfig:
     beta2: float = key(0.95, "adamw: second moment", minimum=0, below=1, megatron="--adam-beta2")
     eps: float = key(1e-8, "adamw: epsilon", above=0, megatron="--adam-eps")
     momentum: float = key(0.0, "sgd: momentum", minimum=0, below=1, megatron="--sgd-momentum")
+    state: str = key(
+        "fp32",
+        "type of moments and momentum: that of the master weights, or bf16, rounded stochastically",
+        choices=("fp32", "bf16"),
+        megatron="--exp-avg-dtype, --exp-avg-sq-dtype",
+        differs="there rounded to the nearest",
+    )
+    ema_decay: float | None = key(
+        None,
+        "decay a step of an average of the weights, 0.999 say, which is evaluated too; null: none",
+        above=0,
+        below=1,
+    )
     clip_grad: float = key(
         1.0,
         "largest global gradient norm; 0 does not clip (the norm is still logged)",

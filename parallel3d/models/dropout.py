@@ -4,23 +4,17 @@ A mask is a hash of (seed, site, sample of the run, head, position, channel), wh
 place in the model, `layers.3.mlp`. So all layouts drop the same elements, no mask is stored,
 recomputation needs no generator state, and a resumed run uses the masks of an uninterrupted one.
 
-Each row (all dimensions but the channel) has a 64-bit key, modulo 2⁶⁴:
+Each row (all dimensions but the channel) has a 64-bit number, modulo 2⁶⁴:
 
-    key = finish(site + A · sample + B · (2³² · head + position))
+    site + A · sample + B · (2³² · head + position)
 
-where `finish` is the finaliser of SplitMix64 (Steele et al. 2014). Its low and high half L and H
-and the channel c are mixed like MurmurHash3's finaliser, modulo 2³²:
-
-    x = c · 0x9E3779B9 + L;  x ^= x >> 16;  x *= 0x21F0AAAD;  x ^= x >> 15;
-    x ^= H;  x *= 0x735A2D97;  x ^= x >> 15
-
-An element is dropped if the low 31 bits of x are below p · 2³¹; the others are divided by 1 − p.
+which is hashed with the channel to 32 bits x (`device/hashing.py`). An element is dropped if the
+low 31 bits of x are below p · 2³¹; the others are divided by 1 − p.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -31,10 +25,7 @@ from torch import Tensor, nn
 from parallel3d.data.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.fused import define, differentiate, fused
-
-SAMPLE, ROW = 0xD1B54A32D192ED03, 0xABC98388FB8FAC03  # A and B
-FINISH = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-CHANNEL, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
+from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
 
 
 class Dropout(nn.Module):
@@ -50,9 +41,8 @@ class Dropout(nn.Module):
     ) -> None:
         super().__init__()
         self.p, self.first_head, self.first_position = p, first_head, first_position
-        digest = hashlib.blake2b(f"{seed}/dropout/{site}".encode(), digest_size=8).digest()
         # A tensor, so that all layers share compiled code.
-        self.site = torch.tensor(int.from_bytes(digest, "little", signed=True))
+        self.site = torch.tensor(site_key(f"{seed}/dropout/{site}"))
 
     def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
         """Drops elements of x, (b, [heads,] s, channels), unless `samples` is None.
@@ -78,16 +68,6 @@ class _Dropout(torch.autograd.Function):
         return _dropped(grad, *ctx.where), *(None for _ in ctx.where)
 
 
-def _signed(value: int, bits: int) -> int:
-    """Returns the signed integer with the same bits, as torch's integers are signed."""
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def _shifted(x: Tensor, by: int, bits: int) -> Tensor:
-    """Shifts right without sign extension."""
-    return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
-
-
 @functools.partial(fused, least=0)  # even small calls: it would be fifteen launches
 def row_keys(
     start: Tensor, rows: tuple[int, ...], first_head: int, positions: Tensor
@@ -100,28 +80,19 @@ def row_keys(
     if len(rows) == 2:
         heads = torch.arange(first_head, first_head + rows[0], device=positions.device)
         number = number + (heads << 32).unsqueeze(1)
-    key = start.view(-1, *(1 for _ in rows)) + number * _signed(ROW, 64)
-    for by, factor in FINISH:
-        key = (key ^ _shifted(key, by, 64)).mul_(_signed(factor, 64))
-    key = (key ^ _shifted(key, 31, 64)).unsqueeze(-1)
-    return ((key << 32) >> 32).to(torch.int32), (key >> 32).to(torch.int32)
+    key = start.view(-1, *(1 for _ in rows)) + number * signed(ROW, 64)
+    return halves(key.unsqueeze(-1))
 
 
 def starts_of_keys(samples: Tensor, site: Tensor) -> Tensor:
     # `site` is 0-d on the CPU: a kernel's argument, not a copy that would block the host.
-    return site + samples * _signed(SAMPLE, 64)
+    return site + samples * signed(SAMPLE, 64)
 
 
 def are_dropped(low: Tensor, high: Tensor, channels: int, p: float) -> Tensor:
     """Returns the mask (*rows, channels) of rows with these keys; true: dropped."""
     channel = torch.arange(channels, dtype=torch.int32, device=low.device)
-    bits = channel * _signed(CHANNEL, 32) + low
-    bits ^= _shifted(bits, 16, 32)
-    bits *= FIRST
-    bits ^= _shifted(bits, 15, 32)
-    bits ^= high
-    bits *= SECOND
-    bits ^= _shifted(bits, 15, 32)
+    bits = mixed(low, high, channel)
     # Not < round(p · 2³¹): for p close to 1 that is 2³¹, which overflows int32.
     return bits.bitwise_and_(0x7FFFFFFF) <= round(p * (1 << 31)) - 1
 

@@ -52,6 +52,7 @@ class Outcome:
     evaluation: float | None = 0.0  # of the first global batch, after the last step
     initial: dict[str, str] = field(default_factory=dict)  # digests
     final: dict[str, np.ndarray] = field(default_factory=dict)
+    average: dict[str, np.ndarray] = field(default_factory=dict)  # of the weights, with ema_decay
     replicas: tuple[float, str] = (0.0, "")  # how far any rank's box is from `final`, and which
 
 
@@ -122,6 +123,7 @@ def run_cases(
                 initial = digests(trainer.full_parameters())
                 results = [trainer.train_step() for _ in range(case.problem.steps)]
                 evaluation = trainer.evaluate() if case.is_evaluated else None
+                average = averaged(trainer)
                 final = trainer.full_parameters()
                 boxes = gather_shards(trainer.parameters.values(), groups)
         except Exception as error:
@@ -129,9 +131,21 @@ def run_cases(
             raise
         steps = [Step(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in results]
         arrays = {name: array(weight) for name, weight in final.items()}
-        outcomes.append(Outcome(steps, evaluation, initial, arrays, worst_replica(final, boxes)))
+        replicas = worst_replica(final, boxes)
+        outcomes.append(Outcome(steps, evaluation, initial, arrays, average, replicas))
     groups.close()
     return outcomes
+
+
+def averaged(trainer: Trainer) -> dict[str, np.ndarray]:
+    """The full average of the weights; empty without one. The weights are as before, by bits."""
+    if trainer.config.optim.ema_decay is None:
+        return {}
+    before = digests(trainer.full_parameters())
+    with trainer.ema_weights():
+        found = {name: array(weight) for name, weight in trainer.full_parameters().items()}
+    assert digests(trainer.full_parameters()) == before
+    return found
 
 
 def worst_replica(
@@ -224,7 +238,8 @@ def differences(
 
     `outcomes` are those of all ranks. Quantities: "ranks" (they report different steps), "counters"
     (step, lr, tokens), "initial weights" (bits), "loss", "grad norm", "evaluation" (after
-    the last step), "weights", "replicas" (a rank's copy is not the weight that was gathered).
+    the last step), "weights", "average" (of the weights), "replicas" (a rank's copy is not
+    the weight that was gathered).
     """
     found: dict[str, str] = {}
     tolerance = TOLERANCES[problem.precision]
@@ -251,11 +266,14 @@ def differences(
     if evaluation is not None and relative(evaluation, expected.evaluation) > tolerance.loss:
         found["evaluation"] = f"{first.evaluation!r}, reference {expected.evaluation!r}"
     if tolerance.weights is not None:
-        worst = worst_weight(first.final, expected)
+        worst = worst_weight(first.final, expected.run.weights, expected.dead)
         if first.replicas[0] > tolerance.weights:
             found["replicas"] = f"{first.replicas[1]} is {first.replicas[0]:.2e} off rank 0's"
         if worst[0] > tolerance.weights:
             found["weights"] = f"{worst[1]} is {worst[0]:.2e} off"
+        worst = worst_weight(first.average, expected.run.average, expected.dead)
+        if worst[0] > tolerance.weights:
+            found["average"] = f"{worst[1]} is {worst[0]:.2e} off"
     return found
 
 
@@ -289,19 +307,20 @@ def cover(pairs: Mapping[T, frozenset]) -> list[T]:
     return found
 
 
-def worst_weight(ours: Mapping[str, np.ndarray], expected: Expected) -> tuple[float, str]:
+def worst_weight(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, Tensor], dead: frozenset[str]
+) -> tuple[float, str]:
     """The largest max|a - b| / max|b| over the tensors, and its tensor's name.
 
     Dead weights are compared with their exact value, 0, by max|a| itself.
     """
-    theirs = expected.run.weights
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     worst = (0.0, "")
     for name, reference in theirs.items():
         b = reference.double().numpy()
         a = ours[name].astype(np.float64)
         assert a.shape == b.shape, f"{name}: {a.shape}, reference {b.shape}"
-        if name in expected.dead:
+        if name in dead:
             off = float(np.abs(a).max())
         else:
             off = float(np.abs(a - b).max() / np.abs(b).max())

@@ -2,7 +2,7 @@
 
 Two steps are trained under one layout, one or two more under another. Losses, gradient norms and
 (fp64) the final weights are those of the independent reference's undisturbed run, and so prove
-parameters, moments, the count of updates and the place in the data at once. In fp32, where weights
+parameters and their average, moments (also in bf16), the count of updates and the place in the data at once. In fp32, where weights
 are not compared, it takes the second step's loss to see the moments.
 """
 
@@ -22,6 +22,7 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
     Step,
+    averaged,
     make_trainer,
     plain_groups,
     relative,
@@ -32,6 +33,7 @@ from tests.distributed.pool import Pool
 SAVED = 2  # steps before the checkpoint
 ZERO = (("zero", 1),)
 Sizes = tuple[int, int, int]
+Weights = dict[str, np.ndarray]
 # Sizes (tp, pp, dp) and the way: shards that cut through rows and tensors, stages of unequal
 # length, tables whose padding falls to the last tp rank, whole tables, small buckets, FSDP.
 LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
@@ -51,8 +53,11 @@ LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
     "tp2-dp2-zero3": ((2, 1, 2), {"keys": (("zero", 3),), "microbatches": 1}),
 }
 TIED = Problem("gpt_tiny", "adamw", True)
-UNTIED = Problem("llama_tiny", "adamw", False)
-IN_FP32 = [replace(problem, precision="fp32", steps=SAVED + 2) for problem in (UNTIED, TIED)]
+# With moments in bf16 and averaged weights.
+UNTIED = Problem("llama_tiny", "adamw", False, optim=(("state", "bf16"), ("ema_decay", 0.6)))
+IN_FP32 = [
+    replace(problem, precision="fp32", optim=(), steps=SAVED + 2) for problem in (UNTIED, TIED)
+]
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 
 
@@ -84,8 +89,9 @@ def save_all(layout: str, problems: dict[int, Problem], folder: Path) -> list[li
 
 def go_on(
     layout: str, pairs: list[tuple[str, int, Problem]], folder: Path
-) -> list[tuple[list[Step], dict[str, np.ndarray]]]:
-    """On every rank: go on from each saved layout of each problem; the steps and the weights."""
+) -> list[tuple[list[Step], Weights, Weights]]:
+    """On every rank: go on from each saved layout of each problem; the steps, the weights and
+    their average."""
     groups = plain_groups(Layout(*LAYOUTS[layout][0]))
     results = []
     for saved, number, problem in pairs:
@@ -95,13 +101,13 @@ def go_on(
         assert checkpoints.restore(trainer) == SAVED + 1, f"{saved} → {layout}"
         steps = [Step(*trainer.train_step()[:5]) for _ in range(problem.steps - SAVED)]
         weights = {n: w.numpy().copy() for n, w in trainer.full_parameters().items()}
-        results.append((steps, weights))
+        results.append((steps, weights, averaged(trainer)))
     groups.close()
     return results
 
 
 def differences(
-    steps: list[Step], weights: dict[str, np.ndarray], problem: Problem, references: References
+    steps: list[Step], problem: Problem, references: References, *weights: Weights
 ) -> list[str]:
     """Where steps `steps[0].step` … of a run part from the reference's."""
     expected, limit = references.of(problem), TOLERANCES[problem.precision]
@@ -114,9 +120,10 @@ def differences(
             if relative(ours, theirs) > limit:
                 found.append(f"step {step.step}: {what} {ours!r}, reference {theirs!r}")
     if weights and problem.precision == "fp64":
-        off, name = worst_weight(weights, expected)
-        if off > limit:
-            found.append(f"{name} is {off:.2e} off")
+        for ours, theirs in zip(weights, (expected.run.weights, expected.run.average), strict=True):
+            off, name = worst_weight(ours, theirs, expected.dead)
+            if off > limit:
+                found.append(f"{name} is {off:.2e} off")
     return found
 
 
@@ -129,16 +136,14 @@ def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> Non
         problems = {number: problem for saved, number, problem in asked if saved == layout}
         saved_steps = pool.run(world, save_all, layout, problems, folder)[0]
         for steps, problem in zip(saved_steps, problems.values(), strict=True):
-            failures += [
-                f"before, {layout}: {d}" for d in differences(steps, {}, problem, references)
-            ]
+            failures += [f"before, {layout}: {d}" for d in differences(steps, problem, references)]
     assert not failures, "\n".join(failures)
     for layout, (sizes, _) in LAYOUTS.items():
         world = sizes[0] * sizes[1] * sizes[2]
         results = pool.run(world, go_on, layout, pairs[layout], folder, timeout_s=900)[0]
-        for (saved, _, problem), (steps, weights) in zip(pairs[layout], results, strict=True):
+        for (saved, _, problem), (steps, *weights) in zip(pairs[layout], results, strict=True):
             assert [s.step for s in steps] == list(range(SAVED + 1, problem.steps + 1))
-            for difference in differences(steps, weights, problem, references):
+            for difference in differences(steps, problem, references, *weights):
                 failures.append(f"{saved} → {layout}, {problem}: {difference}")
     assert not failures, f"{len(failures)} differences\n" + "\n".join(failures)
 

@@ -146,8 +146,18 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
     # two ranks: each lowers for itself.
     one = of["compile"] and pp == 1 and (of["precision"] != "fp64" or tp * dp > 2)
     layers = 1 if one else size
+    # With tied tables, so that each other level meets them: moments in bf16, averaged weights.
+    optim: dict[str, Any] = {}
+    if of["tied"] and of["precision"] == "fp64":
+        optim = {"state": "bf16", "ema_decay": 0.6}
+        if of["optimizer"] == "sgd":
+            optim["momentum"] = 0.9
     case = Case(
-        Problem(*(of[n] for n in ("model", "optimizer", "tied", "precision")), layers=layers),
+        Problem(
+            *(of[n] for n in ("model", "optimizer", "tied", "precision")),
+            layers=layers,
+            optim=tuple(optim.items()),
+        ),
         schedule=of["schedule"],
         sp=of["sp"],
         microbatches=4 // dp if of["compile"] else size,

@@ -18,7 +18,12 @@ def row_keys(site: int, samples: Sequence[int], heads: int, length: int) -> np.n
     sample = np.array(samples, dtype=np.uint64)[:, None, None]
     row = np.arange(heads, dtype=np.uint64)[:, None] * np.uint64(2**32)
     row = row + np.arange(length, dtype=np.uint64)
-    key = np.uint64(site) + np.uint64(0xD1B54A32D192ED03) * sample
+    return finished(site, sample, row)
+
+
+def finished(site: int, number: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """uint64 keys, broadcast, of uint64 numbers of samples (or updates) and rows."""
+    key = np.uint64(site) + np.uint64(0xD1B54A32D192ED03) * number
     key = key + np.uint64(0xABC98388FB8FAC03) * row
     key = (key ^ key >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     key = (key ^ key >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -27,13 +32,17 @@ def row_keys(site: int, samples: Sequence[int], heads: int, length: int) -> np.n
 
 def kept(keys: np.ndarray, channels: int, p: float) -> np.ndarray:
     """Which elements stay: (*keys.shape, channels)."""
+    return (random_bits(keys, channels) & np.uint32(2**31 - 1)) >= round(p * 2**31)
+
+
+def random_bits(keys: np.ndarray, channels: int) -> np.ndarray:
+    """uint32 bits (*keys.shape, channels)."""
     low = (keys & np.uint64(2**32 - 1)).astype(np.uint32)[..., None]
     high = (keys >> np.uint64(32)).astype(np.uint32)[..., None]
     x = np.arange(channels, dtype=np.uint32) * np.uint32(0x9E3779B9) + low
     x = (x ^ x >> np.uint32(16)) * np.uint32(0x21F0AAAD)
     x = (x ^ x >> np.uint32(15) ^ high) * np.uint32(0x735A2D97)
-    x = x ^ x >> np.uint32(15)
-    return (x & np.uint32(2**31 - 1)) >= round(p * 2**31)
+    return x ^ x >> np.uint32(15)
 
 
 def dropped(x: Tensor, samples: Sequence[int], p: float, seed: int, site: str) -> Tensor:

@@ -250,6 +250,8 @@ def test_five_steps_are_those_of_torchs_optimizers(name: str, clip_grad: float) 
         eps=1e-8,
         momentum=0.9,
         clip_grad=clip_grad,
+        state="fp32",
+        ema_decay=None,
     )
     loss = SimpleNamespace(label_smoothing=0.0, z_loss=0.0)
     config = SimpleNamespace(model=shape, optim=optim, loss=loss, seed=1, global_batch_size=4)

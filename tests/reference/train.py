@@ -18,6 +18,7 @@ from tests.reference.model import (
     objective_losses,
     token_losses,
 )
+from tests.reference.rounding import chances, rounded
 
 
 class SampleLike(Protocol):
@@ -47,6 +48,8 @@ class OptimSettings(Protocol):
     eps: float
     momentum: float
     clip_grad: float
+    state: str
+    ema_decay: float | None
 
 
 class RunSettings(Protocol):
@@ -66,6 +69,7 @@ class ReferenceRun(NamedTuple):
     grad_norms: list[float]
     weights: dict[str, Tensor]
     first_gradients: dict[str, Tensor]
+    average: dict[str, Tensor]  # of the weights, with ema_decay
 
 
 def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ReferenceModel:
@@ -100,11 +104,26 @@ def batch_loss(
     return losses[mask].sum() / mask.sum()
 
 
+class Stored:
+    """How optimizer states are kept between steps: as they are, or in bf16."""
+
+    def __init__(self, settings: OptimSettings, seed: int) -> None:
+        self.rounds, self.seed, self.update = settings.state == "bf16", seed, 0
+
+    def __call__(self, states: dict[str, Tensor], which: int) -> None:
+        """Rounds the state `which` (0 or 1) of all parameters after a step."""
+        for name, values in states.items() if self.rounds else ():
+            chance = chances(tuple(values.shape), self.seed, self.update, name, which)
+            states[name] = rounded(values, chance)
+
+
 class AdamW:
     """Loshchilov and Hutter 2019, algorithm 2, with bias correction; decay on matrices only."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], settings: OptimSettings) -> None:
-        self.settings = settings
+    def __init__(
+        self, parameters: Mapping[str, Tensor], settings: OptimSettings, seed: int = 0
+    ) -> None:
+        self.settings, self.stored = settings, Stored(settings, seed)
         self.step_count = 0
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -123,6 +142,9 @@ class AdamW:
             square = self.square[name] / (1 - s.beta2**self.step_count)
             new = parameter - lr * decay * parameter - lr * mean / (square.sqrt() + s.eps)
             parameter.copy_(new)
+        self.stored(self.mean, 0)
+        self.stored(self.square, 1)
+        self.stored.update += 1
 
 
 class SGD:
@@ -131,8 +153,10 @@ class SGD:
     velocity = momentum · velocity + gradient + decay · weight; weight -= lr · velocity.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], settings: OptimSettings) -> None:
-        self.settings = settings
+    def __init__(
+        self, parameters: Mapping[str, Tensor], settings: OptimSettings, seed: int = 0
+    ) -> None:
+        self.settings, self.stored = settings, Stored(settings, seed)
         self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
 
     def step(
@@ -143,6 +167,8 @@ class SGD:
             change = gradients[name] + decay * parameter
             self.velocity[name] = self.settings.momentum * self.velocity[name] + change
             parameter.copy_(parameter - lr * self.velocity[name])
+        self.stored(self.velocity, 0)
+        self.stored.update += 1
 
 
 def train_reference(
@@ -164,7 +190,11 @@ def train_reference(
     model = build(config.model, weights, dtype)
     parameters = dict(model.named_parameters())
     assert config.optim.name in ("adamw", "sgd"), config.optim.name
-    optimizer = (AdamW if config.optim.name == "adamw" else SGD)(parameters, config.optim)
+    kind = AdamW if config.optim.name == "adamw" else SGD
+    optimizer = kind(parameters, config.optim, config.seed)
+    decay, average = config.optim.ema_decay, {}
+    if decay is not None:
+        average = {name: p.detach().clone() for name, p in parameters.items()}
     losses, grad_norms, first_gradients = [], [], {}
     for step, lr in enumerate(rates):
         first = step * config.global_batch_size
@@ -182,7 +212,9 @@ def train_reference(
             gradients = {name: g * factor for name, g in gradients.items()}
         with torch.no_grad():
             optimizer.step(parameters, gradients, lr)
+            for name, old in average.items():
+                average[name] = decay * old + (1 - decay) * parameters[name]
         losses.append(loss.item())
         grad_norms.append(norm)
     final = {name: p.detach().clone() for name, p in parameters.items()}
-    return ReferenceRun(losses, grad_norms, final, first_gradients)
+    return ReferenceRun(losses, grad_norms, final, first_gradients, average)
