@@ -54,6 +54,8 @@ def configured(keys: Keys) -> Config:
     )
     config.precision.name = "bf16"
     config.schedule.name = keys.pop("schedule", "1f1b")
+    config.optim.state = keys.pop("state", "fp32")
+    config.optim.ema_decay = keys.pop("ema_decay", None)
     return check_config(dataclasses.replace(config, **keys), own_samples=True)
 
 

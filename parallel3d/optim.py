@@ -14,7 +14,7 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.parameters.rounding import pieces_of, round_to_bf16
+from parallel3d.parameters.rounding import pieces_of, store_rounded
 from parallel3d.parameters.sharding import ParameterSpec, Segment
 from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
@@ -143,8 +143,8 @@ class Optimizer:
                 wide = {name: [s[here].to(master.dtype)] for name, s in stored.items()}
                 yield replace(group, segments=[inside], state=wide, steps=[group.steps[i]])
                 bits = piece.random_bits(self.updates, master.device)
-                for shift, (name, values) in enumerate(wide.items()):
-                    stored[name][here] = round_to_bf16(values[0], bits >> 16 * shift)
+                for half, (name, values) in enumerate(wide.items()):
+                    store_rounded(stored[name][here], values[0], bits, half)
 
     @torch.no_grad()
     def start_ema(self) -> None:

@@ -137,11 +137,13 @@ def _state(rank: PipelineRank, numel: int) -> RankMemory:
     config, item, wide, dp = rank.config, rank.item, rank.grad_item, rank.layout.dp
     cut, spread = dp if config.zero > 0 else 1, dp if config.zero > 1 else 1
     moments_ = {"adamw": 2, "sgd": 1}.get(config.optim.name, 2)
+    moment = 2 if config.optim.state == "bf16" else wide
+    average = wide * (config.optim.ema_decay is not None)
     return RankMemory(
         parameters=0.0 if spread > 1 else float(item * numel),
         gradients=wide * numel / spread,
         masters=0.0 if item >= WIDE and spread == 1 else wide * numel / cut,
-        optimizer=moments_ * wide * numel / cut,
+        optimizer=(moments_ * moment + average) * numel / cut,
         buffers=rotary_bytes(config) * config.vpp,
     )
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.device.fused import fused
 from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
 from parallel3d.parameters.chunks import Chunk, chunks_of_range
 from parallel3d.parameters.sharding import Segment
 
 # Elements of a piece, whose states are widened at once: on a CPU they stay in its cache; on an
 # accelerator they are enough that launch overhead is small.
-AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 16, 1 << 22
+AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 16, 1 << 24
 
 
 @dataclass
@@ -40,17 +41,19 @@ class Piece:
     chunks: list[tuple[int, Chunk, int]] = field(default_factory=list)
 
     def random_bits(self, update: int, device: torch.device) -> Tensor:
-        """Returns 32 bits of each element, int32; zeros for padding."""
-        bits = torch.zeros(self.end - self.start, dtype=torch.int32, device=device)
+        """Returns 32 bits of each element, int32; of padding any, which leave its zeros."""
+        bits = torch.empty(self.end - self.start, dtype=torch.int32, device=device)
         for site, chunk, at in self.chunks:
             first, rows, column, columns = 0, 1, chunk.offsets[-1], chunk.sizes[-1]
             if len(chunk.sizes) == 2:
                 first, rows = chunk.offsets[0], chunk.sizes[0]
-            number = torch.arange(first, first + rows, device=device) * signed(ROW, 64)
-            start = signed((site + SAMPLE * update) % (1 << 64), 64)
-            low, high = halves((number + start).unsqueeze(-1))
-            inside = torch.arange(column, column + columns, dtype=torch.int32, device=device)
-            bits[at : at + chunk.elements].view(rows, columns).copy_(mixed(low, high, inside))
+            start = (site + SAMPLE * update + ROW * first) % (1 << 64)
+            # Numbers as tensors on the CPU: arguments of one kernel, not a kernel for each value.
+            _fill(
+                bits[at : at + chunk.elements].view(rows, columns),
+                torch.tensor(signed(start, 64)),
+                torch.tensor(column, dtype=torch.int32),
+            )
         return bits
 
 
@@ -88,8 +91,19 @@ def _cut(chunk: Chunk, most: int) -> list[tuple[Chunk, int]]:
     ]
 
 
-def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
-    """Rounds to bf16 by 16 random bits of each element, the low half of `bits` (int32)."""
-    wide = values.to(torch.float32, copy=True).view(torch.int32)
-    wide += bits & 0xFFFF
-    return (wide >> 16).to(torch.int16).view(torch.bfloat16)
+@fused
+def _fill(out: Tensor, start: Tensor, column: Tensor) -> None:
+    rows = torch.arange(out.shape[0], device=out.device).unsqueeze(-1)
+    columns = torch.arange(out.shape[1], dtype=torch.int32, device=out.device) + column
+    out.copy_(mixed(*halves(rows * signed(ROW, 64) + start), columns))
+
+
+@fused
+def store_rounded(out: Tensor, values: Tensor, bits: Tensor, half: int) -> None:
+    """Rounds `values` into `out`, bf16, by a half (0: the low one) of each element's `bits`.
+
+    Those in fp64 are rounded to the nearest of fp32 before.
+    """
+    wide = values.to(torch.float32).view(torch.int32)
+    wide = wide + ((bits >> 16 * half) & 0xFFFF)
+    out.copy_((wide >> 16).to(torch.int16).view(torch.bfloat16))

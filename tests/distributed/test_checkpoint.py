@@ -2,8 +2,9 @@
 
 Two steps are trained under one layout, one or two more under another. Losses, gradient norms and
 (fp64) the final weights are those of the independent reference's undisturbed run, and so prove
-parameters and their average, moments (also in bf16), the count of updates and the place in the data at once. In fp32, where weights
-are not compared, it takes the second step's loss to see the moments.
+parameters and their average, moments (also in bf16), the count of updates and the place in the data
+at once. In fp32, where weights are not compared, it takes the second step's loss to see the
+moments.
 """
 
 from __future__ import annotations
