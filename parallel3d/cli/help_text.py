@@ -61,8 +61,9 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
   parallel3d bench comm [key=value …]  time every collective in every group
   parallel3d generate run=… prompt=…   write text with what a run has learned
-  parallel3d checkpoint ls|verify|export|import|diff …   list, prove and compare checkpoints,
-                                    and exchange them with Hugging Face
+  parallel3d checkpoint ls|verify|export|import|branch|diff …
+                                    list, prove and compare checkpoints, exchange them with
+                                    Hugging Face, and go on from one in another run
   parallel3d data tokenize|train-tokenizer|show …   make corpora of text, tokenizers, and prove them
   parallel3d init slurm [FOLDER]    write the scripts for Slurm and torchrun into a folder
 

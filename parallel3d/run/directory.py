@@ -99,7 +99,7 @@ def last_config(directory: Path) -> Config:
             problem = problem or error
     for folder in list_checkpoints(directory):
         try:
-            return _typed(read_manifest(folder).config)
+            return typed_config(read_manifest(folder).config)
         except Exception:
             continue  # reported when the checkpoint is to be loaded
     raise problem or FileNotFoundError(directory / CONFIG_FILE)
@@ -127,10 +127,10 @@ def _read(path: Path) -> Config:
         raise
     if not tree:
         raise ValueError("it is empty")
-    return _typed(tree)
+    return typed_config(tree)
 
 
-def _typed(tree: object) -> Config:
+def typed_config(tree: object) -> Config:
     """Returns the tree as a configuration. Nothing is resolved: it may be somebody else's."""
     if "${" in json.dumps(tree):
         raise ValueError("it holds ${, which is not followed")

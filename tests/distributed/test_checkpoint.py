@@ -12,13 +12,20 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
+from parallel3d.commands.checkpoint.branch import branch
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.run.directory import load_config, save_config
 from parallel3d.topology.layout import Layout
+from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
@@ -206,3 +213,36 @@ def test_update_waits_for_the_copy_and_the_copy_is_what_is_saved(
     assert saved.keys() == {f"parameter/{name}" for name in weights}
     for name, weight in weights.items():
         assert np.array_equal(saved[f"parameter/{name}"].numpy(), weight), name
+
+
+def branch_and_go_on(
+    layout: str, folder: Path, bug: bool = False
+) -> list[tuple[list[Step], dict[str, np.ndarray]]]:
+    """On every rank: go on from the branch `branch-0`; `bug`: with the data from its beginning."""
+    restore = Trainer.restore
+
+    def restart_data(self: Trainer, progress: dict[str, int | float]) -> None:
+        restore(self, progress | {"consumed_samples": 0})
+
+    with patch.object(Trainer, "restore", restart_data if bug else restore):
+        return go_on(layout, [("branch", 0, TIED)], folder)
+
+
+def test_a_branch_goes_on_as_the_run_that_it_left(
+    pool: Pool, references: References, tmp_path: Path
+) -> None:
+    """Weights, moments, step and samples are those of the run that went through, which stays as it
+    is; a branch that restarts the data is told."""
+    pool.run(1, save_all, "one", {0: TIED}, tmp_path)
+    save_config(Config(run="one-0"), tmp_path / "one-0")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert branch(tmp_path, f"one-0@{SAVED}", "branch-0") == 0
+    assert load_config(tmp_path / "branch-0").optim == Case(TIED).config(Layout()).optim
+    ((steps, weights),) = pool.run(2, branch_and_go_on, "pp2-uneven", tmp_path)[0]
+    assert [step.step for step in steps] == list(range(SAVED + 1, TIED.steps + 1))
+    assert differences(steps, weights, TIED, references) == []
+    ((steps, weights),) = pool.run(1, branch_and_go_on, "one", tmp_path, True)[0]
+    assert "loss" in differences(steps, weights, TIED, references)[0]
+    assert {path: path.read_bytes() for path in before} == before
+    with pytest.raises(UserError, match="run=branch-0 exists already"):
+        branch(tmp_path, "one-0", "branch-0")

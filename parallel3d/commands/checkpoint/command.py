@@ -1,4 +1,4 @@
-"""Runs `parallel3d checkpoint ls|verify|export|import|diff key=value …`.
+"""Runs `parallel3d checkpoint ls|verify|export|import|branch|diff key=value …`.
 
 Without Hydra: a verb has a few keys, and only `import` takes the configuration. Imports no torch,
 so that `ls` and every refusal answer at once.
@@ -59,6 +59,14 @@ VERBS = {
         "parallel3d checkpoint import from=my_llama run=tuned model.seq_length=512",
         free=True,
     ),
+    "branch": Verb(
+        "make a run that goes on from another run's checkpoint: same step, optimizer and position "
+        "in the data; the other run stays as it is",
+        {"from": "run, or run@step"} | RUN,
+        ("from", "run"),
+        "parallel3d checkpoint branch my_run@500 run=cooldown",
+        names=("from",),
+    ),
     "diff": Verb(
         "compare two checkpoints: weights, optimizer state, progress; exit code 1 if they differ",
         {"a": "run, or run@step", "b": "run, or run@step", RUNS_DIR: RUN[RUNS_DIR]},
@@ -98,6 +106,10 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
         if name == "diff":
             return compare.diff(runs_dir, given["a"], given["b"])
         return compare.verify(runs_dir, run, step)
+    if name == "branch":
+        from parallel3d.commands.checkpoint.branch import branch
+
+        return branch(runs_dir, given["from"], run)
     from parallel3d.commands.checkpoint import huggingface
 
     if name == "export":

@@ -65,7 +65,7 @@ class Difference:
 
 def diff(runs_dir: Path, a: str, b: str) -> int:
     """Compares tensors and progress of two checkpoints. Returns 0 if they are equal, else 1."""
-    folders = [_folder_of(runs_dir, a), _folder_of(runs_dir, b)]
+    folders = [listing.folder_of(runs_dir, a), listing.folder_of(runs_dir, b)]
     print(f"a: {_title(folders[0])}\nb: {_title(folders[1])}")
     same = True
     compared: list[Difference] = []
@@ -84,15 +84,6 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
     _print_differences("configuration", flat(manifests[0].config), flat(manifests[1].config))
     print("equal" if same else "different")
     return 0 if same else 1
-
-
-def _folder_of(runs_dir: Path, word: str) -> Path:
-    run, at, step = word.rpartition("@")
-    if not at:
-        return listing.find_checkpoint(runs_dir, word, None)
-    if not step.isascii() or not step.isdigit():
-        raise UserError(f"{word}: behind the @ must stand a step, as in {run}@100")
-    return listing.find_checkpoint(runs_dir, run, int(step))
 
 
 def _title(folder: Path) -> str:

@@ -61,6 +61,16 @@ def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
     return found[0]
 
 
+def folder_of(runs_dir: Path, word: str) -> Path:
+    """Returns the checkpoint that `run`, or `run@step`, names. Raises UserError."""
+    run, at, step = word.rpartition("@")
+    if not at:
+        return find_checkpoint(runs_dir, word, None)
+    if not step.isascii() or not step.isdigit():
+        raise UserError(f"{word}: behind the @ must stand a step, as in {run}@100")
+    return find_checkpoint(runs_dir, run, int(step))
+
+
 def step_number(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
