@@ -24,6 +24,7 @@ from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
 from parallel3d.cli.help_text import complete
 from parallel3d.cli.hydra_run import (
+    OwnFolder,
     failed_elsewhere,
     is_sweep,
     numbered,
@@ -37,9 +38,11 @@ from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.command import GENERATE, start_generate, take_prompt
 from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
+from parallel3d.commands.recipes import RECIPES, recipes
+from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
 from parallel3d.config.checks.run import check_loggers, check_precision_of
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.overrides import explain_override_error
+from parallel3d.config.overrides import check_filled, explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
 from parallel3d.data.tokenizer import with_own_tokenizer
@@ -61,7 +64,7 @@ TOPOLOGY = "topology"
 SCHEDULE = "schedule"
 PLAN = "plan"
 DRYRUN = "dryrun"
-FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS, INIT: INIT_VERBS}
+FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS, INIT: INIT_VERBS, RECIPES: RECIPES_VERBS}
 SUBCOMMANDS = (
     *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN),
     *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
@@ -95,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return data(arguments[1:])
         elif arguments[0] == INIT:
             return init(arguments[1:])
+        elif arguments[0] == RECIPES:
+            return recipes(arguments[1:])
         elif " ".join(arguments[:2]) in SUBCOMMANDS:
             _run_hydra(" ".join(arguments[:2]), arguments[2:])
         elif arguments[0] in SUBCOMMANDS:
@@ -148,6 +153,7 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
             raise SystemExit(code)
 
     try:
+        hydra_run.take_own_folder(arguments)
         hydra_run.check_shown(arguments, conf_dir())
         hydra_run.run(job, arguments, conf_dir())
     except Exception as error:
@@ -191,6 +197,8 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         if app == GENERATE:
             _refuse_launched(place)
             return start_generate(config, typed, prompt)
+        if app in NEED_DATA:
+            check_filled(config, typed, OwnFolder.path)
         config = _checked(app, config, typed, place)
         if place is None:
             return _start(app, config)

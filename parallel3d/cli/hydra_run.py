@@ -7,15 +7,17 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import hydra
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
-from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from hydra.version import setbase
 from omegaconf import DictConfig, OmegaConf
@@ -27,7 +29,7 @@ from parallel3d.config.overrides import (
     groups,
     presets,
 )
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 
 # Typed → key. `tokenizer` is the spelling of `parallel3d data`; a dataclass cannot have a field
@@ -150,6 +152,38 @@ def _raise_argument_error(message: str) -> NoReturn:
     raise UserError(f"{message}; parallel3d train --hydra-help lists Hydra's flags.")
 
 
+class OwnFolder(SearchPathPlugin):
+    """Puts the folder of --config-dir before parallel3d's own, so that a preset of it wins.
+
+    Hydra alone puts it behind: a copied and edited experiment would be ignored under its old name.
+    """
+
+    path: ClassVar[Path | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.path is not None:
+            search_path.prepend("own", f"file://{self.path}", SearchPathQuery("main"))
+
+
+def take_own_folder(arguments: Sequence[str]) -> None:
+    """Sets the folder of --config-dir for what is composed next. Raises UserError for a bad one."""
+    OwnFolder.path = None
+    Plugins.instance().register(OwnFolder)
+    known = get_args_parser().parse_known_args(arguments)[0]
+    if known.config_dir is None:
+        return
+    folder, typed = Path(known.config_dir).absolute(), f"--config-dir={known.config_dir}"
+    if not folder.is_dir():
+        raise UserError(f"{typed} is not a folder; give one with experiment/, model/, … inside")
+    primary = folder / f"{NAME}.yaml"
+    if primary.exists() and not folder.samefile(conf_dir()) and known.config_name in (None, NAME):
+        raise UserError(
+            f"{typed}: {primary.name} in it would take the place of all defaults; rename it, as to "
+            "experiment/mine.yaml, which experiment=mine takes"
+        )
+    OwnFolder.path = folder
+
+
 class PrivateSweepFolder(Callback):
     """Creates `runs_dir/.multirun` for its user alone, before Hydra would.
 
@@ -197,9 +231,6 @@ def check_shown(arguments: Sequence[str], conf: Path) -> None:
         return
     setbase(VERSION)
     search_path = create_automatic_config_search_path(None, None, str(conf))
-    if asked.config_dir is not None:
-        folder, schema = f"file://{Path(asked.config_dir).absolute()}", SearchPathQuery("schema")
-        search_path.prepend("command-line", folder, schema)
     try:
         hydra = Hydra.create_main_hydra2(NAME, search_path)
         composed = hydra.compose_config(asked.config_name or NAME, asked.overrides, RunMode.RUN)

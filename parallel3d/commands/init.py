@@ -43,7 +43,7 @@ def init(arguments: Sequence[str]) -> int:
         write_scripts(folder)
     script = shlex.quote(str(folder / SCRIPTS[0]))
     print(f"wrote {', '.join(show(str(folder / name)) for name in SCRIPTS)}")
-    print(f"next: sbatch --nodes=2 {script} tp=8 pp=2")
+    print(f"next: sbatch --nodes=8 {script} experiment=llama3_1_8b data.path=… cluster=slurm")
     return 0
 
 

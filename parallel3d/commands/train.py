@@ -18,6 +18,7 @@ from parallel3d.comm.process_groups import ProcessGroups, with_log
 from parallel3d.commands.bench.preflight import preflight
 from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
+from parallel3d.commands.toy_defaults import toy_defaults
 from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend, Blended
 from parallel3d.data.corpus import open_corpus
@@ -63,6 +64,8 @@ def train(config: Config, worker: Worker) -> None:
     device = torch.device(worker.device)
     groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
     if worker.rank == 0:
+        if (sentence := toy_defaults(config)) is not None:
+            print_line(sentence)
         log_choices(config, groups, device)
     if config.preflight:
         preflight(config, groups, worker, print_line)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import hydra
 from omegaconf import OmegaConf
 
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.overrides import check_length, explain_override_error
+from parallel3d.config.overrides import check_filled, check_length, explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 
 
@@ -20,6 +22,13 @@ def compose(*overrides: str, world_size: int | None = None) -> Config:
 
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """
+    config = composed(overrides)
+    check_filled(config, overrides)
+    return check_config(config, world_size)
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """Returns the configuration before its checks. Raises UserError if it cannot be composed."""
     register_schema()
     for override in overrides:
         check_length(override)
@@ -29,4 +38,4 @@ def compose(*overrides: str, world_size: int | None = None) -> Config:
     except Exception as error:  # Hydra passes on errors of Python's conversions too
         raise explain_override_error(error, overrides) from None
     assert isinstance(config, Config)
-    return check_config(config, world_size)
+    return config

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from yaml.error import MarkedYAMLError
 
 from parallel3d.config.fields import (
     Key,
@@ -18,7 +23,7 @@ from parallel3d.config.fields import (
     spell,
     unknown_key,
 )
-from parallel3d.config.schema import conf_dir
+from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import UserError, nearest, nearest_hint, readable
 
 MOST_ENTRIES = 1000  # of a list: Hydra parses a thousand in a quarter of a second
@@ -44,6 +49,47 @@ def groups() -> list[str]:
     return sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
 
 
+def check_filled(config: Config, overrides: Sequence[str], own: Path | None = None) -> None:
+    """Raises UserError for keys that the experiment leaves open, `key: ???`, and that nothing sets.
+
+    Hydra drops a `???` over a default, which every key has here. Keys of a group that is chosen
+    anew do not count: data=blend has no data.path.
+
+    Args:
+        config: what the overrides composed to.
+        overrides: as typed.
+        own: the folder of --config-dir, whose experiments come first.
+    """
+    typed = {name.lstrip("+"): value for name, _, value in (o.partition("=") for o in overrides)}
+    name, keys = typed.get("experiment"), all_keys()
+    missing = [
+        keys[key]
+        for key in left_open(name, own)
+        if key.partition(".")[0] not in typed and attrgetter(key)(config) == keys[key].default
+    ]
+    if missing:
+        names = " and ".join(key.name for key in missing)
+        given = ", ".join(f"{key.name}=… ({key.meta['help']})" for key in missing)
+        raise UserError(f"experiment={name} leaves {names} to you: give {given}.")
+
+
+def left_open(experiment: str | None, own: Path | None = None) -> list[str]:
+    """Returns the keys of `???` in an experiment's file and in those that its defaults name."""
+    folders = [folder for folder in (own, conf_dir()) if folder is not None]
+    paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
+    path = next((path for path in paths if path.is_file()), None)
+    if experiment is None or path is None:
+        return []
+    values = OmegaConf.load(path)
+    if not isinstance(values, DictConfig):
+        return []
+    found = [key for key in all_keys() if key in OmegaConf.missing_keys(values)]
+    for entry in values.get("defaults", ()):
+        if isinstance(entry, str) and entry not in ("_self_", experiment):
+            found += left_open(entry.removeprefix("/experiment/"), own)
+    return list(dict.fromkeys(found))
+
+
 def explain_override_error(error: BaseException | str, overrides: Sequence[str] = ()) -> UserError:
     """Returns a UserError for an error of Hydra or OmegaConf.
 
@@ -56,6 +102,13 @@ def explain_override_error(error: BaseException | str, overrides: Sequence[str] 
     """
     if isinstance(error, UserError):
         return error
+    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        return UserError(
+            readable(
+                f"{mark.name}, line {mark.line + 1}, must be YAML: {error.problem}; a line of it "
+                "is written KEY: VALUE, with the keys of a section indented below its name."
+            )
+        )
     text = str(error)
     override = getattr(error, "override", None)
     if isinstance(error, BaseException) and error.__cause__ is not None:
@@ -101,10 +154,11 @@ def _unknown_preset(text: str) -> str | None:
     found = re.search(r"Could not (?:find|load) '([^']*)/([^'/]*)'", text)
     if not found:
         return None
-    return _wrong_preset(found[1], found[2])
+    listed = re.search(r"Available options in '[^']*':\n((?:\t\S+\n?)+)", text)  # own ones too
+    return _wrong_preset(found[1], found[2], listed[1].split() if listed else None)
 
 
-def _wrong_preset(group: str, option: str) -> str:
+def _wrong_preset(group: str, option: str, listed: list[str] | None = None) -> str:
     if group.startswith("hydra/"):
         kind = group.removeprefix("hydra/")
         if kind not in ("launcher", "sweeper"):
@@ -126,7 +180,7 @@ def _wrong_preset(group: str, option: str) -> str:
     later = refusal(key.name, option) if key else None
     if later:
         return later
-    known = presets(group)
+    known = listed or presets(group)
     if not known:
         close = nearest(group, groups())
         hint = f"the nearest is {close}" if close else f"there are {', '.join(groups())}"

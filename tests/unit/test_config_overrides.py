@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from parallel3d.config.checks.whole import check_config, explain_override_error
 from parallel3d.config.fields import nearest_key, refusal
-from parallel3d.config.overrides import presets
+from parallel3d.config.overrides import left_open, presets
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.errors import UserError
 
@@ -154,6 +154,8 @@ def test_every_preset_of_every_group_composes_and_checks(group: str) -> None:
         needs = {name: "data.path=a" for name in ("text", "corpus", "chat")}
         needs["blend"] = "data.blend={a:1}"
         extra = [needs[preset]] if group == "data" and preset in needs else []
+        if group == "experiment":
+            extra = [f"{key}=given" for key in left_open(preset)]
         checked = check_config(composed(f"{group}={preset}", *extra))
         if group != "experiment":
             assert getattr(checked, group).name == preset

@@ -22,7 +22,7 @@ def test_the_scripts_are_those_of_the_checkout(
     assert main(["init", "slurm"]) == 0
     assert main(["init", "slurm", "other/place"]) == 0
     assert main(["init", "slurm", "folder=third one"]) == 0
-    assert "next: sbatch --nodes=2 'third one/slurm/train.sbatch'" in capsys.readouterr().out
+    assert "next: sbatch --nodes=8 'third one/slurm/train.sbatch'" in capsys.readouterr().out
     for folder in (".", "other/place", "third one"):
         for name in SCRIPTS:
             written = Path(folder, name)
