@@ -55,6 +55,9 @@ COMMANDS = {
     "data tokenize": Command(("input=book.txt", "tokenizer=tok.json", "to=corpus"), "corpus"),
     "data show": Command(("corpus",), "document"),
     "init slurm": Command(("scripts",), "train.sbatch"),
+    "recipes list": Command((), "llama3_1_8b"),
+    "recipes show": Command(("qwen3_8b",), "override /model: qwen3_8b"),
+    "recipes copy": Command(("qwen3_8b", "to=mine"), "--config-dir=mine experiment=qwen3_8b"),
 }
 
 
