@@ -1,4 +1,4 @@
-"""AdamW and SGD on flat shards, gradient clipping, and the schedules of the learning rate."""
+"""AdamW, SGD and Muon on flat shards, gradient clipping, and the schedules of the learning rate."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.muon import Muon, split_hidden
 from parallel3d.parameters.rounding import pieces_of, store_rounded
 from parallel3d.parameters.sharding import ParameterSpec, Segment
 from parallel3d.tensor_parallel.mappings import sum_over_replicas
@@ -26,8 +27,8 @@ NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own 
 class FlatGroup:
     """Segments with equal weight decay, and their optimizer state.
 
-    `state` holds AdamW's two moments or SGD's momentum buffer, and with `optim.ema_decay` the
-    average of the weights; `steps` is the kernels' own step count, a scalar per segment.
+    `state` holds AdamW's two moments, or the momentum of SGD or Muon, and with `optim.ema_decay`
+    the average of the weights; `steps` is the kernels' own step count, a scalar per segment.
     """
 
     weight_decay: float
@@ -64,23 +65,34 @@ class Optimizer:
     The kernels are called directly: `torch.optim`'s classes import the compiler, which adds a
     second to every rank's start.
 
+    Args:
+        muon: of `optim.name=muon`; it steps the hidden matrices, and AdamW the other parameters.
+
     Attributes:
         updates: number of steps so far, without skipped ones.
     """
 
     def __init__(
-        self, optim: OptimConfig, segments: list[Segment], tp: Group, seed: int = 0
+        self,
+        optim: OptimConfig,
+        segments: list[Segment],
+        tp: Group,
+        seed: int = 0,
+        muon: Muon | None = None,
     ) -> None:
-        self.optim, self.tp, self.segments = optim, tp, segments
+        self.optim, self.tp, self.segments, self.muon = optim, tp, segments, muon
         names: tuple[str, ...] = ("momentum",) if optim.momentum else ()
-        if optim.name == "adamw":
+        if optim.name != "sgd":
             names = ("exp_avg", "exp_avg_sq")
+        hidden, rest = split_hidden(segments) if muon is not None else ([], segments)
         kinds = [(True, optim.weight_decay), (False, 0.0)]
-        alike = [([s for s in segments if s.decays is d], decay) for d, decay in kinds]
+        alike = [([s for s in rest if s.decays is d], decay, names) for d, decay in kinds]
+        alike.append((hidden, optim.weight_decay, ("momentum",)))
         dtype = torch.bfloat16 if optim.state == "bf16" else None
-        self.groups = [FlatGroup.of(some, decay, names, dtype) for some, decay in alike if some]
+        self.groups = [FlatGroup.of(*each, dtype) for each in alike if each[0]]
         # Of each segment whose states are rounded.
-        self.pieces = {id(s): pieces_of(s, seed) for s in segments if dtype and names}
+        rounded = [s for group in self.groups for s in group.segments if dtype and group.state]
+        self.pieces = {id(s): pieces_of(s, seed) for s in rounded}
         self.updates = 0
         self.start_ema()
 
@@ -124,12 +136,16 @@ class Optimizer:
         for group in self.groups:
             torch._foreach_add_(group.steps, 1)
             for some in self._rounded_pieces(group) if self.pieces else (group,):
-                if self.optim.name == "adamw":
-                    self._adamw(some, learning_rate, divisor)
-                else:
+                if self.muon is not None and "momentum" in group.state:
+                    self._nesterov(some, divisor)
+                elif self.optim.name == "sgd":
                     self._sgd(some, learning_rate, divisor)
-            if self.optim.ema_decay is not None:
-                torch._foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
+                else:
+                    self._adamw(some, learning_rate, divisor)
+        if self.muon is not None:
+            self._muon(self.muon, learning_rate)
+        for group in self.groups if self.optim.ema_decay is not None else ():
+            torch._foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
         self.updates += 1
 
     def _rounded_pieces(self, group: FlatGroup) -> Iterator[FlatGroup]:
@@ -215,6 +231,22 @@ class Optimizer:
             is_first_step=self.updates == 0,
             grad_scale=divisor,
         )
+
+    def _nesterov(self, group: FlatGroup, divisor: Tensor | None) -> None:
+        """Updates Muon's momentum; the updates, not orthogonal yet, take the gradients' memory."""
+        beta = self.optim.momentum
+        if divisor is not None:
+            torch._foreach_div_(group.grads, divisor)
+        torch._foreach_lerp_(group.state["momentum"], group.grads, 1 - beta)
+        torch._foreach_lerp_(group.grads, group.state["momentum"], beta)
+
+    def _muon(self, muon: Muon, learning_rate: float) -> None:
+        """Steps hidden matrices by their orthogonal updates, with decoupled decay; collective."""
+        groups = [group for group in self.groups if "momentum" in group.state]
+        muon.orthogonalize([s for group in groups for s in group.segments])
+        for group in groups:
+            torch._foreach_mul_(group.masters, 1 - learning_rate * group.weight_decay)
+            torch._foreach_add_(group.masters, group.grads, alpha=-learning_rate)
 
 
 def norm_share(

@@ -31,6 +31,7 @@ from parallel3d.estimate.balance import layers_of_stages, run_schedule, sends_sl
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
+from parallel3d.muon import Muon
 from parallel3d.optim import (
     Optimizer,
     ParameterSlice,
@@ -143,7 +144,14 @@ class Trainer:
         self._open_data()
 
     def _make_optimizer(self, segments: list[Segment]) -> Optimizer:
-        return Optimizer(self.config.optim, segments, self.groups.tp, self.config.seed)
+        optim, groups, muon = self.config.optim, self.groups, None
+        if optim.name == "muon":
+            parts = [self.data_parallel.parts_of(i) for i in range(groups.dp.size)]
+            half = self.dtype.itemsize < 4 and optim.muon_dtype == "auto"
+            wide = torch.promote_types(self.dtype, torch.float32)
+            dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide
+            muon = Muon(parts, optim.muon_scale, dtype, groups.tp, groups.dp, self.device)
+        return Optimizer(optim, segments, groups.tp, self.config.seed, muon)
 
     def use(self, schedule: Schedule) -> None:
         """Sets the schedule for training and evaluation, after the checker has proved its plan."""

@@ -276,6 +276,13 @@ def summed(counts: list[dict[str, int]]) -> dict[str, int]:
     return {kind: sum(count.get(kind, 0) for count in counts) for kind in kinds}
 
 
+def is_complete(totals: dict[str, int], elements: int) -> bool:
+    """Whether all parameters were written, each with AdamW's moments or a momentum, or none."""
+    means, squares, momentum = (totals.get(k, 0) for k in ("exp_avg", "exp_avg_sq", "momentum"))
+    others = (totals.get(k, elements) for k in ("parameter", "ema"))
+    return {*others} == {elements} and means == squares and means + momentum in (0, elements)
+
+
 def failed(step: int, rank: int, error: Exception) -> SaveResult:
     """Returns the result of a save that raised: an OSError in words, a bug with its traceback."""
     if isinstance(error, OSError):
@@ -532,7 +539,7 @@ class Saver:
     def _complete(self, save: Save, parts: list[WrittenFile]) -> SaveResult:
         """Makes the checkpoint of all parts. Raises OSError and RuntimeError if it cannot."""
         totals = summed([p.elements for p in parts])
-        if any(total != save.elements for total in totals.values()):
+        if not is_complete(totals, save.elements):
             raise RuntimeError(f"the ranks wrote {totals} elements, not {save.elements}")
         old = self._commit(save, [p.file for p in parts if p.file is not None])
         return SaveResult(save.step, notes=tuple(self._clean_up(save, old)))

@@ -304,6 +304,35 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     return out, work
 
 
+def all_to_all_uneven(tensor: Tensor, given: list[int], taken: list[int], group: Group) -> Tensor:
+    """Sends `given[j]` elements of a flat tensor to rank j, in order; returns the received ones.
+
+    `taken[i]` of them come from rank i, in order of senders. Ranks may call it without elements.
+    """
+
+    @timed
+    @logged
+    def all_to_all(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
+        out = tensor.new_empty(sum(taken))
+        # As bytes: gloo knows fewer types than PyTorch.
+        taken_bytes, given_bytes = ([n * tensor.itemsize for n in each] for each in (taken, given))
+        work = dist.all_to_all_single(
+            out.view(torch.uint8),
+            tensor.view(torch.uint8),
+            taken_bytes,
+            given_bytes,
+            group=group.handle,
+            async_op=True,
+        )
+        return out, work
+
+    if group.size == 1:
+        return tensor
+    out, work = all_to_all(tensor, group)
+    work.wait()
+    return out
+
+
 def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
     """Broadcasts `tensor` of the group's member number `source`, in place."""
     if group.size > 1:

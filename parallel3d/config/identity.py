@@ -48,6 +48,8 @@ LATER = {
     "model.rope_scaling_factor": 1.0,
     "optim.state": "fp32",
     "optim.ema_decay": None,
+    "optim.muon_scale": "match_rms_adamw",
+    "optim.muon_dtype": "auto",
 }
 LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "schedule.name")
 

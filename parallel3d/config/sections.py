@@ -286,9 +286,14 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """The optimizer and its learning-rate schedule: `optim=adamw` or `optim=sgd`."""
+    """The optimizer and its learning-rate schedule: `optim=adamw`, `optim=sgd` or `optim=muon`."""
 
-    name: str = key("adamw", "optimizer", choices=("adamw", "sgd"), megatron="--optimizer")
+    name: str = key(
+        "adamw",
+        "optimizer; muon steps the matrices of the layers, and AdamW the rest",
+        choices=("adamw", "sgd", "muon"),
+        megatron="--optimizer",
+    )
     lr: float = key(1e-3, "peak learning rate", above=0, megatron="--lr")
     min_lr: float = key(0.0, "floor of the schedule", minimum=0, megatron="--min-lr")
     lr_decay_style: str = key(
@@ -338,7 +343,7 @@ class OptimConfig:
     )
     weight_decay: float = key(
         0.1,
-        "decoupled for adamw, L2 for sgd; never on biases and norms",
+        "decoupled for adamw and muon, L2 for sgd; never on biases and norms",
         minimum=0,
         megatron="--weight-decay",
         differs="the same, on matrices only",
@@ -346,7 +351,28 @@ class OptimConfig:
     beta1: float = key(0.9, "adamw: first moment", minimum=0, below=1, megatron="--adam-beta1")
     beta2: float = key(0.95, "adamw: second moment", minimum=0, below=1, megatron="--adam-beta2")
     eps: float = key(1e-8, "adamw: epsilon", above=0, megatron="--adam-eps")
-    momentum: float = key(0.0, "sgd: momentum", minimum=0, below=1, megatron="--sgd-momentum")
+    momentum: float = key(
+        0.0,
+        "sgd, muon: momentum, for muon Nesterov's",
+        minimum=0,
+        below=1,
+        megatron="--sgd-momentum",
+        differs="for muon --muon-momentum",
+    )
+    muon_scale: str = key(
+        "match_rms_adamw",
+        "muon: factor of an orthogonal update (m, n): match_rms_adamw 0.2·sqrt(max(m, n)), for "
+        "AdamW's learning rate and decay (Liu et al. 2025); original sqrt(max(1, m / n))",
+        choices=("match_rms_adamw", "original"),
+        megatron="--muon-scale-mode",
+        differs="its factors are others; match_rms_adamw is spectral with an extra factor of 0.2",
+    )
+    muon_dtype: str = key(
+        "auto",
+        "muon: type of Newton-Schulz and of what is sent for it; auto is bf16 with half precision, "
+        "else the masters' (fp64 in fp64 runs), as fp32 always is",
+        choices=("auto", "bf16", "fp32"),
+    )
     state: str = key(
         "fp32",
         "type of moments and momentum: that of the master weights, or bf16, rounded stochastically",

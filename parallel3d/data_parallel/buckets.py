@@ -35,6 +35,12 @@ class Bucket:
     own: slice
     segments: list[Segment] = field(default_factory=list)
 
+    def parts_of(self, index: int, sharding: Sharding) -> list[SegmentPart]:
+        """Returns what rank `index` of the sharding's ranks steps, in the order of its segments."""
+        shard = self.param.numel() // sharding.shards
+        first = shard * index if sharding.shards > 1 else 0
+        return _parts(self.params, 0, first, first + shard)
+
 
 class Sharding(NamedTuple):
     shards: int

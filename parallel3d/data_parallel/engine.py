@@ -33,6 +33,7 @@ from parallel3d.data_parallel.reducer import (
 from parallel3d.optim import Optimizer, ParameterSlice, parameter_slices
 from parallel3d.parameters.sharding import (
     Segment,
+    SegmentPart,
     spec_of,
     state_of,
 )
@@ -45,6 +46,7 @@ class DataParallel(Protocol):
     segments: list[Segment]
     replicas: tuple[int, int]
 
+    def parts_of(self, index: int) -> list[SegmentPart]: ...
     def start_step(self, microbatches: int) -> None: ...
     def start_last_microbatch(self) -> None: ...
     def finish_step(self) -> list[str]: ...
@@ -166,6 +168,10 @@ class BucketedDataParallel:
             parameter.data = masters[name].view(parameter.shape)
         self._fill_buckets([ready_order[::-1]])
 
+    def parts_of(self, index: int) -> list[SegmentPart]:
+        """Returns what rank `index` of dp steps, in the order of its segments."""
+        return [part for bucket in self.buckets for part in bucket.parts_of(index, self.sharding)]
+
     def start_step(self, microbatches: int) -> None:
         for bucket in self.buckets:
             bucket.grad.zero_()
@@ -280,9 +286,9 @@ def rebuild_buckets(
     moved = make_optimizer(engine.segments)
     moved.restore(optimizer.updates)
     for s in parameter_slices(moved, groups, engine.replicas, tied=False):
-        for kind, by_name in state.items():
+        for kind in s.values.keys() & state.keys():
             values = s.values[kind]
-            values.copy_(by_name[s.name][s.start : s.start + values.numel()])
+            values.copy_(state[kind][s.name][s.start : s.start + values.numel()])
     return moved
 
 

@@ -99,6 +99,7 @@ class FullyShardedDataParallel:
         )
         self.segments: list[Segment] = []
         self.gradient_of: dict[str, Tensor] = {}
+        self.whole, self.shards = whole, shards
         offset = 0
         for name, parameter in self.parameters.items():
             state = state_of(parameter)
@@ -127,6 +128,17 @@ class FullyShardedDataParallel:
         )
         self.gradient_of[name] = grad
         parameter.register_post_accumulate_grad_hook(lambda _: self.without_gradient.discard(name))
+
+    def parts_of(self, index: int) -> list[SegmentPart]:
+        """Returns what rank `index` of dp steps, in the order of its segments."""
+        found = []
+        for name, (rows, *row) in self.whole.items():
+            at, width = index % self.shards.size, math.prod(row)
+            first, end = (first_row(rows, self.shards.size, i) * width for i in (at, at + 1))
+            if first < end:
+                spec = spec_of(self.parameters[name])
+                found.append(SegmentPart(name, spec, first, end - first))
+        return found
 
     def start_step(self, microbatches: int) -> None:
         self.gradients.zero_()

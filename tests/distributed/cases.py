@@ -44,6 +44,7 @@ TINY_SIZES = {
 OPTIM = {
     "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.01, "clip_grad": 0.5},
     "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0},
+    "muon": {"name": "muon", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.5, "momentum": 0.95},
 }
 
 

@@ -47,10 +47,14 @@ def main_cases(tp: int, pp: int, dp: int) -> list[Case]:
 
     On more than two ranks, where a case takes longest, a part of them in which any two factors
     are fully crossed. Which part takes turns, so that each combination runs on some such layout.
+    On every second of these layouts Muon stands for AdamW, by which it steps tables and vectors.
     """
+    many = [s for s in LAYOUTS if math.prod(s) > 2]
+    muon = (tp, pp, dp) in many[::2]
+    optimizers = ("sgd", "muon") if muon else OPTIMIZERS
     cases = [
         Case(Problem(model, optimizer, tied), microbatches=MICROBATCHES[pp], **way)
-        for model, optimizer, tied in product(MODELS, OPTIMIZERS, (True, False))
+        for model, optimizer, tied in product(MODELS, optimizers, (True, False))
         for way in ways(tp, pp)
     ]
     if tp * pp * dp <= 2 or tp == pp == 1:

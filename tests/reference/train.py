@@ -47,6 +47,7 @@ class OptimSettings(Protocol):
     beta2: float
     eps: float
     momentum: float
+    muon_scale: str
     clip_grad: float
     state: str
     ema_decay: float | None
@@ -171,6 +172,51 @@ class SGD:
         self.stored.update += 1
 
 
+class Muon:
+    """Jordan et al. 2024 on each matrix of the layers as it is named, whole; AdamW on the rest.
+
+    mean = momentum · mean + (1 - momentum) · gradient, looked ahead of by Nesterov; its singular
+    vectors are kept, its singular values moved by five rounds of the quintic.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], settings: OptimSettings, seed: int = 0
+    ) -> None:
+        self.settings, self.stored = settings, Stored(settings, seed)
+        self.mean = {
+            name: torch.zeros_like(p)
+            for name, p in parameters.items()
+            if p.dim() == 2 and name.startswith("layers.")
+        }
+        self.rest = AdamW(
+            {n: p for n, p in parameters.items() if n not in self.mean}, settings, seed
+        )
+
+    def step(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
+    ) -> None:
+        s, beta = self.settings, self.settings.momentum
+        self.rest.step({n: p for n, p in parameters.items() if n not in self.mean}, gradients, lr)
+        for name, mean in self.mean.items():
+            parameter, gradient = parameters[name], gradients[name]
+            self.mean[name] = mean = beta * mean + (1 - beta) * gradient
+            update = beta * mean + (1 - beta) * gradient
+            x = update / update.square().sum().sqrt()
+            for _ in range(5):
+                square = x @ x.T @ x
+                x = 3.4445 * x - 4.7750 * square + 2.0315 * (x @ x.T @ square)
+            rows, columns = parameter.shape
+            size = 0.2 * max(rows, columns) ** 0.5
+            if s.muon_scale == "original":
+                size = max(1.0, rows / columns) ** 0.5
+            parameter.copy_((1 - lr * s.weight_decay) * parameter - lr * size * x)
+        self.stored(self.mean, 0)
+        self.stored.update += 1
+
+
+OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "muon": Muon}
+
+
 def train_reference(
     config: RunSettings,
     weights: Mapping[str, Tensor],
@@ -189,9 +235,7 @@ def train_reference(
     assert len(rates) == steps, f"{len(rates)} learning rates for {steps} steps"
     model = build(config.model, weights, dtype)
     parameters = dict(model.named_parameters())
-    assert config.optim.name in ("adamw", "sgd"), config.optim.name
-    kind = AdamW if config.optim.name == "adamw" else SGD
-    optimizer = kind(parameters, config.optim, config.seed)
+    optimizer = OPTIMIZERS[config.optim.name](parameters, config.optim, config.seed)
     decay, average = config.optim.ema_decay, {}
     if decay is not None:
         average = {name: p.detach().clone() for name, p in parameters.items()}

@@ -53,6 +53,7 @@ from parallel3d.files import plain, write_durably
 from parallel3d.metrics.provenance import versions
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
+from parallel3d.muon import is_hidden
 from parallel3d.run.directory import make_run_directory
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
@@ -422,13 +423,11 @@ def _overrides_for_train(config: Config, overrides: list[str]) -> list[str]:
 def _state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorChunks]:
     """Returns every full tensor, with the optimizer's state before its first step."""
     optim = config.optim
-    kinds: tuple[str, ...] = ("momentum",)
-    if optim.name == "adamw":
-        kinds = ("exp_avg", "exp_avg_sq")
-    if optim.name == "sgd" and optim.momentum == 0:
-        kinds = ()
     state: dict[str, TensorChunks] = {}
     for name, tensor in tensors:
+        kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        if optim.name == "sgd" or (optim.name == "muon" and is_hidden(name, tensor.dim())):
+            kinds = ("momentum",) if optim.momentum or optim.name == "muon" else ()
         shape, chunk = tuple(tensor.shape), Chunk((0,) * tensor.dim(), tuple(tensor.shape))
         # Zeros take no memory until they are written to.
         values = {"parameter": tensor} | {k: torch.zeros(shape, dtype=tensor.dtype) for k in kinds}

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parallel3d.config.checks.run import check_estimated
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
@@ -78,6 +79,7 @@ def find_facts(config: Config) -> Facts:
     Enables the simulated device in this process. Raises UserError for what cannot work.
     """
     config = check_config(config, own_samples=True)
+    check_estimated(config)
     layout, ranks = layout_of(config), _ranks(config)
     from parallel3d.commands.dryrun.counting import gpu_of  # imports torch
     from parallel3d.commands.dryrun.world import dry_step

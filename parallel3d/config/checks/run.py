@@ -56,6 +56,15 @@ def check_length(config: Config) -> None:
         )
 
 
+def check_estimated(config: Config) -> None:
+    """Checks that plan and dryrun know the optimizer; raises UserError."""
+    if config.optim.name == "muon":
+        raise UserError(
+            "optim.name=muon must be another optimizer for plan and dryrun, which do not know "
+            "Muon's memory, products and messages; the nearest is optim.name=adamw."
+        )
+
+
 def check_learning_rate(config: Config) -> None:
     """Checks rate, warm-up and decay against each other; raises UserError."""
     optim = config.optim

@@ -1,0 +1,149 @@
+"""Muon under every layout is the reference's, which steps whole matrices by name; bugs are caught.
+
+In fp64 to 1e-9. The matrix of layouts (test_exactness) has Muon too; here is what it leaves out:
+the stages of ZeRO, buckets that cut matrices, key-value heads on several ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from parallel3d import muon
+from parallel3d.comm.group import Group
+from parallel3d.muon import Matrix, Muon
+from parallel3d.optim import Optimizer
+from parallel3d.parameters.sharding import SegmentPart, ShardSpec
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, check_cases, check_caught
+from tests.distributed.pool import Pool
+
+GPT = Problem("gpt_tiny", "muon", True, layers=2)
+LLAMA = Problem("llama_tiny", "muon", False, layers=2)
+ONE_HEAD = dataclasses.replace(LLAMA, model=(("num_query_groups", 1),))
+ORIGINAL = dataclasses.replace(GPT, optim=(("muon_scale", "original"), ("momentum", 0.8)))
+CUT = {"bucket_cap_mb": 0.02}
+
+
+def sharded(problem: Problem, zero: int, **way: Any) -> Case:
+    return Case(problem, keys=(("zero", zero),), **way)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases"),
+    [
+        ((1, 1, 2), [sharded(LLAMA, 1), sharded(GPT, 2), sharded(ORIGINAL, 3)]),
+        ((2, 1, 2), [sharded(GPT, 1, **CUT), sharded(ONE_HEAD, 1, sp=True), Case(ONE_HEAD)]),
+        ((1, 1, 2), [Case(GPT, keys=(("ddp.bucket_order", "measured"),), **CUT)]),
+        ((4, 1, 1), [Case(ONE_HEAD), Case(GPT, sp=True)]),
+    ],
+    ids=["zero", "tp-and-dp", "measured", "tp"],
+)
+def test_sharded_matrices_step_as_whole_ones(
+    sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
+) -> None:
+    check_cases(sizes, cases, pool, references)
+
+
+# Planted bugs. Others' are listed at NVIDIA/Megatron-LM#4731, xtuner#2030, DeepSpeed#8384.
+
+NUMBERS = {"loss", "grad norm", "weights"}
+
+
+@contextmanager
+def fused_matrices(inside: str) -> Iterator[None]:
+    """q, k and v, or gate and up, are one matrix, as they are stored."""
+    sound = muon.pieces_of
+
+    def fuse(part: SegmentPart) -> SegmentPart:
+        if inside not in part.name or len(part.spec.shards) == 1:
+            return part
+        shape = part.spec.shape
+        whole = ShardSpec(f"layers.{part.name}", shape, (0, 0), shape)
+        return part._replace(spec=dataclasses.replace(part.spec, shards=(whole,)))
+
+    with patch.object(muon, "pieces_of", lambda parts: sound([fuse(part) for part in parts])):
+        yield
+
+
+@contextmanager
+def each_shard_by_itself() -> Iterator[None]:
+    """Every tp rank makes its own shard orthogonal."""
+
+    def gather(self: Muon, shards: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: flat.view(self.matrices[name].local) for name, flat in shards.items()}
+
+    def scatter(self: Muon, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: matrix.reshape(-1) for name, matrix in whole.items()}
+
+    with (
+        patch.object(Muon, "_gather_over_tp", gather),
+        patch.object(Muon, "_scatter_over_tp", scatter),
+    ):
+        yield
+
+
+@contextmanager
+def output_projection_by_rows() -> Iterator[None]:
+    """Shards of columns are put under each other: the sizes divide evenly, so nothing tells."""
+    sound = Matrix.of
+
+    def of(shard: ShardSpec, tp: Group) -> Matrix:
+        found = sound(shard, tp)
+        if "attention.out" not in shard.name:
+            return found
+        rows, columns = found.full
+        return dataclasses.replace(found, axis=0, local=(rows // tp.size, columns))
+
+    with patch.object(Matrix, "of", of):
+        yield
+
+
+@contextmanager
+def momentum_of_another_matrix() -> Iterator[None]:
+    """After a step two matrices of equal shape have each other's momentum."""
+    sound = Optimizer._muon
+
+    def step(self: Optimizer, *rest: Any) -> None:
+        sound(self, *rest)
+        for group in self.groups:
+            for segment, flat in zip(group.segments, group.state.get("momentum", []), strict=False):
+                outs = [
+                    (p, at) for p, at, _ in muon.pieces_of(segment.parts) if ".out." in p.matrix
+                ]
+                (one, a), (_, b) = outs[:2]
+                size = one.end - one.first
+                kept = flat[a : a + size].clone()
+                flat[a : a + size] = flat[b : b + size]
+                flat[b : b + size] = kept
+
+    with patch.object(Optimizer, "_muon", step):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("mutation", "sizes", "case"),
+    [
+        (partial(fused_matrices, "attention"), (1, 1, 1), Case(LLAMA)),
+        (partial(fused_matrices, "mlp"), (1, 1, 1), Case(LLAMA)),
+        (each_shard_by_itself, (2, 1, 1), Case(GPT)),
+        (output_projection_by_rows, (2, 1, 1), Case(GPT)),
+        (momentum_of_another_matrix, (1, 1, 1), Case(LLAMA)),
+    ],
+    ids=["fused-qkv", "fused-gate-up", "per-shard", "out-by-rows", "other-momentum"],
+)
+def test_a_planted_bug_of_muon_is_caught(
+    mutation: Callable[[], AbstractContextManager[None]],
+    sizes: tuple[int, int, int],
+    case: Case,
+    pool: Pool,
+    references: References,
+) -> None:
+    check_caught(mutation, sizes, case, NUMBERS, pool, references)

@@ -1,0 +1,90 @@
+"""Muon's arithmetic against a dense oracle by singular values, and the balance of its homes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel3d.comm.group import SINGLE
+from parallel3d.config.schema import OptimConfig
+from parallel3d.muon import Muon, homes, newton_schulz
+from parallel3d.optim import Optimizer
+from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
+
+BAND = (
+    0.68,
+    1.14,
+)  # where the rounds leave singular values above 1 % of the norm
+
+
+def by_singular_values(update: torch.Tensor) -> torch.Tensor:
+    """The same singular vectors; the singular values after five rounds of the scalar quintic."""
+    u, s, v = torch.linalg.svd(update, full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u * s @ v
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (40, 16), (16, 40), (1, 8), (8, 1)])
+def test_newton_schulz_moves_singular_values_to_one(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    update = torch.randn(shape, dtype=torch.float64)
+    found = newton_schulz(update)
+    torch.testing.assert_close(found, by_singular_values(update), rtol=1e-9, atol=1e-11)
+    u, values, v = torch.linalg.svd(update, full_matrices=False)
+    inside = (u.T @ found @ v.T).diagonal()[values / values.norm() > 0.01]
+    assert len(inside) and BAND[0] < inside.min() and inside.max() < BAND[1], inside
+    torch.testing.assert_close(newton_schulz(1e-3 * update), found, rtol=1e-9, atol=1e-11)
+
+
+def test_a_gradient_of_zeros_moves_nothing() -> None:
+    assert newton_schulz(torch.zeros(3, 5)).abs().max() == 0
+
+
+def test_in_bf16_the_matrix_is_orthogonal_too() -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(newton_schulz(torch.randn(32, 64).bfloat16()).float())
+    assert values.min() > 0.6 and values.max() < 1.25
+
+
+def test_a_step_is_that_of_the_dense_oracle() -> None:
+    """Of two matrices in one parameter, beside a table and a bias that AdamW steps."""
+    torch.manual_seed(0)
+    first = ShardSpec("layers.0.q.weight", (6, 4), (0, 0), (6, 4))
+    second = ShardSpec("layers.0.k.weight", (3, 4), (0, 0), (3, 4), row=6)
+    table = ShardSpec("head.weight", (5, 4), (0, 0), (5, 4))
+    parts = [
+        SegmentPart("head", ParameterSpec((5, 4), (table,), True), 0, 20),
+        SegmentPart("qk", ParameterSpec((9, 4), (first, second), True), 0, 36),
+    ]
+    param, grad = torch.randn(56, dtype=torch.float64), torch.randn(56, dtype=torch.float64)
+    segment = Segment(param, grad, param, True, True, False, parts)
+    optim = OptimConfig(name="muon", momentum=0.9, weight_decay=0.1, clip_grad=0.0)
+    muon = Muon([parts], optim.muon_scale, torch.float64, SINGLE, SINGLE, grad.device)
+    before, given = param.clone(), grad.clone()
+    optimizer = Optimizer(optim, [segment], SINGLE, muon)
+    optimizer.step(0.01, grad_norm=1.0)
+    # The first step's update is a multiple of the gradient.
+    q, k = given[20:44].view(6, 4), given[44:].view(3, 4)
+    steps = [0.2 * 6**0.5 * by_singular_values(q), 0.2 * 2.0 * by_singular_values(k)]
+    expected = (1 - 0.01 * 0.1) * before[20:] - 0.01 * torch.cat([s.flatten() for s in steps])
+    torch.testing.assert_close(param[20:], expected, rtol=1e-9, atol=1e-11)
+    adam = (1 - 0.01 * 0.1) * before[:20] - 0.01 * given[:20].sign()
+    torch.testing.assert_close(param[:20], adam, rtol=1e-6, atol=1e-6)
+    assert [sorted(group.state) for group in optimizer.groups] == [
+        ["exp_avg", "exp_avg_sq"],
+        ["momentum"],
+    ]
+
+
+def test_homes_are_balanced_by_work_and_alike_whatever_the_order() -> None:
+    shapes = {f"layers.{i}.{n}": s for i in range(6) for n, s in
+              {"q": (64, 64), "k": (16, 64), "v": (16, 64), "out": (64, 64), "gate": (172, 64),
+               "up": (172, 64), "down": (64, 172)}.items()}  # fmt: skip
+    found = homes(shapes, tp=2, dp=3)
+    assert found == homes(dict(reversed(shapes.items())), tp=2, dp=3)
+    work = dict.fromkeys(found.values(), 0)
+    for name, home in found.items():
+        work[home] += max(shapes[name]) * min(shapes[name]) ** 2
+    assert len(work) == 6 and max(work.values()) < 1.1 * sum(work.values()) / 6
