@@ -144,8 +144,9 @@ class Optimizer:
                     self._adamw(some, learning_rate, divisor)
         if self.muon is not None:
             self._muon(self.muon, learning_rate)
-        for group in self.groups if self.optim.ema_decay is not None else ():
-            torch._foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
+        if self.optim.ema_decay is not None:
+            for group in self.groups:
+                torch._foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
         self.updates += 1
 
     def _rounded_pieces(self, group: FlatGroup) -> Iterator[FlatGroup]:

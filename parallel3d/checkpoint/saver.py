@@ -277,10 +277,9 @@ def summed(counts: list[dict[str, int]]) -> dict[str, int]:
 
 
 def is_complete(totals: dict[str, int], elements: int) -> bool:
-    """Whether all parameters were written, each with AdamW's moments or a momentum, or none."""
-    means, squares, momentum = (totals.get(k, 0) for k in ("exp_avg", "exp_avg_sq", "momentum"))
-    others = (totals.get(k, elements) for k in ("parameter", "ema"))
-    return {*others} == {elements} and means == squares and means + momentum in (0, elements)
+    """Whether each kind has all elements; Muon has momentum of some, AdamW's moments of others."""
+    others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
+    return all(n + totals.get(others.get(k, ""), 0) == elements for k, n in totals.items())
 
 
 def failed(step: int, rank: int, error: Exception) -> SaveResult:
