@@ -223,6 +223,7 @@ class Checkpoints:
         self.saver: Saver | None = None
         self.step_in_flight: int | None = None
         self.saved_step = 0  # the newest that is written or in flight
+        self.resumed = False  # `restore` has found a checkpoint
         self.last_failed = False
         self.number = 0
         self.logged: set[str] = set()
@@ -257,7 +258,7 @@ class Checkpoints:
             if manifest is not None:
                 trainer.restore(manifest.progress)
                 self.saved_step, self.lines = manifest.step, manifest.lines
-                first_step = manifest.step + 1
+                first_step, self.resumed = manifest.step + 1, True
                 break
         else:
             if names:

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 import parallel3d
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
+from parallel3d.cli.continued import continued, given_keys, is_given
 from parallel3d.cli.help_text import complete
 from parallel3d.cli.hydra_run import (
     OwnFolder,
@@ -38,10 +39,12 @@ from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.command import GENERATE, start_generate, take_prompt
 from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
+from parallel3d.commands.init_from import begun_from
 from parallel3d.commands.recipes import RECIPES, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
 from parallel3d.config.checks.run import check_loggers, check_precision_of
 from parallel3d.config.checks.whole import check_config
+from parallel3d.config.fields import check_fields
 from parallel3d.config.overrides import check_filled, explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
@@ -49,7 +52,13 @@ from parallel3d.data.tokenizer import with_own_tokenizer
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
 from parallel3d.host.devices import HostError, choose_device, gpu_environment
 from parallel3d.host.processes import open_closed_streams
-from parallel3d.run.directory import check_run, make_run_directory, take_run
+from parallel3d.run.directory import (
+    CONFIG_FILE,
+    check_run,
+    config_there,
+    make_run_directory,
+    take_run,
+)
 from parallel3d.run.failure import full_stop
 from parallel3d.run.launch import RankAssignment, detect, or_end, port_is_free
 from parallel3d.run.rendezvous import CAN_GO_ON
@@ -63,6 +72,7 @@ READER_GONE = 141
 TOPOLOGY = "topology"
 SCHEDULE = "schedule"
 PLAN = "plan"
+TRAIN = "train"
 DRYRUN = "dryrun"
 FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS, INIT: INIT_VERBS, RECIPES: RECIPES_VERBS}
 SUBCOMMANDS = (
@@ -71,7 +81,7 @@ SUBCOMMANDS = (
 )
 # Subcommands of earlier versions, with the command of the repository that replaces them.
 MOVED = {"bench ddp": "python -m benchmarks.ddp_figures"}
-NEED_DATA = ("train", "verify")
+NEED_DATA = (TRAIN, "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, far from the user's terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
@@ -178,6 +188,10 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         typed = HydraConfig.get().overrides.task
         # Under srun every task gets here with the same configuration.
         first = place is None or place.rank == 0
+        if app != GENERATE and (app == TRAIN or config.init_from is not None):
+            check_fields(config)
+            with _time_limit(config):
+                config = _with_earlier(app, config, typed, place)
         if app == TOPOLOGY:
             from parallel3d.topology.report import topology
 
@@ -213,6 +227,28 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         return _refuse(explain_override_error(error, arguments), place)
 
 
+def _with_earlier(
+    app: str, config: Config, typed: Sequence[str], place: RankAssignment | None
+) -> Config:
+    """Returns `config` with what an earlier run gives: the same run, or the source of weights."""
+    named = numbered(config)
+    directory = Path(config.runs_dir) / str(named.run)
+    # A primary configuration of the user's own gives every key.
+    goes_on = app == TRAIN and config.run is not None and (directory / CONFIG_FILE).is_file()
+    if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
+        world_size = place.world_size if place else None
+        there = config_there(named, directory)
+        config, line = continued(config, there, given_keys(typed), world_size)
+    elif config.init_from is not None and not goes_on:
+        given = given_keys(typed)
+        config, line = begun_from(config, lambda key: is_given(key, given))
+    else:
+        return config
+    if line is not None and (place is None or place.rank == 0):
+        print_line(line)
+    return config
+
+
 def _checked(
     app: str, config: Config, overrides: Sequence[str], place: RankAssignment | None
 ) -> Config:
@@ -220,7 +256,7 @@ def _checked(
     world_size = place.world_size if place else None
     if app == CALIBRATE:
         return calibrate_config(config, overrides, world_size)
-    if app == "train" and config.layout == "auto":
+    if app == TRAIN and config.layout == "auto":
         # Here, because the planner would take a tenth of a second of every command's start.
         from parallel3d.commands.best_layout import take_layout
 

@@ -16,6 +16,7 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups, with_log
 from parallel3d.commands.bench.preflight import preflight
+from parallel3d.commands.init_from import load_initial
 from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
 from parallel3d.commands.toy_defaults import toy_defaults
@@ -77,6 +78,10 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "looking for a checkpoint"
     checkpoints = Checkpoints(config, worker.run_dir, groups, print_line)
     first_step = checkpoints.restore(trainer)
+    weights: dict[str, str] = {}
+    if config.init_from is not None and not checkpoints.resumed:
+        worker.phase = "reading the initial weights"
+        weights["weights"] = load_initial(config, trainer, groups)
     if is_over(config, worker, first_step):
         groups.close()
         watchdog.stop()
@@ -91,7 +96,7 @@ def train(config: Config, worker: Worker) -> None:
         watchdog.go_on()
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
-            recorder.start(header_facts(trainer, corpus), checkpoints.lines)
+            recorder.start(header_facts(trainer, corpus) | weights, checkpoints.lines)
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         peaks = all_gather_json(peak_memory(device), groups.world.handle, device)

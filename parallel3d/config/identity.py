@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from parallel3d.config.schema import Config
 
 # Keys, or sections with a trailing dot. The longest match decides; unmatched keys are reported.
-REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum")
+REFUSED = (
+    *("model.", "data.", "seed", "optim.name", "optim.momentum", "init_from", "init_optimizer"),
+)
 FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
     *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
@@ -50,6 +52,8 @@ LATER = {
     "optim.ema_decay": None,
     "optim.muon_scale": "match_rms_adamw",
     "optim.muon_dtype": "auto",
+    "init_from": None,
+    "init_optimizer": False,
 }
 LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "schedule.name")
 

@@ -146,6 +146,20 @@ class Config:
         differs="there a folder; here the name of a folder inside runs_dir",
     )
     runs_dir: str = key("runs", "folder of all runs")
+    init_from: str | None = key(
+        None,
+        "weights of a new run: another run (its newest whole checkpoint; run@500 for that of step "
+        "500), the folder of a run or of a checkpoint, or a Hugging Face folder; model and "
+        "tokenizer come along",
+        megatron="--finetune",
+        differs="there of --load, beside all sizes of its model",
+    )
+    init_optimizer: bool = key(
+        False,
+        "init_from a run: the optimizer's state, the number of updates and the loss scale too",
+        megatron="--no-load-optim",
+        differs="the opposite; there --finetune never reads it",
+    )
     device: str = key(
         "auto",
         "where to compute; auto: on GPUs (CUDA or ROCm) if each rank has one, else on the CPU; "

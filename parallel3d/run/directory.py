@@ -379,7 +379,7 @@ def _made_name(config: Config, job_id: str | None) -> str:
 
 def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
     """Raises UserError with the reason unless the run in `directory` can continue."""
-    there = _config_there(config, directory)
+    there = config_there(config, directory)
     if may_go_on and not config.checkpoint.load:
         raise UserError(
             f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
@@ -412,7 +412,7 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
     )
 
 
-def _config_there(config: Config, directory: Path) -> Config:
+def config_there(config: Config, directory: Path) -> Config:
     """Returns the configuration of the run in `directory`, which must be this user's."""
     try:
         for status in (directory.lstat(), directory.stat()):
@@ -422,7 +422,10 @@ def _config_there(config: Config, directory: Path) -> Config:
                     f"(uid {status.st_uid}): choose another run= or runs_dir="
                 )
         if not (directory / CONFIG_FILE).is_file():
-            raise UserError(f"run={config.run}: {directory} exists and is not a run directory")
+            raise UserError(
+                f"run={config.run}: {directory} exists and is not a run directory: choose another "
+                "run="
+            )
         return last_config(directory)
     except UserError:
         raise

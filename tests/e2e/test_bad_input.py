@@ -96,7 +96,11 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param("hydra.run.dir=here", ["runs_dir=here"], id="Hydra's folder"),
         pytest.param("hydra.job.chdir=true", ["hydra.job.chdir=true"], id="Hydra's chdir"),
         pytest.param("+new.key=1 --cfg job", ["new={key:1}", "not a key"], id="unknown key shown"),
-        pytest.param("--config-dir=nowhere tp=1", ["--config-dir=nowhere is not a folder", "give one"], id="config dir"),
+        pytest.param(
+            "--config-dir=nowhere tp=1",
+            ["--config-dir=nowhere is not a folder", "give one"],
+            id="config dir",
+        ),
         pytest.param("hydra.verbose=true", ["hydra.verbose=true", "false"], id="Hydra's verbose"),
         pytest.param("hydra.verbose=[hydra] -m tp=1,2", ["hydra/hydra_logging=default"], id="-m"),
         pytest.param("hydra/job_logging=default", ["job_logging=default", "none"], id="job log"),

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -242,12 +242,14 @@ def tensors_of(
     *,
     weights: str | None = None,
     dtype: torch.dtype | None = None,
+    wanted: Set[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields our tensors one by one, (name, full tensor).
 
     Args:
         weights: the file that config.json names, if it does.
         dtype: None for that of the files.
+        wanted: names of our tensors; None: all.
 
     Raises:
         UserError: before the first tensor, no safetensors, or a tensor that is missing, of another
@@ -260,6 +262,9 @@ def tensors_of(
         shapes = {part: None for tensor in tensors for part in tensor.parts}
         keys = _match(folder, tensors, where, kind, tied=model.tie_embeddings)
         for tensor in tensors:
+            if wanted is not None and not wanted & {*tensor.parts}:
+                shapes = {part: None for part in shapes if part not in tensor.parts}
+                continue
             key = keys[tensor.name]
             found = where[key].get_tensor(key)
             whole = found if dtype is None else found.to(dtype)
@@ -269,7 +274,8 @@ def tensors_of(
             whole = whole.t() if tensor.transposed else whole
             for part, rows in zip(tensor.parts, whole.chunk(len(tensor.parts)), strict=True):
                 shapes.pop(part)
-                yield part, rows.contiguous()
+                if wanted is None or part in wanted:
+                    yield part, rows.contiguous()
     if shapes:
         raise ValueError(f"no tensor holds {', '.join(shapes)}")
 

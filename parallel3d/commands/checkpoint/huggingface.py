@@ -30,8 +30,9 @@ from parallel3d.checkpoint.storage import read_state, stored_shapes
 from parallel3d.comm.group import SINGLE
 from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, step_number
 from parallel3d.commands.generate.sample import state_of
+from parallel3d.commands.init_from import model_from, model_of
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.fields import check_fields, spell
+from parallel3d.config.fields import spell
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, conf_dir, register_schema
 from parallel3d.data.corpus import check_vocabulary
@@ -237,8 +238,6 @@ UNTIED = (
     "config.json ties the head to the embedding, but the files hold another head: it is imported "
     "untied, as transformers 5 loads it"
 )
-# Keys of an imported model that may be chosen; all others are given by its config.json.
-MAY_DIFFER = ("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout")
 
 
 def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str | None) -> int:
@@ -255,7 +254,8 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
     where = f"run={run} step={step_number(folder)}"
     with damage_refused(where, "; parallel3d checkpoint ls shows the others"):
         manifest = read_manifest(folder)
-        model, own = _model_of(manifest, where)
+        model = model_of(manifest, where)
+        own = "fp64" if manifest.config.get("precision", {}).get("name") == "fp64" else "fp32"
         check_layers(model, len(stored_shapes(folder)), where)
         tokenizer = tokenizer_to_export(manifest, runs_dir / run)
         files = export_hf(
@@ -276,17 +276,6 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
     size = sum(path.stat().st_size for path in files)
     print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {about}")
     return 0
-
-
-def _model_of(manifest: Manifest, where: str) -> tuple[ModelConfig, str]:
-    """Returns a checkpoint's model and the type of its weights. Raises UserError."""
-    try:
-        model = ModelConfig(**manifest.config["model"])
-        check_fields(dataclasses.replace(Config(), model=model))
-        return model, "fp64" if manifest.config["precision"]["name"] == "fp64" else "fp32"
-    except (KeyError, TypeError, UserError) as error:
-        why = plain(str(error) if isinstance(error, UserError) else repr(error))
-        raise UserError(f"{where} has no model that this parallel3d knows: {why}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,10 +334,9 @@ def import_run(
         print_line(UNTIED)
     print_line(proof)
     print_line(describe_tokenizer(tokenizer, folder))
-    print_line("train it on with (data and optimizer as you like):")
-    print(
-        f"parallel3d train run={run} {' '.join(_overrides_for_train(config, overrides))}".rstrip()
-    )
+    print_line("train it on with (data and optimizer as you like; the model is the run's own):")
+    where = [] if runs_dir == Path(Config().runs_dir) else [spell("runs_dir", config.runs_dir)]
+    print(" ".join(["parallel3d train", f"run={run}", *where]))
     return 0
 
 
@@ -366,28 +354,11 @@ def _configuration(
 ) -> Config:
     words = [*overrides, f"run={run}", f"runs_dir={runs_dir}"]
     config = _composed(words)
-    model = dataclasses.replace(ModelConfig(), **keys)
     typed = [word.partition("=")[0].lstrip("+") for word in overrides]
     if "model" in typed:
         raise UserError(f"model=… is given by {folder}: leave it out")
-    for name in typed:
-        section, _, key = name.partition(".")
-        if section != "model" or not hasattr(model, key):
-            continue
-        wanted = getattr(config.model, key)
-        if key in MAY_DIFFER:
-            model = dataclasses.replace(model, **{key: wanted})
-        elif wanted != getattr(model, key):
-            raise UserError(
-                f"{spell(name, wanted)}: {folder} gives {spell(name, getattr(model, key))}; "
-                f"what may be chosen is {', '.join(f'model.{key}' for key in MAY_DIFFER)}"
-            )
-    longest = keys["seq_length"]
-    if model.seq_length > longest:
-        raise UserError(
-            f"model.seq_length={model.seq_length} is more than the {longest} positions of "
-            f"{folder}; the nearest is model.seq_length={longest}"
-        )
+    model = ModelConfig(**keys)
+    model = model_from(model, config.model, typed.__contains__, str(folder), model.seq_length)
     return check_config(dataclasses.replace(config, model=model), own_samples=True)
 
 
@@ -400,24 +371,6 @@ def _composed(words: list[str]) -> Config:
         raise explain_override_error(error, words) from None
     assert isinstance(config, Config)  # the registered schema
     return config
-
-
-def _overrides_for_train(config: Config, overrides: list[str]) -> list[str]:
-    """Returns the overrides with which `train` has this model, and those already typed."""
-    default, model = _composed([]).model, config.model
-    derived = {"num_query_groups": "kv_heads", "ffn_hidden_size": "ffn_size"}
-    derived["max_position_embeddings"] = "max_positions"
-    model_words = []
-    for f in dataclasses.fields(model):
-        value, usual = getattr(model, f.name), getattr(default, f.name)
-        unset: dict[str, Any] = {f.name: None} if f.name in derived else {}
-        blank = dataclasses.replace(model, **unset)
-        follows = f.name in derived and value == getattr(blank, derived[f.name])
-        if f.name != "name" and value != usual and not (usual is None and follows):
-            model_words.append(spell(f"model.{f.name}", value))
-    known = {word.partition("=")[0] for word in model_words}
-    where = [] if config.runs_dir == Config().runs_dir else [spell("runs_dir", config.runs_dir)]
-    return [*where, *model_words, *(w for w in overrides if w.partition("=")[0] not in known)]
 
 
 def _state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorChunks]:

@@ -14,6 +14,7 @@ from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     LATEST,
     DamagedCheckpoint,
+    Manifest,
     UnreadableCheckpoint,
     list_checkpoints,
     list_damaged,
@@ -96,11 +97,7 @@ def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
         row |= _age_and_size(folder) | {"loss": losses.get(step_number(folder), "")}
         try:
             manifest = read_manifest(folder)
-            for file in manifest.files:
-                with unreadable(f"{folder.name}/{file.name}"):
-                    size = (folder / file.name).stat().st_size
-                if size != file.size:
-                    raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
+            check_sizes(folder, manifest)
         except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
             yield row | {"layout": "", "state": condition(problem)}
             continue
@@ -109,6 +106,15 @@ def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
     for folder in list_damaged(run_dir):
         row = {"run": run_dir.name, "step": "", "layout": "", "loss": ""} | _age_and_size(folder)
         yield row | {"state": f"damaged, set aside as {folder.name}"}
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raises DamagedCheckpoint or UnreadableCheckpoint unless the files have their sizes."""
+    for file in manifest.files:
+        with unreadable(f"{folder.name}/{file.name}"):
+            size = (folder / file.name).stat().st_size
+        if size != file.size:
+            raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
 
 
 def condition(problem: Exception) -> str:

@@ -65,6 +65,15 @@ def check_estimated(config: Config) -> None:
         )
 
 
+def check_init(config: Config) -> None:
+    """Raises UserError for an optimizer's state from nowhere."""
+    if config.init_optimizer and config.init_from is None:
+        raise UserError(
+            "init_optimizer=true must stand beside init_from, whose optimizer it takes; the "
+            "nearest is init_optimizer=false."
+        )
+
+
 def check_learning_rate(config: Config) -> None:
     """Checks rate, warm-up and decay against each other; raises UserError."""
     optim = config.optim

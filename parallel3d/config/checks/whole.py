@@ -20,6 +20,7 @@ from parallel3d.config.checks.model import (
 )
 from parallel3d.config.checks.parallelism import check_data_parallel, check_groups
 from parallel3d.config.checks.run import (
+    check_init,
     check_learning_rate,
     check_length,
     check_plain,
@@ -79,6 +80,7 @@ def check_config(
     if not own_samples:
         check_samples(config)
     check_length(config)
+    check_init(config)
     check_learning_rate(config)
     check_attention(config)
     check_precision(config)

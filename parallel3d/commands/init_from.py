@@ -1,0 +1,315 @@
+"""`init_from`: a new run that begins with the weights of another run or of a Hugging Face folder.
+
+Its source gives the model and the tokenizer, so that neither is typed again. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel3d.checkpoint.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    UnreadableCheckpoint,
+    list_checkpoints,
+    read_manifest,
+)
+from parallel3d.commands.checkpoint.listing import (
+    check_sizes,
+    damage_refused,
+    find_checkpoint,
+    run_names,
+    step_number,
+)
+from parallel3d.config.fields import check_fields, spell
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.data.tokenizer import FOLDER, TOKENIZER, FileTokenizer
+from parallel3d.errors import UserError, nearest_hint
+from parallel3d.files import plain
+from parallel3d.run.directory import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from parallel3d.checkpoint.planners import TensorChunks
+    from parallel3d.comm.process_groups import ProcessGroups
+    from parallel3d.trainer import Trainer
+
+PARAMETER = "parameter"  # the kind of the weights in a checkpoint
+# Keys of the model that may be chosen anew; all others are given by its source.
+MAY_DIFFER = ("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Describes where weights come from.
+
+    Attributes:
+        name: `init_from` with the step of a run.
+        folder: of the checkpoint, or the Hugging Face folder.
+        model: its keys.
+        positions: the longest `seq_length` that it allows; None: any.
+        tokenizer: a name to open it by; None: bytes, or unknown.
+        manifest: of the checkpoint; None: a Hugging Face folder.
+        kind, weights: of the Hugging Face folder, see `HFFolder`.
+    """
+
+    name: str
+    folder: Path
+    model: ModelConfig
+    positions: int | None
+    tokenizer: str | None
+    manifest: Manifest | None = None
+    kind: str = ""
+    weights: str | None = None
+
+    @property
+    def title(self) -> str:
+        if self.manifest is None:
+            return f"the Hugging Face folder {self.folder}"
+        return f"step {self.manifest.step} of run {self.folder.parents[1].name}"
+
+
+def find_source(init_from: str, runs_dir: Path) -> Source:
+    """Returns the source of a value of `init_from`. Imports torch for a Hugging Face folder alone.
+
+    Raises UserError if it is not there, damaged, or of a model that this parallel3d does not know.
+    """
+    name, at, digits = init_from.rpartition("@")
+    is_step = bool(at and name) and digits.isascii() and digits.isdigit() and len(digits) < 19
+    name, step = (name, int(digits)) if is_step else (init_from, None)
+    path = Path(name)
+    if name in run_names(runs_dir):
+        return _of_run(runs_dir / name, step, name)
+    if (path / CONFIG_FILE).is_file():
+        return _of_run(path, step, name)
+    if step is None and any(path.glob("manifest-*.json")):
+        return _of_checkpoint(path, init_from)
+    if step is None and path.is_dir():
+        return _of_hugging_face(path, init_from)
+    raise UserError(
+        f"init_from={init_from} must be a run in runs_dir={runs_dir}, run@step, or the folder of a "
+        f"run, of a checkpoint or of Hugging Face{nearest_hint(name, run_names(runs_dir))}"
+    )
+
+
+def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
+    if step is not None or not list_checkpoints(run_dir):
+        folder = find_checkpoint(run_dir.parent, run_dir.name, step)
+        return _of_checkpoint(folder, f"{name}@{step}")
+    folders = list_checkpoints(run_dir)
+    for folder in folders:
+        try:
+            check_sizes(folder, read_manifest(folder))
+        except (DamagedCheckpoint, UnreadableCheckpoint):
+            continue
+        return _of_checkpoint(folder, f"{name}@{step_number(folder)}")
+    raise UserError(
+        f"init_from={name} has no checkpoint that is whole ({len(folders)} tried); give another "
+        "run, or wait until its folder can be read"
+    )
+
+
+def _of_checkpoint(folder: Path, name: str) -> Source:
+    with damage_refused(f"init_from={name}", "; give another step, as in run@500"):
+        manifest = read_manifest(folder)
+    model = model_of(manifest, f"init_from={name}")
+    learned = model.position_embedding == "learned"
+    own, data = folder.absolute().parents[1] / FOLDER, manifest.config.get("data", {})
+    tokenizer = str(own) if own.is_dir() else data.get("tokenizer")
+    tokenizer = tokenizer if isinstance(tokenizer, str) else None
+    longest = model.max_positions if learned else None
+    return Source(name, folder, model, longest, tokenizer, manifest)
+
+
+def _of_hugging_face(folder: Path, name: str) -> Source:
+    import torch
+
+    from parallel3d.checkpoint.hf.folder import read_hf_config
+    from parallel3d.data.text_files import are_bytes
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a process whose torch has threads cannot fork its ranks
+    try:
+        with _as_init_from():
+            found = read_hf_config(folder)
+            model = ModelConfig(**found.keys)
+            path, tokenizer = folder / TOKENIZER, None
+            if path.is_file():
+                read = FileTokenizer.read(str(folder), path, "from")
+                tokenizer = None if are_bytes(read.files()[TOKENIZER]) else str(folder.absolute())
+    finally:
+        torch.set_num_threads(threads)
+    return Source(
+        name, folder, model, model.seq_length, tokenizer, kind=found.kind, weights=found.weights
+    )
+
+
+@contextmanager
+def _as_init_from() -> Iterator[None]:
+    """Raises errors of an import's `from` as those of `init_from`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"init_{error}" if str(error).startswith("from=") else str(error)) from None
+
+
+def model_of(manifest: Manifest, where: str) -> ModelConfig:
+    """Returns a checkpoint's model. Raises UserError about `where`."""
+    try:
+        model = ModelConfig(**manifest.config["model"])
+        check_fields(dataclasses.replace(Config(), model=model))
+        return model
+    except (KeyError, TypeError, UserError) as error:
+        why = plain(str(error) if isinstance(error, UserError) else repr(error))
+        raise UserError(f"{where} has no model that this parallel3d knows: {why}") from None
+
+
+def model_from(
+    source: ModelConfig,
+    wanted: ModelConfig,
+    is_given: Callable[[str], bool],
+    where: str,
+    positions: int | None,
+) -> ModelConfig:
+    """Returns the source's model with the given keys of `wanted` that may differ.
+
+    Raises UserError for a given key that contradicts the source, or more than its `positions`.
+    """
+    filled = dataclasses.asdict(source) | {
+        "num_query_groups": source.kv_heads,
+        "head_dim": source.head_size,
+        "ffn_hidden_size": source.ffn_size,
+        "attention_bias": source.attention_bias or ("all" if source.bias else "none"),
+        "max_position_embeddings": source.max_positions,
+    }
+    learned = source.position_embedding == "learned"
+    if not learned:  # no table has as many rows
+        del filled["max_position_embeddings"]
+    # A table keeps its rows when samples get shorter.
+    model = dataclasses.replace(
+        source, max_position_embeddings=source.max_positions if learned else None
+    )
+    for key, there in filled.items():
+        here = getattr(wanted, key)
+        if not is_given(f"model.{key}") or here is None:
+            continue
+        if key in MAY_DIFFER:
+            model = dataclasses.replace(model, **{key: here})
+        elif here != there:
+            may = ", ".join(f"model.{key}" for key in MAY_DIFFER)
+            raise UserError(
+                f"{spell(f'model.{key}', here)}: {where} gives {spell(f'model.{key}', there)}; "
+                f"what may be chosen is {may}"
+            )
+    if positions is not None and model.seq_length > positions:
+        raise UserError(
+            f"model.seq_length={model.seq_length} is more than the {positions} positions of "
+            f"{where}; the nearest is model.seq_length={positions}"
+        )
+    return model
+
+
+def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config, str]:
+    """Returns `config` with the model and the tokenizer of `init_from`, and a line to log.
+
+    The newest step of a run is chosen here, once. Raises UserError for a source that is not there
+    or damaged, and for keys that contradict it.
+    """
+    assert config.init_from is not None
+    source = find_source(config.init_from, Path(config.runs_dir))
+    where = f"init_from={source.name}"
+    model = model_from(source.model, config.model, is_given, where, source.positions)
+    if config.init_optimizer:
+        _check_optimizer(config, source)
+    data = config.data
+    if data.tokenizer is None and not is_given("data.tokenizer"):
+        data = dataclasses.replace(data, tokenizer=source.tokenizer)
+    words = "" if data is config.data or data.tokenizer is None else f", tokenizer {data.tokenizer}"
+    config = dataclasses.replace(config, init_from=source.name, model=model, data=data)
+    return config, f"{where} gives model {model.name}, {model.num_layers} layers{words}"
+
+
+def _check_optimizer(config: Config, source: Source) -> None:
+    """Raises UserError unless the source has the state of this optimizer."""
+    if source.manifest is None:
+        raise UserError(
+            f"init_optimizer=true: {source.title} has no state of an optimizer; the nearest is "
+            "init_optimizer=false, or init_from a run"
+        )
+    there = source.manifest.config.get("optim", {})
+    here = config.optim
+    for key in ("name", "momentum"):
+        old, new = there.get(key), getattr(here, key)
+        if old != new and (key == "name" or bool(old) != bool(new)):
+            raise UserError(
+                f"init_optimizer=true: {spell(f'optim.{key}', new)}, but {source.title} has the "
+                f"state of {spell(f'optim.{key}', old)}; the nearest is "
+                f"{spell(f'optim.{key}', old)}, or init_optimizer=false"
+            )
+
+
+def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> str:
+    """Fills a trainer at step 0 with the weights of `init_from`; collective. Returns their source.
+
+    Each rank reads what it holds; of a Hugging Face folder the tensors of its own stage, whole.
+    Raises UserError on all ranks alike if the source is damaged or gone, TrainingFailure if a rank
+    cannot read it.
+    """
+    from parallel3d.checkpoint.checkpoints import read_together
+    from parallel3d.checkpoint.planners import chunks_by_name
+    from parallel3d.checkpoint.storage import read_state
+    from parallel3d.comm.exchange import all_gather_json
+
+    slices = trainer.parameter_slices()
+    if not config.init_optimizer:
+        slices = [dataclasses.replace(s, values={PARAMETER: s.values[PARAMETER]}) for s in slices]
+    state = chunks_by_name(slices, shared=False)
+
+    def read() -> Source:
+        try:
+            source = find_source(str(config.init_from), Path(config.runs_dir))
+            if source.manifest is None:
+                _read_hugging_face(source, config, state)
+            else:
+                read_state(source.folder, state)
+            return source
+        except UserError as error:
+            raise DamagedCheckpoint(str(error)) from None
+        except OSError as error:
+            raise UnreadableCheckpoint(f"init_from={config.init_from}", error) from None
+
+    def share(value: Any) -> list[Any]:
+        return all_gather_json(value, groups.world.handle, trainer.device)
+
+    source, problem = read_together(read, share)
+    if source is None:
+        start = "" if "init_from=" in str(problem) else f"init_from={config.init_from}: "
+        raise UserError(f"{start}{problem}; give another source")
+    if config.init_optimizer:
+        assert source.manifest is not None  # as `begun_from` has checked
+        progress = source.manifest.progress
+        trainer.optimizer.restore(int(progress["updates"]))
+        trainer.loss_scale.restore(progress)
+    trainer.data_parallel.all_gather_params()
+    trainer.data_parallel.wait_for_all_gathers()
+    return f"{source.title}{', with its optimizer' if config.init_optimizer else ''}"
+
+
+def _read_hugging_face(source: Source, config: Config, state: dict[str, TensorChunks]) -> None:
+    """Fills the chunks of `state` from a Hugging Face folder. Raises UserError."""
+    import torch
+
+    from parallel3d.checkpoint.hf.folder import tensors_of
+    from parallel3d.checkpoint.planners import narrow
+
+    wanted = {name.partition("/")[2] for name in state}
+    with _as_init_from():
+        tensors = tensors_of(
+            source.folder, config.model, source.kind, weights=source.weights, wanted=wanted
+        )
+        for name, full in tensors:
+            for chunk, values in state[f"{PARAMETER}/{name}"].chunks:
+                values.copy_(narrow(full, torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
