@@ -7,9 +7,11 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,12 +25,14 @@ from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend
 from parallel3d.data.loader import Batches, SampleSource, sources_of, with_length
 from parallel3d.data.split import Corpus
+from parallel3d.data.validation import FirstSamples
 from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
 from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.estimate.balance import layers_of_stages, run_schedule, sends_slices
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
+from parallel3d.metrics.score import Score
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
 from parallel3d.muon import Muon
@@ -54,6 +58,13 @@ from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
+
+
+class EvaluatedSet(NamedTuple):
+    """A set that is evaluated; `samples`: all of it, None for a source without an end."""
+
+    batches: Batches
+    samples: int | None
 
 
 class StepResult(NamedTuple):
@@ -86,6 +97,9 @@ class Trainer:
         config: a whole configuration; checked here too, for library users.
         corpus: from `open_corpus`, with training and held-out samples.
         train_source, valid_source: samples to use instead of a corpus.
+        valid_sets: samples of validation sets by name; those with an attribute `windows` have so
+            many.
+        token_bytes: (vocabulary,) bytes of text of each token, for the sets' `Score`.
 
     Attributes:
         before_update: called once a step, before parameters change.
@@ -100,6 +114,8 @@ class Trainer:
     corpus: Corpus | Blend | None = None
     train_source: SampleSource | None = None
     valid_source: SampleSource | None = None
+    valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
+    token_bytes: npt.NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
@@ -187,8 +203,15 @@ class Trainer:
             config = with_length(self.config, self.train_source)
             self.config = check_config(config, own_samples=self.corpus is None)
         self.train_batches = self._batches(self.train_source, ahead=self.corpus is not None)
-        self.valid_batches = None if self.valid_source is None else self._batches(self.valid_source)
-        self.held_out_batches = {name: self._batches(part) for name, part in parts.items()}
+        self.held_out = None if self.valid_source is None else self._evaluated(self.valid_source)
+        self.held_out_parts = {name: self._evaluated(part) for name, part in parts.items()}
+        sets = self.valid_sets.items()
+        self.evaluated_sets = {name: self._evaluated(source) for name, source in sets}
+
+    def _evaluated(self, source: SampleSource) -> EvaluatedSet:
+        samples = getattr(source, "windows", None)
+        whole = source if samples is None else FirstSamples(source, samples)
+        return EvaluatedSet(self._batches(whole), samples)
 
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         config, dp = self.config, self.groups.dp
@@ -255,24 +278,38 @@ class Trainer:
         return StepResult(step + 1, *figures, not finite, stop, self.noise.last)
 
     def evaluate(self, part: str | None = None) -> float | None:
-        """Returns the mean loss over `train.eval_batches` global batches; collective.
+        """Returns the mean loss of the held-out samples (`score`); collective.
 
-        None if all tokens are masked. `part`: one of `held_out_batches`, the parts of a blend;
-        None: all.
+        None if all tokens are masked. `part`: one of `held_out_parts`, the parts of a blend; None:
+        all.
         """
-        batches = self.valid_batches if part is None else self.held_out_batches[part]
-        assert batches is not None  # the checks see to held-out samples
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        chosen = self.held_out if part is None else self.held_out_parts[part]
+        assert chosen is not None  # the caller sees to held-out samples
+        return self.score(chosen).loss
+
+    def score(self, of: EvaluatedSet) -> Score:
+        """Returns losses and tokens of a set's first `train.eval_batches` global batches, at most
+        of all its samples, each once; collective."""
+        size, most = self.config.global_batch_size, self.config.train.eval_batches
+        end = of.samples if most is None else most * size
+        if end is None:
+            raise ValueError("train.eval_batches=null needs a source with an end, `windows`")
+        if of.samples is not None:
+            end = min(end, of.samples)
+        total = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.data_parallel.wait_for_all_gathers()
-        size = self.config.global_batch_size
-        for first in range(0, self.config.train.eval_batches * size, size):
-            tokens = self._global_tokens(batches, first)
-            load = functools.partial(batches.micro_batch, first)
-            total += self._share_of_loss(self.executor.evaluate(self.forwards, load), tokens)
+        for first in range(0, end, size):
+            tokens = self._global_tokens(of.batches, first)
+            load = functools.partial(of.batches.micro_batch, first)
+            loss_sum = self.executor.evaluate(self.forwards, load)
+            total[:2] += self._share_of_loss(loss_sum, tokens)
+            if self.token_bytes is not None and self.has_loss and self.groups.tp.index == 0:
+                total[2] += of.batches.byte_count(first, self.token_bytes)
         collectives.all_reduce(total, self.groups.world)
         with blocking(self.groups.world):
-            loss_sum, count = total.tolist()
-        return loss_sum / count if count else None
+            nats, count, size_in_bytes = total.tolist()
+        text = None if self.token_bytes is None else int(size_in_bytes)
+        return Score(nats, int(count), text)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

@@ -136,7 +136,7 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
 def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> Compared:
     """Returns whether a run can go on from this checkpoint, and what to log of its files."""
     refusal = refusal_of(manifest, config, corpus)
-    if refusal is not None or corpus is None:
+    if refusal is not None or corpus is None or config.train.eval_only:
         return Compared(refusal)
     return compare(corpus.watched, manifest.data.get("files", ""))
 
@@ -156,6 +156,8 @@ def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None
             f"{plain(there[0][:12])} there, now {there[1][:12]}; leave data.tokenizer to the run, "
             "or choose another run="
         )
+    if config.train.eval_only:
+        return None  # no sample is trained on
     if "blend" in manifest.data and "blend" in here:
         return _other_blend(manifest, config, here["blend"])
     return (
@@ -267,6 +269,8 @@ class Checkpoints:
                 )
             if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
                 self.say(f"run={self.config.run} has no checkpoint yet: it begins again at step 1")
+        if self.config.train.eval_only:
+            return first_step  # nothing will be saved
         saver = self._prepare_saver()
         if self._copies_ahead(first_step - 1):
             saver.staging.prepare(chunks_by_name(trainer.parameter_slices(), shared=True))
@@ -407,7 +411,8 @@ class Checkpoints:
             trainer.optimizer.start_ema()
         if self.is_first_rank and compared.note is not None:
             self._log_once([compared.note])
-        if self.is_first_rank and manifest.step < self.config.train_steps:
+        goes_on = manifest.step < self.config.train_steps and not self.config.train.eval_only
+        if self.is_first_rank and goes_on:
             self._log_changes(manifest)
         return manifest
 

@@ -49,6 +49,7 @@ from parallel3d.config.overrides import check_filled, explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
 from parallel3d.data.tokenizer import with_own_tokenizer
+from parallel3d.data.validation import check_sets
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
 from parallel3d.host.devices import HostError, choose_device, gpu_environment
 from parallel3d.host.processes import open_closed_streams
@@ -334,6 +335,7 @@ def _check_data(app: str, config: Config, first: bool = True) -> None:
             vocab_size=model.vocab_size,
             samples=samples,
         )
+        check_sets(data, model.seq_length, model.vocab_size)
         for sentence in sentences:
             if first:
                 print_line(readable(sentence))

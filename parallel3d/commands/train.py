@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
 import os
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -23,23 +26,25 @@ from parallel3d.commands.toy_defaults import toy_defaults
 from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend, Blended
 from parallel3d.data.corpus import open_corpus
-from parallel3d.data.loader import check_same_text
+from parallel3d.data.loader import check_same_text, part_of
 from parallel3d.data.split import Corpus
-from parallel3d.data.tokenizer import keep_tokenizer, with_own_tokenizer
+from parallel3d.data.tokenizer import BYTE, keep_tokenizer, with_own_tokenizer
 from parallel3d.data.tokens import look_at, unmarked
+from parallel3d.data.validation import open_sets, sizes_of, token_bytes
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
-from parallel3d.errors import TrainingFailure, print_line
+from parallel3d.errors import TrainingFailure, UserError, print_line
 from parallel3d.estimate.balance import why_chosen
 from parallel3d.estimate.ops import flops_per_token
 from parallel3d.faults.hang import HANG_FILE
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog
-from parallel3d.files import flush, flush_folder
-from parallel3d.metrics.jsonl import write_json
+from parallel3d.files import flush, flush_folder, no_link
+from parallel3d.metrics.jsonl import finite, write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
-from parallel3d.metrics.recorder import Recorder
-from parallel3d.metrics.report import length_words
+from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_of
+from parallel3d.metrics.report import evaluation_lines, length_words
+from parallel3d.metrics.score import Score
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.optim import EMA
 from parallel3d.run.directory import status
@@ -48,6 +53,7 @@ from parallel3d.trainer import StepResult, Trainer
 
 # File in the run directory that asks a batch script to requeue the job.
 REQUEUE = "requeue"
+EVALUATIONS = "evaluations.jsonl"  # of `train.eval_only`
 
 
 def train(config: Config, worker: Worker) -> None:
@@ -72,12 +78,20 @@ def train(config: Config, worker: Worker) -> None:
         preflight(config, groups, worker, print_line)
     worker.phase = "opening the data"
     config, corpus = open_data(config, worker, groups, device)
+    sets = open_sets(config.data, corpus, config.model.seq_length, config.model.vocab_size)
+    for opened in sets.values():
+        check_same_text(opened, groups.world, device)
     worker.phase = "building the model"
-    trainer = Trainer(config, groups, device, corpus)
+    trainer = make_trainer(config, groups, device, corpus, sets)
     config = trainer.config
     worker.phase = "looking for a checkpoint"
     checkpoints = Checkpoints(config, worker.run_dir, groups, print_line)
     first_step = checkpoints.restore(trainer)
+    if config.train.eval_only:
+        evaluate_only(trainer, worker)
+        groups.close()
+        watchdog.stop()
+        return
     weights: dict[str, str] = {}
     if config.init_from is not None and not checkpoints.resumed:
         worker.phase = "reading the initial weights"
@@ -96,7 +110,8 @@ def train(config: Config, worker: Worker) -> None:
         watchdog.go_on()
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
-            recorder.start(header_facts(trainer, corpus) | weights, checkpoints.lines)
+            facts = header_facts(trainer, corpus, sets) | weights
+            recorder.start(facts, checkpoints.lines)
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         peaks = all_gather_json(peak_memory(device), groups.world.handle, device)
@@ -135,6 +150,25 @@ def open_data(
     if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):
         keep_tokenizer(data, worker.run_dir, corpus.tokenizer)
     return dataclasses.replace(config, data=data), corpus
+
+
+def make_trainer(
+    config: Config,
+    groups: ProcessGroups,
+    device: torch.device,
+    corpus: Corpus | Blend,
+    sets: Mapping[str, Corpus],
+) -> Trainer:
+    """Creates the trainer with the samples of the validation sets."""
+    sources = {name: part_of(one, config, held_out=True) for name, one in sets.items()}
+    name = config.data.tokenizer or (BYTE if config.data.reads_bytes else None)
+    sizes = token_bytes(name) if sets else None
+    if sets and sizes is None and groups.rank == 0:
+        print_line(
+            "data.valid: no bits per byte, as the corpus does not tell where its tokenizer is; "
+            "data.tokenizer=… would"
+        )
+    return Trainer(config, groups, device, corpus, valid_sets=sources, token_bytes=sizes)
 
 
 def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
@@ -180,6 +214,13 @@ def run_steps(
     # there: a hang is left to the backend's timeout.
     may_compile = trainer.config.compile or fuses(trainer.device)
     evaluation_compiles = may_compile
+    if first == 1 and trainer.evaluated_sets and settings.eval_batches != 0:
+        watchdog.rest()  # before the first step there is no pace to watch
+        before = evaluate(trainer, worker)
+        watchdog.go_on()
+        evaluation_compiles = False
+        if recorder is not None and before is not None:
+            recorder.evaluation(0, *before)
     for step in range(first, steps + 1):
         worker.phase = f"train step {step}"
         worker.log.boundary("train step")
@@ -201,19 +242,11 @@ def run_steps(
         profiler.after_step(step)  # after the step's line, as it prints a table
         due = settings.eval_every and step % settings.eval_every == 0
         last = step == steps
-        evaluated: tuple[float | None, dict[str, float | None]] | None = None
-        if settings.eval_batches and (due or last):
-            worker.phase = f"evaluation after step {step}"
-            worker.log.boundary("evaluation")
+        evaluated: Evaluated | None = None
+        if settings.eval_batches != 0 and (due or last):
             if evaluation_compiles:
                 watchdog.rest()
-            with trainer.step_timer.range("evaluation"):
-                eval_loss = trainer.evaluate()
-                of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
-                if trainer.config.optim.ema_decay is not None:
-                    with trainer.ema_weights():
-                        of_parts[EMA] = trainer.evaluate()
-            evaluated = eval_loss, of_parts
+            evaluated = evaluate(trainer, worker)
             if evaluation_compiles:
                 watchdog.go_on()
                 evaluation_compiles = False
@@ -236,6 +269,71 @@ def run_steps(
                 checkpoints.save(trainer)
             profiler.give_up(step)
             return
+
+
+Evaluated = tuple[float | None, dict[str, float | None], dict[str, Score]]
+
+
+def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
+    """Returns the losses of held-out text, in all and by the parts of a blend, and the scores of
+    the validation sets; None without either; collective."""
+    if trainer.held_out is None and not trainer.evaluated_sets:
+        return None
+    worker.phase = f"evaluation after step {trainer.steps_done}"
+    worker.log.boundary("evaluation")
+    with trainer.step_timer.range("evaluation"):
+        eval_loss = None if trainer.held_out is None else trainer.evaluate()
+        of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_parts}
+        of_sets = {name: trainer.score(one) for name, one in trainer.evaluated_sets.items()}
+        if trainer.config.optim.ema_decay is not None:
+            with trainer.ema_weights():
+                if trainer.held_out is not None:
+                    of_parts[EMA] = trainer.evaluate()
+                for name, one in trainer.evaluated_sets.items():
+                    of_sets[f"{name}/{EMA}"] = trainer.score(one)
+    return eval_loss, of_parts, of_sets
+
+
+def evaluate_only(trainer: Trainer, worker: Worker) -> None:
+    """Evaluates the restored checkpoint and appends the figures to EVALUATIONS; collective.
+
+    metrics.jsonl, summary.json and checkpoints are those of the training and stay as they are.
+
+    Raises:
+        UserError: the run has no checkpoint, or nothing to evaluate.
+    """
+    config = trainer.config
+    if not trainer.steps_done:
+        raise UserError(
+            f"train.eval_only=true needs a checkpoint, and run={config.run} has none: train it "
+            "with checkpoint.every=… first, or give another run="
+        )
+    assert worker.watchdog is not None  # `train` has started it
+    worker.watchdog.rest()
+    found = evaluate(trainer, worker)
+    if found is None:
+        raise UserError(
+            "train.eval_only=true has nothing to evaluate: give data.valid, as in "
+            "'data.valid={web:corpora/web}', or data.valid_fraction=0.05"
+        )
+    check_data(trainer, worker)
+    if worker.rank:
+        return
+    step, now = trainer.steps_done, datetime.datetime.now(datetime.UTC)
+    row = evaluation_row(step, *found)
+    row["tokens"] = trainer.consumed_samples * config.model.seq_length
+    row |= {
+        "time": now.isoformat(timespec="seconds"),
+        "layout": layout_of(config, worker.world_size),
+    }
+    row["eval_batches"], row["precision"] = config.train.eval_batches, config.precision.name
+    line = json.dumps(finite(row), allow_nan=False) + "\n"
+    path = worker.run_dir / EVALUATIONS
+    with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+        file.write(line.encode())
+    for sentence in evaluation_lines(config, step, *found):
+        print_line(sentence)
+    print_line(f"appended to {path}")
 
 
 def check_data(trainer: Trainer, worker: Worker) -> None:
@@ -310,7 +408,9 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
     return Recorder(config, worker.run_dir, worker.world_size, flops, peak, first_step)
 
 
-def header_facts(trainer: Trainer, corpus: Corpus | Blend) -> dict[str, str]:
+def header_facts(
+    trainer: Trainer, corpus: Corpus | Blend, sets: Mapping[str, Corpus] = {}
+) -> dict[str, str]:
     config, device = trainer.config, trainer.device
     name = config.data.path or "this Python's standard library"
     if isinstance(corpus, Blend):
@@ -322,6 +422,8 @@ def header_facts(trainer: Trainer, corpus: Corpus | Blend) -> dict[str, str]:
         where = accelerator.name(device)
     length = length_words(config, getattr(trainer.train_source, "windows", None))  # None: a blend
     facts = {"data": f"{name}: {sizes}", "length": length, "device": where}
+    if sets:
+        facts["validation"] = sizes_of(sets)
     if not config.data.reads_bytes:
         spare = config.model.vocab_size - corpus.vocab_size
         more = f", {spare:,} of model.vocab_size={config.model.vocab_size} are padding"

@@ -61,10 +61,17 @@ class DataConfig:
         megatron="--tokenizer-type",
         differs="there a kind of tokenizer, here the tokenizer itself",
     )
-    valid_fraction: float = key(
-        0.05,
-        "share of the tokens held out for evaluation",
-        above=0,
+    valid: Any = key(  # noqa: RUF009
+        None,
+        "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or what "
+        "data.path takes for text; each has a loss of its own",
+        megatron="--valid-data-path",
+        differs="there a blend, or with --multiple-validation-sets several; here sets by name",
+    )
+    valid_fraction: float | None = key(
+        None,
+        "share of the training text held out for evaluation; null: 0.05, or 0 beside data.valid",
+        minimum=0,
         maximum=0.5,
         megatron="--split",
         differs="there the shares of train, validation and test, here the share held out",
@@ -85,6 +92,13 @@ class DataConfig:
         "folder of the token cache; null: the user's cache folder",
         megatron="--data-cache-path",
     )
+
+    @property
+    def held_out(self) -> float:
+        """The share of the text that is not trained on; 1 for a validation set."""
+        if self.valid_fraction is None:
+            return 0.0 if self.valid else 0.05
+        return self.valid_fraction
 
     @property
     def reads_bytes(self) -> bool:

@@ -32,6 +32,7 @@ FREE = (
     # The tokenizer's digest decides too.
     *("model.init_std", "data.path", "data.name", "data.cache_dir", "data.tokenizer"),
     *("data.most_epochs", "data.held_out_sets", "data.block_cache_gb"),
+    *("data.valid", "train.eval_only"),
 )
 # Reported although their section is refused or free: weights of a blend take effect from where the
 # run is; hooks that compress gradients change them.
@@ -39,7 +40,7 @@ REPORTED = (
     *("model.dropout", "data.blend", "data.blend_stages"),
     *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
 )
-BRACES = ("blend", "blend_stages")  # keys whose values have names of their own
+BRACES = ("blend", "blend_stages", "valid")  # keys whose values have names of their own
 # Keys that older checkpoints lack, with their values there.
 LATER = {
     "data.packing": "concat",
@@ -71,9 +72,11 @@ class ConfigChange(NamedTuple):
 
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     """Returns every differing key that both configurations have, or that came `LATER`; `there` is
-    nested dicts."""
+    nested dicts. For `train.eval_only`, which reads no training sample, neither data nor seed."""
     old, new = LATER | flat(there), flat(dataclasses.asdict(here))
     common = sorted(old.keys() & new.keys())
+    if here.train.eval_only:
+        common = [key for key in common if key != "seed" and not key.startswith("data.")]
     return [
         ConfigChange(key, old[key], new[key]) for key in common if not _same(old[key], new[key])
     ]

@@ -163,12 +163,18 @@ class TrainConfig:
         minimum=0,
         megatron="--eval-interval",
     )
-    eval_batches: int = key(
+    eval_batches: int | None = key(
         4,
-        "global batches of held-out text per evaluation; 0: none at all",
+        "global batches of each validation set per evaluation, at most all of it; null: all; 0: "
+        "no evaluation",
         minimum=0,
         megatron="--eval-iters",
         differs="the same, in global batches",
+    )
+    eval_only: bool = key(
+        False,
+        "evaluate the newest checkpoint of run=, append the figures to its evaluations.jsonl, and "
+        "train nothing",
     )
     log_every: int = key(
         10,

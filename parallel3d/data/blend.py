@@ -20,6 +20,7 @@ import hashlib
 import heapq
 import json
 import math
+import operator
 import resource
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -166,6 +167,13 @@ class Blended:
         self._before = [[0] * len(parts)]  # samples of each data set before a stage
         for first in firsts[1:]:
             self._before.append(self.counts(first))
+
+    @property
+    def windows(self) -> int:
+        """The most samples of which none comes twice."""
+        limits = [part.windows for part in self.parts]
+        repeats = lambda n: any(map(operator.gt, self.counts(n), limits))  # noqa: E731
+        return bisect_right(range(sum(limits) + 1), False, key=repeats) - 1
 
     def at(self, i: int) -> tuple[int, int]:
         """Returns the data set of sample `i`, and the sample's number in that set."""

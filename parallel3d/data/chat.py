@@ -460,15 +460,18 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
     chat = find_chat(data)
     build = lambda path: _build(path, chat, report)  # noqa: E731
     pair, digest, files = kept_pair(folder, chat.key, build, report)
-    if pair.documents < 2:
+    if pair.documents < 2 and 0.0 < data.held_out < 1.0:
         raise UserError(
             f"data.path={data.path} has one conversation, and one to train on and one held out "
             "are needed"
         )
-    wanted = len(pair) - max(1, int(len(pair) * data.valid_fraction))
-    last = pair.index.document_from(wanted)
-    last = min(max(1, last), pair.documents - 1)
-    split = int(pair.index.begins(last, last + 1)[0])
+    if 0.0 < data.held_out < 1.0:
+        wanted = len(pair) - max(1, int(len(pair) * data.held_out))
+        last = pair.index.document_from(wanted)
+        last = min(max(1, last), pair.documents - 1)
+        split = int(pair.index.begins(last, last + 1)[0])
+    else:
+        split = 0 if data.held_out else len(pair)
     return Corpus.of(
         *(pair.tokens, len(pair) - split, chat.tokenizer),
         fingerprint=digest,
@@ -495,6 +498,8 @@ def check_windows(corpus: Corpus, seq_length: int) -> None:
     """Raises UserError if concatenated conversations give no training or no held-out sample, or
     none with a learned token."""
     for tokens, held_out in ((corpus.train, False), (corpus.valid, True)):
+        if not len(tokens):
+            continue
         windows = (len(tokens) - 1) // seq_length
         if windows < 1:
             raise UserError(

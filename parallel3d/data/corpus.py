@@ -25,7 +25,7 @@ from parallel3d.data.packing import (
 )
 from parallel3d.data.paired import open_pair, remote_of
 from parallel3d.data.sources import Document, find_documents, origin
-from parallel3d.data.split import Corpus, held_out_tokens, longest_sample
+from parallel3d.data.split import Corpus, held_out_tokens, longest_sample, needs
 from parallel3d.data.text_files import cached_pair
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, open_tokenizer
 from parallel3d.data.tokens import marks_of
@@ -47,8 +47,8 @@ def open_corpus(
 ) -> Corpus | Blend:
     """Opens the text that `data` describes; builds its token cache and plans if they are missing.
 
-    The last `data.valid_fraction` of the tokens of each text, and at least one sample of
-    `seq_length` + 1, is held out. `cache_dir` overrides `data.cache_dir`, which overrides the
+    The last `data.held_out` of the tokens of each text, and, unless that is 0, at least one sample
+    of `seq_length` + 1, is held out. `cache_dir` overrides `data.cache_dir`, which overrides the
     user's cache folder. `report` receives a sentence when there is something to wait for.
     `vocab_size`: the model's, an upper limit of a pair's tokens. Raises UserError.
     """
@@ -64,7 +64,7 @@ def open_corpus(
         corpus = _open_one(data, seq_length, folder, vocab_size)
     elif data.name == "chat":
         corpus = open_chat(data, folder, report)
-        if data.packing == "concat":
+        if data.packing == "concat" and data.held_out < 1.0:
             check_windows(corpus, seq_length)
     else:
         corpus = _open_text(data, seq_length, folder, report)
@@ -171,10 +171,10 @@ def _folder(data: DataConfig, cache_dir: str | os.PathLike[str] | None) -> Path:
 
 def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document], tokens: int) -> int:
     """Returns the tokens of the held-out split. Raises UserError if either split has no sample."""
-    held_out = held_out_tokens(tokens, data.valid_fraction, seq_length)
+    held_out = held_out_tokens(tokens, data.held_out, seq_length)
     if held_out is not None:
         return held_out
-    longest, sample = longest_sample(tokens, data.valid_fraction), seq_length + 1
+    longest = longest_sample(tokens, data.held_out)
     there = tokens - len(documents)  # the rest are end-of-text tokens
     unit = "bytes" if data.reads_bytes else "tokens"
     fits = (
@@ -184,7 +184,7 @@ def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document], 
     )
     raise UserError(
         f"{origin(data)} is too short for model.seq_length={seq_length}: it has {there} {unit}, "
-        f"one sample to train on and one held out need {2 * sample - len(documents)}, {fits}"
+        f"{needs(seq_length, data.held_out, len(documents))}, {fits}"
     )
 
 
@@ -198,7 +198,9 @@ def with_plans(
     capacity = seq_length + 1
     fit = one_each if data.packing == "padded" else best_fit
 
-    def plan(held_out: bool) -> PackingPlan:
+    def plan(held_out: bool) -> PackingPlan | None:
+        if not len(corpus.valid if held_out else corpus.train):
+            return None
         path = _path(corpus, held_out, folder, capacity, data.packing)
 
         def make() -> Pieces:
@@ -211,8 +213,9 @@ def with_plans(
         return found
 
     plans = plan(False), plan(True)
-    digests = [corpus.fingerprint, *(plan.digest for plan in plans)]
-    files = *corpus.files, *(plan.watched for plan in plans)
+    made = [one for one in plans if one is not None]
+    digests = [corpus.fingerprint, *(plan.digest for plan in made)]
+    files = *corpus.files, *(plan.watched for plan in made)
     return dataclasses.replace(corpus, plans=plans, fingerprint=" ".join(digests), files=files)
 
 
@@ -221,6 +224,8 @@ def check_pieces(
 ) -> None:
     """Raises UserError for documents that do not fit a sample, unless the plans exist already."""
     for held_out in (False, True):
+        if not len(corpus.valid if held_out else corpus.train):
+            continue
         path = _path(corpus, held_out, folder, seq_length + 1, data.packing)
         cache.check_can_store(path)
         if not path.exists():

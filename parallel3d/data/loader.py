@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from parallel3d.comm.exchange import all_gather_json
@@ -139,6 +140,15 @@ class Batches:
             for m in range(self._num_microbatches)
             for i in self.indices(first, m)
         )
+
+    def byte_count(self, first: int, sizes: npt.NDArray[np.int64]) -> int:
+        """Sums `sizes` over the unmasked labels of this rank's share of the global batch."""
+        samples = (
+            self._sample(first, i, keep=True)
+            for m in range(self._num_microbatches)
+            for i in self.indices(first, m)
+        )
+        return sum(int(sizes[s.tokens[1:][s.loss_mask]].sum()) for s in samples)
 
     def _sample(self, first: int, i: int, keep: bool = False) -> Sample:
         if self._ahead is None:
@@ -334,7 +344,7 @@ class Sources(NamedTuple):
     """Training and held-out samples; `held_out`: those of a blend's heaviest parts, by name."""
 
     train: DatasetOrder | Blended
-    valid: DatasetOrder | Blended
+    valid: DatasetOrder | Blended | None  # None with `data.held_out` of 0
     held_out: Mapping[str, DatasetOrder]
 
 
@@ -360,26 +370,18 @@ def with_length(config: Config, source: SampleSource) -> Config:
 
 def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:
     """Returns the samples of a corpus. Raises UserError if the model's vocabulary is too small."""
-    data, seq_length, seed = config.data, config.model.seq_length, config.seed
+    data = config.data
     check_vocabulary(corpus.vocab_size, config.model.vocab_size, data.tokenizer)
-
-    def part(one: Corpus, held_out: bool, name: str = "") -> DatasetOrder:
-        tokens, shuffle = (one.valid, False) if held_out else (one.train, True)
-        if one.plans is not None:
-            packs = PackSampler(tokens, one.plans[held_out], seed, shuffle, one.eot, name)
-            return ChatSamples(packs) if one.marked else packs
-        masks = data.eod_mask_loss, data.document_mask
-        windows = Sampler(
-            *(tokens, seq_length, seed, shuffle, one.eot, *masks, one.starts(held_out), name)
-        )
-        return ChatSamples(windows) if one.marked else windows
-
     if isinstance(corpus, Corpus):
-        return Sources(part(corpus, False), part(corpus, True), {})
+        valid_source = part_of(corpus, config, True) if corpus.valid_tokens else None
+        return Sources(part_of(corpus, config, False), valid_source, {})
     parts = corpus.corpora
     names = [one.name for one in parts]
-    train = Blended([part(one, False, one.fingerprint) for one in parts], corpus.stages, names)
-    valid = [part(one, True, one.fingerprint) for one in parts]
+    training = [part_of(one, config, False, one.fingerprint) for one in parts]
+    train = Blended(training, corpus.stages, names)
+    if not corpus.valid_tokens:
+        return Sources(train, None, {})
+    valid = [part_of(one, config, True, one.fingerprint) for one in parts]
     first = corpus.stages[0].weights
     heaviest = sorted(first, key=lambda k: (-first[k], k)) + [
         k for k in range(len(parts)) if k not in first
@@ -387,3 +389,19 @@ def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:
     shown = heaviest[: data.held_out_sets]
     held_out = {names[k]: valid[k] for k in shown}
     return Sources(train, Blended(valid, corpus.stages[:1], names), held_out)
+
+
+def part_of(one: Corpus, config: Config, held_out: bool, name: str = "") -> DatasetOrder:
+    """Returns the samples of one part of a corpus: to train on, shuffled, or held out, in order and
+    to the last token. `name`: of a part of a blend, which gets an own order."""
+    data, seed, shuffle = config.data, config.seed, not held_out
+    tokens = one.valid if held_out else one.train
+    if one.plans is not None:
+        plan = one.plans[held_out]
+        assert plan is not None  # the part is not empty
+        packs = PackSampler(tokens, plan, seed, shuffle, one.eot, name)
+        return ChatSamples(packs) if one.marked else packs
+    masks = data.eod_mask_loss, data.document_mask
+    more = one.eot, *masks, one.starts(held_out), name, held_out
+    windows = Sampler(tokens, config.model.seq_length, seed, shuffle, *more)
+    return ChatSamples(windows) if one.marked else windows

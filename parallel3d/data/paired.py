@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.config.fields import show
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.split import Corpus, held_out_tokens, longest_sample
+from parallel3d.data.split import Corpus, held_out_tokens, longest_sample, needs
 from parallel3d.data.text_files import CorpusFacts, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
 from parallel3d.data.tokens import PROVED, Proof, Tokens, WatchedFile, prove, size_of
@@ -66,14 +66,14 @@ def open_pair(
             f"model.vocab_size={limit} must be at least {facts.vocab_size} for the tokens of "
             f"{named}; the nearest is model.vocab_size={facts.vocab_size}"
         )
-    held_out = held_out_tokens(len(pair), data.valid_fraction, seq_length)
+    held_out = held_out_tokens(len(pair), data.held_out, seq_length)
     if held_out is None:
-        longest = longest_sample(len(pair), data.valid_fraction)
+        longest = longest_sample(len(pair), data.held_out)
         most = f"it must be at most {longest}"
         fits = most if longest > 0 else "none fits: give a longer corpus"
         raise UserError(
             f"{named} is too short for model.seq_length={seq_length}: it has {len(pair):,} tokens, "
-            f"one sample to train on and one held out need {2 * seq_length + 2:,}, {fits}"
+            f"{needs(seq_length, data.held_out)}, {fits}"
         )
     tokens = pair.tokens.below(limit or facts.vocab_size, named)
     fingerprint, files = _watched(pair, tokens, facts.text)

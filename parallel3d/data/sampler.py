@@ -53,7 +53,8 @@ class Sampler:
     """Windows of seq_length + 1 tokens at multiples of seq_length, epoch after epoch.
 
     Neighbours share one token, the last label of one and the first input of the next, so every
-    token but the first is a label once an epoch. A remainder of the stream is not used.
+    token but the first is a label once an epoch. A remainder of the stream is not used, unless it
+    is to be read `whole`: then the last window ends with padding, whose labels are masked.
     """
 
     def __init__(
@@ -67,24 +68,25 @@ class Sampler:
         document_mask: bool = False,
         starts: Starts | None = None,
         name: str = "",
+        whole: bool = False,
     ) -> None:
-        """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an own order for each epoch;
-        `document_mask`: samples have `starts`, from the argument `starts` or else after each `eot`;
-        `name`: of a part of a blend, which gets an own order."""
+        """`tokens` (n,), n > seq_length (n > 1 if `whole`), else ValueError; `shuffle`: an own
+        order for each epoch; `document_mask`: samples have `starts`, from the argument `starts` or
+        else after each `eot`; `name`: of a part of a blend, which gets an own order."""
         self.seq_length = seq_length
-        self.windows = (len(tokens) - 1) // seq_length
+        self.windows = (len(tokens) - 1 + (seq_length - 1) * whole) // seq_length
         if self.windows < 1:
             raise ValueError(f"{len(tokens)} tokens hold no sample of {seq_length} + 1")
         self._tokens = tokens
         self._order = Order(self.windows, seed, shuffle, name)
         self._eot = eot
-        self._eod_mask_loss = eod_mask_loss
+        self._eod_mask_loss, self._whole = eod_mask_loss, whole
         self._document_mask, self._starts = document_mask, starts
 
     @property
     def masks(self) -> bool:
         """Whether a loss mask can contain False."""
-        return self._eod_mask_loss
+        return self._eod_mask_loss or self._whole
 
     def window(self, i: int) -> int:
         """Returns the window of sample `i` >= 0; each window comes once an epoch."""
@@ -100,17 +102,21 @@ class Sampler:
         """Returns sample `i` >= 0 of the endless sequence of epochs."""
         start = self.window(i) * self.seq_length
         tokens = self._tokens[start : start + self.seq_length + 1].astype(np.int64)
-        starts = None
+        starts, there = None, len(tokens) - 1  # labels, fewer in the last window of a whole stream
+        if there < self.seq_length:
+            tokens = np.pad(tokens, (0, self.seq_length - there), constant_values=self._eot)
         if self._document_mask:
             if self._starts is None:
                 begins = np.flatnonzero(tokens[:-2] == self._eot) + 1
             else:
-                begins = self._starts(start, start + self.seq_length) - start
+                begins = self._starts(start, start + there) - start
             starts = document_starts(begins, self.seq_length)
+        mask = np.ones(self.seq_length, dtype=np.bool_)
+        mask[there:] = False
         if self._eod_mask_loss:
             # The label of an end-of-text is the first token of another document: unpredictable.
-            return Sample(tokens, tokens[:-1] != self._eot, starts)
-        return Sample(tokens, np.ones(self.seq_length, dtype=np.bool_), starts)
+            mask &= tokens[:-1] != self._eot
+        return Sample(tokens, mask, starts)
 
 
 def document_starts(begins: npt.NDArray[np.integer], seq_length: int) -> npt.NDArray[np.int32]:

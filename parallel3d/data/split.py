@@ -32,12 +32,12 @@ class TokenizerFacts(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Packed documents; `train` and `valid` are disjoint, in that order.
+    """Packed documents; `train` and `valid` are disjoint, in that order; one of them may be empty.
 
     fingerprint: a digest of the stream, the same on any machine. vocab_size, eot, tokenizer: of the
     tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
-    begin; None: after each `eot`. plans: packs of both parts. marked: tokens carry marks of what is
-    learned (`chat`). files: all open files.
+    begin; None: after each `eot`. plans: packs of both parts, None of an empty
+    one. marked: tokens carry marks of what is learned (`chat`). files: all open files.
     """
 
     train: Tokens
@@ -48,7 +48,7 @@ class Corpus:
     tokenizer: str = "byte"
     tokenizer_name: str | None = None
     documents: IndexedCorpus | None = None
-    plans: tuple[PackingPlan, PackingPlan] | None = None
+    plans: tuple[PackingPlan | None, PackingPlan | None] | None = None
     name: str = ""
     marked: bool = False
     files: tuple[WatchedFile, ...] = ()
@@ -103,11 +103,25 @@ class Corpus:
 
 def held_out_tokens(tokens: int, fraction: float, seq_length: int) -> int | None:
     """Returns the size of the last `fraction`, at least one sample; None if no training sample is
-    left."""
+    left. Of fraction 0 it is none, of 1, a validation set, all."""
+    if fraction == 1.0:
+        return tokens
+    if fraction == 0.0:
+        return 0 if tokens >= seq_length + 1 else None
     held_out = max(int(tokens * fraction), seq_length + 1)
     return held_out if tokens - held_out >= seq_length + 1 else None
 
 
 def longest_sample(tokens: int, fraction: float) -> int:
     """Returns the longest seq_length with a sample in both parts; below 1 if there is none."""
+    if fraction == 0.0:
+        return tokens - 1
     return min(tokens // 2, tokens - int(tokens * fraction)) - 1
+
+
+def needs(seq_length: int, fraction: float, separators: int = 0) -> str:
+    """Returns which tokens both parts need, less `separators`, which are there in any case."""
+    sample = seq_length + 1
+    if fraction == 0.0:
+        return f"one sample needs {sample - separators:,}"
+    return f"one sample to train on and one held out need {2 * sample - separators:,}"

@@ -46,6 +46,7 @@ USUAL_ENDS = (
 
 BYTE = "byte"
 HOW = "byte, a tokenizer.json or a folder that holds one"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # of a byte that no other token holds
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -284,6 +285,28 @@ class FileTokenizer:
         """Returns readable text, without special and unknown tokens."""
         known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
         return self._inner.decode(known, skip_special_tokens=True)
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Returns the bytes that each token adds to the text before it; special ones none; (n,)."""
+        spelled = [self._inner.id_to_token(token) or "" for token in range(self.vocab_size)]
+        decoder = json.loads(self._content).get("decoder") or {}
+        kinds = {part.get("type") for part in (decoder.get("decoders") or [decoder])}
+        if "ByteLevel" in kinds:  # a letter, one of the first 324 of Unicode, is a byte
+            is_letters = [max(map(ord, text), default=0) < 324 for text in spelled]
+            found = [
+                len(text if letters else text.encode())
+                for text, letters in zip(spelled, is_letters, strict=True)
+            ]
+        else:  # a word may be joined to the one before it, so it is decoded behind one
+            word = int(self.encode(b"a")[-1])
+            pairs = [[word, token] for token in range(self.vocab_size)]
+            texts = self._inner.decode_batch(pairs, skip_special_tokens=True)
+            first = len(self.decode([word]).encode())
+            found = [len(text.encode()) - first for text in texts]
+        of_bytes = [BYTE_TOKEN.fullmatch(text) is not None for text in spelled]
+        sizes = np.where(of_bytes, 1, found)
+        sizes[[*self.special.values(), self.eot]] = 0
+        return sizes.astype(np.int64)
 
     def files(self) -> dict[str, bytes]:
         """Returns file name → content of a folder for this tokenizer, also for transformers."""

@@ -10,7 +10,8 @@ learned; `profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`
 (`data_parallel.noise_scale`).
 
 An evaluation's line: `step eval_loss tokens`, the loss null without a token to predict, and
-`eval_losses` of a blend's parts by name. A blend also has `step tokens parts`: the `tokens` read of
+`eval_losses` of a blend's parts by name, `valid` the figures of `Score.row` of each set of
+`data.valid` by name. A blend also has `step tokens parts`: the `tokens` read of
 each part so far and its `epochs`. JSON has no NaN: a value that is not finite is null, and the line
 then has `"nonfinite": {"loss": "nan"}` (or "inf", "-inf").
 """

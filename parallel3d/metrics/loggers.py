@@ -51,11 +51,20 @@ def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float | None] = {}
     for key, entry in line.items():
         if isinstance(entry, Mapping) and key != "nonfinite":
-            begin = _PARTS.get(key, f"{key}/")
-            found |= {begin + part: _figure(entry, part) for part in entry if part != "nonfinite"}
+            found |= _figures(entry, _PARTS.get(key, f"{key}/"))
         elif key != "nonfinite":
             found[_NAMES.get(key, key)] = _figure(line, key)
     return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def _figures(entry: Mapping[str, Any], begin: str) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for part in (key for key in entry if key != "nonfinite"):
+        if isinstance(entry[part], Mapping):  # a validation set
+            found |= _figures(entry[part], f"{begin}{part}/")
+        else:
+            found[begin + part] = _figure(entry, part)
+    return found
 
 
 def _figure(line: Mapping[str, Any], key: str) -> float | None:

@@ -38,6 +38,7 @@ from parallel3d.metrics.peak import summary_of as memory_summary_of
 from parallel3d.metrics.progress import make_console, make_progress, print_styled
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.metrics.report import bits_per_byte
+from parallel3d.metrics.score import Score
 from parallel3d.metrics.tensorboard_logger import FOLDER as TENSORBOARD
 from parallel3d.metrics.tensorboard_logger import TensorBoardLogger
 from parallel3d.metrics.text import Curve
@@ -62,6 +63,21 @@ def mfu_with_terms(
         "peak_source": peak.source,
         "world_size": world_size,
     }
+
+
+def evaluation_row(
+    step: int,
+    eval_loss: float | None,
+    of_parts: Mapping[str, float | None],
+    of_sets: Mapping[str, Score],
+) -> dict[str, Any]:
+    """Returns an evaluation's line but for `tokens`."""
+    row: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
+    if of_parts:
+        row["eval_losses"] = finite(of_parts)
+    if of_sets:
+        row["valid"] = {name: finite(score.row()) for name, score in of_sets.items()}
+    return row
 
 
 def held_out(evaluations: Sequence[Evaluation], reads_bytes: bool) -> dict[str, float | None]:
@@ -138,6 +154,7 @@ class Recorder:
         self._curve = Curve()
         self._throughput = Throughput()
         self._evaluations: list[Evaluation] = []
+        self._valid: dict[str, dict[str, Any]] = {}  # the last figures of each validation set
         self._last: StepRecord | None = None
         self._skipped = self._unlearned = 0
         self._said_unlearned = False
@@ -247,14 +264,20 @@ class Recorder:
         self._last = record
 
     def evaluation(
-        self, step: int, eval_loss: float | None, of_parts: Mapping[str, float | None] = {}
+        self,
+        step: int,
+        eval_loss: float | None,
+        of_parts: Mapping[str, float | None] = {},
+        of_sets: Mapping[str, Score] = {},
     ) -> None:
-        """Records held-out losses (nats per token, None without tokens) after `step` steps."""
+        """Records held-out losses (nats per token, None without tokens) after `step` steps, and the
+        validation sets'."""
         self._evaluations.append(Evaluation(step, eval_loss))
-        parts = {"eval_losses": finite(of_parts)} if of_parts else {}
-        self._log({"step": step, "eval_loss": eval_loss, "tokens": self._tokens, **parts})
-        line = report.evaluation_line(self._config, step, eval_loss, of_parts)
-        self._progress.note(line, style="bold cyan")
+        row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
+        self._valid = row.get("valid", {})
+        self._log(row)
+        for line in report.evaluation_lines(self._config, step, eval_loss, of_parts, of_sets):
+            self._progress.note(line, style="bold cyan")
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
@@ -322,6 +345,7 @@ class Recorder:
         self._tokens = row["tokens"] + (self._first_step - 1 - row["step"]) * self._step_tokens
         if "eval_loss" in row:
             self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
+            self._valid = row.get("valid", {})
             return
         self._curve.add(value(row, "loss"))
         loss, *others = (value(row, key) for key in StepRecord._fields[1:8])
@@ -364,6 +388,7 @@ class Recorder:
             "skipped_steps": self._skipped,
             "unlearned_steps": self._unlearned,
             **held_out(self._evaluations, config.data.reads_bytes),
+            "valid": self._valid or None,
             "tokens_per_s": self._throughput.summary(),
             "mfu": mfu_with_terms(
                 self._throughput.mean, self._flops_per_token, self._peak, self._world_size

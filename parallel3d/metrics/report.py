@@ -17,6 +17,7 @@ from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, print_styled
+from parallel3d.metrics.score import Score
 from parallel3d.metrics.tensorboard_logger import FOLDER as TENSORBOARD
 from parallel3d.metrics.tensorboard_logger import show_command
 from parallel3d.metrics.text import (
@@ -216,13 +217,38 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
     console.print(panel)
 
 
-def evaluation_line(
-    config: Config, step: int, eval_loss: float | None, of_parts: Mapping[str, float | None]
+def evaluation_lines(
+    config: Config,
+    step: int,
+    eval_loss: float | None,
+    of_parts: Mapping[str, float | None],
+    of_sets: Mapping[str, Score] = {},
+) -> list[str]:
+    """Returns the lines of an evaluation: held out, with some parts of a blend, and each set."""
+    steps = config.train_steps
+    begin = f"eval {step:{len(str(steps))}d}/{steps}  "
+    lines = [f"{begin}{name}: {score_words(score)}" for name, score in of_sets.items()]
+    if of_sets and eval_loss is None:
+        return lines
+    return [begin + _held_out_words(config, eval_loss, of_parts), *lines]
+
+
+def score_words(score: Score) -> str:
+    """Returns the figures of a validation set."""
+    row = score.row()
+    text = f"loss {loss_words(score.loss)}"
+    if row["perplexity"] is not None:
+        text += f" · perplexity {row['perplexity']:.5g}"
+    if row["bits_per_byte"] is not None:
+        text += f" · {row['bits_per_byte']:.4f} bits per byte"
+    return f"{text} · {score.tokens:,} tokens"
+
+
+def _held_out_words(
+    config: Config, eval_loss: float | None, of_parts: Mapping[str, float | None]
 ) -> str:
-    """Returns the line of an evaluation, with some parts of a blend."""
     bits = bits_per_byte(eval_loss, config.data.reads_bytes)
-    width = len(str(config.train_steps))
-    text = f"eval {step:{width}d}/{config.train_steps}  held-out loss {loss_words(eval_loss)}"
+    text = f"held-out loss {loss_words(eval_loss)}"
     text += f" · {bits:.3f} bits per byte" if bits is not None else ""
     shown = [f"{name} {loss_words(loss)}" for name, loss in list(of_parts.items())[:MOST_PARTS]]
     more = [f"{len(of_parts) - MOST_PARTS} more"] if len(of_parts) > MOST_PARTS else []

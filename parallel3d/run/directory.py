@@ -40,7 +40,7 @@ from parallel3d.config import identity
 from parallel3d.config.checks.run import check_plain
 from parallel3d.config.fields import REMOVED, RENAMED
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, no_link, replace_durably
 from parallel3d.host.processes import born
 
@@ -240,6 +240,11 @@ def make_run_directory(
     for name in candidates:
         named = dataclasses.replace(config, run=name)
         directory = runs / name
+        if config.train.eval_only and not os.path.lexists(directory):
+            raise UserError(
+                f"train.eval_only=true needs a run with a checkpoint, and there is no {directory}: "
+                f"give run= of one{nearest_hint(name, os.listdir(runs) if runs.is_dir() else [])}"
+            )
         try:
             made = not os.path.lexists(directory) and _make(named, directory)
         except OSError as error:
@@ -304,7 +309,8 @@ def take_run(config: Config, directory: Path) -> int | None:
     try:
         lock = _locked(directory / CONFIG_FILE)
         keep_failures(directory)
-        if not is_newest(config, directory):
+        # An evaluation alone is no start of the run.
+        if not config.train.eval_only and not is_newest(config, directory):
             save_config(config, directory, next_name(directory))
     except BlockingIOError:
         raise UserError(

@@ -167,6 +167,7 @@ class UnequalMasks:
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.documents = documents
+        self.windows: int | None = None  # of a validation set, which has an end
 
     def sample(self, i: int) -> Sample:
         sample = _sample(self.vocab_size, self.seq_length, i)

@@ -49,7 +49,7 @@ class Outcome:
     """What one rank saw of one case; weights are world rank 0's, by logical name."""
 
     steps: list[Step]
-    evaluation: float | None = 0.0  # of the first global batch, after the last step
+    evaluation: float | None = 0.0  # of the validation set, after the last step
     initial: dict[str, str] = field(default_factory=dict)  # digests
     final: dict[str, np.ndarray] = field(default_factory=dict)
     average: dict[str, np.ndarray] = field(default_factory=dict)  # of the weights, with ema_decay
@@ -80,7 +80,14 @@ def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
     """A trainer of `case` on this rank, fed by samples with unequal masks."""
     config = case.config(groups.layout)
     source = source_of(case.problem, config)
-    return Trainer(config, groups, here(), train_source=source, valid_source=source)
+    held_out = source_of(case.problem, config)
+    held_out.windows = evaluated(case.problem)
+    return Trainer(config, groups, here(), train_source=source, valid_source=held_out)
+
+
+def evaluated(problem: Problem) -> int:
+    """Samples of the validation set: two fewer than a global batch has, a ragged end."""
+    return problem.batch - 2
 
 
 def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], list[float]]:
@@ -203,7 +210,7 @@ class References:
         )
         with torch.no_grad():
             trained = build(config.model, run.weights, DTYPES[problem.precision])
-            evaluation = batch_loss(trained, source, 0, problem.batch).item()
+            evaluation = batch_loss(trained, source, 0, evaluated(problem)).item()
         return Expected(digests(initial), lrs, run, evaluation, dead)
 
 

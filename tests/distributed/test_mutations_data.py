@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+import parallel3d.trainer
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
+from parallel3d.data.validation import FirstSamples
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.optim import Optimizer
@@ -177,6 +179,21 @@ def not_gathered_before_evaluation() -> Iterator[None]:
 
 
 @contextmanager
+def sample_dropped_at_the_ragged_end() -> Iterator[None]:
+    """Of the last global batch of a validation set, which it does not fill, a sample is missing."""
+    fewer = lambda source, count: FirstSamples(source, count - 1)  # noqa: E731
+    with patch.object(parallel3d.trainer, "FirstSamples", fewer):
+        yield
+
+
+@contextmanager
+def ragged_end_filled_up() -> Iterator[None]:
+    """The last global batch of a validation set is filled up by samples that count."""
+    with patch.object(parallel3d.trainer, "FirstSamples", lambda source, count: source):
+        yield
+
+
+@contextmanager
 def replicas_start_apart() -> Iterator[None]:
     """Initial values depend on the data-parallel rank, and nobody broadcasts those of the first."""
     sound = Initializer.fill
@@ -222,6 +239,8 @@ PLANTED = [
     pytest.param(neighbours_shard, zero(1), ALL_NUMBERS, id="neighbours-shard"),
     pytest.param(parameters_not_gathered, zero(1), DRIFT, id="not-gathered"),
     pytest.param(not_gathered_before_evaluation, zero(1), {"evaluation"}, id="late-gather"),
+    pytest.param(sample_dropped_at_the_ragged_end, Case(SGD), {"evaluation"}, id="ragged-dropped"),
+    pytest.param(ragged_end_filled_up, Case(SGD), {"evaluation"}, id="ragged-filled-up"),
     pytest.param(replicas_start_apart, Case(SGD), DRIFT, id="replicas-start-apart"),
     pytest.param(replicas_drift, Case(SGD), DRIFT, id="replicas-drift"),
 ]

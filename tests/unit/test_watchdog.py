@@ -334,7 +334,9 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         steps_done=2,
         train_step=lambda: look("step"),
         evaluate=lambda: look("evaluation"),
-        held_out_batches={},
+        held_out=Mock(),
+        held_out_parts={},
+        evaluated_sets={},
         corpus=SimpleNamespace(watched={}),
         step_timer=StepTimer(torch.device("cpu")),
     )

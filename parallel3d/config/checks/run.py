@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ def check_samples(config: Config) -> None:
             f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."
         )
     check_corpora(data)
+    check_validation(config)
     if data.name == "stdlib" and data.path is not None:
         raise UserError(
             f"data.path={show(data.path)} is not read by data=stdlib; the nearest is data=text, "
@@ -71,6 +73,34 @@ def check_init(config: Config) -> None:
         raise UserError(
             "init_optimizer=true must stand beside init_from, whose optimizer it takes; the "
             "nearest is init_optimizer=false."
+        )
+
+
+def check_validation(config: Config) -> None:
+    """Checks names and paths of `data.valid`, and that what is evaluated alone has a run; raises
+    UserError."""
+    sets = config.data.valid
+    for name, path in (sets or {}).items():
+        if not (isinstance(path, str) and path):
+            raise UserError(
+                f"data.valid gives {show(name)} the path {show(path)}, and must give a prefix of a "
+                f"pair or text; as in 'data.valid={{{name}:corpora/{name}}}'."
+            )
+        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
+            close = re.sub(r"[^\w.-]+", "_", str(name)).strip("_") or "set"
+            raise UserError(
+                f"data.valid: the name {show(name)} must be of letters, digits, -, _ and dots, as "
+                f"loggers show it; the nearest is {close}."
+            )
+    if config.train.eval_only and config.run is None:
+        raise UserError(
+            "train.eval_only=true evaluates a checkpoint, so it must stand beside run=, which is "
+            "null; give the name of a run."
+        )
+    if config.train.eval_only and config.train.eval_batches == 0:
+        raise UserError(
+            "train.eval_only=true must have train.eval_batches above 0, or null for whole sets; "
+            "the nearest is train.eval_batches=null."
         )
 
 

@@ -53,9 +53,8 @@ def check_config(
     """Checks a whole configuration and returns it with derived values filled in.
 
     Filled in: `dp` (by `world_size` ranks; 1 where that is None), `model.num_query_groups`,
-    `model.ffn_hidden_size`, `model.max_position_embeddings`, `train.steps` unless tokens or epochs
-    are given; a list of `recompute` becomes text.
-    The argument is not changed; a checked configuration passes unchanged. `own_samples`: the caller
+    `model.ffn_hidden_size`, `model.max_position_embeddings`, `data.valid_fraction`, `train.steps`
+    unless tokens or epochs are given; a list of `recompute` becomes text. The argument is not changed; a checked configuration passes unchanged. `own_samples`: the caller
     has samples, and `data` is not checked. `communication_only` (`bench comm`): neither data nor
     model is checked; only `dp` is filled in.
 
@@ -98,7 +97,9 @@ def check_config(
     recompute, train = spelled(config.recompute), config.train
     if train.tokens is None and train.epochs is None:
         train = dataclasses.replace(train, steps=config.train_steps)
-    return dataclasses.replace(config, dp=dp, model=model, recompute=recompute, train=train)
+    data = dataclasses.replace(config.data, valid_fraction=config.data.held_out)
+    made = dataclasses.replace(config, dp=dp, model=model, data=data)
+    return dataclasses.replace(made, recompute=recompute, train=train)
 
 
 def _check_given(config: Config) -> None:
