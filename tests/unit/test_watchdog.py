@@ -247,7 +247,7 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     own = ("open_corpus", "check_same_text", "save_weights", "run_steps", "dist")
     for name in own:
         monkeypatch.setattr(train, name, Mock())
-    monkeypatch.setattr(train, "Trainer", lambda config, *_: Mock(config=config))
+    monkeypatch.setattr(train, "Trainer", lambda config, *_, **__: Mock(config=config))
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls if call[0] != "restore"]
     assert order == [

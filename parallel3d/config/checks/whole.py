@@ -54,9 +54,10 @@ def check_config(
 
     Filled in: `dp` (by `world_size` ranks; 1 where that is None), `model.num_query_groups`,
     `model.ffn_hidden_size`, `model.max_position_embeddings`, `data.valid_fraction`, `train.steps`
-    unless tokens or epochs are given; a list of `recompute` becomes text. The argument is not changed; a checked configuration passes unchanged. `own_samples`: the caller
-    has samples, and `data` is not checked. `communication_only` (`bench comm`): neither data nor
-    model is checked; only `dp` is filled in.
+    unless tokens or epochs are given; a list of `recompute` becomes text. The argument is not
+    changed; a checked configuration passes unchanged. `own_samples`: the caller has samples, and
+    `data` is not checked. `communication_only` (`bench comm`): neither data nor model is checked;
+    only `dp` is filled in.
 
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """
