@@ -71,7 +71,7 @@ def train(config: Config, worker: Worker) -> None:
     device = torch.device(worker.device)
     groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
     if worker.rank == 0:
-        if (sentence := toy_defaults(config)) is not None:
+        if not config.train.eval_only and (sentence := toy_defaults(config)) is not None:
             print_line(sentence)
         log_choices(config, groups, device)
     if config.preflight:
