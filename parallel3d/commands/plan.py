@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.config.checks.model import check_model, check_tensor_parallel
 from parallel3d.config.checks.run import check_estimated
 from parallel3d.config.fields import check_fields, show
@@ -199,21 +200,6 @@ TIMES = {
     "fixed": "what a step takes whatever its size",
 }
 
-STYLE = """
-:root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;margin:0}
-main{max-width:1180px;margin:0 auto;padding:24px} h1{font-size:26px;margin:0} h2{font-size:19px}
-section{border-top:1px solid #8886;margin-top:28px} pre{background:#8882;padding:12px;
-border-left:4px solid #3b7dc4;white-space:pre-wrap} .wide{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:6px 8px;border-bottom:1px solid #8884;font-size:14px}
-td{white-space:nowrap} td:last-child{white-space:normal}
-.bar{position:relative;display:flex;height:18px;min-width:150px}
-.big .bar{height:40px;margin:12px 0} .bar i{display:block} .bar u{position:absolute;top:-3px;
-bottom:-3px;width:2px;background:#d33} .key i{display:inline-block;width:12px;height:12px;
-margin:0 6px 0 14px} .paper{background:#fff;padding:8px;overflow:auto;max-height:760px}
-.paper svg{max-width:100%;height:auto}
-"""
-
 
 def write_page(plan: Plan, assumed: Sequence[str]) -> None:
     """Writes a single HTML page. Raises UserError if it cannot be written."""
@@ -223,13 +209,8 @@ def write_page(plan: Plan, assumed: Sequence[str]) -> None:
         "parallel3d's own code holds; how right both are: docs/planner.md. "
     )
     assumptions = escape(f"Assumed: {', '.join(assumed)}." if assumed else "")
-    page = f"""<!DOCTYPE html><html lang='en' {MARK}><head><meta charset='utf-8'>
-<meta name='viewport' content='width=device-width,initial-scale=1'>
-<title>Plan: {title}</title><style>{STYLE}</style></head><body><main><h1>{title}</h1>
-{"".join(_sections(plan))}
-<footer>{priced}{assumptions}</footer></main></body></html>
-"""
-    write("plan.html", str(plan.config.plan.html), page)
+    body = f"<h1>{title}</h1>\n{''.join(_sections(plan))}\n<footer>{priced}{assumptions}</footer>"
+    write("plan.html", str(plan.config.plan.html), whole_page(MARK, f"Plan: {title}", body))
 
 
 def _sections(plan: Plan) -> Iterable[str]:
@@ -248,15 +229,15 @@ def _sections(plan: Plan) -> Iterable[str]:
         f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU. "
         f"{len(priced.order):,} of {len(priced.choices):,} layouts fit."
     )
-    yield _section("The best layout", words, f"<pre>{escape(plan.command)}</pre>")
+    yield section("The best layout", words, f"<pre>{escape(plan.command)}</pre>")
     slowest = max(float(priced.seconds[i]) for i in plan.rows)
     rows = [
-        [*map(escape, row), _bar(_parts(priced, i), slowest, "s")]
+        [*map(escape, row), stacked_bar(_parts(priced, i), slowest, "s")]
         for row, i in zip(plan.cells(), plan.rows, strict=True)
     ]
     words = "One for each pair of tp and pp; of layouts within half a per cent the simpler first. "
-    shown = _key(StepTime.__dataclass_fields__) + _table((*HEAD, "time"), rows)
-    yield _section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
+    shown = bar_key(StepTime.__dataclass_fields__) + html_table((*HEAD, "time"), rows)
+    yield section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)
     if config.cluster.file is None:
         work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
@@ -265,18 +246,18 @@ def _sections(plan: Plan) -> Iterable[str]:
         [escape(kind), f"{part:.3g} s", f"{part / seconds:.1%}", TIMES[kind]]
         for kind, part in parts.items()
     ]
-    shown = f"<div class='big'>{_bar(parts, sum(parts.values()), 's')}</div>"
-    shown += _key(parts) + _table(("part", "time", "share", "what it is"), rows)
-    yield _section("Where the step's time goes", "", shown)
+    shown = f"<div class='big'>{stacked_bar(parts, sum(parts.values()), 's')}</div>"
+    shown += bar_key(parts) + html_table(("part", "time", "share", "what it is"), rows)
+    yield section("Where the step's time goes", "", shown)
     if made.pp > 1:
         yield _pipeline(made, _parts(priced, first))
     yield _memory(made, used, memory)
     try:
         report = make_report(replace(made, topology=replace(made.topology, search=0)), None, {})
         picture = picture_of(report, facts_of(report, MAP_MADE_BY))
-        yield _section("Where the ranks sit", "", f"<div class='paper'>{picture}</div>")
+        yield section("Where the ranks sit", "", f"<div class='paper'>{picture}</div>")
     except UserError as error:
-        yield _section("Where the ranks sit", f"No picture: {error}")
+        yield section("Where the ranks sit", f"No picture: {error}")
 
 
 def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
@@ -290,7 +271,7 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
     drawn = time_orders(schedule.orders, schedule.placement, work.costs(schedule.placement))
     title = f"{name}, {made.pp} ranks, {shown} micro-batches"
     idle = parts["bubble"] / (parts["bubble"] + parts["compute"])
-    return _section(
+    return section(
         "The pipeline in time",
         f"Drawn: {shown} of the {count} micro-batches, without messages. In the whole step "
         f"{idle:.1%} is idle.",
@@ -308,54 +289,20 @@ def _memory(made: Config, used: float, memory: float) -> str:
         if MOST_RANKS // 2 <= index < made.pp - MOST_RANKS // 2:
             continue
         stage["reserve"] = reserve  # for the driver, NCCL and fragments
-        bar = _bar({k: v / 1e9 for k, v in stage.items()}, 1.02 * max(memory, used), "GB", memory)
+        bar = stacked_bar(
+            {k: v / 1e9 for k, v in stage.items()}, 1.02 * max(memory, used), "GB", memory
+        )
         rows.append([f"rank {index}", bar, f"{sum(stage.values()) / 1e9:.1f} GB", phase])
     words = "Each rank at its fullest moment of a step. The red line is the GPU's memory, "
-    table = _table(("along pp", "memory", "in all", "peaks in"), rows)
+    shown = html_table(("along pp", "memory", "in all", "peaks in"), rows)
     words = f"{words}{memory:.1f} GB."
-    return _section("Memory along the pipeline", words, _key(stages[0]), table)
-
-
-def _section(heading: str, words: str, *parts: str) -> str:
-    said = f"<p>{escape(words)}</p>" if words else ""
-    return f"<section><h2>{escape(heading)}</h2>{said}{''.join(parts)}</section>"
+    return section("Memory along the pipeline", words, bar_key(stages[0]), shown)
 
 
 def _parts(priced: Priced, index: int) -> dict[str, float]:
     """Returns seconds of a step by part."""
     parts = StepTime.__dataclass_fields__
     return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in parts}
-
-
-def _bar(parts: Mapping[str, float], whole: float, unit: str, limit: float | None = None) -> str:
-    """Returns a bar as long as the sum of `parts` is of `whole`, and a line at `limit`."""
-    made = "".join(
-        f"<i style='width:{100 * value / whole:.2f}%;background:{_colour(place)}' "
-        f"title='{escape(f'{kind}: {value:.3g} {unit}')}'></i>"
-        for place, (kind, value) in enumerate(parts.items())
-        if value > 0
-    )
-    line = "" if limit is None else f"<u style='left:{100 * limit / whole:.2f}%'></u>"
-    return f"<div class='bar'>{made}{line}</div>"
-
-
-def _key(kinds: Iterable[str]) -> str:
-    """Returns the names beside the colours that `_bar` gives them."""
-    colours = ((_colour(place), escape(kind)) for place, kind in enumerate(kinds))
-    items = (f"<i style='background:{colour}'></i>{kind}" for colour, kind in colours)
-    return f"<div class='key'>{''.join(items)}</div>"
-
-
-def _colour(place: int) -> str:
-    """Returns a hue far from those of the places before: the golden angle on."""
-    return f"hsl({(210 + 137.5 * place) % 360:.0f} 50% 48%)"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table whose cells are HTML already."""
-    top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
-    return f"<div class='wide'><table><tr>{top}</tr>{body}</table></div>"
 
 
 TYPES = ("bf16", "fp16", "fp8")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from parallel3d.metrics.jsonl import value
@@ -48,27 +47,17 @@ def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
 
     NaN and infinities are restored.
     """
-    found: dict[str, float | None] = {}
-    for key, entry in line.items():
-        if isinstance(entry, Mapping) and key != "nonfinite":
-            found |= _figures(entry, _PARTS.get(key, f"{key}/"))
-        elif key != "nonfinite":
-            found[_NAMES.get(key, key)] = _figure(line, key)
-    return {name: figure for name, figure in found.items() if figure is not None}
+    return dict(_named(line, _NAMES))
 
 
-def _figures(entry: Mapping[str, Any], begin: str) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for part in (key for key in entry if key != "nonfinite"):
-        if isinstance(entry[part], Mapping):  # a validation set
-            found |= _figures(entry[part], f"{begin}{part}/")
+def _named(entries: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    for key, entry in entries.items():
+        if key == "nonfinite":
+            continue
+        if isinstance(entry, Mapping):
+            begin = _PARTS.get(key, f"{key}/")
+            yield from ((begin + name, figure) for name, figure in _named(entry, {}))
         else:
-            found[begin + part] = _figure(entry, part)
-    return found
-
-
-def _figure(line: Mapping[str, Any], key: str) -> float | None:
-    entry = line[key]
-    if isinstance(entry, float) and math.isfinite(entry):
-        return entry
-    return entry if isinstance(entry, int) else value(line, key)
+            figure = entry if isinstance(entry, int) else value(entries, key)
+            if figure is not None:
+                yield names.get(key, key), figure

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ from rich.console import Console
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.ops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
-from parallel3d.files import replace_durably
+from parallel3d.files import no_link, replace_durably
 from parallel3d.host.processes import lost_output
 from parallel3d.metrics import report
 from parallel3d.metrics.breakdown import RankTimes, breakdown_svg, summary_of
@@ -43,6 +45,8 @@ from parallel3d.metrics.tensorboard_logger import FOLDER as TENSORBOARD
 from parallel3d.metrics.tensorboard_logger import TensorBoardLogger
 from parallel3d.metrics.text import Curve
 from parallel3d.metrics.wandb_logger import WandbLogger
+
+STARTS = "starts.jsonl"  # a line for each start of the run that came to its first step
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak: Peak, world_size: int) -> float:
@@ -209,6 +213,7 @@ class Recorder:
         # Last: a failure above leaves nothing to summarise, and connecting to W&B is no training.
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._start_time = time.perf_counter()
+        self._write(STARTS, self._add_start)
 
     def step(
         self,
@@ -357,6 +362,16 @@ class Recorder:
                 row["step"], loss, grad_norm, lr, row["tokens"], rate, share, seconds, skipped
             )
         )
+
+    def _add_start(self, path: Path) -> None:
+        start = {
+            "first_step": self._first_step,
+            "started": self._started_at,
+            "host": self._provenance.hostname,
+            "layout": layout_of(self._config, self._world_size),
+        }
+        with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+            file.write(f"{json.dumps(start)}\n".encode())
 
     def _draw(self, path: Path) -> None:
         picture = breakdown_svg(self._ranks, f"{self._run_dir.name}: where a step's time goes")
