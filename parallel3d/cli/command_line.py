@@ -42,6 +42,8 @@ from parallel3d.commands.init import VERBS as INIT_VERBS
 from parallel3d.commands.init_from import begun_from
 from parallel3d.commands.recipes import RECIPES, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
+from parallel3d.commands.report.command import KEYS as REPORT_KEYS
+from parallel3d.commands.report.command import REPORT, report
 from parallel3d.config.checks.run import check_loggers, check_precision_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
@@ -77,7 +79,7 @@ TRAIN = "train"
 DRYRUN = "dryrun"
 FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS, INIT: INIT_VERBS, RECIPES: RECIPES_VERBS}
 SUBCOMMANDS = (
-    *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN),
+    *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN, REPORT),
     *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
 )
 # Subcommands of earlier versions, with the command of the repository that replaces them.
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif arguments[0] in ("-V", "--version"):
             print(f"parallel3d {parallel3d.__version__}")
         elif arguments[0] in COMPLETION_FLAGS:
-            complete(arguments, SUBCOMMANDS, FAMILIES, _run_hydra)
+            complete(arguments, SUBCOMMANDS, {**FAMILIES, REPORT: {"": REPORT_KEYS}}, _run_hydra)
         elif arguments[0] == CHECKPOINT:
             return checkpoint(arguments[1:])
         elif arguments[0] == DATA:
@@ -111,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return init(arguments[1:])
         elif arguments[0] == RECIPES:
             return recipes(arguments[1:])
+        elif arguments[0] == REPORT:
+            return report(arguments[1:])
         elif " ".join(arguments[:2]) in SUBCOMMANDS:
             _run_hydra(" ".join(arguments[:2]), arguments[2:])
         elif arguments[0] in SUBCOMMANDS:

@@ -22,7 +22,9 @@ def complete(
     verbs: Verbs,
     run_hydra: Callable[[str, list[str]], None],
 ) -> None:
-    """Prints completions of the line in COMP_LINE; `verbs`: subcommand → its verbs."""
+    """Prints completions of the line in COMP_LINE; `verbs`: subcommand → its verbs,
+    one without a name where the subcommand has keys of its own.
+    """
     query = any(word.startswith("query=") for word in arguments)
     if not query:
         run_hydra("train", arguments)
@@ -39,7 +41,7 @@ def complete(
     app = next((a for a in (" ".join(typed[1:3]), subcommand) if a in subcommands), None)
     if app is not None and subcommand in verbs:
         begun = "" if line.endswith(" ") else typed[-1]
-        keys = [f"{key}=" for key in verbs[subcommand][app.split()[1]].keys]
+        keys = [f"{key}=" for key in verbs[subcommand][app.partition(" ")[2]].keys]
         print(" ".join(key for key in keys if key.startswith(begun)))
     elif app is not None:
         os.environ["COMP_LINE"] = line.replace(f" {app}", "", 1)
@@ -60,6 +62,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d calibrate [key=value …] measure this machine into a file for plan and layout=auto
   parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
   parallel3d bench comm [key=value …]  time every collective in every group
+  parallel3d report run=… run=…     a page of runs: curves, restarts, time, memory, differences
   parallel3d generate run=… prompt=…   write text with what a run has learned
   parallel3d checkpoint ls|verify|export|import|branch|diff …
                                     list, prove and compare checkpoints, exchange them with

@@ -54,8 +54,8 @@ def stacked_bar(
 
 def bar_key(kinds: Iterable[str]) -> str:
     """Returns the names beside the colours that `stacked_bar` gives them."""
-    colours = ((colour(place), escape(kind)) for place, kind in enumerate(kinds))
-    items = (f"<i style='background:{colour}'></i>{kind}" for colour, kind in colours)
+    named = enumerate(map(escape, kinds))
+    items = (f"<i style='background:{colour(place)}'></i>{kind}" for place, kind in named)
     return f"<div class='key'>{''.join(items)}</div>"
 
 

@@ -50,7 +50,7 @@ def choose(command: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> str 
             f"{command} {name}: {name} is not a verb; it must be one of {', '.join(verbs)}{hint}"
         )
     if HELP & set(argv[1:]):
-        print(_help(f"{command} {name}", verbs[name]))
+        print(verb_help(f"{command} {name}", verbs[name]))
         return None
     return name
 
@@ -144,7 +144,8 @@ def _overview(command: str, verbs: Mapping[str, Verb]) -> str:
     )
 
 
-def _help(command: str, verb: Verb) -> str:
+def verb_help(command: str, verb: Verb) -> str:
+    """Returns the help text of a verb, or of a command without verbs."""
     width = max(map(len, verb.keys))
     keys = "\n".join(f"  {key:<{width}}  {text}" for key, text in verb.keys.items())
     examples = "\n".join(f"  {line}" for line in dedent(verb.examples).splitlines())

@@ -80,7 +80,7 @@ def _text(config: Config) -> str:
 
 def load_config(directory: Path) -> Config:
     """Returns the configuration of a run's newest start. Raises OSError and NO_CONFIG."""
-    return _read(config_files(directory)[-1])
+    return read_config(config_files(directory)[-1])
 
 
 def last_config(directory: Path) -> Config:
@@ -92,7 +92,7 @@ def last_config(directory: Path) -> Config:
     problem: Exception | None = None
     for path in reversed(config_files(directory)):
         try:
-            return _read(path)
+            return read_config(path)
         except UserError:
             raise
         except NO_CONFIG as error:
@@ -118,7 +118,8 @@ def next_name(directory: Path) -> str:
     return f"config-{int(newest[1] or 1) + 1}.yaml"
 
 
-def _read(path: Path) -> Config:
+def read_config(path: Path) -> Config:
+    """Returns the configuration in a file. Raises OSError and NO_CONFIG."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except OSError as error:

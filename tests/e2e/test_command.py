@@ -75,7 +75,7 @@ def test_info_flag_works(shell: Shell) -> None:
             "parallel3d ",
             {
                 *("train", "verify", "bench", "topology", "schedule", "plan", "dryrun", "generate"),
-                *("checkpoint", "data", "calibrate", "init", "recipes"),
+                *("checkpoint", "data", "calibrate", "init", "recipes", "report"),
             },
         ),
         ("parallel3d data ", {"tokenize", "train-tokenizer", "show"}),
@@ -86,6 +86,7 @@ def test_info_flag_works(shell: Shell) -> None:
         ("parallel3d checkpoint ", {"ls", "verify", "export", "import", "diff"}),
         ("parallel3d checkpoint export ", {"run=", "runs_dir=", "to=", "step=", "dtype="}),
         ("parallel3d checkpoint ls run", {"run=", "runs_dir="}),
+        ("parallel3d report run=a ", {"run=", "to=", "runs_dir="}),
         ("parallel3d generate generate.to", {"generate.top_k="}),
         ("parallel3d train checkpoint.asy", {"checkpoint.async_save="}),
         ("parallel3d ver", {"verify"}),

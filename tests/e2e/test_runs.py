@@ -20,6 +20,7 @@ FILES = {
     "breakdown.svg",
     "config.yaml",
     "metrics.jsonl",
+    "starts.jsonl",
     "summary.json",
     "weights-initial.safetensors",
     "weights-final.safetensors",

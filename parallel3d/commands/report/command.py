@@ -1,0 +1,56 @@
+"""Runs `parallel3d report run=a run=b to=report.html`. Without Hydra and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel3d.commands.verbs import HELP, Verb, parse, refusing, verb_help
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.topology.assumptions import check_free, write
+
+REPORT = "report"
+MADE_BY = "parallel3d report"
+MARK = f"data-by='{MADE_BY}'"
+MOST_RUNS = 12  # that can be told apart in one chart
+KEYS = Verb(
+    "write a page of one run or several: curves over steps and tokens with the restarts, where a "
+    "step's time goes, memory, layout and map, and the keys in which the runs differ",
+    {
+        "run": "name of a run; give run= once for each",
+        "to": "HTML file to write (report.html); a file of anybody else's stays as it is",
+        "runs_dir": "folder of all runs (runs)",
+    },
+    ("run",),
+    "parallel3d report run=my_run\n"
+    "parallel3d report run=my_run run=other_run to=both.html\n"
+    "parallel3d report run=my_run runs_dir=/data/runs",
+)
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Writes the page and prints what is in it; returns the exit code. Raises UserError."""
+    if HELP & set(arguments):
+        print(verb_help(REPORT, KEYS))
+        return 0
+    first, *more = [word for word in arguments if word.startswith("run=")] or [""]
+    others = [word for word in arguments if not word.startswith("run=")]
+    given, _ = parse(REPORT, KEYS, [*filter(None, (first,)), *others])
+    names = list(dict.fromkeys([given["run"], *(word.removeprefix("run=") for word in more)]))
+    if len(names) > MOST_RUNS:
+        raise UserError(f"report: at most {MOST_RUNS} runs must be given, not {len(names)}")
+    to = given.get("to", "report.html")
+    check_free("to", to, MARK, MADE_BY)
+    from parallel3d.commands.report.page import page_of
+    from parallel3d.commands.report.reading import read_run
+
+    with refusing(REPORT):
+        runs = [read_run(Path(given.get("runs_dir", Config().runs_dir)), name) for name in names]
+        page = page_of(runs, MARK)
+    write("to", to, page)
+    width = max(map(len, names))
+    for run in runs:
+        print(f"{run.name:<{width}}  {run.last[0]:>7,} steps  {run.state}")
+    print(f"{to}: open it in a browser")
+    return 0

@@ -1,0 +1,281 @@
+"""Writes the page of runs: tables and bars as HTML, curves as data that report.js draws."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from parallel3d.comm.step_timer import KINDS
+from parallel3d.commands.html import (
+    bar_key,
+    colour,
+    html_table,
+    section,
+    stacked_bar,
+    whole_page,
+)
+from parallel3d.commands.report.reading import COLUMNS, STEP_FIGURES, RunRecord, thinned
+from parallel3d.config.fields import show
+from parallel3d.metrics.text import duration, percent, si
+
+MOST_RANKS, MOST_PLACES = 16, 64  # of a run in a table of bars, in a map
+NOT_COMPARED = ("run", "runs_dir")
+CHARTS = {
+    "train/loss": ("Training loss", "nats per token"),
+    "eval/loss": ("Held-out loss", "nats per token"),
+    "train/grad_norm": ("Gradient norm", "before clipping"),
+    "train/lr": ("Learning rate", ""),
+    "speed/tokens_per_s": ("Speed", "tokens a second"),
+}
+LOGARITHMIC = ("train/loss", "train/grad_norm", "eval/loss", "valid/")  # if the reader asks for it
+SHARED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+STYLE = """
+.controls{position:sticky;top:0;z-index:1;background:Canvas;
+display:flex;flex-wrap:wrap;gap:6px 22px;padding:10px 0;margin-top:14px}
+.controls fieldset{border:0;margin:0;padding:0;display:flex;flex-wrap:wrap;gap:4px 14px}
+.controls legend{float:left;font-weight:600;margin-right:10px;padding:0}
+label{cursor:pointer;white-space:nowrap} .dot{display:inline-block;width:11px;height:11px;
+border-radius:3px;margin:0 6px 0 2px}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));
+gap:18px 34px}
+figure{margin:0;min-width:0} figcaption{font-weight:600;margin-bottom:2px}
+figcaption small{font-weight:400;opacity:.7} .read{font-size:13px;min-height:24px;
+font-variant-numeric:tabular-nums} .read span{margin-right:14px;white-space:nowrap}
+.chart svg{display:block;width:100%;height:230px;touch-action:pan-y}
+.chart:focus-visible{outline:2px solid #3b7dc4;outline-offset:3px}
+.chart text{font-size:12px;fill:currentColor;opacity:.75} .grid{stroke:currentColor;opacity:.13}
+.curve{fill:none;stroke-width:1.6;stroke-linejoin:round} .restart{stroke-width:1.3;
+stroke-dasharray:4 3;opacity:.85} .cross{stroke:currentColor;opacity:.45}
+.odd{font-weight:700;opacity:1!important} .map{display:flex;flex-wrap:wrap;gap:5px}
+.map b{font-weight:400;font-size:12px;border-left:4px solid;padding:2px 8px;background:#8882}
+th{white-space:nowrap} h3{font-size:15px;margin:18px 0 6px}
+.muted{opacity:.7} footer{margin-top:30px;font-size:13px}
+@media print{.controls{position:static}}
+"""
+
+
+def page_of(runs: Sequence[RunRecord], mark: str) -> str:
+    """Returns the page; `mark` is the attribute that tells who wrote it."""
+    names = [escape(run.name) for run in runs]
+    title = " · ".join(names)
+    dots = [f"<i class='dot' style='background:{colour(i)}'></i>" for i in range(len(runs))]
+    labels = [f"<b>{dot}{name}</b>" for dot, name in zip(dots, names, strict=True)]
+    controls = "".join(
+        f"<label><input type='checkbox' class='shown' value='{i}' checked> {dot}{name}</label>"
+        for i, (dot, name) in enumerate(zip(dots, names, strict=True))
+    )
+    data = json.dumps(_data(runs), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    script = Path(__file__).with_name("report.js").read_text("utf-8")
+    body = f"""<h1>{title}</h1>
+{section("Runs", "", _overview(runs, labels))}
+<form class='controls' onsubmit='return false'><fieldset><legend>x axis</legend>
+<label><input type='radio' name='axis' value='s' checked> steps</label>
+<label><input type='radio' name='axis' value='t'> tokens</label></fieldset>
+<fieldset><legend>y axis</legend><label><input type='checkbox' id='log'> logarithmic losses and
+norms</label></fieldset><fieldset><legend>runs</legend>{controls}</fieldset></form>
+<noscript><p>The curves are drawn by this page's own script, which is switched off here.</p>
+</noscript>
+<section><h2>Curves</h2><p class='muted'>Point at a chart, or choose it with Tab and move with the
+arrow keys. Dashed: a restart from a checkpoint. ✕: a value that is not a finite number.</p>
+<div class='charts' id='charts'></div></section>
+{"".join(_sections(runs, labels))}
+<footer class='muted'>Of more than {COLUMNS:,} steps a curve shows means, and in pale the lowest
+and the highest value.</footer>
+<script type='application/json' id='data'>{data}</script><script>{script}</script>"""
+    head = f"<meta http-equiv='Content-Security-Policy' content=\"{SHARED}\"><style>{STYLE}</style>"
+    return whole_page(mark, f"Report: {title}", body, head)
+
+
+def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Returns what report.js draws: charts in order, each with a curve of each run that has it."""
+    held_out = sorted({name for run in runs for name in run.curves} - {*STEP_FIGURES.values()})
+    order = [*list(CHARTS)[:1], *held_out, *list(CHARTS)[2:]]
+    charts = []
+    for name in order:
+        words = name.removeprefix("eval/loss of ").removeprefix("valid/").removesuffix("/loss")
+        heading, unit = CHARTS.get(name, (f"Held-out loss of {words}", "nats per token"))
+        curves = [thinned(run.curves[name]) if name in run.curves else None for run in runs]
+        if any(curves):
+            is_loss = name.startswith(LOGARITHMIC)
+            charts.append({"name": heading, "unit": unit, "log": is_loss, "curves": curves})
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "colour": colour(i),
+                "restarts": [
+                    {"s": start["first_step"] - 1, "t": start["tokens"], "at": _time(start)}
+                    for start in run.starts[1:] or run.starts
+                    if len(run.starts) > 1 or start["first_step"] > 1
+                ],
+            }
+            for i, run in enumerate(runs)
+        ],
+        "charts": charts,
+    }
+
+
+def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+    head = ["run", "state", "model", "layout", "steps", "tokens", "last loss", "held-out, best"]
+    head += ["tokens/s", "MFU", "last start took"]
+    rows = []
+    for run, label in zip(runs, labels, strict=True):
+        config, summary = (run.configs or [{}])[-1], run.summary
+        speed, mfu = summary.get("tokens_per_s") or {}, summary.get("mfu") or {}
+        steps, tokens = run.last
+        of = f" of {config['train.steps']:,}" if config.get("train.steps") else ""
+        size = f", {si(summary['parameters'])}" if "parameters" in summary else ""
+        cells = [
+            f"{config.get('model.name', '?')}{size}, {config.get('precision.name', '?')}",
+            _layout_words(run),
+            f"{steps:,}{of}",
+            si(tokens).replace("  ", " "),
+            _number(run.last_value("train/loss"), ".4f"),
+            _number(run.last_value("eval/loss", min), ".4f"),
+            _number(speed.get("mean"), ",.0f"),
+            percent(mfu["value"]) if mfu.get("value") is not None else "–",
+            duration(summary["wall_time_s"]) if summary else "–",
+        ]
+        rows.append([label, escape(run.state), *map(escape, cells)])
+    return html_table(head, rows)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _layout_words(run: RunRecord) -> str:
+    layout: dict[str, int] = next(
+        (s["layout"] for s in reversed(run.starts) if s.get("layout")), {}
+    )
+    return _dims(layout) + (f" = {layout['world_size']} ranks" if len(run.ranks) > 1 else "")
+
+
+def _dims(layout: Mapping[str, int]) -> str:
+    """Returns the dimensions that a layout uses."""
+    used = (f"{d} {layout[d]}" for d in ("tp", "pp", "cp", "dp") if layout.get(d, 1) > 1)
+    return " × ".join(used) or ("one rank" if layout else "–")
+
+
+def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]:
+    """Yields differing keys, restarts, and time, memory and places of the ranks of each run."""
+    if len(runs) > 1:
+        table = _differing(["key", *labels], [(run.configs or [{}])[-1] for run in runs])
+        yield section("What differs", "" if table else "No key but run and runs_dir.", table)
+    yield _starts(runs, labels)
+    for heading, part, said in (
+        (
+            "Where a step's time goes",
+            _times,
+            "It is in summary.json, written at the end.",
+        ),
+        ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
+        ("Layout and map", _map, "placement.json is missing."),
+    ):
+        shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
+        found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
+        missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
+        yield section(heading, f"Not known of {missing}. {said}" if missing else "", *found)
+
+
+def _differing(head: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of the keys whose values differ between flat configurations, or ""."""
+    keys = sorted({key for config in configs for key in config if key not in NOT_COMPARED})
+    rows = [
+        [f"<code>{key}</code>", *(escape(show(c[key]) if key in c else "–") for c in configs)]
+        for key in keys
+        if any(c.get(key) != configs[0].get(key) for c in configs)
+    ]
+    return html_table(head, rows) if rows else ""
+
+
+def _starts(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+    rows, changes = [], ""
+    for run, label in zip(runs, labels, strict=True):
+        for number, start in enumerate(run.starts, 1):
+            first, where = f"{start['first_step']:,}", start.get("host", "–")
+            cells = [f"{number}", _time(start), first, _dims(start.get("layout") or {}), where]
+            rows.append([label, *map(escape, cells)])
+        for before, after in pairwise(run.configs):
+            if table := _differing(("key", "before", "after"), (before, after)):
+                changes += f"<h3>{label} went on with other keys</h3>{table}"
+    head = ("run", "start", "at", "first step", "layout", "host of rank 0")
+    return section("Starts", "", html_table(head, rows) if rows else "", changes)
+
+
+def _time(start: Mapping[str, Any]) -> str:
+    """Returns when a run was started, in UTC as it is noted: "2026-11-25 03:19:55 UTC"."""
+    return str(start["started"]).replace("T", " ").replace("+00:00", " UTC")
+
+
+def _times(run: RunRecord) -> str:
+    ranks = (run.summary.get("breakdown") or {}).get("ranks", [])
+    used = [kind for kind in KINDS if any(rank[kind] for rank in ranks)]
+    if not used:
+        return ""
+    longest = max(rank["step"] for rank in ranks)
+    rows = [
+        [
+            _rank_name(run, rank["rank"]),
+            stacked_bar({kind: 1e3 * rank[kind] for kind in used}, 1e3 * longest, "ms"),
+            f"{1e3 * rank['step']:.3g} ms",
+        ]
+        for rank in ranks[:MOST_RANKS]
+    ]
+    return bar_key(used) + html_table(("rank", "mean over the steps", "step"), rows) + _cut(ranks)
+
+
+def _memory(run: RunRecord) -> str:
+    ranks = (run.summary.get("memory") or {}).get("ranks", [])
+    if not ranks:
+        return ""
+    most = max(max(rank["reserved"], rank["allocated"]) for rank in ranks) / 1e9
+    rows = []
+    fullest = sorted(ranks, key=lambda rank: -rank["allocated"])[:MOST_RANKS]
+    for rank in fullest:
+        used, reserved = rank["allocated"] / 1e9, rank["reserved"] / 1e9
+        parts = {"allocated at most": used, "reserved beyond": max(reserved - used, 0.0)}
+        cells = [_rank_name(run, rank["rank"]), stacked_bar(parts, most, "GB"), f"{used:.3g} GB"]
+        rows.append([*cells, f"{reserved:.3g} GB"])
+    head = ("rank", "memory", "allocated", "reserved")
+    return bar_key(parts) + html_table(head, rows) + _cut(ranks, which="fullest")
+
+
+def _map(run: RunRecord) -> str:
+    """Returns the hosts with their ranks, coloured by pipeline stage."""
+    hosts: dict[str, list[Mapping[str, Any]]] = {}
+    for rank in run.ranks[:MOST_PLACES]:
+        hosts.setdefault(str(rank["host"]), []).append(rank)
+    rows = []
+    for host, ranks in hosts.items():
+        boxes = "".join(
+            f"<b style='border-color:{colour(rank['pp'])}' title='place {rank['local_index']} of "
+            f"the host'>{_rank_name(run, rank['rank'])}</b>"
+            for rank in sorted(ranks, key=lambda rank: rank["local_index"])
+        )
+        rows.append([escape(host), f"<div class='map'>{boxes}</div>"])
+    if not rows:
+        return ""
+    return html_table(("host", f"ranks: {escape(_layout_words(run))}"), rows) + _cut(
+        run.ranks, MOST_PLACES
+    )
+
+
+def _rank_name(run: RunRecord, number: int) -> str:
+    place = run.ranks[number] if number < len(run.ranks) else {}
+    where = " ".join(f"{d}{place[d]}" for d in ("pp", "dp", "cp", "tp") if _is_used(run, d))
+    return f"rank {number}" + (f" · {where}" if where else "")
+
+
+def _is_used(run: RunRecord, dim: str) -> bool:
+    return any(rank[dim] for rank in run.ranks)
+
+
+def _cut(ranks: Sequence[Any], most: int = MOST_RANKS, which: str = "first") -> str:
+    if len(ranks) <= most:
+        return ""
+    return f"<p class='muted'>The {which} {most} of {len(ranks):,} ranks.</p>"

@@ -1,0 +1,201 @@
+"""Reads what a run's directory tells about it: curves, starts, configuration, how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallel3d.config import identity
+from parallel3d.errors import UserError
+from parallel3d.files import no_link
+from parallel3d.metrics.jsonl import is_whole, rows_of, value
+from parallel3d.metrics.loggers import figures_of
+from parallel3d.metrics.recorder import STARTS
+from parallel3d.run.directory import (
+    CONFIG_FILE,
+    NO_CONFIG,
+    PLACEMENT_FILE,
+    config_files,
+    read_config,
+)
+
+COLUMNS = 1000  # places of a curve on the page
+STEP_FIGURES = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "tokens_per_s": "speed/tokens_per_s",
+}
+
+
+@dataclass
+class Points:
+    """One curve: steps, tokens so far and values; None where there is no number."""
+
+    steps: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    values: list[float | None] = field(default_factory=list)
+
+    def add(self, line: Mapping[str, Any], figure: float | None) -> None:
+        self.steps.append(line["step"])
+        self.tokens.append(line["tokens"])
+        self.values.append(figure)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run as its directory tells it."""
+
+    name: str
+    curves: Mapping[str, Points]  # by a logger's names
+    starts: list[dict[str, Any]]  # with first_step, tokens before it, started, host, layout
+    configs: list[dict[str, Any]]  # flat, of all starts with new keys; the newest may be {}
+    summary: Mapping[str, Any]  # {} unless it is of the last start
+    ranks: list[dict[str, Any]]  # of placement.json
+    state: str  # how the last start ended
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """The last step that has a line, and the tokens until then; zeros without one."""
+        losses = self.curves.get("train/loss")
+        return (losses.steps[-1], losses.tokens[-1]) if losses else (0, 0)
+
+    def last_value(self, curve: str, pick: Any = None) -> float | None:
+        """Returns the last number of a curve, or the one that `pick` chooses of all."""
+        points = self.curves.get(curve, Points())
+        numbers = [v for v in points.values if v is not None and np.isfinite(v)]
+        return (pick(numbers) if pick else numbers[-1]) if numbers else None
+
+
+def read_run(runs_dir: Path, name: str) -> RunRecord:
+    """Reads one run. Raises UserError if there is none, and OSError."""
+    folder = runs_dir / name
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(_missing(runs_dir, name))
+    metrics = folder / "metrics.jsonl"
+    curves: defaultdict[str, Points] = defaultdict(Points)
+    for line in rows_of(metrics) if metrics.exists() else ():
+        if not is_whole(line):
+            continue
+        if "eval_loss" in line:
+            for figure, number in figures_of(line).items():
+                if _is_held_out(figure):
+                    curves[figure].add(line, number)
+        else:
+            for key, figure in STEP_FIGURES.items():
+                curves[figure].add(line, value(line, key))
+    summary = _json(folder / "summary.json")
+    starts = _starts(folder / STARTS, summary, curves.get("train/loss", Points()))
+    if starts and summary.get("started") != starts[-1]["started"]:
+        summary = {}  # of an earlier start
+    state = summary.get("status") or "killed (it left no summary)"
+    if error := summary.get("error"):
+        state = f"{state}: {error}"
+    if _is_locked(folder / CONFIG_FILE):
+        state, summary = "running", {}
+    ranks = _json(folder / PLACEMENT_FILE).get("ranks", [])
+    return RunRecord(name, curves, starts, _configs(folder), summary, ranks, state)
+
+
+def _missing(runs_dir: Path, name: str) -> str:
+    from parallel3d.errors import nearest
+
+    there = sorted(path.parent.name for path in runs_dir.glob(f"*/{CONFIG_FILE}"))
+    if not there:
+        return f"run={name}: {runs_dir} holds no runs; give the folder that does as runs_dir="
+    close = nearest(name, there) or there[-1]
+    return f"run={name} must be one of the runs in {runs_dir}; the nearest is run={close}"
+
+
+def _is_held_out(figure: str) -> bool:
+    is_of_set = figure.startswith("valid/") and figure.endswith("/loss")
+    return figure.startswith("eval/loss") or is_of_set
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Returns the object in a file; {} without one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _starts(path: Path, summary: Mapping[str, Any], losses: Points) -> list[dict[str, Any]]:
+    """Returns the starts; of a run older than starts.jsonl, the one that the summary is of."""
+    lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+    starts: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            start = json.loads(line)
+            starts.append({"first_step": int(start["first_step"]), **start})
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a crash
+    if not starts and "first_step" in summary:
+        starts = [{key: summary.get(key) for key in ("first_step", "started", "layout")}]
+    for start in starts:
+        before = int(np.searchsorted(losses.steps, start["first_step"]))
+        start["tokens"] = losses.tokens[before - 1] if before else 0
+    return starts
+
+
+def _configs(folder: Path) -> list[dict[str, Any]]:
+    """Returns the readable configurations of a run, oldest first."""
+    found = []
+    for path in config_files(folder):
+        try:
+            found.append(identity.flat(dataclasses.asdict(read_config(path))))
+        except (*NO_CONFIG, OSError):
+            continue
+    return found
+
+
+def _is_locked(path: Path) -> bool:
+    """Returns whether a process on this host, or on this file system's others, has the run."""
+    try:
+        descriptor = no_link(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def thinned(points: Points) -> dict[str, Any]:
+    """Returns a curve for the page: steps, tokens and value of at most COLUMNS places.
+
+    A place that stands for several points has their mean, and beside it the lowest and the highest,
+    so that spikes stay. `odd`: places with NaN or an infinity.
+    """
+    values = np.array([np.nan if v is None else v for v in points.values], dtype=float)
+    edges = np.linspace(0, len(values), min(len(values), COLUMNS) + 1).astype(int).tolist()
+    found: dict[str, Any] = {"s": [], "t": [], "y": [], "low": [], "high": [], "odd": []}
+    for begin, end in pairwise(edges):
+        part = values[begin:end]
+        numbers = part[np.isfinite(part)]
+        for name, pick in (("y", np.mean), ("low", np.min), ("high", np.max)):
+            found[name].append(float(f"{pick(numbers):.6g}") if numbers.size else None)
+        step, tokens = points.steps[end - 1], points.tokens[end - 1]
+        found["s"].append(step)
+        found["t"].append(tokens)
+        odd = (v for v in points.values[begin:end] if v is not None and not np.isfinite(v))
+        found["odd"] += [[step, tokens, str(v)] for v in list(odd)[:1]]
+    if len(values) <= COLUMNS:  # each place is one point
+        del found["low"], found["high"]
+    return found

@@ -1,0 +1,207 @@
+"""`parallel3d report`: the page of two runs, one of them resumed, as a browser shows it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.commands.report.reading import COLUMNS, Points, read_run, thinned
+from parallel3d.config.run import TrainConfig
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.metrics.breakdown import RankTimes
+from parallel3d.metrics.peak import Peak, PeakMemory
+from parallel3d.metrics.recorder import Recorder
+from parallel3d.run.directory import make_run_directory, next_name, save_config
+from parallel3d.topology.layout import Coordinates
+from tests.e2e.command import Shell
+from tests.e2e.here import answer
+from tests.pace import PATIENCE
+
+STEPS = 30
+
+
+def begin(config: Config, folder: Path, first: int) -> Recorder:
+    recorder = Recorder(config, folder, 2, 1e6, Peak(1e9, "test"), first)
+    recorder.start({})
+    return recorder
+
+
+def steps(recorder: Recorder, first: int, last: int, scale: float) -> None:
+    for step in range(first, last + 1):
+        loss = math.nan if step == 7 else scale / step
+        recorder.step(step, loss, 9.0 / step, 1e-3, 1000, 0.1)
+        if step % 10 == 0 and scale < 5:
+            recorder.evaluation(step, scale, {"code": 2.0, "web": None})
+
+
+@pytest.fixture
+def runs(shell: Shell) -> Path:
+    """A folder with a run that went through, and one killed at step 25, resumed from step 20."""
+    folder = shell.cwd / "runs"
+    config = Config(runs_dir=str(folder), train=TrainConfig(steps=STEPS), tp=2, dp=1)
+    config.model = ModelConfig(name="gpt_tiny")
+    config.run, config.seed = "<whole>", 3
+    _, whole = make_run_directory(config)
+    recorder = begin(config, whole, 1)
+    steps(recorder, 1, STEPS, 6.0)
+    times = {kind: 0.01 for kind in ("forward", "backward", "tp", "idle")}
+    times |= dict.fromkeys(("pp", "dp", "model", "optimizer", "data"), 0.0)
+    ranks = [RankTimes(rank, Coordinates(0, 0, 0, rank), times) for rank in range(2)]
+    recorder.breakdown(ranks, [PeakMemory(3 * 10**9, 4 * 10**9)] * 2)
+    recorder.finish()
+    config.run, config.seed, config.optim.lr = "resumed", 4, 0.5
+    _, resumed = make_run_directory(config)
+    place = {"host": "node7", "pp": 0, "dp": 0, "cp": 0}
+    places = [place | {"rank": rank, "local_index": rank, "tp": rank} for rank in range(2)]
+    (resumed / "placement.json").write_text(json.dumps({"ranks": places}))
+    steps(begin(config, resumed, 1), 1, 25, 4.0)  # killed: nothing is closed
+    config.optim.lr = 0.25
+    save_config(config, resumed, next_name(resumed))
+    steps(begin(config, resumed, 21), 21, 28, 4.0)  # and once more
+    return folder
+
+
+# What a reader does, and what the page then shows.
+READER = """<script>
+const found = {};
+const all = (selector) => [...document.querySelectorAll(selector)];
+const texts = (selector) => all(selector).map((node) => node.textContent);
+const click = (selector) => document.querySelector(selector).click();
+found.titles = texts("figcaption");
+found.points = all("figure:first-child path").map((path) => +path.dataset.points);
+found.restarts = texts(".restart");
+found.odd = texts("figure:first-child .odd title");
+found.atTheEnd = texts(".read")[0];
+const chart = document.querySelector(".chart"), box = chart.getBoundingClientRect();
+chart.focus();
+const press = (key) => chart.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}));
+press("Home"); press("ArrowRight"); press("ArrowRight");
+found.key = texts(".read")[0];
+const clientX = box.left + 62 + (box.width - 72) / 29 * 19;  // of step 20 among 1 to 30
+chart.dispatchEvent(new PointerEvent("pointermove", {clientX}));
+found.hover = texts(".read")[0];
+found.steps = texts("figure:first-child svg > text[text-anchor=middle]:not(.odd)");
+click("input[value=t]");
+found.tokens = texts("figure:first-child svg > text[text-anchor=middle]:not(.odd)");
+click("#log");
+found.logarithmic = texts("figure:first-child svg > text[text-anchor=end]");
+click(".shown[value='0']");
+found.shown = all("figure:first-child path").map((path) => path.dataset.run);
+found.paper = getComputedStyle(document.querySelector(".controls")).backgroundColor;
+found.ink = getComputedStyle(document.body).color;
+found.overflow = document.documentElement.scrollWidth - innerWidth;
+const end = document.body.appendChild(document.createElement("pre"));
+end.id = "found";
+end.textContent = "<<<" + JSON.stringify(found) + ">>>";
+</script></body>"""
+
+
+def read_in_the_dark(page: str, folder: Path) -> dict[str, Any]:
+    """What READER finds in a browser whose user prefers dark pages."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium here, which .ci/run installs")
+    file = folder / "read.html"
+    file.write_text(page.replace("</body>", READER))
+    done = subprocess.run(
+        [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
+         "--blink-settings=preferredColorScheme=0", "--window-size=1200,900", "--dump-dom",
+         file.as_uri()],
+        capture_output=True, text=True, timeout=120 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.partition("&lt;&lt;&lt;")[2].partition("&gt;&gt;&gt;")[0]
+    return json.loads(text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+def test_a_browser_shows_curves_restarts_and_what_differs(
+    shell: Shell, capfd: pytest.CaptureFixture[str], runs: Path, tmp_path: Path
+) -> None:
+    ended = answer(shell, capfd, "report", "run=<whole>", "run=resumed", "to=both.html")
+    assert (ended.code, ended.err) == (0, "")
+    assert "<whole>       30 steps  finished\n" in ended.out
+    assert "resumed       28 steps  killed (it left no summary)\n" in ended.out
+    page = (shell.cwd / "both.html").read_text()
+    assert "color-scheme:light dark" in page and "src=" not in page
+    assert "Content-Security-Policy' content=\"default-src 'none'" in page  # nothing from elsewhere
+    assert "<whole>" not in page  # names and errors are text
+    differing = page.partition("<h2>What differs</h2>")[2].partition("</section>")[0]
+    rows = [row.split("<td>")[1:] for row in differing.split("<tr>")[2:]]
+    cells = [[cell.partition("</td>")[0] for cell in row] for row in rows]
+    assert cells == [["<code>optim.lr</code>", "0.001", "0.25"], ["<code>seed</code>", "3", "4"]]
+    assert "<code>optim.lr</code></td><td>0.5</td><td>0.25</td>" in page  # of the second start
+    assert "40 ms" in page and "4 GB" in page and "node7" in page
+
+    found = read_in_the_dark(page, tmp_path)
+    charts = ["Training loss", "Held-out loss", "Held-out loss of code", "Gradient norm"]
+    charts += ["Learning rate", "Speed"]
+    assert [title.partition(" nats")[0].strip() for title in found["titles"]][:3] == charts[:3]
+    assert len(found["titles"]) == 6
+    assert found["points"] == [29, 27]  # all steps but the one without a number
+    assert len(found["restarts"]) == 6
+    assert found["restarts"][0].startswith("resumed restarted after step 20, 20")
+    assert found["odd"] == ["<whole>, step 7: nan", "resumed, step 7: nan"]
+    assert found["atTheEnd"] == "<whole> 0.2resumed 0.14286at the end"
+    assert found["key"] == "<whole> 2resumed 1.3333step 3 · 3000 tokens"
+    assert found["hover"] == "<whole> 0.3resumed 0.2step 20 · 20 k tokens"
+    assert found["steps"] == ["10", "20"]
+    assert found["tokens"] == ["10 k", "20 k"]
+    assert {"0.2", "0.5", "1", "2", "5"} <= {*found["logarithmic"]}
+    assert found["shown"] == ["resumed"]
+    dark, light = (sum(map(int, found[part][4:-1].split(","))) for part in ("paper", "ink"))
+    assert dark < 150 < 600 < light
+    assert found["overflow"] <= 0
+
+
+def test_a_single_run_that_goes_on_and_a_file_of_somebody_else(
+    shell: Shell, capfd: pytest.CaptureFixture[str], runs: Path
+) -> None:
+    with (runs / "resumed" / "config.yaml").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as its launcher does
+        assert answer(shell, capfd, "report", "run=resumed").out.startswith("resumed       28 s")
+        page = (shell.cwd / "report.html").read_text()
+    assert "<td>running</td>" in page and "What differs" not in page
+    assert answer(shell, capfd, "report", "run=resumed").code == 0  # over its own
+    (shell.cwd / "mine.html").write_text("<p>mine</p>")
+    for words, said in (
+        (("run=resumed", "to=mine.html"), "was not written by parallel3d report"),
+        (("run=resumd",), "the nearest is run=resumed"),
+        (("run=resumed", "runs_dir=nowhere"), "give the folder that does"),
+        (("to=a.html",), "report needs run=…"),
+        (("run=resumed", "runs_dri=x"), "the nearest is runs_dir"),
+        (tuple(f"run={n}" for n in range(13)), "at most 12 runs"),
+    ):
+        ended = answer(shell, capfd, "report", *words)
+        assert (ended.code, ended.out) == (2, "") and ended.err.count("\n") == 1
+        assert said in ended.err
+    assert (shell.cwd / "mine.html").read_text() == "<p>mine</p>"
+
+
+def test_a_long_curve_keeps_its_spikes_and_its_nans() -> None:
+    points = Points()
+    for step in range(1, 100_001):
+        odd = {500: math.nan, 60_001: math.inf, 70_000: 1e6, 70_001: -1e6}
+        points.add({"step": step, "tokens": 8 * step}, odd.get(step, 3.0))
+    curve = thinned(points)
+    assert len(curve["s"]) == len(curve["y"]) == COLUMNS
+    assert (curve["s"][-1], curve["t"][-1]) == (100_000, 800_000)
+    assert (max(curve["high"]), min(curve["low"])) == (1e6, -1e6)
+    assert [kind for *_, kind in curve["odd"]] == ["nan", "inf"]
+    json.dumps(curve, allow_nan=False)
+
+
+def test_a_run_from_before_starts_were_noted_and_one_without_a_line(runs: Path) -> None:
+    (runs / "<whole>" / "starts.jsonl").unlink()
+    old = read_run(runs, "<whole>")
+    assert (old.state, [start["first_step"] for start in old.starts]) == ("finished", [1])
+    (runs / "resumed" / "metrics.jsonl").unlink()
+    (runs / "resumed" / "placement.json").write_text("{torn")
+    empty = read_run(runs, "resumed")
+    assert empty.last == (0, 0) and empty.ranks == []
