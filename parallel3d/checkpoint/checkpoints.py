@@ -394,7 +394,7 @@ class Checkpoints:
             compared = compared_with(manifest, self.config, trainer.corpus)
             if compared.refusal is None:
                 state = chunks_by_name(trainer.parameter_slices(), shared=False)
-                if not _has_ema(manifest):
+                if not manifest.has_ema:
                     state = {k: v for k, v in state.items() if not k.startswith(f"{EMA}/")}
                 read_state(folder, state)
             return manifest, compared
@@ -407,7 +407,7 @@ class Checkpoints:
         everyone = self._from_all_ranks(compared.refusal)
         if refusals := [refusal for refusal in everyone if refusal is not None]:
             raise UserError(refusals[0])
-        if not _has_ema(manifest):
+        if not manifest.has_ema:
             trainer.optimizer.start_ema()
         if self.is_first_rank and compared.note is not None:
             self._log_once([compared.note])
@@ -438,9 +438,9 @@ class Checkpoints:
                 shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
                 parts.append(f"{title}: {shown}")
         self.say(f"run={self.config.run} {'; '.join(parts)}")
-        if _has_ema(manifest) and self.config.optim.ema_decay is None:
+        if manifest.has_ema and self.config.optim.ema_decay is None:
             self.say("optim.ema_decay=null: the average of the weights is dropped")
-        elif not _has_ema(manifest) and self.config.optim.ema_decay is not None:
+        elif not manifest.has_ema and self.config.optim.ema_decay is not None:
             self.say(f"the average of the weights starts from those of step {manifest.step}")
 
     def _facts(self, trainer: Trainer) -> Manifest:
@@ -461,10 +461,6 @@ class Checkpoints:
 
     def _from_all_ranks(self, value: Any) -> list[Any]:
         return all_gather_json(value, self.groups.world.handle, self.device)
-
-
-def _has_ema(manifest: Manifest) -> bool:
-    return manifest.config.get("optim", {}).get("ema_decay") is not None
 
 
 def _code(outcome: SaveResult | None) -> int:

@@ -34,6 +34,8 @@ DAMAGED = "damaged-"
 CLAIM = ".claim"
 FORMAT = "parallel3d checkpoint"
 VERSION = 1
+# Kind of the tensors in a checkpoint that are meant by weights=…
+KINDS = {"model": "parameter", "ema": "ema"}
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _LARGEST_MANIFEST = 16 << 20  # bytes: of a hundred thousand ranks
@@ -117,6 +119,11 @@ class Manifest:
     versions: dict[str, str]
     files: tuple[FileDigest, ...]
     lines: tuple[str, ...] = ()
+
+    @property
+    def has_ema(self) -> bool:
+        """Whether it holds the average of the weights, kind "ema" (`optim.ema_decay`)."""
+        return self.config.get("optim", {}).get("ema_decay") is not None
 
     @property
     def size(self) -> int:

@@ -272,8 +272,8 @@ def read_state(folder: Path, state: State) -> Manifest:
 def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str, Tensor]:
     """Returns `kind/name` → full, unpadded CPU tensor, verified; for models that fit one process.
 
-    Kinds are "parameter" and the optimizer's "exp_avg", "exp_avg_sq" or "momentum"; kinds that the
-    checkpoint lacks are left out. Raises as `read_state`.
+    Kinds are "parameter", "ema" and the optimizer's "exp_avg", "exp_avg_sq" or "momentum"; kinds
+    that the checkpoint lacks are left out. Raises as `read_state`.
     """
     stored = [b for b in _Reader(folder).stored if b.name.partition("/")[0] in kinds]
     shapes = _covered(folder, stored)  # so that a header cannot demand more memory than its file

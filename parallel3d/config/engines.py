@@ -132,6 +132,9 @@ class GenerateConfig:
         None, "draw from the likeliest k tokens alone; null: from all", minimum=1
     )
     step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
+    weights: str = key(
+        "model", "those of the steps, or their average (optim.ema_decay)", choices=("model", "ema")
+    )
 
 
 @dataclass

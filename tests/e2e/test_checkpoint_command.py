@@ -28,6 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A run `mine` of a small Llama, on two ranks, with checkpoints of steps 10 and 20."""
     shell = Shell(tmp_path_factory.mktemp("trained"), tmp_path_factory.mktemp("scratch"))
     words = ("tp=2", "train.steps=20", "checkpoint.every=10", "optim.lr=0.01")
+    words += ("optim.ema_decay=0.9",)
     words = ("run=mine", *LLAMA, *words, *shell.text(), "checkpoint.async=false")
     ended = run_forked(shell, "train", *words, ranks=2)
     assert ended.code == 0, ended
@@ -113,7 +114,8 @@ def test_diff_names_what_differs(runs: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[-1] == "equal"
     assert checkpoint(["diff", "mine@10", "mine@20"]) == 1
     out = capsys.readouterr().out
-    assert "parameter: 21 tensors in both, 0 of them equal" in out
+    for kind in ("parameter", "ema"):
+        assert f"{kind}: 21 tensors in both, 0 of them equal" in out
     assert "progress: steps is 10 in a, 20 in b" in out
     folders = [runs / "mine/checkpoints" / f"step-{step:08d}" for step in (10, 20)]
     a, b = (read_full(folder)["parameter/head.weight"] for folder in folders)
@@ -155,6 +157,41 @@ def test_export_and_import_bring_the_run_back(
     assert sorted(p.name for p in runs.parent.iterdir()) == ["hf", "runs"]
 
 
+def test_average_is_the_mean_of_the_last_weights(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in (runs / "mine").rglob("*") if path.is_file()}
+    assert checkpoint(["average", "run=mine", "last=2"]) == 0
+    assert "of run=mine at steps 10, 20" in capsys.readouterr().err
+    assert checkpoint(["average", "run=mine", "steps=[20]", "to=one"]) == 0
+    folders = [runs / "mine/checkpoints" / f"step-{step:08d}" for step in (10, 20)]
+    a, b = (read_full(folder) for folder in folders)
+    mean = read_full(runs / "mine-average/checkpoints/step-00000000", ("parameter", "ema"))
+    one = read_full(runs / "one/checkpoints/step-00000000")
+    assert a.keys() == one.keys() and len(mean) == 2 * len(a)
+    for name, early in a.items():
+        exact = (early.double() + b[name].double()) / 2
+        assert torch.equal(mean[name], exact.float())
+        assert torch.equal(mean[name.replace("parameter", "ema")], mean[name])
+        assert torch.equal(one[name], b[name])
+    assert checkpoint(["verify", "run=mine-average"]) == 0
+    assert checkpoint(["export", "run=mine-average", "to=hf"]) == 0
+    assert before == {path: path.read_bytes() for path in before}
+    for words, sentence in {
+        "last=3": "last=3 must be at most 2, .* the nearest is last=2",
+        "last=2 steps=[10]": "one of last=5 and",
+        "steps=[10,15]": "no checkpoint of step=15; the nearest is",
+        "last=2 to=one": "run=one exists",
+        "last=2 to=a/b": "run=a/b",
+    }.items():
+        with pytest.raises(UserError, match=sentence):
+            checkpoint(["average", "run=mine", *words.split()])
+    flip_a_bit(newest(runs))
+    with pytest.raises(UserError, match="run=mine step=20 is damaged"):
+        checkpoint(["average", "run=mine", "last=2", "to=more"])
+    assert sorted(p.name for p in runs.iterdir()) == ["mine", "mine-average", "one"]
+
+
 def test_an_imported_run_trains_on_under_another_layout(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,18 +220,22 @@ def test_an_imported_run_trains_on_under_another_layout(
 def test_bytes_are_a_tokenizer_for_everybody_else(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers reads bytes as we do and goes on alike; imported again, they are bytes."""
+    """transformers reads bytes as we do and goes on alike; imported again, they are bytes.
+
+    With the average of the weights, and so of another text than with the weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.chdir(trained.cwd)
-    assert checkpoint(["export", "run=mine", "to=bytes"]) == 0
+    assert checkpoint(["export", "run=mine", "to=bytes", "weights=ema"]) == 0
+    assert "the average of mine's weights" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained("bytes")
     every = bytes(range(256)).decode("latin-1")
     for text in ("12 böt\n\n  tles 漢 😀\r\n", every, f"{every} {every}"):
         assert tokenizer(text)["input_ids"] == [256, *text.encode()]
         assert tokenizer.decode(list(text.encode()), skip_special_tokens=True) == text
     words = ("run=mine", "prompt=12 bot", "generate.max_tokens=20", "generate.temperature=0")
-    ours = run_forked(trained, "generate", *words, "device=cpu")
+    ours = run_forked(trained, "generate", *words, "device=cpu", "generate.weights=ema")
+    assert ours.errors == ["parallel3d: run=mine, step 20, weights=ema, seed=1234"]
     model = AutoModelForCausalLM.from_pretrained("bytes")
     prompt = tokenizer("12 bot", return_tensors="pt")
     made = model.generate(**prompt, max_new_tokens=20, do_sample=False)

@@ -7,14 +7,17 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
+from parallel3d.checkpoint.storage import read_full
 from tests.corpora import pair
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 from tests.e2e.forked import run_forked
 
 STEPS = 6
 EVERY = 2
+LAST = Path("checkpoints", "step-00000006")
 # Saved every two steps; the schedule does not depend on where a start ends.
 SAVING = (f"checkpoint.every={EVERY}", f"optim.lr_decay_steps={STEPS}", "train.save_weights=true")
 SECRET = "d41d8cd98f00b204e9800998ecf8427e"
@@ -39,8 +42,9 @@ def final_weights(run: Path) -> dict[str, bytes]:
 
 
 def flip(path: Path) -> None:
+    """Flips a bit of the first tensor, a parameter."""
     content = bytearray(path.read_bytes())
-    content[-5] ^= 4
+    content[8 + int.from_bytes(content[:8], "little") + 5] ^= 4
     path.write_bytes(content)
 
 
@@ -48,7 +52,7 @@ def test_run_goes_on(shell: Shell) -> None:
     """Stopped half-way and started again: bit for bit the undisturbed run. Then longer, under
     another layout, with its newest checkpoint damaged."""
     runs = shell.cwd / "runs"
-    layout = ("tp=1", "dp=2", "zero=1")
+    layout = ("tp=1", "dp=2", "zero=1", "optim.state=bf16", "optim.ema_decay=0.9")
     whole = train(shell, "run=whole", *layout, f"train.steps={STEPS}")
     assert whole.code == 0, whole
     half = train(shell, "run=mine", *layout, "train.steps=3")
@@ -58,6 +62,12 @@ def test_run_goes_on(shell: Shell) -> None:
     assert rest.errors == ["parallel3d: run=mine goes on at step 4; changed: train.steps 3 → 6"]
     assert curve(runs / "mine") == curve(runs / "whole")
     assert final_weights(runs / "mine") == final_weights(runs / "whole")
+    kinds = ("parameter", "ema", "exp_avg", "exp_avg_sq")
+    both = [read_full(runs / run / LAST, kinds) for run in ("mine", "whole")]
+    assert {name.split("/")[0] for name in both[0]} == set(kinds)
+    assert all(torch.equal(tensor, both[1][name]) for name, tensor in both[0].items())
+    types = {name.split("/")[0]: tensor.dtype for name, tensor in both[0].items()}
+    assert [types[k] for k in kinds] == [torch.float32] * 2 + [torch.bfloat16] * 2
     summary = json.loads((runs / "mine" / "summary.json").read_text())
     assert (summary["first_step"], summary["steps"], summary["status"]) == (4, STEPS, "finished")
 
@@ -74,7 +84,9 @@ def test_run_goes_on(shell: Shell) -> None:
     flip(folder / "step-00000006" / "rank-00001.safetensors")
     moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", ranks=1)
     assert moved.code == 0, moved
-    damaged, goes_on = moved.errors
+    damaged, goes_on, dropped = moved.errors
+    assert "optim.state bf16 → fp32" in goes_on and "optim.ema_decay 0.9 → None" in goes_on
+    assert dropped == "parallel3d: optim.ema_decay=null: the average of the weights is dropped"
     assert "is not what was written: it is now damaged-step-00000006, and the" in damaged
     assert goes_on.startswith("parallel3d: run=mine goes on at step 5; layout: ")
     assert "dp 2 → 1" in goes_on and "zero 1 → 0" in goes_on
@@ -103,8 +115,10 @@ def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
     assert whole.code == 0, whole
     assert train(shell, "run=mine", *data, "dp=2", "train.steps=3").code == 0
     later = f"data.blend_stages={{100000:{{{c}:1}}}}"
-    rest = train(shell, "run=mine", *data, later, "dp=1", f"train.steps={STEPS}", ranks=1)
+    average = "optim.ema_decay=0.9"
+    rest = train(shell, "run=mine", *data, later, average, "dp=1", f"train.steps={STEPS}", ranks=1)
     assert rest.code == 0, rest
+    assert "the average of the weights starts from those of step 3" in rest.err
     assert f"data.blend_stages None → {{100000: {{'{c}': 1}}}}" in rest.err
     mine, undisturbed = curve(shell.cwd / "runs" / "mine"), curve(shell.cwd / "runs" / "whole")
     assert len(mine) == len(undisturbed) == STEPS
@@ -113,7 +127,8 @@ def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
         assert abs(ours[1] / theirs[1] - 1) < 1e-5 and abs(ours[2] / theirs[2] - 1) < 1e-5
     lines = (shell.cwd / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert next(set(row["eval_losses"]) for row in rows if "eval_loss" in row) == {a, b}
+    losses = [row["eval_losses"] for row in rows if "eval_loss" in row]
+    assert set(losses[0]) == {a, b} and set(losses[-1]) == {a, b, c, "ema"}
     read = [row["parts"] for row in rows if "parts" in row][-1]
     assert sum(part["tokens"] for part in read.values()) == rows[-1]["tokens"]
     assert read[c] == {"tokens": 0, "epochs": 0.0} and read[a]["epochs"] > 0

@@ -1,4 +1,4 @@
-"""Runs `parallel3d checkpoint ls|verify|export|import|branch|diff key=value …`.
+"""Runs `parallel3d checkpoint ls|verify|export|import|branch|average|diff key=value …`.
 
 Without Hydra: a verb has a few keys, and only `import` takes the configuration. Imports no torch,
 so that `ls` and every refusal answer at once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parallel3d.checkpoint.manifest import KINDS
 from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
@@ -17,6 +18,7 @@ from parallel3d.errors import UserError, nearest, nearest_hint
 CHECKPOINT = "checkpoint"
 RUNS_DIR = "runs_dir"
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
+CHOICES = {"dtype": DTYPES, "weights": tuple(KINDS)}
 
 
 RUN = {"run": "name of the run", RUNS_DIR: "folder of all runs (runs)"}
@@ -40,7 +42,10 @@ VERBS = {
         RUN
         | {"to": "folder to make"}
         | STEP
-        | {"dtype": f"of the weights: {', '.join(DTYPES)} (as the checkpoint has them)"},
+        | {
+            "dtype": f"of the weights: {', '.join(DTYPES)} (as the checkpoint has them)",
+            "weights": "model, or ema for their average with optim.ema_decay (model)",
+        },
         ("run", "to"),
         "parallel3d checkpoint export run=my_run to=my_model\n"
         "parallel3d checkpoint export run=my_run to=my_model step=500 dtype=bf16",
@@ -66,6 +71,19 @@ VERBS = {
         ("from", "run"),
         "parallel3d checkpoint branch my_run@500 run=cooldown",
         names=("from",),
+    ),
+    "average": Verb(
+        "make a run whose checkpoint, at step 0, has the mean of the weights of several "
+        "checkpoints of a run, which stays as it is",
+        RUN
+        | {
+            "last": "how many of the newest checkpoints",
+            "steps": "those of these steps instead, steps=[100,200]",
+            "to": "name of the new run (RUN-average)",
+        },
+        ("run",),
+        "parallel3d checkpoint average run=my_run last=5\n"
+        "parallel3d checkpoint average run=my_run steps=[300,400,500] to=my_mean",
     ),
     "diff": Verb(
         "compare two checkpoints: weights, optimizer state, progress; exit code 1 if they differ",
@@ -95,10 +113,17 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
         from parallel3d.commands.checkpoint.listing import list_runs
 
         return list_runs(runs_dir, run or None)
-    dtype = given.get("dtype")
-    if dtype is not None and dtype not in DTYPES:
-        hint = nearest_hint(dtype, DTYPES, "dtype=")
-        raise UserError(f"dtype={show(dtype)} must be one of {', '.join(DTYPES)}{hint}")
+    for key, choices in CHOICES.items():
+        if (text := given.get(key)) is not None and text not in choices:
+            hint = nearest_hint(text, choices, f"{key}=")
+            raise UserError(f"{key}={show(text)} must be one of {', '.join(choices)}{hint}")
+    if name == "average":
+        last, steps = whole_number("last", given, least=1), _steps(given)
+        if (last is None) == (steps is None):
+            raise UserError("checkpoint average must have one of last=5 and steps=[100,200]")
+        from parallel3d.commands.checkpoint.average import average
+
+        return average(runs_dir, run, last, steps, given.get("to", f"{run}-average"))
     step = whole_number("step", given)
     if name in ("verify", "diff"):
         from parallel3d.commands.checkpoint import compare
@@ -113,9 +138,18 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
     from parallel3d.commands.checkpoint import huggingface
 
     if name == "export":
-        return huggingface.export_run(runs_dir, run, Path(given["to"]), step, dtype)
+        dtype, weights = given.get("dtype"), given.get("weights", "model")
+        return huggingface.export_run(runs_dir, run, Path(given["to"]), step, dtype, weights)
     prove = _truth("prove", given)
     return huggingface.import_run(Path(given["from"]), run, runs_dir, overrides, prove)
+
+
+def _steps(given: Mapping[str, str]) -> list[int] | None:
+    """Returns the steps of steps=[…], ascending, each once."""
+    if "steps" not in given:
+        return None
+    words = given["steps"].removeprefix("[").removesuffix("]").split(",")
+    return sorted({whole_number("steps", {"steps": word.strip()}) or 0 for word in words})
 
 
 def _truth(key: str, given: Mapping[str, str]) -> bool | None:

@@ -22,7 +22,7 @@ from parallel3d.config.identity import flat
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 
-KINDS = ("parameter", "exp_avg", "exp_avg_sq", "momentum")
+KINDS = ("parameter", "ema", "exp_avg", "exp_avg_sq", "momentum")
 SHOWN = 20  # rows of differing tensors
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -23,12 +23,17 @@ from torch import Tensor
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.names import full_shapes_of
-from parallel3d.checkpoint.manifest import Manifest, read_manifest
+from parallel3d.checkpoint.manifest import KINDS, Manifest, read_manifest
 from parallel3d.checkpoint.planners import Chunk, TensorChunks, full_tensors
-from parallel3d.checkpoint.saver import Save, Saver
+from parallel3d.checkpoint.saver import Save, Saver, State
 from parallel3d.checkpoint.storage import read_state, stored_shapes
 from parallel3d.comm.group import SINGLE
-from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, step_number
+from parallel3d.commands.checkpoint.listing import (
+    check_ema,
+    damage_refused,
+    find_checkpoint,
+    step_number,
+)
 from parallel3d.commands.generate.sample import state_of
 from parallel3d.commands.init_from import model_from, model_of
 from parallel3d.config.checks.whole import check_config
@@ -55,10 +60,12 @@ from parallel3d.metrics.provenance import versions
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
 from parallel3d.muon import is_hidden
+from parallel3d.optim import EMA
 from parallel3d.run.directory import make_run_directory
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
 NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"
+AT_ONCE = 1 << 25  # elements of full tensors that are in memory together
 # File of an imported run with its `kept_keys`, and in it the key of the tokenizer's digest.
 KEPT_FILE, OWNER = "huggingface.json", "tokenizer"
 
@@ -240,18 +247,28 @@ UNTIED = (
 )
 
 
-def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str | None) -> int:
+def export_run(
+    runs_dir: Path,
+    run: str,
+    to: Path,
+    step: int | None,
+    dtype: str | None,
+    weights: str = "model",
+) -> int:
     """Writes a checkpoint's model as a Hugging Face folder. Returns the exit code, 0.
 
     Args:
         step: None for the newest.
         dtype: None for the checkpoint's own, fp32 or fp64.
+        weights: of `KINDS`.
 
     Raises:
         UserError: no such checkpoint, a damaged one, a model that neither format can express.
     """
     folder = find_checkpoint(runs_dir, run, step)
     where = f"run={run} step={step_number(folder)}"
+    if weights == "ema":
+        check_ema(folder, "weights")
     with damage_refused(where, "; parallel3d checkpoint ls shows the others"):
         manifest = read_manifest(folder)
         model = model_of(manifest, where)
@@ -260,7 +277,7 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
         tokenizer = tokenizer_to_export(manifest, runs_dir / run)
         files = export_hf(
             model,
-            _Reader(folder, model, own),
+            _Reader(folder, model, own, KINDS[weights]),
             to.absolute(),
             dtype=dtype or own,
             end_of_text=None if tokenizer is None else tokenizer.eot,
@@ -274,6 +291,7 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
         is_file = isinstance(tokenizer, FileTokenizer)
         about = f"its tokenizer is {tokenizer.name}" if is_file else BYTES
     size = sum(path.stat().st_size for path in files)
+    run = f"the average of {run}'s weights" if weights == "ema" else run
     print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {about}")
     return 0
 
@@ -285,10 +303,11 @@ class _Reader:
     folder: Path
     model: ModelConfig
     dtype: str
+    kind: str
 
     def __call__(self, names: Iterable[str]) -> dict[str, Tensor]:
         shapes = full_shapes_of(self.model)
-        wanted = {f"parameter/{name}": shapes[name] for name in names}
+        wanted = {f"{self.kind}/{name}": shapes[name] for name in names}
         dtype = torch.float64 if self.dtype == "fp64" else torch.float32
         state = full_tensors(wanted, dict.fromkeys(wanted, dtype))
         read_state(self.folder, state)
@@ -324,7 +343,7 @@ def import_run(
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(run_dir / FOLDER)
         write_kept(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
-        _save(config, run_dir, chain([first], tensors))
+        save_first(config, run_dir, chain([first], tensors))
         proof = f"not proven: {unproven}" if unproven else _prove(folder, config, run_dir)
     except BaseException:
         shutil.rmtree(run_dir)
@@ -373,25 +392,36 @@ def _composed(words: list[str]) -> Config:
     return config
 
 
-def _state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, TensorChunks]:
-    """Returns every full tensor, with the optimizer's state before its first step."""
+def _first_state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[State]:
+    """Yields full tensors, some at a time, with the optimizer's state before its first step."""
     optim = config.optim
-    state: dict[str, TensorChunks] = {}
+    state: State = {}
+    elements = 0
     for name, tensor in tensors:
         kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
         if optim.name == "sgd" or (optim.name == "muon" and is_hidden(name, tensor.dim())):
             kinds = ("momentum",) if optim.momentum or optim.name == "muon" else ()
         shape, chunk = tuple(tensor.shape), Chunk((0,) * tensor.dim(), tuple(tensor.shape))
         # Zeros take no memory until they are written to.
-        values = {"parameter": tensor} | {k: torch.zeros(shape, dtype=tensor.dtype) for k in kinds}
+        dtype = torch.bfloat16 if optim.state == "bf16" else tensor.dtype
+        values = {"parameter": tensor} | {k: torch.zeros(shape, dtype=dtype) for k in kinds}
+        if optim.ema_decay is not None:
+            values[EMA] = tensor
         for kind, full in values.items():
-            state[f"{kind}/{name}"] = TensorChunks(shape, tensor.dtype, [(chunk, full)])
-    return state
+            state[f"{kind}/{name}"] = TensorChunks(shape, full.dtype, [(chunk, full)])
+        elements += tensor.numel()
+        if elements >= AT_ONCE:
+            yield state
+            state, elements = {}, 0
+    if state:
+        yield state
 
 
-def _save(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes the checkpoint of step 0. Raises UserError if it cannot be written."""
-    state = _state(config, tensors)
+def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes the checkpoint of step 0, of full tensors by name, some at a time.
+
+    Raises UserError if it cannot be written.
+    """
     scale = LossScale(config.precision)
     progress: dict[str, int | float | bool] = {
         "steps": 0,
@@ -404,9 +434,6 @@ def _save(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) 
     facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions(), ())
     saver = Saver(run_dir, config.checkpoint, 0, 1, "import", config.launch.timeout_s)
     elements = parameter_count(config.model)
-    saver.start(Save(0, 1, state, facts, elements), background=False)
-    outcome = saver.join()
-    if outcome.is_bug:
-        raise RuntimeError(outcome.problem)
+    outcome = saver.write(Save(0, 1, {}, facts, elements), _first_state(config, tensors))
     if outcome.problem is not None:
         raise UserError(f"{run_dir} cannot be written: {outcome.problem}")

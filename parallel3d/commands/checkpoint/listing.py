@@ -72,6 +72,17 @@ def folder_of(runs_dir: Path, word: str) -> Path:
     return find_checkpoint(runs_dir, run, int(step))
 
 
+def check_ema(folder: Path, key: str) -> None:
+    """Raises UserError about `key` if a checkpoint has no average of the weights."""
+    where = f"run={folder.parents[1].name} step={step_number(folder)}"
+    with damage_refused(where):
+        if not read_manifest(folder).has_ema:
+            raise UserError(
+                f"{key}=ema: {where} has no average of the weights, as it was trained with "
+                f"optim.ema_decay=null; give {key}=model instead"
+            )
+
+
 def step_number(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 

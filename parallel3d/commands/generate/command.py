@@ -12,7 +12,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
-from parallel3d.commands.checkpoint.listing import find_checkpoint, find_run, run_names
+from parallel3d.commands.checkpoint.listing import (
+    check_ema,
+    find_checkpoint,
+    find_run,
+    run_names,
+)
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import in_other_precision
@@ -119,7 +124,7 @@ def checkpoints_of(config: Config) -> list[Path]:
     try:
         folders = list_checkpoints(run_dir)
         if folders and config.generate.step is not None:
-            return [find_checkpoint(run_dir.parent, run_dir.name, config.generate.step)]
+            folders = [find_checkpoint(run_dir.parent, run_dir.name, config.generate.step)]
     except OSError as error:
         raise UserError(
             f"run={config.run}: its checkpoints in {run_dir} cannot be listed ({reason(error)})"
@@ -128,4 +133,6 @@ def checkpoints_of(config: Config) -> list[Path]:
         raise UserError(
             f"run={config.run} has no checkpoint in {run_dir}: train it with checkpoint.every=…"
         )
+    if config.generate.weights == "ema":
+        check_ema(folders[0], "generate.weights")
     return folders

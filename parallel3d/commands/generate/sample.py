@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.checkpoint.manifest import DamagedCheckpoint, Manifest, UnreadableCheckpoint
+from parallel3d.checkpoint.manifest import (
+    KINDS,
+    DamagedCheckpoint,
+    Manifest,
+    UnreadableCheckpoint,
+)
 from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.storage import read_state
 from parallel3d.comm.process_groups import ProcessGroups
@@ -37,7 +42,8 @@ def generate(config: Config, worker: Worker) -> None:
     stage = blank_stage(config, groups, device)
     manifest = load_newest(config, stage, groups)
     if worker.rank == 0:
-        print_line(f"run={config.run}, step {manifest.step}, seed={config.seed}")
+        weights = ", weights=ema" if config.generate.weights == "ema" else ""
+        print_line(f"run={config.run}, step {manifest.step}{weights}, seed={config.seed}")
     worker.phase = "generating"
     tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
     decoding = decoding_of(tokenizer)
@@ -68,7 +74,7 @@ def generate(config: Config, worker: Worker) -> None:
 
 def load_newest(config: Config, stage: Stage, groups: ProcessGroups) -> Manifest:
     """Fills `stage` from the newest complete checkpoint; collective. Raises UserError."""
-    state = state_of(stage)
+    state = state_of(stage, config.generate.weights)
     folders = checkpoints_of(config)
     for folder in folders:
         manifest, damage = _try_to_read(folder, state)
@@ -90,13 +96,13 @@ def _try_to_read(folder: Path, state: dict[str, TensorChunks]) -> tuple[Manifest
         return None, str(problem)
 
 
-def state_of(stage: Stage) -> dict[str, TensorChunks]:
-    """Returns the chunks of a stage's parameters, to be filled in place."""
+def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:
+    """Returns the chunks of a stage's parameters, to be filled in place; see `KINDS`."""
     state: dict[str, TensorChunks] = {}
     for parameter in stage.parameters():
         for shard in spec_of(parameter).shards:
             tensor = state.setdefault(
-                f"parameter/{shard.name}", TensorChunks(shard.full_shape, parameter.dtype)
+                f"{KINDS[weights]}/{shard.name}", TensorChunks(shard.full_shape, parameter.dtype)
             )
             chunk = Chunk(shard.start, shard.shape)
             tensor.chunks.append((chunk, shard.of_local(parameter.detach())))
