@@ -64,7 +64,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d bench comm [key=value …]  time every collective in every group
   parallel3d report run=… run=…     a page of runs: curves, restarts, time, memory, differences
   parallel3d generate run=… prompt=…   write text with what a run has learned
-  parallel3d checkpoint ls|verify|export|import|branch|diff …
+  parallel3d checkpoint ls|verify|export|import|average|branch|diff …
                                     list, prove and compare checkpoints, exchange them with
                                     Hugging Face, and go on from one in another run
   parallel3d data tokenize|train-tokenizer|show …   make corpora of text, tokenizers, and prove them

@@ -262,10 +262,13 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> str
     from parallel3d.checkpoint.planners import chunks_by_name
     from parallel3d.checkpoint.storage import read_state
     from parallel3d.comm.exchange import all_gather_json
+    from parallel3d.optim import EMA
 
     slices = trainer.parameter_slices()
-    if not config.init_optimizer:
-        slices = [dataclasses.replace(s, values={PARAMETER: s.values[PARAMETER]}) for s in slices]
+    kinds = {kind for s in slices for kind in s.values} - {EMA} if config.init_optimizer else set()
+    for i, s in enumerate(slices):
+        values = {k: v for k, v in s.values.items() if k in kinds or k == PARAMETER}
+        slices[i] = dataclasses.replace(s, values=values)
     state = chunks_by_name(slices, shared=False)
 
     def read() -> Source:
@@ -293,6 +296,7 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> str
         progress = source.manifest.progress
         trainer.optimizer.restore(int(progress["updates"]))
         trainer.loss_scale.restore(progress)
+    trainer.optimizer.start_ema()
     trainer.data_parallel.all_gather_params()
     trainer.data_parallel.wait_for_all_gathers()
     return f"{source.title}{', with its optimizer' if config.init_optimizer else ''}"

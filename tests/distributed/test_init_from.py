@@ -63,13 +63,15 @@ def begin(
     found = []
     for source, with_state in sources.items():
         keys = {"runs_dir": str(folder), "init_from": source, "init_optimizer": with_state}
+        keys["optim.ema_decay"] = 0.9  # the average begins with the weights
         trainer = make_trainer(case_of(way, seed=7, **keys), groups)
         load_initial(trainer.config, trainer, groups)
         assert trainer.steps_done == trainer.consumed_samples == 0
         assert trainer.optimizer.updates == (SAVED if with_state else 0)
         wrong = []
         for name, tensor in chunks_by_name(trainer.parameter_slices(), shared=False).items():
-            is_read = with_state or name.startswith("parameter/")
+            is_read = with_state or name.startswith(("parameter/", "ema/"))
+            name = name.replace("ema/", "parameter/")
             for chunk, values in tensor.chunks:
                 there = narrow(full[name], torch.Size(chunk.offsets), torch.Size(chunk.sizes))
                 if "/" not in source and not torch.equal(values, there if is_read else 0 * there):

@@ -1,1 +1,1 @@
-"""Implements `parallel3d checkpoint ls|verify|diff|branch|export|import`."""
+"""Implements `parallel3d checkpoint ls|verify|diff|average|branch|export|import`."""
