@@ -135,9 +135,7 @@ def test_export_and_import_bring_the_run_back(
     assert "step 10 of mine" in said
     assert "tokenizer" in said
     assert checkpoint(["import", "from=hf", "run=back", "model.seq_length=16", "optim=sgd"]) == 0
-    command = capsys.readouterr().out
-    assert command.startswith("parallel3d train run=back ")
-    assert "model.seq_length=16" in command
+    assert capsys.readouterr().out == "parallel3d train run=back\n"
     before = read_full(runs / "mine/checkpoints/step-00000010")
     after = read_full(runs / "back/checkpoints/step-00000000")
     assert before.keys() == after.keys()
