@@ -88,7 +88,7 @@ def expected_rows(dims: dict[str, int], sizes: tuple[int, ...]) -> set[tuple]:
         for mode in ("alone", "together") if groups > 1 else ("alone",):
             keys.add((dim, "barrier", None, 0, mode))
             keys |= {(dim, op, None, size, mode) for op, size in product(MOVED, sizes)}
-            for op, reduction, size in product(REDUCED, ("sum", "avg", "max"), sizes):
+            for op, reduction, size in product(REDUCED, ("sum", "avg", "max", "min"), sizes):
                 keys.add((dim, op, reduction, size, mode))
     return keys
 

@@ -17,7 +17,7 @@ from tests.pace import pace
 
 BENCH = (*PARALLEL3D, "bench", "comm", "device=cpu")
 MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
-REDUCED = product(("all_reduce", "reduce", "reduce_scatter"), ("sum", "avg", "max"))
+REDUCED = product(("all_reduce", "reduce", "reduce_scatter"), ("sum", "avg", "max", "min"))
 OPERATIONS = [*((op, None) for op in MOVED), *REDUCED]
 SIZES = (4096, 1048576)
 

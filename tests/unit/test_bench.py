@@ -78,7 +78,12 @@ def test_the_slowest_rank_of_each_call_counts_and_of_the_calls_the_median() -> N
 def test_patterns_tell_members_and_places_apart() -> None:
     assert pattern(2, 3).tolist() == [3, 6, 9]
     assert pattern(0, 3, start=250).tolist() == [251, 1, 2]
-    for reduction, expected in (("sum", [6, 12]), ("avg", [2, 4]), ("max", [3, 6])):
+    for reduction, expected in (
+        ("sum", [6, 12]),
+        ("avg", [2, 4]),
+        ("max", [3, 6]),
+        ("min", [1, 2]),
+    ):
         assert reduced(reduction, 3, 2).tolist() == expected
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +88,13 @@ def test_flags_of_another_spelling_and_the_shape_of_a_gpt(values: dict[str, Any]
     }
     wanted = OTHERWISE | shape
     assert {name: values[name] for name in wanted} == wanted
+
+
+def test_the_line_with_sequence_parallel_changes_that_and_recomputation_alone(
+    values: dict[str, Any],
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "megatron_345m.md").read_text("utf-8")
+    words = re.search(r"^parallel3d train (experiment=\S+ sp=true \S+) +#", page, re.M)[1].split()
+    other = flat(dataclasses.asdict(parallel3d.compose(*words, world_size=4)))
+    changed = {name: other[name] for name in values if other[name] != values[name]}
+    assert changed == {"sp": True, "recompute": "none"}

@@ -103,7 +103,7 @@ class CallCounts:
 PERIOD = 251
 ITEM = 4  # bytes of an fp32
 
-REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+REDUCTIONS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "avg", "max", "min")}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 PLAIN = ("all_gather", "broadcast", "scatter", "gather", "all_to_all", "send_recv", "barrier")
 # Sent by training's own path: activations and gradients, summed where they are reduced.
@@ -112,13 +112,13 @@ TRAINING = {"tp": COLLECTIVES, "dp": COLLECTIVES, "pp": ("send_recv",)}
 
 
 class WrongResult(RuntimeError):
-    """A collective's result is not the expected sum, maximum or shards."""
+    """A collective's result is not the expected sum, extreme or shards."""
 
 
 class BenchOperation(NamedTuple):
     """A collective, and whose code runs it.
 
-    name: one of `network.OPERATIONS`. reduction: sum, avg, max, or None. own: training's own
+    name: one of `network.OPERATIONS`. reduction: sum, avg, max, min, or None. own: training's own
     path for CPU ranks (such as shared memory) instead of the backend's.
     """
 
@@ -224,7 +224,7 @@ def pattern(member: int, count: int, start: int = 0) -> Tensor:
 
 def reduced(reduction: str, n: int, count: int, start: int = 0) -> Tensor:
     """Returns (count,) fp32: the reduction of `pattern` over n members."""
-    factor = {"sum": n * (n + 1) / 2, "avg": (n + 1) / 2, "max": n}[reduction]
+    factor = {"sum": n * (n + 1) / 2, "avg": (n + 1) / 2, "max": n, "min": 1}[reduction]
     return pattern(0, count, start) * factor
 
 
