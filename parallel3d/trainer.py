@@ -191,7 +191,8 @@ class Trainer:
         latency = measure_baseline_latency(groups, message, channel)
         self.step_timer.baseline_latency = latency
         links = [outputs] * (schedule.placement.stages - 1)
-        return Executor(self.stages, route, links, self.device, channel, self.step_timer)
+        stages = self.data_parallel.callable_stages(self.stages)
+        return Executor(stages, route, links, self.device, channel, self.step_timer)
 
     def _open_data(self) -> None:
         parts: Mapping[str, SampleSource] = {}

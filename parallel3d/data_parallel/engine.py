@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from parallel3d.parameters.sharding import (
     state_of,
 )
 
+T = TypeVar("T")
+
 
 class DataParallel(Protocol):
     """The interface of an engine; see `BucketedDataParallel` for each method."""
@@ -47,6 +49,7 @@ class DataParallel(Protocol):
     replicas: tuple[int, int]
 
     def parts_of(self, index: int) -> list[SegmentPart]: ...
+    def callable_stages(self, stages: Sequence[T]) -> Sequence[T]: ...
     def start_step(self, microbatches: int) -> None: ...
     def start_last_microbatch(self) -> None: ...
     def finish_step(self) -> list[str]: ...
@@ -171,6 +174,10 @@ class BucketedDataParallel:
     def parts_of(self, index: int) -> list[SegmentPart]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
         return [part for bucket in self.buckets for part in bucket.parts_of(index, self.sharding)]
+
+    def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
+        """Returns what the pipeline calls for these stages: themselves."""
+        return stages
 
     def start_step(self, microbatches: int) -> None:
         for bucket in self.buckets:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,14 +36,16 @@ from parallel3d.parameters.sharding import (
     state_of,
 )
 
+T = TypeVar("T")
+
 
 class FullyShardedDataParallel:
-    """Shards a stage's parameters, gradients and optimizer state over dp.
+    """Shards the parameters, gradients and optimizer state of a rank's stages over dp.
 
     Args:
-        stage: with parameters in fp32 or better, which become the masters.
-        units: the modules whose parameters are gathered together; the last one is `stage`.
-        initializer: of the stage; if `deferred`, the values are drawn here.
+        stages: with parameters in fp32 or better, which become the masters.
+        units: the modules whose parameters are gathered together, besides what is left.
+        initializer: of the stages; if `deferred`, the values are drawn here.
         dtype: the compute type, in which parameters are gathered.
         groups: with two levels of dp the inner group (`dp_inner`) shards a model, and the outer one
             (`dp_outer`) holds its replicas (HSDP).
@@ -57,7 +60,7 @@ class FullyShardedDataParallel:
 
     def __init__(
         self,
-        stage: nn.Module,
+        stages: Sequence[nn.Module],
         units: Sequence[nn.Module],
         initializer: Initializer,
         dtype: torch.dtype,
@@ -65,22 +68,23 @@ class FullyShardedDataParallel:
         zero: int,
         every_microbatch: bool,
     ) -> None:
-        specs = {name: spec_of(p) for name, p in stage.named_parameters()}
-        whole = {name: p.shape for name, p in stage.named_parameters()}
+        root = stages[0] if len(stages) == 1 else _Chunks(stages)
+        specs = {name: spec_of(p) for name, p in _named(stages).items()}
+        whole = {name: p.shape for name, p in _named(stages).items()}
         wide = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
         hybrid = groups.dp_inner.size > 1
         shards, replicas = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp, SINGLE)
         mesh, self.zero, self.every_microbatch = _mesh(groups), zero, every_microbatch
-        for module in units:  # drawn and sharded one after the other
+        for module in (*units, root):  # drawn and sharded one after the other
             if initializer.deferred:
                 _draw_own_rows(module, initializer, shards)
             # The root's parameters are needed at once in the backward, so they stay.
-            frees = zero == 3 and module is not stage
+            frees = zero == 3 and module is not root
             fully_shard(module, mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
-        assert isinstance(stage, FSDPModule)  # `fully_shard` has changed its class
-        self.stage: FSDPModule = stage
-        self.units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
+        assert isinstance(root, FSDPModule)  # `fully_shard` has changed its class
+        self.root: FSDPModule = root
+        self.units = [m for m in root.modules() if isinstance(m, FSDPModule)]
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -90,7 +94,7 @@ class FullyShardedDataParallel:
             if hybrid and not every_microbatch:
                 unit.set_all_reduce_hook(lambda flat: _sum_over_replicas(flat, replicas))
         self.replica_group, self.replicas = replicas, (replicas.index, replicas.size)
-        self.parameters: dict[str, nn.Parameter] = dict(stage.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = _named(stages)
         self.without_gradient: set[str] = set()
         self.gradients = torch.zeros(
             sum(_local(p).numel() for p in self.parameters.values()),
@@ -140,6 +144,12 @@ class FullyShardedDataParallel:
                 found.append(SegmentPart(name, spec, first, end - first))
         return found
 
+    def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
+        """Returns what the pipeline calls for these stages: through the root where that is none."""
+        if not isinstance(self.root, _Chunks):
+            return stages
+        return cast(Sequence[T], [_Chunk(self.root, i) for i in range(len(stages))])
+
     def start_step(self, microbatches: int) -> None:
         self.gradients.zero_()
         self.without_gradient = set(self.parameters)
@@ -150,9 +160,10 @@ class FullyShardedDataParallel:
         self._last_backward(True)
 
     def _last_backward(self, last: bool) -> None:
-        self.stage.set_requires_gradient_sync(last or self.every_microbatch)
-        self.stage.set_is_last_backward(last)
-        self.stage.set_reshard_after_backward(last, recurse=self.zero == 2)
+        # Of several chunks the last backward of all: behind it FSDP2 reduces what the others left.
+        self.root.set_requires_gradient_sync(last or self.every_microbatch)
+        self.root.set_is_last_backward(last)
+        self.root.set_reshard_after_backward(last, recurse=self.zero == 2)
 
     def finish_step(self) -> list[str]:
         if self.every_microbatch and self.replica_group.size > 1:
@@ -172,6 +183,40 @@ class FullyShardedDataParallel:
 
     def wait_for_all_gathers(self) -> None:
         """Does nothing: sharded parameters are always complete."""
+
+
+class _Chunks(nn.Module):
+    """The stages of a rank as one FSDP root, which a table that two of them read needs."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, chunk: int, *args: object) -> Tensor:
+        result: Tensor = self.stages[chunk](*args)
+        return result
+
+
+class _Chunk:
+    """Calls one stage of a root."""
+
+    def __init__(self, root: nn.Module, chunk: int) -> None:
+        self.root, self.chunk = root, chunk
+
+    def __call__(self, *args: object) -> Tensor:
+        result: Tensor = self.root(self.chunk, *args)
+        return result
+
+    def parameters(self) -> list[nn.Parameter]:
+        return []  # no weight gradient is deferred
+
+
+def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Returns name → parameter of all stages; a shared one belongs to the first of its stages."""
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
+        first.setdefault(parameter, name)
+    return {name: parameter for parameter, name in first.items()}
 
 
 class _Collective:

@@ -117,19 +117,20 @@ class PipelineRank:
         around = (self.placement.neighbour(self.index, c, offset) for c in range(len(self.stages)))
         return sum(place is not None and place[0] != self.index for place in around)
 
-    def _held(self, stage: LocalStage, layers: range) -> list[LocalParameter]:
+    def held(self, stage: LocalStage, layers: range) -> list[LocalParameter]:
+        """Returns the parameters of a stage with these of its layers; a table once on a rank."""
         model, tp, ends = self.config.model, self.layout.tp, (stage.first, stage.last)
         return stage_parameters(model, tp, layers, *ends, borrows_table=self.first)
 
     @cached_property
     def chunks(self) -> list[list[LocalParameter]]:
         """Parameters by chunk."""
-        return [self._held(stage, stage.layers) for stage in self.stages]
+        return [self.held(stage, stage.layers) for stage in self.stages]
 
     @cached_property
     def ends(self) -> list[LocalParameter]:
         """Parameters of embedding and head."""
-        return [p for stage in self.stages for p in self._held(stage, range(0))]
+        return [p for stage in self.stages for p in self.held(stage, range(0))]
 
     @property
     def layer_numel(self) -> int:
@@ -423,6 +424,8 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
 def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the FSDP units: one a block and one for the rest, rows padded to dp.
 
+    Of the rest, a backward reduces the gradients that it has: of a V's two ends each its own.
+
     An upper bound with ddp.shard_size (HSDP): fewer ranks gather, and an all-reduce follows.
     """
     config, dp, microbatches = rank.config, rank.shards, rank.config.num_microbatches
@@ -435,7 +438,19 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     for unit, numel in numels.items():
         times = 2 * microbatches if config.zero == 3 and unit != "rest" else 1
         yield Transfer("dp", "all_gather", numel * rank.item, times, "parameters")
-        yield Transfer("dp", "reduce_scatter", numel * rank.grad_item, every, "gradients")
+        apart = unit == "rest" and config.ddp.reduces_every_microbatch(config.zero)
+        for reduced in _ends_of_stages(rank) if apart else [numel]:
+            yield Transfer("dp", "reduce_scatter", reduced * rank.grad_item, every, "gradients")
+
+
+def _ends_of_stages(rank: PipelineRank) -> Iterator[int]:
+    """Yields, of each stage with an end, the padded elements of the ends that it reads."""
+    for stage in rank.stages:
+        ends = rank.held(stage, range(0))
+        if stage.last and rank.table.tied and rank.table not in ends:  # the first stage's
+            ends.append(rank.table)
+        if ends:
+            yield sum(rank.shards * _sharded_numel(p, rank.shards) for p in ends)
 
 
 def _sharded_numel(parameter: LocalParameter, shards: int) -> int:

@@ -44,10 +44,9 @@ def data_parallel_engine(
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 
         every = config.ddp.reduces_every_microbatch(config.zero)
-        (stage,) = stages
-        units = (*stage.layers.values(), stage)
+        blocks = [block for stage in stages for block in stage.layers.values()]
         return FullyShardedDataParallel(
-            stage, units, initializer, dtype, groups, config.zero, every
+            stages, blocks, initializer, dtype, groups, config.zero, every
         )
     return BucketedDataParallel(
         parameters_of_chunks(stages),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, product
 from typing import NamedTuple
 
@@ -35,6 +35,18 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether some backward is split into I and W."""
         return any(step.kind == Kind.I for order in self.orders for step in order)
+
+    def with_whole_backwards(self) -> Schedule:
+        """Returns the same order with a B for each I, and no W."""
+        orders = [
+            [
+                action(Kind.B, step.microbatch, step.chunk) if step.kind == Kind.I else step
+                for step in order
+                if step.kind != Kind.W
+            ]
+            for order in self.orders
+        ]
+        return replace(self, orders=orders)
 
     def plan(self) -> PipelineProgram:
         """Returns the orders with their messages. Raises ScheduleError if ranks deadlock."""

@@ -35,6 +35,16 @@ def zero(stage: int, problem: Problem = GPT, *keys: tuple[str, Any], **way: Any)
     return Case(problem, keys=(("zero", stage), *keys), **way)
 
 
+FIVE = replace(GPT, layers=5, steps=2)
+
+
+def chunked(
+    stage: int, schedule: str, *keys: tuple[str, Any], chunks: int = 2, problem: Problem = FIVE
+) -> Case:
+    keys = (("zero", stage), ("vpp", chunks), *keys)
+    return Case(problem, schedule, microbatches=4, keys=keys)
+
+
 def with_copies_of_two(layout: Layout) -> ProcessGroups:
     levels = shards_and_replicas(layout, 2)
     return ProcessGroups.create(layout, "cpu", timeout_s=300, levels=levels)
@@ -53,6 +63,15 @@ CASES = {
         zero(3, replace(GPT, optimizer="adamw")),
         zero(3, replace(GPT, precision="fp32"), ONCE),
         zero(3, replace(LLAMA, optimizer="sgd"), schedule="gpipe"),
+        # Several chunks of a rank, and backwards that are whole where the schedule splits them.
+        chunked(2, "interleaved"),
+        chunked(2, "zbv", EVERY),
+        chunked(2, "zb_h1", chunks=1),
+        chunked(3, "interleaved", ("recompute", "full")),
+        chunked(3, "interleaved_zb", problem=replace(LLAMA, layers=5)),
+        chunked(3, "v_half", problem=replace(FIVE, tied=False)),
+        chunked(3, "zbv"),
+        chunked(3, "zbv", ONCE, problem=replace(FIVE, precision="fp32")),
     ],
     (2, 1, 2): [
         zero(2, embedding="replicated", sp=True),
@@ -82,7 +101,8 @@ def test_copies_over_two_ranks_each_are_the_reference(pool: Pool, references: Re
 
 
 def test_all_dimensions_together_are_the_reference(pool: Pool, references: References) -> None:
-    check_cases((2, 2, 2), [zero(3, sp=True)], pool, references)
+    cases = [zero(3, sp=True), replace(chunked(3, "zbv", ("recompute", "[norm,mlp]")), sp=True)]
+    check_cases((2, 2, 2), cases, pool, references)
 
 
 def test_groups_of_copies_and_replicas() -> None:

@@ -27,9 +27,15 @@ from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer, ShardSpec
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case
-from tests.distributed.harness import References, differences, plain_groups, run_cases
+from tests.distributed.harness import (
+    References,
+    check_caught,
+    differences,
+    plain_groups,
+    run_cases,
+)
 from tests.distributed.pool import Pool
-from tests.distributed.test_fully_sharded import HALF_COPIES, with_copies_of_two
+from tests.distributed.test_fully_sharded import HALF_COPIES, chunked, with_copies_of_two
 from tests.distributed.test_mutations import ADAMW, ALL_NUMBERS, SGD, Mutation
 
 
@@ -217,6 +223,21 @@ def replicas_drift() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def other_chunks_not_reduced() -> Iterator[None]:
+    """The last backward reduces its own chunk's gradients alone."""
+    sound = FullyShardedDataParallel.start_last_microbatch
+
+    def start_last_microbatch(self: FullyShardedDataParallel) -> None:
+        sound(self)
+        for unit in self.root.stages[1].modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_requires_gradient_sync(False, recurse=False)
+
+    with patch.object(FullyShardedDataParallel, "start_last_microbatch", start_last_microbatch):
+        yield
+
+
 def zero(stage: int, *keys: tuple[str, Any], **way: Any) -> Case:
     return Case(SGD, keys=(("zero", stage), *keys), **way)
 
@@ -269,3 +290,8 @@ def test_a_planted_bug_of_data_parallelism_is_caught(
     (outcomes,) = outcomes_of(pool, [case], mutation)
     found = differences(outcomes, references.of(case.problem), case.problem)
     assert found.keys() == told_by, found
+
+
+def test_gradients_that_another_chunk_left_are_missed(pool: Pool, references: References) -> None:
+    case = chunked(2, "interleaved")
+    check_caught(other_chunks_not_reduced, (1, 2, 2), case, ALL_NUMBERS, pool, references)

@@ -269,6 +269,9 @@ V = {"schedule": "zbv", "vpp": 2, "model.num_layers": 5}
 CASES += [
     pytest.param(Layout(pp=2), LOOPS, id="pp2 loops"),
     pytest.param(Layout(pp=2, dp=2), V | {"zero": 1}, id="pp2 dp2 v zero1"),
+    pytest.param(Layout(pp=2, dp=2), V | {"zero": 3}, id="pp2 dp2 v zero3"),
+    pytest.param(Layout(pp=2, dp=2), LOOPS | {"zero": 3}, id="pp2 dp2 loops zero3"),
+    pytest.param(Layout(pp=2, dp=2), LOOPS | {"zero": 2}, id="pp2 dp2 loops zero2"),
     pytest.param(Layout(tp=2, pp=2), V | {"sp": True, **UNTIED}, id="tp2 pp2 v sp"),
     pytest.param(Layout(tp=2, pp=2), LOOPS | {"slices": True}, id="tp2 pp2 loops slices"),
     pytest.param(Layout(tp=2, pp=3), {"slices": True, **UNTIED}, id="tp2 pp3 slices"),

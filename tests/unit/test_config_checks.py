@@ -177,9 +177,9 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["two parts", "global_batch_size=4", "nearest is global_batch_size=8"],
     ),
     (
-        {"schedule.name": "zb_h1", "zero": 2, "dp": 2},
+        {"schedule.name": "auto", "zero": 2, "dp": 2},
         2,
-        ["zero=2", "schedule=zb_h1", "nearest is zero=1, or schedule=1f1b"],
+        ["zero=2", "schedule=auto", "nearest is zero=1, or schedule=1f1b"],
     ),
     (
         {"schedule.name": "auto", "schedule.costs": [1.0, 0.0, 1.0]},

@@ -36,7 +36,7 @@ from parallel3d.config.sections import parts_of, spelled
 from parallel3d.errors import UserError, closest
 from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.schedule import IN_ORDER, NAMED_SCHEDULES, check_vpp
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
 
@@ -153,11 +153,10 @@ def _check_pipeline(config: Config) -> None:
 def _check_schedule(config: Config) -> None:
     """Checks search, file and ZeRO against the schedule; raises UserError."""
     keys, zero = config.schedule, config.zero
-    if zero > 1 and (config.dp or 1) > 1 and keys.name not in IN_ORDER:
+    if zero > 1 and (config.dp or 1) > 1 and keys.name == "auto":
         raise UserError(
-            f"zero={zero} frees parameters behind each backward, so it must have one chunk and "
-            f"whole backwards, and schedule={keys.name} may not; the nearest is zero=1, or "
-            "schedule=1f1b."
+            f"zero={zero} reduces gradients within whole backwards, and schedule=auto must split "
+            "them to be what it is chosen for; the nearest is zero=1, or schedule=1f1b."
         )
     check_work(config)
     sizes = config.pp, config.num_microbatches, config.vpp
