@@ -39,7 +39,13 @@ def test_the_committed_page_is_the_generated_one() -> None:
 
 
 def offered(sentence: str) -> Iterator[tuple[str, Any]]:
-    """The values that a sentence proposes: those behind its `nearest is` or `split is`."""
+    """The values that a sentence proposes: those behind its `nearest is` or `split is`; the default
+    of a key that is to be left out, or instead of which another one is to be given."""
+    for key in re.findall(r"leave ([a-z][\w.]*) out", sentence):
+        yield key, all_keys()[key].default
+    if re.search(r"; give [a-z][\w.]* instead", sentence):
+        key = sentence.split("=")[0]
+        yield key, all_keys()[key].default
     words = re.split(r"nearest is|split is", sentence)[-1]
     for key, value in re.findall(r"(?<![\w.])([a-z][\w.]*)=(\[[^]]*\]|[^\s,;]*[^\s,;.])", words):
         yield key if key in all_keys() else f"{key}.name", yaml.safe_load(value)
