@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from parallel3d.commands.report.reading import COLUMNS, Points, read_run, thinned
+from parallel3d.config.cluster import ClusterConfig
 from parallel3d.config.run import TrainConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.run.directory import make_run_directory, next_name, save_config
+from parallel3d.topology.assumptions import preset
 from parallel3d.topology.layout import Coordinates
 from tests.e2e.command import Shell
 from tests.e2e.here import answer
@@ -46,6 +48,7 @@ def runs(shell: Shell) -> Path:
     """A folder with a run that went through, and one killed at step 25, resumed from step 20."""
     folder = shell.cwd / "runs"
     config = Config(runs_dir=str(folder), train=TrainConfig(steps=STEPS), tp=2, dp=1)
+    config.cluster = ClusterConfig(**preset("cluster", "rails_3x2"))
     config.model = ModelConfig(name="gpt_tiny")
     config.run, config.seed = "<whole>", 3
     _, whole = make_run_directory(config)
@@ -138,6 +141,7 @@ def test_a_browser_shows_curves_restarts_and_what_differs(
     assert cells == [["<code>optim.lr</code>", "0.001", "0.25"], ["<code>seed</code>", "3", "4"]]
     assert "<code>optim.lr</code></td><td>0.5</td><td>0.25</td>" in page  # of the second start
     assert "40 ms" in page and "4 GB" in page and "node7" in page
+    assert page.count("<svg") == 1 and "rails_3x2: tp=2" in page  # the map of the one with places
 
     found = read_in_the_dark(page, tmp_path)
     charts = ["Training loss", "Held-out loss", "Held-out loss of code", "Gradient norm"]

@@ -16,6 +16,7 @@ from parallel3d.config.checks.run import check_loggers
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 
@@ -136,6 +137,16 @@ def test_loggers_are_a_word_or_a_list() -> None:
     assert both.logger.names == ("wandb", "tensorboard")
     assert without_alias("logger=[wandb,tensorboard]") == "logger.name=[wandb,tensorboard]"
     assert without_alias("logger=wandb") == "logger=wandb"
+
+
+def test_figures_have_names_in_their_sections_and_nulls_have_none() -> None:
+    figures = {"loss": None, "perplexity": 3.0, "tokens": 7, "nonfinite": {"loss": "inf"}}
+    line = {"step": 5, "eval_loss": None, "tokens": 9, "valid": {"web": figures}}
+    found = {"valid/web/loss": math.inf, "valid/web/perplexity": 3.0, "valid/web/tokens": 7}
+    assert figures_of(line) == {"step": 5, "tokens": 9} | found
+    line = {"step": 5, "loss": None, "lr": 1.0, "skipped": True, "noise": {"scale": 2.0}}
+    named = {"train/lr": 1.0, "train/skipped": True, "noise/scale": 2.0}
+    assert figures_of(line) == {"step": 5} | named
 
 
 def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

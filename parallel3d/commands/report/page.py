@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.commands.html import (
@@ -20,7 +23,13 @@ from parallel3d.commands.html import (
 )
 from parallel3d.commands.report.reading import COLUMNS, STEP_FIGURES, RunRecord, thinned
 from parallel3d.config.fields import show
-from parallel3d.metrics.text import duration, percent, si
+from parallel3d.config.identity import flat
+from parallel3d.config.schema import Config
+from parallel3d.estimate.network import price_step
+from parallel3d.metrics.text import duration, si
+from parallel3d.topology.links import classify, loads_of
+from parallel3d.topology.report import facts_of, make_report, picture_of
+from parallel3d.topology.tiling import RankMapping
 
 MOST_RANKS, MOST_PLACES = 16, 64  # of a run in a table of bars, in a map
 NOT_COMPARED = ("run", "runs_dir")
@@ -96,8 +105,7 @@ def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     order = [*list(CHARTS)[:1], *held_out, *list(CHARTS)[2:]]
     charts = []
     for name in order:
-        words = name.removeprefix("eval/loss of ").removeprefix("valid/").removesuffix("/loss")
-        heading, unit = CHARTS.get(name, (f"Held-out loss of {words}", "nats per token"))
+        heading, unit = CHARTS.get(name, (_of_set(name), "nats per token"))
         curves = [thinned(run.curves[name]) if name in run.curves else None for run in runs]
         if any(curves):
             is_loss = name.startswith(LOGARITHMIC)
@@ -119,25 +127,31 @@ def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
+def _of_set(figure: str) -> str:
+    """Returns the heading of a set's losses, by their name in a logger."""
+    if figure.startswith("valid/"):
+        return f"Validation loss of {figure.removeprefix('valid/').removesuffix('/loss')}"
+    return f"Held-out loss of {figure.removeprefix('eval/loss of ')}"
+
+
 def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     head = ["run", "state", "model", "layout", "steps", "tokens", "last loss", "held-out, best"]
     head += ["tokens/s", "MFU", "last start took"]
     rows = []
     for run, label in zip(runs, labels, strict=True):
-        config, summary = (run.configs or [{}])[-1], run.summary
+        config, summary = run.configs[-1] if run.configs else None, run.summary
         speed, mfu = summary.get("tokens_per_s") or {}, summary.get("mfu") or {}
         steps, tokens = run.last
-        of = f" of {config['train.steps']:,}" if config.get("train.steps") else ""
         size = f", {si(summary['parameters'])}" if "parameters" in summary else ""
         cells = [
-            f"{config.get('model.name', '?')}{size}, {config.get('precision.name', '?')}",
+            f"{config.model.name}{size}, {config.precision.name}" if config else "–",
             _layout_words(run),
-            f"{steps:,}{of}",
+            f"{steps:,}" + (f" of {config.train.steps:,}" if config else ""),
             si(tokens).replace("  ", " "),
             _number(run.last_value("train/loss"), ".4f"),
             _number(run.last_value("eval/loss", min), ".4f"),
             _number(speed.get("mean"), ",.0f"),
-            percent(mfu["value"]) if mfu.get("value") is not None else "–",
+            _number(mfu.get("value"), ".1%"),
             duration(summary["wall_time_s"]) if summary else "–",
         ]
         rows.append([label, escape(run.state), *map(escape, cells)])
@@ -164,15 +178,13 @@ def _dims(layout: Mapping[str, int]) -> str:
 def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]:
     """Yields differing keys, restarts, and time, memory and places of the ranks of each run."""
     if len(runs) > 1:
-        table = _differing(["key", *labels], [(run.configs or [{}])[-1] for run in runs])
+        pairs = zip(labels, runs, strict=True)
+        known = {label: run.configs[-1] for label, run in pairs if run.configs}
+        table = _differing(["key", *known], list(known.values()))
         yield section("What differs", "" if table else "No key but run and runs_dir.", table)
     yield _starts(runs, labels)
     for heading, part, said in (
-        (
-            "Where a step's time goes",
-            _times,
-            "It is in summary.json, written at the end.",
-        ),
+        ("Where a step's time goes", _times, "It is in summary.json, written at the end."),
         ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
         ("Layout and map", _map, "placement.json is missing."),
     ):
@@ -182,13 +194,14 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         yield section(heading, f"Not known of {missing}. {said}" if missing else "", *found)
 
 
-def _differing(head: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a table of the keys whose values differ between flat configurations, or ""."""
-    keys = sorted({key for config in configs for key in config if key not in NOT_COMPARED})
+def _differing(head: Sequence[str], configs: Sequence[Config]) -> str:
+    """Returns a table of the keys whose values differ, or ""."""
+    trees = [flat(asdict(config)) for config in configs]
+    keys = [key for key in sorted(trees[0] if trees else ()) if key not in NOT_COMPARED]
     rows = [
-        [f"<code>{key}</code>", *(escape(show(c[key]) if key in c else "–") for c in configs)]
+        [f"<code>{key}</code>", *(escape(show(tree[key])) for tree in trees)]
         for key in keys
-        if any(c.get(key) != configs[0].get(key) for c in configs)
+        if any(tree[key] != trees[0][key] for tree in trees)
     ]
     return html_table(head, rows) if rows else ""
 
@@ -214,19 +227,18 @@ def _time(start: Mapping[str, Any]) -> str:
 
 def _times(run: RunRecord) -> str:
     ranks = (run.summary.get("breakdown") or {}).get("ranks", [])
-    used = [kind for kind in KINDS if any(rank[kind] for rank in ranks)]
-    if not used:
+    if not ranks:
         return ""
     longest = max(rank["step"] for rank in ranks)
     rows = [
         [
             _rank_name(run, rank["rank"]),
-            stacked_bar({kind: 1e3 * rank[kind] for kind in used}, 1e3 * longest, "ms"),
+            stacked_bar({kind: 1e3 * rank[kind] for kind in KINDS}, 1e3 * longest, "ms"),
             f"{1e3 * rank['step']:.3g} ms",
         ]
         for rank in ranks[:MOST_RANKS]
     ]
-    return bar_key(used) + html_table(("rank", "mean over the steps", "step"), rows) + _cut(ranks)
+    return bar_key(KINDS) + html_table(("rank", "mean over the steps", "step"), rows) + _cut(ranks)
 
 
 def _memory(run: RunRecord) -> str:
@@ -258,11 +270,27 @@ def _map(run: RunRecord) -> str:
             for rank in sorted(ranks, key=lambda rank: rank["local_index"])
         )
         rows.append([escape(host), f"<div class='map'>{boxes}</div>"])
-    if not rows:
+    head = ("host", f"ranks: {escape(_layout_words(run))}")
+    return html_table(head, rows) + _cut(run.ranks, MOST_PLACES) + _wires(run) if rows else ""
+
+
+def _wires(run: RunRecord) -> str:
+    """Returns the picture of the ranks on their cluster's wires, if the configuration has them."""
+    config = run.configs[-1] if run.configs else None
+    if config is None or config.cluster.source != "config":
         return ""
-    return html_table(("host", f"ranks: {escape(_layout_words(run))}"), rows) + _cut(
-        run.ranks, MOST_PLACES
-    )
+    topology = replace(config.topology, rank=0, search=0)
+    hosts = list(dict.fromkeys(rank["host"] for rank in run.ranks))
+    try:
+        report = make_report(replace(config, topology=topology, placement="default"), None, {})
+        node = report.cluster.gpus_per_node
+        slots = [hosts.index(rank["host"]) * node + rank["local_index"] for rank in run.ranks]
+        ran = RankMapping(report.cluster, report.layout, np.array(slots), "as the run had it")
+    except ValueError as error:  # UserError, too
+        return f"<p class='muted'>No picture of the wires of this cluster: {escape(str(error))}</p>"
+    links, price = classify(ran), price_step(ran, report.transfers)
+    report = replace(report, placement=ran, links=links, price=price, loads=loads_of(ran, price))
+    return f"<div class='paper'>{picture_of(report, facts_of(report, 'parallel3d report'))}</div>"
 
 
 def _rank_name(run: RunRecord, number: int) -> str:

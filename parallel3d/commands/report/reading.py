@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.config import identity
-from parallel3d.errors import UserError
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError, nearest
 from parallel3d.files import no_link
 from parallel3d.metrics.jsonl import is_whole, rows_of, value
 from parallel3d.metrics.loggers import figures_of
@@ -59,7 +59,7 @@ class RunRecord:
     name: str
     curves: Mapping[str, Points]  # by a logger's names
     starts: list[dict[str, Any]]  # with first_step, tokens before it, started, host, layout
-    configs: list[dict[str, Any]]  # flat, of all starts with new keys; the newest may be {}
+    configs: list[Config]  # of the first start, and of later ones with other keys
     summary: Mapping[str, Any]  # {} unless it is of the last start
     ranks: list[dict[str, Any]]  # of placement.json
     state: str  # how the last start ended
@@ -103,13 +103,14 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
         state = f"{state}: {error}"
     if _is_locked(folder / CONFIG_FILE):
         state, summary = "running", {}
-    ranks = _json(folder / PLACEMENT_FILE).get("ranks", [])
+    places = _json(folder / PLACEMENT_FILE).get("ranks", [])
+    ranks = [
+        {key: place[key] if key == "host" else int(place[key]) for key in place} for place in places
+    ]
     return RunRecord(name, curves, starts, _configs(folder), summary, ranks, state)
 
 
 def _missing(runs_dir: Path, name: str) -> str:
-    from parallel3d.errors import nearest
-
     there = sorted(path.parent.name for path in runs_dir.glob(f"*/{CONFIG_FILE}"))
     if not there:
         return f"run={name}: {runs_dir} holds no runs; give the folder that does as runs_dir="
@@ -149,14 +150,12 @@ def _starts(path: Path, summary: Mapping[str, Any], losses: Points) -> list[dict
     return starts
 
 
-def _configs(folder: Path) -> list[dict[str, Any]]:
+def _configs(folder: Path) -> list[Config]:
     """Returns the readable configurations of a run, oldest first."""
     found = []
     for path in config_files(folder):
-        try:
-            found.append(identity.flat(dataclasses.asdict(read_config(path))))
-        except (*NO_CONFIG, OSError):
-            continue
+        with suppress(*NO_CONFIG, OSError):
+            found.append(read_config(path))
     return found
 
 
