@@ -83,8 +83,14 @@ def test_info_flag_works(shell: Shell) -> None:
         ("parallel3d init slurm f", {"folder="}),
         ("parallel3d recipes ", {"list", "show", "copy"}),
         ("parallel3d recipes copy llama_1b t", {"to="}),
-        ("parallel3d checkpoint ", {"ls", "verify", "export", "import", "diff"}),
-        ("parallel3d checkpoint export ", {"run=", "runs_dir=", "to=", "step=", "dtype="}),
+        (
+            "parallel3d checkpoint ",
+            {"ls", "verify", "export", "import", "diff", "branch", "average"},
+        ),
+        (
+            "parallel3d checkpoint export ",
+            {"run=", "runs_dir=", "to=", "step=", "dtype=", "weights="},
+        ),
         ("parallel3d checkpoint ls run", {"run=", "runs_dir="}),
         ("parallel3d report run=a ", {"run=", "to=", "runs_dir="}),
         ("parallel3d generate generate.to", {"generate.top_k="}),
@@ -94,7 +100,7 @@ def test_info_flag_works(shell: Shell) -> None:
         ("parallel3d bench co", {"comm"}),
         ("parallel3d bench comm bench.iter", {"bench.iterations="}),
         ("parallel3d topology cluster=dgx_h", {"cluster=dgx_h100", "cluster=dgx_h200"}),
-        ("parallel3d train optim=", {"optim=adamw", "optim=sgd"}),
+        ("parallel3d train optim=", {"optim=adamw", "optim=muon", "optim=sgd"}),
         ("parallel3d verify tp=2 schedule.na", {"schedule.name="}),
     ],
 )
