@@ -60,11 +60,12 @@ LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
     ),
     "tp2-dp2-zero3": ((2, 1, 2), {"keys": (("zero", 3),), "microbatches": 1}),
 }
-TIED = Problem("gpt_tiny", "adamw", True)
+TIED = Problem("gpt_tiny", "muon", True)
 # With moments in bf16 and averaged weights.
 UNTIED = Problem("llama_tiny", "adamw", False, optim=(("state", "bf16"), ("ema_decay", 0.6)))
 IN_FP32 = [
-    replace(problem, precision="fp32", optim=(), steps=SAVED + 2) for problem in (UNTIED, TIED)
+    replace(problem, optimizer="adamw", precision="fp32", optim=(), steps=SAVED + 2)
+    for problem in (UNTIED, TIED)
 ]
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 
@@ -238,11 +239,11 @@ def test_a_branch_goes_on_as_the_run_that_it_left(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert branch(tmp_path, f"one-0@{SAVED}", "branch-0") == 0
     assert load_config(tmp_path / "branch-0").optim == Case(TIED).config(Layout()).optim
-    ((steps, weights),) = pool.run(2, branch_and_go_on, "pp2-uneven", tmp_path)[0]
+    ((steps, *weights),) = pool.run(2, branch_and_go_on, "pp2-uneven", tmp_path)[0]
     assert [step.step for step in steps] == list(range(SAVED + 1, TIED.steps + 1))
-    assert differences(steps, weights, TIED, references) == []
-    ((steps, weights),) = pool.run(1, branch_and_go_on, "one", tmp_path, True)[0]
-    assert "loss" in differences(steps, weights, TIED, references)[0]
+    assert differences(steps, TIED, references, *weights) == []
+    ((steps, *weights),) = pool.run(1, branch_and_go_on, "one", tmp_path, True)[0]
+    assert "loss" in differences(steps, TIED, references, *weights)[0]
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(UserError, match="run=branch-0 exists already"):
         branch(tmp_path, "one-0", "branch-0")

@@ -38,7 +38,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "compile": (False, True),
     "bucket_order": ("model", "measured"),
     "model": ("gpt_tiny", "llama_tiny"),
-    "optimizer": ("sgd", "adamw"),
+    "optimizer": ("sgd", "adamw", "muon"),
     "tied": (True, False),
     "precision": ("fp64", "fp32", "bf16", "fp16"),
 }
