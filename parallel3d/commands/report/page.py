@@ -31,6 +31,7 @@ from parallel3d.topology.links import classify, loads_of
 from parallel3d.topology.report import facts_of, make_report, picture_of
 from parallel3d.topology.tiling import RankMapping
 
+MOST_SETS = 3  # of validation, in the first table
 MOST_RANKS, MOST_PLACES = 16, 64  # of a run in a table of bars, in a map
 NOT_COMPARED = ("run", "runs_dir")
 CHARTS = {
@@ -149,13 +150,23 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
             f"{steps:,}" + (f" of {config.train.steps:,}" if config else ""),
             si(tokens).replace("  ", " "),
             _number(run.last_value("train/loss"), ".4f"),
-            _number(run.last_value("eval/loss", min), ".4f"),
+            _best(run),
             _number(speed.get("mean"), ",.0f"),
             _number(mfu.get("value"), ".1%"),
             duration(summary["wall_time_s"]) if summary else "–",
         ]
         rows.append([label, escape(run.state), *map(escape, cells)])
     return html_table(head, rows)
+
+
+def _best(run: RunRecord) -> str:
+    """Returns the lowest held-out loss, or that of each validation set."""
+    if (best := run.last_value("eval/loss", min)) is not None:
+        return f"{best:.4f}"
+    sets = [name for name in run.curves if name.startswith("valid/")]
+    named = ((name.split("/")[1], run.last_value(name, min)) for name in sets[:MOST_SETS])
+    more = ["…"] if len(sets) > MOST_SETS else []
+    return ", ".join([f"{name} {_number(best, '.4f')}" for name, best in named] + more) or "–"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -184,9 +195,9 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         yield section("What differs", "" if table else "No key but run and runs_dir.", table)
     yield _starts(runs, labels)
     for heading, part, said in (
-        ("Where a step's time goes", _times, "It is in summary.json, written at the end."),
+        ("Where a step's time goes, in the mean", _times, "It is in summary.json, written at the end."),
         ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
-        ("Layout and map", _map, "placement.json is missing."),
+        ("Layout and map", _map, "It has no placement.json."),
     ):
         shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
         found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
@@ -227,34 +238,30 @@ def _time(start: Mapping[str, Any]) -> str:
 
 def _times(run: RunRecord) -> str:
     ranks = (run.summary.get("breakdown") or {}).get("ranks", [])
-    if not ranks:
-        return ""
-    longest = max(rank["step"] for rank in ranks)
-    rows = [
-        [
-            _rank_name(run, rank["rank"]),
-            stacked_bar({kind: 1e3 * rank[kind] for kind in KINDS}, 1e3 * longest, "ms"),
-            f"{1e3 * rank['step']:.3g} ms",
-        ]
-        for rank in ranks[:MOST_RANKS]
-    ]
-    return bar_key(KINDS) + html_table(("rank", "mean over the steps", "step"), rows) + _cut(ranks)
+    parts = [{kind: 1e3 * rank[kind] for kind in KINDS} for rank in ranks]
+    return _bars(run, parts, "ms", [f"{1e3 * rank['step']:.3g} ms" for rank in ranks])
 
 
 def _memory(run: RunRecord) -> str:
     ranks = (run.summary.get("memory") or {}).get("ranks", [])
-    if not ranks:
+    used = [(rank["allocated"] / 1e9, rank["reserved"] / 1e9) for rank in ranks]
+    parts = [{"allocated": one, "reserved beyond": max(all - one, 0.0)} for one, all in used]
+    return _bars(run, parts, "GB", [f"{one:.3g} of {all:.3g} GB reserved" for one, all in used])
+
+
+def _bars(
+    run: RunRecord, parts: Sequence[Mapping[str, float]], unit: str, texts: Sequence[str]
+) -> str:
+    """Returns a bar of each rank with a text beside it, or of the ranks with the longest bars."""
+    if not parts:
         return ""
-    most = max(max(rank["reserved"], rank["allocated"]) for rank in ranks) / 1e9
-    rows = []
-    fullest = sorted(ranks, key=lambda rank: -rank["allocated"])[:MOST_RANKS]
-    for rank in fullest:
-        used, reserved = rank["allocated"] / 1e9, rank["reserved"] / 1e9
-        parts = {"allocated at most": used, "reserved beyond": max(reserved - used, 0.0)}
-        cells = [_rank_name(run, rank["rank"]), stacked_bar(parts, most, "GB"), f"{used:.3g} GB"]
-        rows.append([*cells, f"{reserved:.3g} GB"])
-    head = ("rank", "memory", "allocated", "reserved")
-    return bar_key(parts) + html_table(head, rows) + _cut(ranks, which="fullest")
+    longest = sorted(range(len(parts)), key=lambda rank: -sum(parts[rank].values()))
+    most = sum(parts[longest[0]].values())
+    rows = [
+        [_rank_name(run, rank), stacked_bar(parts[rank], most, unit), texts[rank]]
+        for rank in sorted(longest[:MOST_RANKS])
+    ]
+    return bar_key(parts[0]) + html_table(("rank", "", ""), rows) + _cut(parts, MOST_RANKS)
 
 
 def _map(run: RunRecord) -> str:
@@ -277,7 +284,7 @@ def _map(run: RunRecord) -> str:
 def _wires(run: RunRecord) -> str:
     """Returns the picture of the ranks on their cluster's wires, if the configuration has them."""
     config = run.configs[-1] if run.configs else None
-    if config is None or config.cluster.source != "config":
+    if config is None or config.cluster.source != "config" or len(run.ranks) < 2:
         return ""
     topology = replace(config.topology, rank=0, search=0)
     hosts = list(dict.fromkeys(rank["host"] for rank in run.ranks))
@@ -303,7 +310,5 @@ def _is_used(run: RunRecord, dim: str) -> bool:
     return any(rank[dim] for rank in run.ranks)
 
 
-def _cut(ranks: Sequence[Any], most: int = MOST_RANKS, which: str = "first") -> str:
-    if len(ranks) <= most:
-        return ""
-    return f"<p class='muted'>The {which} {most} of {len(ranks):,} ranks.</p>"
+def _cut(ranks: Sequence[Any], most: int) -> str:
+    return f"<p class='muted'>{most} of {len(ranks):,} ranks.</p>" if len(ranks) > most else ""

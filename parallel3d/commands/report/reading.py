@@ -28,6 +28,7 @@ from parallel3d.run.directory import (
     config_files,
     read_config,
 )
+from parallel3d.topology.layout import DIMENSIONS
 
 COLUMNS = 1000  # places of a curve on the page
 STEP_FIGURES = {
@@ -104,6 +105,9 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
     if _is_locked(folder / CONFIG_FILE):
         state, summary = "running", {}
     places = _json(folder / PLACEMENT_FILE).get("ranks", [])
+    if not places and starts and (starts[-1].get("layout") or {}).get("world_size") == 1:
+        alone = dict.fromkeys(("rank", "local_index", *DIMENSIONS), 0)
+        places = [alone | {"host": starts[-1].get("host", "this host")}]
     ranks = [
         {key: place[key] if key == "host" else int(place[key]) for key in place} for place in places
     ]
