@@ -195,7 +195,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         yield section("What differs", "" if table else "No key but run and runs_dir.", table)
     yield _starts(runs, labels)
     for heading, part, said in (
-        ("Where a step's time goes, in the mean", _times, "It is in summary.json, written at the end."),
+        ("Where a step's time goes, in the mean", _times, "summary.json has it, at the end."),
         ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
         ("Layout and map", _map, "It has no placement.json."),
     ):
