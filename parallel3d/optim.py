@@ -12,11 +12,12 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.parameters import DEFAULT, Treatment, treatment
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.muon import Muon, split_hidden
 from parallel3d.parameters.rounding import pieces_of, store_rounded
-from parallel3d.parameters.sharding import ParameterSpec, Segment
+from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, split_part
 from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
 EMA = "ema"  # kind of state: the average of the masters, in their type
@@ -25,7 +26,7 @@ NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own 
 
 @dataclass
 class FlatGroup:
-    """Segments with equal weight decay, and their optimizer state.
+    """Segments with equal treatment, and their optimizer state. Frozen ones keep theirs as it is.
 
     `state` holds AdamW's two moments, or the momentum of SGD or Muon, and with `optim.ema_decay`
     the average of the weights; `steps` is the kernels' own step count, a scalar per segment.
@@ -35,6 +36,8 @@ class FlatGroup:
     segments: list[Segment]
     state: dict[str, list[Tensor]]
     steps: list[Tensor]
+    lr_mult: float = 1.0
+    frozen: bool = False
 
     @classmethod
     def of(
@@ -43,12 +46,14 @@ class FlatGroup:
         weight_decay: float,
         names: tuple[str, ...],
         dtype: torch.dtype | None = None,
+        treated: Treatment = DEFAULT,
     ) -> FlatGroup:
         """Makes the states, zero, in `dtype` (None: that of the masters)."""
         masters = [s.master for s in segments]
         state = {name: [torch.zeros_like(m, dtype=dtype) for m in masters] for name in names}
         steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
-        return cls(weight_decay, segments, state, steps)
+        decay = weight_decay * treated.wd_mult
+        return cls(decay, segments, state, steps, treated.lr_mult, treated.frozen)
 
     @property
     def masters(self) -> list[Tensor]:
@@ -69,6 +74,7 @@ class Optimizer:
         muon: of `optim.name=muon`; it steps the hidden matrices, and AdamW the other parameters.
 
     Attributes:
+        segments: those that are trained.
         updates: number of steps so far, without skipped ones.
     """
 
@@ -80,16 +86,21 @@ class Optimizer:
         seed: int = 0,
         muon: Muon | None = None,
     ) -> None:
-        self.optim, self.tp, self.segments, self.muon = optim, tp, segments, muon
+        self.optim, self.tp, self.muon = optim, tp, muon
         names: tuple[str, ...] = ("momentum",) if optim.momentum else ()
         if optim.name != "sgd":
             names = ("exp_avg", "exp_avg_sq")
-        hidden, rest = split_hidden(segments) if muon is not None else ([], segments)
-        kinds = [(True, optim.weight_decay), (False, 0.0)]
-        alike = [([s for s in rest if s.decays is d], decay, names) for d, decay in kinds]
-        alike.append((hidden, optim.weight_decay, ("momentum",)))
         dtype = torch.bfloat16 if optim.state == "bf16" else None
-        self.groups = [FlatGroup.of(*each, dtype) for each in alike if each[0]]
+        self.groups: list[FlatGroup] = []
+        self.segments: list[Segment] = []
+        for treated, some in _by_treatment(optim, segments).items():
+            self.segments += [] if treated.frozen else some
+            hidden, rest = split_hidden(some) if muon is not None else ([], some)
+            kinds = [(True, optim.weight_decay), (False, 0.0)]
+            alike = [([s for s in rest if s.decays is d], decay, names) for d, decay in kinds]
+            alike.append((hidden, optim.weight_decay, ("momentum",)))
+            self.groups += [FlatGroup.of(*each, dtype, treated) for each in alike if each[0]]
+        self.trained = [group for group in self.groups if not group.frozen]
         # Of each segment whose states are rounded.
         rounded = [s for group in self.groups for s in group.segments if dtype and group.state]
         self.pieces = {id(s): pieces_of(s, seed) for s in rounded}
@@ -129,19 +140,20 @@ class Optimizer:
         if self.optim.clip_grad > 0:
             factor *= min(1.0, self.optim.clip_grad / (grad_norm + 1e-6))
         divisor = None
-        if factor != 1.0:
+        if factor != 1.0 and self.segments:
             divisor = self._divisor(factor)
             if divisor is None:
                 torch._foreach_mul_([s.grad for s in self.segments], factor)
-        for group in self.groups:
+        for group in self.trained:
+            rate = learning_rate * group.lr_mult
             torch._foreach_add_(group.steps, 1)
             for some in self._rounded_pieces(group) if self.pieces else (group,):
                 if self.muon is not None and "momentum" in group.state:
                     self._nesterov(some, divisor)
                 elif self.optim.name == "sgd":
-                    self._sgd(some, learning_rate, divisor)
+                    self._sgd(some, rate, divisor)
                 else:
-                    self._adamw(some, learning_rate, divisor)
+                    self._adamw(some, rate, divisor)
         if self.muon is not None:
             self._muon(self.muon, learning_rate)
         if self.optim.ema_decay is not None:
@@ -243,11 +255,35 @@ class Optimizer:
 
     def _muon(self, muon: Muon, learning_rate: float) -> None:
         """Steps hidden matrices by their orthogonal updates, with decoupled decay; collective."""
-        groups = [group for group in self.groups if "momentum" in group.state]
+        groups = [group for group in self.trained if "momentum" in group.state]
         muon.orthogonalize([s for group in groups for s in group.segments])
         for group in groups:
-            torch._foreach_mul_(group.masters, 1 - learning_rate * group.weight_decay)
-            torch._foreach_add_(group.masters, group.grads, alpha=-learning_rate)
+            rate = learning_rate * group.lr_mult
+            torch._foreach_mul_(group.masters, 1 - rate * group.weight_decay)
+            torch._foreach_add_(group.masters, group.grads, alpha=-rate)
+
+
+def _by_treatment(optim: OptimConfig, segments: list[Segment]) -> dict[Treatment, list[Segment]]:
+    """Returns the segments, cut where the treatment changes."""
+    if not (optim.freeze or optim.groups):
+        return {DEFAULT: segments}
+    found: dict[Treatment, list[Segment]] = {}
+    for segment in segments:
+        for treated, piece in segment.split(lambda name: treatment(optim, name)):
+            found.setdefault(treated, []).append(piece)
+    return found
+
+
+def trained_parts(parts: list[SegmentPart], optim: OptimConfig) -> list[SegmentPart]:
+    """Returns the parts without what is frozen."""
+    if not optim.freeze:
+        return parts
+
+    def is_frozen(name: str) -> bool:
+        return treatment(optim, name).frozen
+
+    pieces = [piece for part in parts for piece in split_part(part, is_frozen)]
+    return [part for frozen, part in pieces if not frozen]
 
 
 def norm_share(

@@ -44,6 +44,7 @@ from parallel3d.optim import (
     all_reduce_shared_kv_grads,
     learning_rate,
     parameter_slices,
+    trained_parts,
 )
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.sharding import Initializer, Segment
@@ -162,7 +163,8 @@ class Trainer:
     def _make_optimizer(self, segments: list[Segment]) -> Optimizer:
         optim, groups, muon = self.config.optim, self.groups, None
         if optim.name == "muon":
-            parts = [self.data_parallel.parts_of(i) for i in range(groups.dp.size)]
+            held = [self.data_parallel.parts_of(i) for i in range(groups.dp.size)]
+            parts = [trained_parts(each, optim) for each in held]
             half = self.dtype.itemsize < 4 and optim.muon_dtype == "auto"
             wide = torch.promote_types(self.dtype, torch.float32)
             dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide

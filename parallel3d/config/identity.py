@@ -40,7 +40,7 @@ REPORTED = (
     *("model.dropout", "data.blend", "data.blend_stages"),
     *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
 )
-BRACES = ("blend", "blend_stages", "valid")  # keys whose values have names of their own
+BRACES = ("blend", "blend_stages", "valid", "groups")  # keys whose values have their own names
 # Keys that older checkpoints lack, with their values there.
 LATER = {
     "data.packing": "concat",
@@ -53,6 +53,8 @@ LATER = {
     "optim.ema_decay": None,
     "optim.muon_scale": "match_rms_adamw",
     "optim.muon_dtype": "auto",
+    "optim.freeze": None,
+    "optim.groups": None,
     "init_from": None,
     "init_optimizer": False,
 }

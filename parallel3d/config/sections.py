@@ -386,6 +386,18 @@ class OptimConfig:
         above=0,
         below=1,
     )
+    freeze: list[str] | None = key(  # noqa: RUF009
+        None,
+        "parameters that are not trained, by patterns of their names in safetensors: "
+        "[embedding.*,layers.0.*]",
+        megatron="--freeze-LM",
+        differs="there the whole language model",
+    )
+    groups: Any = key(  # noqa: RUF009
+        None,
+        "factors of learning rate and weight decay by patterns of names, of which the first that "
+        "matches counts: {embedding.*:{lr_mult:0.1,wd_mult:0}}",
+    )
     clip_grad: float = key(
         1.0,
         "largest global gradient norm; 0 does not clip (the norm is still logged)",

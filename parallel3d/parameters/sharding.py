@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -300,6 +300,26 @@ class SegmentPart(NamedTuple):
     numel: int
 
 
+Kind = TypeVar("Kind")
+
+
+def split_part(
+    part: SegmentPart, kind_of: Callable[[str], Kind]
+) -> Iterator[tuple[Kind, SegmentPart]]:
+    """Yields a part in runs of shards of one kind, by the names of full tensors: q, k and v lie in
+    one local parameter. Padding goes with the shard before it."""
+    width = math.prod(part.spec.shape[1:])
+    cuts: list[tuple[Kind, int]] = []
+    for shard in part.spec.shards or (ShardSpec("", (), (), part.spec.shape),):
+        if not cuts or cuts[-1][0] != (kind := kind_of(shard.name)):
+            cuts.append((kind_of(shard.name), shard.row * width if cuts else 0))
+    ends = [first for _, first in cuts[1:]] + [math.prod(part.spec.shape)]
+    for (kind, first), end in zip(cuts, ends, strict=True):
+        first, end = max(first, part.start), min(end, part.start + part.numel)
+        if first < end:
+            yield kind, part._replace(start=first, numel=end - first)
+
+
 @dataclass
 class Segment:
     """A flat shard of parameters with equal optimizer settings, the part that this rank steps.
@@ -330,3 +350,20 @@ class Segment:
                 found.append((slice(begin, offset + end), tp_replicas))
             offset += part.numel
         return found
+
+    def split(self, kind_of: Callable[[str], Kind]) -> Iterator[tuple[Kind, Segment]]:
+        """Yields the segment in runs of one kind, as views; whole if there is one kind alone."""
+        runs: list[tuple[Kind, list[SegmentPart]]] = []
+        for part in self.parts:
+            for kind, piece in split_part(part, kind_of):
+                if not runs or runs[-1][0] != kind:
+                    runs.append((kind, []))
+                runs[-1][1].append(piece)
+        first = 0
+        for kind, parts in runs or [(kind_of(""), [])]:
+            own = slice(first, first + sum(part.numel for part in parts))
+            first = own.stop
+            param, grad, master = (t[own] for t in (self.param, self.grad, self.master))
+            whole = len(runs) <= 1
+            views = replace(self, param=param, grad=grad, master=master, parts=parts)
+            yield kind, self if whole else views

@@ -83,6 +83,16 @@ class Problem:
         return " ".join(f"{words} {changes} {packs}".split())
 
 
+TREATMENT = ("freeze", "groups")
+
+
+def unhashed(value: tuple[Any, ...]) -> Any:
+    """What a configuration has for the pairs, or the words, of a problem."""
+    if isinstance(value[0], str):
+        return list(value)
+    return {pattern: dict(factors) for pattern, factors in value}
+
+
 @dataclass(frozen=True)
 class Case:
     """A problem and the way to compute it; every field but the first must change nothing."""
@@ -150,7 +160,7 @@ class Case:
             **OPTIM[problem.optimizer],
             **dict(problem.optim),
         }.items():
-            setattr(config.optim, name, value)
+            setattr(config.optim, name, unhashed(value) if name in TREATMENT else value)
         for name, value in self.keys:
             section, _, leaf = name.rpartition(".")
             setattr(getattr(config, section) if section else config, leaf, value)

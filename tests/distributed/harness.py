@@ -29,7 +29,7 @@ from tests.distributed.cases import (
 )
 from tests.distributed.pool import Pool
 from tests.distributed.simulated import here
-from tests.reference.train import ReferenceRun, batch_loss, build, train_reference
+from tests.reference.train import ReferenceRun, batch_loss, build, is_frozen, train_reference
 
 T = TypeVar("T")
 
@@ -201,7 +201,9 @@ class References:
         dtype = DTYPES[problem.precision]
         run = train_reference(config, initial, source, problem.steps, dtype, lrs)
         dead = dead_weights(initial, config.model.position_embedding)
-        for name in run.weights.keys() - dead:
+        frozen = {name for name in initial if is_frozen(config.optim, name)}
+        assert all(torch.equal(run.weights[name], initial[name].to(dtype)) for name in frozen)
+        for name in run.weights.keys() - dead - frozen:
             moved = (run.weights[name] - initial[name]).abs().max().item()
             assert moved > 1e-4, f"{problem}: {name} moved by {moved} only"
         clip = config.optim.clip_grad
@@ -330,7 +332,8 @@ def worst_weight(
         if name in dead:
             off = float(np.abs(a).max())
         else:
-            off = float(np.abs(a - b).max() / np.abs(b).max())
+            off = float(np.abs(a - b).max())
+            off = off / float(np.abs(b).max()) if off else 0.0  # zeros that are frozen
         if not np.isfinite(off):
             off = float("inf")
         worst = max(worst, (off, name))

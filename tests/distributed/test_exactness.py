@@ -119,14 +119,30 @@ def odd_problems() -> list[Problem]:
     # keeps AdamW from making steps of it.
     betas = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
     moving_rate = {"clip_grad": 0.3, "lr_decay_style": "cosine", "lr_warmup_steps": 2, **betas}
+    # Parts of fused matrices, both copies of a tied table; matrices, as a bias that stays zero has
+    # no relative difference.
+    part = {
+        "freeze": ("embedding.word.weight", "layers.*.attention.k.weight", "layers.1.mlp.*.weight")
+    }
+    slow = ("embedding.*", (("lr_mult", 0.3), ("wd_mult", 0.0)))
+    fast = ("*.mlp.gate.*", (("lr_mult", 1.5),))
+    some = {
+        "groups": (
+            slow,
+            fast,
+            ("layers.0.*", (("wd_mult", 5.0),)),
+        ),
+        "freeze": ("layers.*.mlp.down.weight", "layers.1.attention.q.weight"),
+    }
+    head = {"groups": (("head.*", (("lr_mult", 0.5),)), ("*.attention.v.*", (("wd_mult", 9.0),)))}
     return [
         Problem(preset, optimizer, tied, "fp64", tuple(model.items()), tuple(optim.items()))
         for preset, optimizer, tied, model, optim in (
-            ("gpt_tiny", "sgd", True, relu, momentum | kept),
+            ("gpt_tiny", "sgd", True, relu, momentum | kept | part),
             ("gpt_tiny", "adamw", False, rope, moving_rate),
             ("gpt_tiny", "sgd", True, plain, {}),
-            ("llama_tiny", "adamw", True, bias, moving_rate | kept),
-            ("llama_tiny", "sgd", False, heads, momentum),
+            ("llama_tiny", "adamw", True, bias, moving_rate | kept | some),
+            ("llama_tiny", "sgd", False, heads, momentum | head),
         )
     ]
 

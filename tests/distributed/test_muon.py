@@ -30,6 +30,9 @@ LLAMA = Problem("llama_tiny", "muon", False, layers=2)
 ONE_HEAD = dataclasses.replace(LLAMA, model=(("num_query_groups", 1),))
 ORIGINAL = dataclasses.replace(GPT, optim=(("muon_scale", "original"), ("momentum", 0.8)))
 ROUNDED = dataclasses.replace(LLAMA, optim=(("state", "bf16"), ("ema_decay", 0.9)))
+FREEZE = ("layers.0.attention.v.weight", "layers.1.mlp.down.weight")
+SLOW = (("layers.1.*", (("lr_mult", 0.5), ("wd_mult", 3.0))),)
+TREATED = dataclasses.replace(LLAMA, optim=(("freeze", FREEZE), ("groups", SLOW)))
 CUT = {"bucket_cap_mb": 0.02}
 
 
@@ -40,7 +43,7 @@ def sharded(problem: Problem, zero: int, **way: Any) -> Case:
 @pytest.mark.parametrize(
     ("sizes", "cases"),
     [
-        ((1, 1, 2), [sharded(LLAMA, 1), sharded(GPT, 2), sharded(ORIGINAL, 3)]),
+        ((1, 1, 2), [sharded(TREATED, 1), sharded(GPT, 2), sharded(ORIGINAL, 3)]),
         ((2, 1, 2), [sharded(GPT, 1, **CUT), sharded(ONE_HEAD, 1, sp=True), Case(ONE_HEAD)]),
         ((1, 1, 2), [Case(GPT, keys=(("ddp.bucket_order", "measured"),), **CUT)]),
         ((4, 1, 1), [Case(ONE_HEAD), Case(ROUNDED, sp=True)]),

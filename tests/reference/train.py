@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -118,6 +119,23 @@ class Stored:
             states[name] = rounded(values, chance)
 
 
+def is_frozen(optim: OptimSettings, name: str) -> bool:
+    return any(matches(pattern, name) for pattern in optim.freeze or ())
+
+
+def multiplier(optim: OptimSettings, name: str, what: str) -> float:
+    """Of learning rate (`lr_mult`) or decay (`wd_mult`): that of the first group that matches."""
+    for pattern, factors in (optim.groups or {}).items():
+        if matches(pattern, name):
+            return factors.get(what, 1.0)
+    return 1.0
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a name is of a pattern in which * stands for anything."""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
+
+
 class AdamW:
     """Loshchilov and Hutter 2019, algorithm 2, with bias correction; decay on matrices only."""
 
@@ -135,13 +153,14 @@ class AdamW:
         s = self.settings
         self.step_count += 1
         for name, parameter in parameters.items():
-            gradient = gradients[name]
+            gradient, rate = gradients[name], lr * multiplier(s, name, "lr_mult")
             decay = s.weight_decay if parameter.dim() >= 2 else 0.0
+            decay *= multiplier(s, name, "wd_mult")
             self.mean[name] = s.beta1 * self.mean[name] + (1 - s.beta1) * gradient
             self.square[name] = s.beta2 * self.square[name] + (1 - s.beta2) * gradient**2
             mean = self.mean[name] / (1 - s.beta1**self.step_count)
             square = self.square[name] / (1 - s.beta2**self.step_count)
-            new = parameter - lr * decay * parameter - lr * mean / (square.sqrt() + s.eps)
+            new = parameter - rate * decay * parameter - rate * mean / (square.sqrt() + s.eps)
             parameter.copy_(new)
         self.stored(self.mean, 0)
         self.stored(self.square, 1)
@@ -165,9 +184,11 @@ class SGD:
     ) -> None:
         for name, parameter in parameters.items():
             decay = self.settings.weight_decay if parameter.dim() >= 2 else 0.0
+            decay *= multiplier(self.settings, name, "wd_mult")
+            rate = lr * multiplier(self.settings, name, "lr_mult")
             change = gradients[name] + decay * parameter
             self.velocity[name] = self.settings.momentum * self.velocity[name] + change
-            parameter.copy_(parameter - lr * self.velocity[name])
+            parameter.copy_(parameter - rate * self.velocity[name])
         self.stored(self.velocity, 0)
         self.stored.update += 1
 
@@ -209,7 +230,9 @@ class Muon:
             size = 0.2 * max(rows, columns) ** 0.5
             if s.muon_scale == "original":
                 size = max(1.0, rows / columns) ** 0.5
-            parameter.copy_((1 - lr * s.weight_decay) * parameter - lr * size * x)
+            rate = lr * multiplier(s, name, "lr_mult")
+            decay = s.weight_decay * multiplier(s, name, "wd_mult")
+            parameter.copy_((1 - rate * decay) * parameter - rate * size * x)
         self.stored(self.mean, 0)
         self.stored.update += 1
 
@@ -228,14 +251,15 @@ def train_reference(
     """Train `steps` steps from `weights`, everything in `dtype`.
 
     Step s (from 0) takes samples s · global_batch_size onwards. `learning_rates` has one rate a
-    step; None keeps `config.optim.lr`. Gradient norms are those before clipping, over each
+    step; None keeps `config.optim.lr`. Gradient norms are those before clipping, over each trained
     parameter once.
     """
     rates = [config.optim.lr] * steps if learning_rates is None else list(learning_rates)
     assert len(rates) == steps, f"{len(rates)} learning rates for {steps} steps"
     model = build(config.model, weights, dtype)
     parameters = dict(model.named_parameters())
-    optimizer = OPTIMIZERS[config.optim.name](parameters, config.optim, config.seed)
+    trained = {n: p for n, p in parameters.items() if not is_frozen(config.optim, n)}
+    optimizer = OPTIMIZERS[config.optim.name](trained, config.optim, config.seed)
     decay, average = config.optim.ema_decay, {}
     if decay is not None:
         average = {name: p.detach().clone() for name, p in parameters.items()}
@@ -246,7 +270,7 @@ def train_reference(
         drop = Dropping(config.model.dropout, config.seed, samples)
         loss = batch_loss(model, source, first, len(samples), config.loss, drop)
         gradients = dict(
-            zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
+            zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)
         )
         norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
         if step == 0:
@@ -255,7 +279,7 @@ def train_reference(
             factor = min(1.0, config.optim.clip_grad / (norm + 1e-6))
             gradients = {name: g * factor for name, g in gradients.items()}
         with torch.no_grad():
-            optimizer.step(parameters, gradients, lr)
+            optimizer.step(trained, gradients, lr)
             for name, old in average.items():
                 average[name] = decay * old + (1 - decay) * parameters[name]
         losses.append(loss.item())

@@ -167,6 +167,35 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["train.noise_scale=true", "zero=2", "nearest is zero=1"],
     ),
     (
+        {"train.noise_scale": True, "optim.freeze": ["final*"], "dp": 2},
+        None,
+        ["train.noise_scale=true", "optim.freeze=[final*]", "nearest is train.noise_scale=false"],
+    ),
+    ({"optim.freeze": ["*"]}, None, ["optim.freeze=[*]", "must leave a parameter", "such as"]),
+    (
+        {"optim.freeze": ["embeding.*"]},
+        None,
+        ["optim.freeze=[embeding.*]", "must match a parameter", "nearest is embedding.*"],
+    ),
+    (
+        {"optim.groups": {"layers.0.atention.q.weight": {"lr_mult": 2}}},
+        None,
+        ["layers.0.atention.q.weight", "nearest is layers.0.attention.q.weight"],
+    ),
+    (
+        {"optim.groups": {"head.*": {"lr": 2}}},
+        None,
+        ["optim.groups={head.*:{lr:2}}", "must be lr_mult or wd_mult", "nearest is lr_mult"],
+    ),
+    ({"optim.groups": {"head.*": {"wd_mult": -1}}}, None, ["at least 0", "nearest is wd_mult:0"]),
+    ({"optim.groups": {"head.*": 3}}, None, ["must hold lr_mult or wd_mult", "nearest is"]),
+    (
+        {"optim.groups": {"layers.*": {"lr_mult": 2}, "layers.0.*": {"lr_mult": 1}}},
+        None,
+        ["optim.groups={layers.0.*:", "the first that matches counts; give it first"],
+    ),
+    ({"init_optimizer": True}, None, ["init_optimizer=true", "nearest is init_optimizer=false"]),
+    (
         {"train.noise_scale": True, "ddp.comm_hook": "powersgd", "dp": 2},
         2,
         ["train.noise_scale=true", "exact sums", "nearest is ddp.comm_hook=bf16"],

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
-from parallel3d.checkpoint.hf.names import full_shapes_of
 from parallel3d.checkpoint.manifest import KINDS, Manifest, read_manifest
 from parallel3d.checkpoint.planners import Chunk, TensorChunks, full_tensors
 from parallel3d.checkpoint.saver import Save, Saver, State
@@ -39,6 +38,7 @@ from parallel3d.commands.init_from import model_from, model_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import explain_override_error
+from parallel3d.config.parameters import full_shapes_of
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, conf_dir, register_schema
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.text_files import are_bytes, byte_files

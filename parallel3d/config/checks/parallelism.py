@@ -107,6 +107,12 @@ def _check_noise_scale(config: Config, dp: int) -> None:
             f"{asked} must see the gradients of one replica before they are summed, which zero="
             f"{config.zero} does not show; the nearest is zero=1."
         )
+    if config.optim.freeze:
+        raise UserError(
+            f"{asked} must see the gradients of what is trained alone, and the buckets hold those "
+            f"of optim.freeze={show(config.optim.freeze)} too; the nearest is "
+            "train.noise_scale=false."
+        )
     if config.ddp.comm_hook == "powersgd":
         raise UserError(
             f"{asked} must see exact sums, and ddp.comm_hook=powersgd approximates them; the "

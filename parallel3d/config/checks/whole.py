@@ -31,6 +31,7 @@ from parallel3d.config.checks.run import (
 )
 from parallel3d.config.fields import NOT_YET, NotYet, check_fields, fits_64_bits, show
 from parallel3d.config.overrides import explain_override_error
+from parallel3d.config.parameters import check_treatment
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import parts_of, spelled
 from parallel3d.errors import UserError, closest
@@ -82,6 +83,7 @@ def check_config(
     check_length(config)
     check_init(config)
     check_learning_rate(config)
+    check_treatment(config.optim, config.model)
     check_attention(config)
     check_precision(config)
     check_data_parallel(config, dp)

@@ -1,0 +1,135 @@
+"""Names and shapes of the model's full tensors, and how the optimizer treats each by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from parallel3d.config.fields import show
+from parallel3d.config.sections import ModelConfig, OptimConfig
+from parallel3d.errors import UserError, nearest, nearest_hint
+
+MULTIPLIERS = ("lr_mult", "wd_mult")  # the names in Megatron-LM's parameter groups
+
+
+class Treatment(NamedTuple):
+    """How the optimizer treats a parameter: factors of learning rate and decay, or not at all."""
+
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
+    frozen: bool = False
+
+
+DEFAULT = Treatment()
+
+
+def treatment(optim: OptimConfig, name: str) -> Treatment:
+    """Returns the treatment of a full tensor: of the first of `optim.groups` that matches."""
+    frozen = any(fnmatchcase(name, pattern) for pattern in optim.freeze or ())
+    for pattern, factors in (optim.groups or {}).items():
+        if fnmatchcase(name, str(pattern)):
+            lr_mult, wd_mult = (float(factors.get(key, 1.0)) for key in MULTIPLIERS)
+            return Treatment(lr_mult, wd_mult, frozen)
+    return Treatment(frozen=frozen)
+
+
+def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:
+    """Raises UserError for a pattern that matches no parameter, and for factors that are none."""
+    if not (optim.freeze or optim.groups):
+        return
+    names = full_shapes_of(model)
+    for pattern in optim.freeze or ():
+        _check_matches(f"optim.freeze={show(optim.freeze)}", pattern, names)
+    if all(treatment(optim, name).frozen for name in names):
+        raise UserError(
+            f"optim.freeze={show(optim.freeze)} must leave a parameter to train; give fewer "
+            "patterns, such as optim.freeze=[embedding.*]."
+        )
+    left = set(names)
+    for pattern, factors in (optim.groups or {}).items():
+        typed = f"optim.groups={{{pattern}:{show(factors)}}}"
+        _check_factors(typed, factors)
+        _check_matches(typed, str(pattern), names)
+        mine = {name for name in left if fnmatchcase(name, str(pattern))}
+        if not mine:
+            raise UserError(
+                f"{typed} matches only parameters of the groups before it, and the first that "
+                "matches counts; give it first."
+            )
+        left -= mine
+
+
+def _check_factors(typed: str, factors: Any) -> None:
+    if not isinstance(factors, dict) or not factors:
+        raise UserError(
+            f"{typed} must hold lr_mult or wd_mult in braces, as in "
+            "'optim.groups={embedding.*:{lr_mult:0.1,wd_mult:0}}'; the nearest is lr_mult:1."
+        )
+    for key, value in factors.items():
+        if key not in MULTIPLIERS:
+            hint = nearest_hint(str(key), MULTIPLIERS) or "; the nearest is lr_mult"
+            raise UserError(f"{typed} has {key}, which must be lr_mult or wd_mult{hint}.")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0:
+            raise UserError(
+                f"{typed} has {key}:{show(value)}, which must be a number of at least 0; the "
+                f"nearest is {key}:{0 if is_number and value < 0 else 1}."
+            )
+
+
+def _check_matches(typed: str, pattern: str, names: Iterable[str]) -> None:
+    if any(fnmatchcase(name, pattern) for name in names):
+        return
+    known = [name for name in names if not name.startswith("layers.") or ".0." in name[:9]]
+    ends = [at for name in known for at in _prefixes(name)]
+    close = nearest(pattern, dict.fromkeys([*known, *ends])) or "layers.*"
+    raise UserError(
+        f"{typed}: {pattern} must match a parameter of the model, and matches none; the nearest "
+        f"is {close}."
+    )
+
+
+def _prefixes(name: str) -> list[str]:
+    """Returns `layers.0.*`, `layers.0.mlp.*` … of a name."""
+    words = name.split(".")
+    return [".".join([*words[:n], "*"]) for n in range(1, len(words))]
+
+
+def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns our tensors with their full shapes, without padding of the vocabulary."""
+    hidden, ffn = model.hidden_size, model.ffn_size
+    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    linears = {
+        "attention.q": (queries, hidden),
+        "attention.k": (keys, hidden),
+        "attention.v": (keys, hidden),
+        "attention.out": (hidden, queries),
+        "mlp.up": (ffn, hidden),
+        "mlp.down": (hidden, ffn),
+    }
+    if model.activation == "swiglu":
+        linears["mlp.gate"] = (ffn, hidden)
+    has_bias = dict.fromkeys(linears, model.bias)
+    has_bias |= dict.fromkeys(("attention.q", "attention.k", "attention.v"), model.qkv_bias)
+    has_bias["attention.out"] = model.out_bias
+    vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
+    if model.position_embedding == "learned":
+        shapes["embedding.position.weight"] = (model.max_positions, hidden)
+    for layer in range(model.num_layers):
+        for norm in ("input_norm", "mlp_norm"):
+            shapes |= {f"layers.{layer}.{norm}.{part}": (hidden,) for part in vectors}
+        for name, shape in linears.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+            if has_bias[name]:
+                shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
+        if model.qk_norm:
+            for part in ("q", "k"):
+                shapes[f"layers.{layer}.attention.{part}_norm.weight"] = (model.head_size,)
+    shapes |= {f"final_norm.{part}": (hidden,) for part in vectors}
+    if not model.tie_embeddings:
+        shapes["head.weight"] = (model.vocab_size, hidden)
+    return shapes
