@@ -47,6 +47,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "model.rope_scaling_factor": (4.0,),
     "data.valid": ({"web": "corpora/web"},),
     "optim.momentum": (0.9,),
+    "optim.freeze": (["embedding.*"],),
+    "optim.groups": ({"embedding.*": {"lr_mult": 0.1}},),
     "optim.wsd_decay_steps": (2,),
     "optim.ema_decay": (0.99,),
     "train.tokens": (512,),
