@@ -36,6 +36,7 @@ from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
+from parallel3d.commands.evaluate.command import EVAL, start_eval
 from parallel3d.commands.generate.command import GENERATE, start_generate, take_prompt
 from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
@@ -77,6 +78,7 @@ SCHEDULE = "schedule"
 PLAN = "plan"
 TRAIN = "train"
 DRYRUN = "dryrun"
+ON_CHECKPOINTS = (GENERATE, EVAL)  # take the model from a run
 FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS, INIT: INIT_VERBS, RECIPES: RECIPES_VERBS}
 SUBCOMMANDS = (
     *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN, REPORT),
@@ -193,7 +195,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         typed = HydraConfig.get().overrides.task
         # Under srun every task gets here with the same configuration.
         first = place is None or place.rank == 0
-        if app != GENERATE and (app == TRAIN or config.init_from is not None):
+        if app not in ON_CHECKPOINTS and (app == TRAIN or config.init_from is not None):
             check_fields(config)
             with _time_limit(config):
                 config = _with_earlier(app, config, typed, place)
@@ -213,8 +215,10 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             from parallel3d.commands.dryrun.command import dryrun
 
             return dryrun(config, typed) if first else 0
-        if app == GENERATE:
-            _refuse_launched(place)
+        if app in ON_CHECKPOINTS:
+            _refuse_launched(app, place)
+            if app == EVAL:
+                return start_eval(config, typed)
             return start_generate(config, typed, prompt)
         if app in NEED_DATA:
             check_filled(config, typed, OwnFolder.path)
@@ -269,11 +273,9 @@ def _checked(
     return check_config(config, world_size, communication_only=app not in NEED_DATA)
 
 
-def _refuse_launched(place: RankAssignment | None) -> None:
+def _refuse_launched(app: str, place: RankAssignment | None) -> None:
     if place is not None:
-        raise UserError(
-            f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
-        )
+        raise UserError(f"{app} starts its ranks by itself: type it without {place.launcher}")
 
 
 def _start(app: str, config: Config) -> int:

@@ -64,6 +64,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d bench comm [key=value …]  time every collective in every group
   parallel3d report run=… run=…     a page of runs: curves, restarts, time, memory, differences
   parallel3d generate run=… prompt=…   write text with what a run has learned
+  parallel3d eval run=… tasks=a.jsonl  score rows of contexts and continuations
   parallel3d checkpoint ls|verify|export|import|average|branch|diff …
                                     list, prove and compare checkpoints, exchange them with
                                     Hugging Face, and go on from one in another run
@@ -92,6 +93,8 @@ ABOUT = {
     "allocates, launches, computes and sends, and whether it fits",
     "bench comm": "time every collective in every group, with the model's price, "
     "and name what is slow (which is no failure: exit code 0)",
+    "eval": "score rows of contexts and continuations by log-likelihood with the newest good "
+    "checkpoint of a run, whose model it takes",
     "generate": "write text with the newest good checkpoint of a run, whose model it takes",
 }
 
@@ -102,6 +105,10 @@ _KEYS = {
         *("train.steps", "train.eval_every", "optim.lr", "optim.clip_grad", "model.num_layers"),
         *("model.hidden_size", "model.num_attention_heads", "model.seq_length"),
         *("data.path", "device", "seed", "run", "runs_dir"),
+    ),
+    "eval": (
+        *("run", "runs_dir", "eval.tasks", "eval.to", "eval.step", "eval.batch_tokens"),
+        *("tp", "pp", "dp", "device"),
     ),
     "generate": (
         *("run", "runs_dir", "prompt", "generate.max_tokens", "generate.temperature"),
@@ -166,6 +173,9 @@ EXAMPLES = {
     "bench comm": """\
         parallel3d bench comm tp=2 pp=2 dp=2
         parallel3d bench comm dp=8 bench.sizes=[1048576]""",
+    "eval": """\
+        parallel3d eval run=my_run tasks=questions.jsonl
+        parallel3d eval run=my_run tasks=questions.jsonl to=scores.json tp=2 dp=2""",
     "generate": """\
         parallel3d generate run=my_run prompt="def "
         parallel3d generate run=my_run tp=2 generate.temperature=0.5 generate.max_tokens=500""",
@@ -193,7 +203,7 @@ def _template(app: str) -> str:
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
     examples = "\n".join(f"  {line}" for line in dedent(EXAMPLES[app]).splitlines())
     presets = "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
-    if app == "generate":
+    if app in ("eval", "generate"):
         presets = ""
     return _printable(
         f"parallel3d {app} [key=value …] [Hydra's flags]: {ABOUT[app]}.\n\n"

@@ -22,6 +22,7 @@ from hydra.types import RunMode
 from hydra.version import setbase
 from omegaconf import DictConfig, OmegaConf
 
+from parallel3d.commands.evaluate.command import EVAL, TYPED
 from parallel3d.config.fields import unknown_key
 from parallel3d.config.overrides import (
     check_length,
@@ -50,6 +51,8 @@ def without_alias(word: str, app: str = "train") -> str:
     """
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
+    if app == EVAL and bare in TYPED:
+        return f"eval.{bare}={value}"
     is_file = value.endswith((".yaml", ".yml")) or "/" in value
     if app in READ_FILES and bare == "cluster" and is_file:
         return f"cluster.file={value}"

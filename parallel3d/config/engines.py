@@ -138,6 +138,21 @@ class GenerateConfig:
 
 
 @dataclass
+class EvalConfig:
+    """Options of `parallel3d eval`."""
+
+    tasks: str | None = key(
+        None,
+        "jsonl, a row a context with choices and answer, or with a continuation; typed tasks=",
+    )
+    to: str | None = key(
+        None, "file for the scores of all rows, as JSON; null: in eval/ of the run directory"
+    )
+    batch_tokens: int = key(8192, "tokens of a forward of one rank, padding included", minimum=1)
+    step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
+
+
+@dataclass
 class DryrunConfig:
     """Options of `parallel3d dryrun`."""
 

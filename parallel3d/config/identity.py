@@ -24,7 +24,16 @@ FREE = (
     *("attention_kernel", "recompute", "recompute_layers", "train.progress", "train.log_every"),
     *("train.save_weights", "train.noise_scale", "loss.chunk_tokens"),
     *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "profile."),
-    *("checkpoint.", "recovery.", "generate.", "topology.", "bench.", "calibrate.", "verify."),
+    *(
+        "checkpoint.",
+        "recovery.",
+        "generate.",
+        "eval.",
+        "topology.",
+        "bench.",
+        "calibrate.",
+        "verify.",
+    ),
     "plan.",
     # Of the model its name and the layout of its tables. Of the data the fingerprint of the text
     # decides, not its location.

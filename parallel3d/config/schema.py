@@ -22,6 +22,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.engines import (
     CheckpointConfig,
     DryrunConfig,
+    EvalConfig,
     GenerateConfig,
     LossConfig,
     PlanConfig,
@@ -226,6 +227,7 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     dryrun: DryrunConfig = field(default_factory=DryrunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 

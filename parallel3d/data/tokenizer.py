@@ -69,6 +69,11 @@ class ByteTokenizer:
         """The end of a text: in training, a text follows the end of another."""
         return [self.eot]
 
+    @property
+    def prefix(self) -> list[int]:
+        """As of the tokenizer.json of bytes that an export writes."""
+        return [self.eot]
+
     def encode(self, text: bytes) -> npt.NDArray[np.uint16]:
         """Returns the tokens of `text`, shape (len(text),), without an end-of-text token."""
         return np.frombuffer(text, dtype=np.uint8).astype("<u2")
@@ -145,9 +150,10 @@ class FileTokenizer:
 
     Attributes:
         name: as given by the user. vocab_size: the largest token + 1. eot: the token that ends a
-            text, spelled `eot_text`. begin: the tokens before a prompt: those that the tokenizer
-            puts before every text, as Llama's does, else `eot`. ends: the tokens that end a
-            generation, `eot` and those of generation_config.json. special: text → special token.
+            text, spelled `eot_text`. prefix: the tokens that the tokenizer puts before every
+            text, as Llama's does. begin: the tokens before a prompt: prefix, else `eot`. ends: the
+            tokens that end a generation, `eot` and those of generation_config.json. special: text →
+            special token.
         folder: with configuration files; None for a tokenizer without one.
         digest: of the file and the end-of-text token, equal for tokenizers that encode alike.
     """
@@ -184,6 +190,7 @@ class FileTokenizer:
         self.dtype = np.dtype("<u2" if self.vocab_size <= FEW else "<u4")
         self.eot, self.eot_text = vocabulary[end], end
         self.special: dict[str, int] = special
+        self.prefix: list[int] = prefix
         self.begin: list[int] = prefix or [self.eot]
         more = ends_of_generation(folder, f"{key}={show(name)}") if folder is not None else []
         self.ends = frozenset((self.eot, *(n for n in more if n < self.vocab_size)))

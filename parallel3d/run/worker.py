@@ -53,6 +53,7 @@ APPS = {
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
     "calibrate": ("parallel3d.commands.calibrate.measure", "calibrate"),
     "generate": ("parallel3d.commands.generate.sample", "generate"),
+    "eval": ("parallel3d.commands.evaluate.score", "evaluate"),
 }
 
 

@@ -50,42 +50,49 @@ def start_generate(config: Config, overrides: Sequence[str], prompt: str | None)
     Raises:
         UserError: no such run, no checkpoint, or a key that only training may set.
     """
-    _check_overrides(overrides)
-    config = config_of_run(config)
-    checkpoints_of(config)
-    world_size = config.tp * config.pp
-    device = choose_device(config.device, world_size)
+    check_overrides(GENERATE, overrides, MAY_BE_SET)
+    config = config_of_run(GENERATE, dataclasses.replace(config, dp=1))
     if prompt is not None:
         config = dataclasses.replace(config, prompt=prompt)
-    # Failures go to a folder of their own: generate adds nothing to the run.
-    folder = Path(tempfile.mkdtemp(prefix="parallel3d-generate-"))
+    return run_on_checkpoint(GENERATE, config)
+
+
+def run_on_checkpoint(app: str, config: Config) -> int:
+    """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
+    checkpoints_of(config)
+    world_size = config.tp * config.pp * (config.dp or 1)
+    device = choose_device(config.device, world_size)
+    # Failures go to a folder of their own: nothing is added to the run.
+    folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))
     code = None
     try:
-        code = run_here(GENERATE, config, folder, world_size, device)
+        code = run_here(app, config, folder, world_size, device)
     finally:
         if code != 1:  # else it holds the failure's traceback
             shutil.rmtree(folder, ignore_errors=True)
     return code
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
+def check_overrides(app: str, overrides: Sequence[str], may_be_set: Sequence[str]) -> None:
+    """Raises UserError for a key that `app` takes from the run."""
     for word in overrides:
         key = word.partition("=")[0].lstrip("+~")
         section = f"{key.partition('.')[0]}.*"
-        if key not in MAY_BE_SET and section not in MAY_BE_SET:
+        if key not in may_be_set and section not in may_be_set:
             raise UserError(
-                f"{word}: generate takes {key} from the run; what may be set is "
-                f"{', '.join(MAY_BE_SET)}"
+                f"{word}: {app} takes {key} from the run; what may be set is "
+                f"{', '.join(may_be_set)}"
             )
 
 
-def config_of_run(config: Config) -> Config:
-    """Returns `config` with the run's model and tokenizer, checked, dp=1. Raises UserError."""
-    run = load_config_of(config)
+def config_of_run(app: str, config: Config) -> Config:
+    """Returns `config` with the run's model and tokenizer, checked. Raises UserError."""
+    run = load_config_of(app, config)
     precision = "fp64" if run.precision.name == "fp64" else "fp32"
     config = dataclasses.replace(
         config,
-        dp=1,
+        micro_batch_size=1,
+        global_batch_size=config.dp or 1,
         model=run.model,
         attention_kernel=in_other_precision(run.attention_kernel),
         data=dataclasses.replace(config.data, tokenizer=_tokenizer(config, run)),
@@ -102,13 +109,13 @@ def _tokenizer(config: Config, run: Config) -> str:
     return str(own.absolute()) if own.is_dir() else tokenizer.name
 
 
-def load_config_of(config: Config) -> Config:
+def load_config_of(app: str, config: Config) -> Config:
     """Returns the configuration of the run that `config` names. Raises UserError if none."""
     runs = Path(config.runs_dir)
     if config.run is None:
         known = run_names(runs)
         there = f"for example run={known[-1]}" if known else f"and {runs} has none yet"
-        raise UserError(f"generate needs run=…, the name of a run, {there}")
+        raise UserError(f"{app} needs run=…, the name of a run, {there}")
     try:
         return last_config(find_run(runs, config.run))
     except UserError:

@@ -1,0 +1,1 @@
+"""Implements `parallel3d eval`."""

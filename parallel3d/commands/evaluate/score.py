@@ -1,0 +1,237 @@
+"""Scores the rows of `parallel3d eval` on every rank; tp, pp and dp change nothing but rounding."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.comm.exchange import all_gather_json, transfer
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.evaluate.rows import (
+    Likelihood,
+    Row,
+    chosen,
+    encode_pair,
+    figures_of,
+    read_rows,
+)
+from parallel3d.commands.generate.sample import load_newest
+from parallel3d.config.schema import Config
+from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
+from parallel3d.errors import UserError, print_line
+from parallel3d.files import no_link
+from parallel3d.metrics.recorder import layout_of
+from parallel3d.models.transformer import Stage, blank_stage
+from parallel3d.run.launch import Worker
+from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
+
+LOGIT_TOKENS = 256  # whose logits over the whole vocabulary are in memory at a time
+
+
+class Request(NamedTuple):
+    """Tokens of a row's choice, of which those from `first` on are scored."""
+
+    row: int
+    choice: int
+    tokens: list[int]
+    first: int
+
+
+def evaluate(config: Config, worker: Worker) -> None:
+    """Scores the rows, prints a table and writes the result as JSON on rank 0. Raises UserError."""
+    worker.phase = "making process groups"
+    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    device = torch.device(worker.device)
+    worker.phase = "reading the rows"
+    assert config.eval.tasks is not None  # the command sees to it
+    rows = read_rows(config.eval.tasks)
+    requests = requests_of(rows, open_tokenizer(config.data.tokenizer or BYTE), config)
+    worker.phase = "loading the checkpoint"
+    stage = blank_stage(config, groups, device)
+    manifest = load_newest(config, stage, groups)
+    worker.phase = "scoring"
+    mine: list[tuple[int, int, Likelihood]] = []
+    for number, batch in enumerate(batches_of(requests, config.eval.batch_tokens)):
+        if number % groups.dp.size == groups.dp.index:
+            found = likelihoods(stage, groups, batch, config.model.hidden_size)
+            mine += [(r.row, r.choice, f) for r, f in zip(batch, found, strict=False)]
+    mine = mine if groups.tp.index == 0 else []
+    everyones = all_gather_json(mine, groups.world.handle, device)
+    if worker.rank == 0:
+        scores: dict[tuple[int, int], Likelihood] = {}
+        for part in everyones:
+            scores |= {(row, choice): Likelihood(*found) for row, choice, found in part}
+        of_rows = [[scores[i, k] for k in range(len(row.choices))] for i, row in enumerate(rows)]
+        report(config, worker, manifest.step, rows, of_rows)
+    groups.close()
+
+
+def requests_of(rows: Sequence[Row], tokenizer: Tokenizer, config: Config) -> list[Request]:
+    """Returns a request for each choice, the longest first; contexts are cut from the left to
+    `model.seq_length`. Raises UserError for a continuation without tokens or with too many."""
+    window, found = config.model.seq_length, []
+    for i, row in enumerate(rows):
+        for k, choice in enumerate(row.choices):
+            tokens, first = encode_pair(tokenizer, row.context, choice)
+            scored = len(tokens) - first
+            if not 0 < scored <= window:
+                raise UserError(
+                    f"{row.place}: the continuation {choice[:40]!r} has {scored:,} tokens behind "
+                    f"its context, and must have from 1 to model.seq_length={window}; give "
+                    f"{'a longer' if scored < 1 else 'a shorter'} one"
+                )
+            cut = max(0, len(tokens) - (window + 1))
+            found.append(Request(i, k, tokens[cut:], first - cut))
+    return sorted(found, key=lambda r: -len(r.tokens))
+
+
+def batches_of(requests: Sequence[Request], batch_tokens: int) -> list[list[Request]]:
+    """Returns batches of neighbours, whose padded tokens are at most `batch_tokens`, or one row."""
+    batches: list[list[Request]] = []
+    for request in requests:
+        fits = batches and (len(batches[-1]) + 1) * len(batches[-1][0].tokens) <= batch_tokens
+        if fits:
+            batches[-1].append(request)
+        else:
+            batches.append([request])
+    return batches
+
+
+@torch.no_grad()
+def likelihoods(
+    stage: Stage, groups: ProcessGroups, batch: Sequence[Request], hidden: int
+) -> list[Likelihood]:
+    """Returns the likelihoods of a batch on the last stage, an empty list on the others; collective
+    over tp × pp."""
+    device, length = next(stage.parameters()).device, len(batch[0].tokens) - 1
+    padded = [r.tokens + [0] * (length + 1 - len(r.tokens)) for r in batch]
+    tokens = torch.tensor(padded, device=device)
+    x = hidden_states(stage, groups, tokens[:, :-1], hidden)
+    if stage.head is None:
+        return []
+    scored = [(k, at) for k, r in enumerate(batch) for at in range(r.first - 1, len(r.tokens) - 1)]
+    rows, places = torch.tensor(scored, device=device).unbind(1)
+    x, labels = x[rows, places], tokens[rows, places + 1]
+    parts = [
+        _log_probabilities(stage, groups, x[first : first + LOGIT_TOKENS], part)
+        for first, part in zip(
+            range(0, len(scored), LOGIT_TOKENS), labels.split(LOGIT_TOKENS), strict=True
+        )
+    ]
+    found, best = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+    counts = [len(r.tokens) - r.first for r in batch]
+    return [
+        Likelihood(float(one.sum()), len(one), bool(likeliest.all()))
+        for one, likeliest in zip(found.split(counts), best.split(counts), strict=True)
+    ]
+
+
+def hidden_states(stage: Stage, groups: ProcessGroups, tokens: Tensor, hidden: int) -> Tensor:
+    """Returns the last stage's hidden states (b, s, h) of `tokens` (b, s), before the head; on the
+    others their own, which they send on. `hidden`: the model's h."""
+    pp = groups.pp
+    if stage.embedding is not None:
+        x = stage.embedding(tokens)
+    else:
+        example = next(stage.parameters())
+        x = torch.empty((*tokens.shape, hidden), dtype=example.dtype, device=example.device)
+        assert pp.handle is not None  # there is another stage
+        transfer(dist.irecv, x, pp.ranks[pp.index - 1], pp.handle)
+    rotary = stage.rotary
+    if rotary is not None:
+        rotary = rotary[0][: tokens.shape[1]], rotary[1][: tokens.shape[1]]
+    for block in stage.blocks.values():
+        x = block(x, rotary)
+    if stage.head is None:
+        assert pp.handle is not None
+        transfer(dist.isend, x.contiguous(), pp.ranks[pp.index + 1], pp.handle)
+    return x
+
+
+def _log_probabilities(
+    stage: Stage, groups: ProcessGroups, x: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns, of hidden states (n, h), the labels' log-probabilities in fp64, and whether each label
+    is the likeliest token."""
+    assert stage.head is not None
+    logits = gather_from_vocabulary(stage.head.logits(x.unsqueeze(0)), groups.tp)[0]
+    logits = logits[:, : stage.head.model.vocab_size].double()
+    found = logits.log_softmax(-1).gather(1, labels.unsqueeze(1)).squeeze(1)
+    return found, logits.argmax(-1) == labels
+
+
+def report(
+    config: Config,
+    worker: Worker,
+    step: int,
+    rows: Sequence[Row],
+    scores: Sequence[Sequence[Likelihood]],
+) -> None:
+    """Prints a table and writes the result to `eval.to`, or to a new file in the run directory."""
+    pairs = list(zip(rows, scores, strict=True))
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    figures = {t: figures_of(pair for pair in pairs if pair[0].task == t) for t in tasks}
+    if len(tasks) > 1:
+        figures["all rows"] = figures_of(pairs)
+    result: dict[str, Any] = {
+        "run": config.run,
+        "step": step,
+        "tasks": config.eval.tasks,
+        "layout": layout_of(config, worker.world_size),
+        "precision": config.precision.name,
+        "figures": figures,
+        "rows": [_scores(row, found) for row, found in pairs],
+    }
+    print(f"run={config.run}, step {step}\n" + table(figures))
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    path = _new_file(config, step)
+    with os.fdopen(no_link(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(text.encode("utf-8", "replace"))
+    print_line(f"the scores of {len(rows):,} rows are in {path}")
+
+
+def _new_file(config: Config, step: int) -> Path:
+    if config.eval.to is not None:
+        return Path(config.eval.to)
+    assert config.eval.tasks is not None
+    folder = Path(config.runs_dir, str(config.run), "eval")
+    folder.mkdir(exist_ok=True)
+    name, number = f"{Path(config.eval.tasks).name.partition('.')[0]}-step-{step}", 1
+    while (path := folder / f"{name}{f'-{number}' if number > 1 else ''}.json").exists():
+        number += 1
+    return path
+
+
+def _scores(row: Row, found: Sequence[Likelihood]) -> dict[str, Any]:
+    by_choice = {
+        "loglikelihoods": [one.total for one in found],
+        "tokens": [one.tokens for one in found],
+        "greedy": [one.greedy for one in found],
+    }
+    if row.answer is None:
+        return {"task": row.task} | by_choice
+    best, best_norm = chosen(row, found)
+    picked = {"chosen": best, "chosen_norm": best_norm, "answer": row.answer}
+    return {"task": row.task} | by_choice | picked
+
+
+def table(figures: dict[str, dict[str, Any]]) -> str:
+    """Returns the figures of each task as a table."""
+    heads = ("task", "rows", "acc", "acc_norm", "log-likelihood a token", "perplexity")
+    lines = [heads]
+    for task, one in figures.items():
+        norm = "" if one["acc_norm"] is None else f"{one['acc_norm']:.4f}"
+        each = f"{one['loglikelihood_per_token']:.4f}", f"{one['perplexity']:.5g}"
+        lines.append((task, f"{one['rows']:,}", f"{one['acc']:.4f}", norm, *each))
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join(
+        task.ljust(first) + "".join(f"  {x:>{w}}" for x, w in zip(cells, widths, strict=True))
+        for task, *cells in lines
+    )
