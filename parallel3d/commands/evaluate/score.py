@@ -158,7 +158,7 @@ def hidden_states(stage: Stage, groups: ProcessGroups, tokens: Tensor, hidden: i
 def _log_probabilities(
     stage: Stage, groups: ProcessGroups, x: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns, of hidden states (n, h), the labels' log-probabilities in fp64, and whether each label
+    """Returns, of hidden states (n, h), the labels' log-probabilities, fp64, and whether each label
     is the likeliest token."""
     assert stage.head is not None
     logits = gather_from_vocabulary(stage.head.logits(x.unsqueeze(0)), groups.tp)[0]
