@@ -57,20 +57,25 @@ def evaluate(config: Config, worker: Worker) -> None:
     stage = blank_stage(config, groups, device)
     manifest = load_newest(config, stage, groups)
     worker.phase = "scoring"
+    scores = scores_of(requests, stage, groups, config)
+    if worker.rank == 0:
+        of_rows = [[scores[i, k] for k in range(len(row.choices))] for i, row in enumerate(rows)]
+        report(config, worker, manifest.step, rows, of_rows)
+    groups.close()
+
+
+def scores_of(
+    requests: Sequence[Request], stage: Stage, groups: ProcessGroups, config: Config
+) -> dict[tuple[int, int], Likelihood]:
+    """Returns the likelihood of each (row, choice), on every rank; collective."""
     mine: list[tuple[int, int, Likelihood]] = []
     for number, batch in enumerate(batches_of(requests, config.eval.batch_tokens)):
         if number % groups.dp.size == groups.dp.index:
             found = likelihoods(stage, groups, batch, config.model.hidden_size)
             mine += [(r.row, r.choice, f) for r, f in zip(batch, found, strict=False)]
-    mine = mine if groups.tp.index == 0 else []
-    everyones = all_gather_json(mine, groups.world.handle, device)
-    if worker.rank == 0:
-        scores: dict[tuple[int, int], Likelihood] = {}
-        for part in everyones:
-            scores |= {(row, choice): Likelihood(*found) for row, choice, found in part}
-        of_rows = [[scores[i, k] for k in range(len(row.choices))] for i, row in enumerate(rows)]
-        report(config, worker, manifest.step, rows, of_rows)
-    groups.close()
+    own, device = mine if groups.tp.index == 0 else [], next(stage.parameters()).device
+    everyones = all_gather_json(own, groups.world.handle, device)
+    return {(row, k): Likelihood(*found) for part in everyones for row, k, found in part}
 
 
 def requests_of(rows: Sequence[Row], tokenizer: Tokenizer, config: Config) -> list[Request]:

@@ -1,0 +1,83 @@
+"""`parallel3d eval`: log-likelihoods of any layout are those of transformers on the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.checkpoint.command import checkpoint
+from parallel3d.commands.evaluate.rows import Likelihood
+from parallel3d.commands.evaluate.score import Request, scores_of
+from parallel3d.commands.generate.command import config_of_run
+from parallel3d.commands.generate.sample import load_newest
+from parallel3d.config.schema import Config
+from parallel3d.models.transformer import blank_stage
+from parallel3d.topology.layout import Layout
+from tests.distributed.pool import Pool
+from tests.huggingface import GROUPED, save_model
+
+LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1))
+TOKENS = 300
+KINDS = {
+    "llama": {"hidden_size": 24, "max_position_embeddings": 24, **GROUPED},
+    "gpt2": {"n_embd": 24, "n_positions": 24},
+}
+
+
+def requests(seed: int) -> list[Request]:
+    """Rows of three choices, of all lengths up to the window of 24, the longest first."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda least, most: int(torch.randint(least, most + 1, (), generator=generator))  # noqa: E731
+    found = []
+    for row in range(7):
+        for choice in range(3):
+            length = 25 if row == 3 else draw(3, 25)
+            tokens = torch.randint(0, TOKENS, (length,), generator=generator).tolist()
+            found.append(Request(row, choice, tokens, draw(1, length - 1)))
+    return sorted(found, key=lambda r: -len(r.tokens))
+
+
+def scored(
+    layouts: list[tuple[int, int, int]], runs: str, batch_tokens: int
+) -> list[dict[tuple[int, int], Likelihood]]:
+    found = []
+    for tp, pp, dp in layouts:
+        groups = ProcessGroups.create(Layout(tp, pp, dp), "cpu", timeout_s=300)
+        typed = Config(runs_dir=runs, run="mine", tp=tp, pp=pp, dp=dp)
+        typed.eval.batch_tokens = batch_tokens
+        config = config_of_run("eval", typed)
+        stage = blank_stage(config, groups, torch.device("cpu"))
+        load_newest(config, stage, groups)
+        found.append(scores_of(requests(4), stage, groups, config))
+        groups.close()
+    return found
+
+
+def theirs(model: torch.nn.Module, request: Request) -> Likelihood:
+    with torch.no_grad():
+        logits = model(torch.tensor([request.tokens[:-1]])).logits[0].float()
+    labels = torch.tensor(request.tokens[request.first :])
+    scored = logits[request.first - 1 :]
+    found = scored.log_softmax(-1).gather(1, labels[:, None]).sum()
+    return Likelihood(float(found), len(labels), bool((scored.argmax(-1) == labels).all()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_likelihoods_are_those_of_transformers(
+    kind: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_model(tmp_path / "hf", kind, vocab_size=TOKENS, **KINDS[kind]).eval()
+    assert checkpoint(["import", "from=hf", "run=mine", "prove=false"]) == 0
+    expected = {(r.row, r.choice): theirs(model, r) for r in requests(4)}
+    for world in (1, 2, 4):
+        layouts = [sizes for sizes in LAYOUTS if sizes[0] * sizes[1] * sizes[2] == world]
+        for rank in pool.run(world, scored, layouts, str(tmp_path / "runs"), 60):
+            for sizes, found in zip(layouts, rank, strict=True):
+                assert found.keys() == expected.keys(), sizes
+                for key, one in found.items():
+                    assert one.total == pytest.approx(expected[key].total, abs=1e-5 * one.tokens)
+                    assert one[1:] == expected[key][1:], (sizes, key)
