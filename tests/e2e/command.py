@@ -19,7 +19,7 @@ from tests.pace import PATIENCE, in_time
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL3D = (sys.executable, "-m", "parallel3d")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-COMPUTING = {"train", "verify", "generate", "bench"}
+COMPUTING = {"train", "verify", "generate", "eval", "bench"}
 HOOKS = Path(__file__).parent / "hooks"
 # Of another launcher around the tests, or of the user: a test says what it wants.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpora import pair
-from tests.e2e.command import TINY, Ended, Shell
+from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 from tests.e2e.forked import run_forked
 
 pytestmark = pytest.mark.at_once(2)
@@ -61,6 +61,16 @@ def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None
         "evaluations.jsonl",
         "placement.json",
     }
+    tasks = shell.cwd / "tasks.jsonl"
+    row = {"context": "3 bottles of", "choices": [" beer on the", "'wall"], "answer": 0}
+    tasks.write_text(f"{json.dumps(row)}\n" * 3)
+    scored = shell.run(*PARALLEL3D, "eval", "run=mine", f"tasks={tasks}", "device=cpu", "dp=2")
+    assert scored.code == 0, scored
+    assert scored.out.splitlines()[1].split()[:4] == ["task", "rows", "acc", "acc_norm"]
+    result = json.loads((run / "eval" / "tasks-step-3.json").read_text())
+    assert result["figures"]["tasks"]["rows"] == len(result["rows"]) == 3
+    again = shell.run(*PARALLEL3D, "eval", "run=mine", f"tasks={tasks}", f"to={tasks}")
+    assert again.code == 2 and "exists already" in again.err, again
     goes_on = train(shell, *words, *every, "train.steps=4", ranks=1)
     assert goes_on.code == 0, goes_on
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

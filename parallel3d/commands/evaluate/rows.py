@@ -56,7 +56,7 @@ def _row(line: bytes, task: str, place: str) -> Row:
             raise UserError(f"{place} has neither choices nor a continuation: {HOW}")
         return Row(task, row["context"], (row["continuation"],), None, place)
     choices, answer = row["choices"], row.get("answer")
-    texts = isinstance(choices, list) and all(isinstance(c, str) and c.strip() for c in choices)
+    texts = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
     if not texts or len(choices) < 2:
         raise UserError(f"{place}: choices must be a list of at least two texts: {HOW}")
     if isinstance(answer, str) and choices.count(answer) == 1:
@@ -113,11 +113,8 @@ class Likelihood(NamedTuple):
 
 
 def chosen(row: Row, found: Sequence[Likelihood]) -> tuple[int, int]:
-    """Returns the likeliest choice, and the likeliest by the byte; of equal ones the first.
-
-    Blanks around a choice do not count as its bytes.
-    """
-    sizes = [len(choice.strip().encode("utf-8", "replace")) for choice in row.choices]
+    """Returns the likeliest choice, and the likeliest by the byte; of equal ones the first."""
+    sizes = [len(choice.encode("utf-8", "replace")) for choice in row.choices]
     numbers = range(len(found))
     by_byte = max(numbers, key=lambda k: found[k].total / sizes[k])
     return max(numbers, key=lambda k: found[k].total), by_byte
