@@ -1,0 +1,100 @@
+"""A small form of every recipe trains: its layout on four ranks, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.recipes import recipe
+from parallel3d.config.checks.whole import check_config
+from parallel3d.config.overrides import presets
+from parallel3d.config.schema import Config
+from parallel3d.topology.layout import Layout
+from parallel3d.trainer import Trainer
+from tests.distributed.cases import TINY_SIZES, UnequalMasks
+from tests.distributed.harness import TOLERANCES, array, relative
+from tests.distributed.pool import Pool
+from tests.reference.train import train_reference
+
+RANKS = 4
+STEPS = 3
+NAMES = presets("experiment")
+
+
+class Trained(NamedTuple):
+    """What a rank saw: the full first weights, and each step's loss, gradient norm and rate."""
+
+    initial: dict[str, np.ndarray]
+    steps: list[tuple[float, float, float]]
+
+
+def small(name: str) -> Config:
+    """A recipe with a narrow, short model, each dimension of its layout cut to at most two ranks,
+    and the rest of four given to dp: its precision, schedule, ZeRO and recomputation stay."""
+    config = recipe(name)
+    tp, pp, vpp = (min(2, size) for size in (config.tp, config.pp, config.vpp))
+    dp = RANKS // (tp * pp)
+    model = dataclasses.replace(
+        config.model,
+        **TINY_SIZES,
+        num_layers=2 * pp * vpp,
+        num_query_groups=4 if config.model.kv_heads < config.model.num_attention_heads else None,
+        head_dim=None,
+        max_position_embeddings=None,
+        dropout=0.0,
+    )
+    optim = dataclasses.replace(config.optim, lr_warmup_steps=1, lr_warmup_fraction=0.0)
+    train = dataclasses.replace(config.train, steps=STEPS)
+    changed = dict(tp=tp, pp=pp, vpp=vpp, dp=dp, micro_batch_size=1, global_batch_size=4 * dp)
+    config = dataclasses.replace(config, **changed, model=model, optim=optim, train=train)
+    return check_config(config, RANKS, own_samples=True)
+
+
+def source_of(config: Config) -> UnequalMasks:
+    model = config.model
+    return UnequalMasks(model.vocab_size, model.seq_length, config.data.document_mask)
+
+
+def train_all(configs: list[Config]) -> list[Trained]:
+    """On each rank: three steps of each configuration."""
+    found = []
+    for config in configs:
+        layout = Layout(config.tp, config.pp, config.dp or 1)
+        groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
+        source = source_of(config)
+        device = torch.device("cpu")
+        trainer = Trainer(config, groups, device, train_source=source, valid_source=source)
+        initial = {name: array(weight) for name, weight in trainer.full_parameters().items()}
+        steps = [trainer.train_step() for _ in range(STEPS)]
+        found.append(Trained(initial, [(s.loss, s.grad_norm, s.lr) for s in steps]))
+        groups.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(pool: Pool) -> dict[str, list[Trained]]:
+    """By recipe what each rank saw."""
+    of_ranks = pool.run(RANKS, train_all, [small(name) for name in NAMES])
+    return {name: [found[i] for found in of_ranks] for i, name in enumerate(NAMES)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_small_form_trains_as_the_reference(
+    name: str, trained: dict[str, list[Trained]]
+) -> None:
+    first, *others = trained[name]
+    assert all(other.steps == first.steps for other in others)
+    config = small(name)
+    weights = {name: torch.from_numpy(weight) for name, weight in first.initial.items()}
+    rates = [lr for _, _, lr in first.steps]
+    assert max(rates) == config.optim.lr
+    run = train_reference(config, weights, source_of(config), STEPS, torch.float32, rates)
+    limit = TOLERANCES[config.precision.name]
+    for i, (loss, norm, _) in enumerate(first.steps):
+        assert relative(loss, run.losses[i]) < limit.loss, i
+        assert relative(norm, run.grad_norms[i]) < limit.grad_norm, i
