@@ -225,7 +225,7 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
     if config.init_optimizer:
         _check_optimizer(config, source)
     data = config.data
-    if data.tokenizer is None and not is_given("data.tokenizer"):
+    if data.tokenizer is None:  # of data=chat too, which names no tokenizer
         data = dataclasses.replace(data, tokenizer=source.tokenizer)
     words = "" if data is config.data or data.tokenizer is None else f", tokenizer {data.tokenizer}"
     config = dataclasses.replace(config, init_from=source.name, model=model, data=data)

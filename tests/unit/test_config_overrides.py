@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from parallel3d.config.checks.whole import check_config, explain_override_error
 from parallel3d.config.fields import nearest_key, refusal
-from parallel3d.config.overrides import left_open, presets
+from parallel3d.config.overrides import presets
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.errors import UserError
 
@@ -141,9 +141,7 @@ def test_every_model_preset_composes_and_checks_under_a_fitting_layout(preset: s
     assert (checked.model.name, checked.dp, checked.num_microbatches) == (preset, 2, 2)
 
 
-@pytest.mark.parametrize(
-    "group", ["data", "optim", "schedule", "precision", "logger", "experiment"]
-)
+@pytest.mark.parametrize("group", ["data", "optim", "schedule", "precision", "logger"])
 def test_every_preset_of_every_group_composes_and_checks(group: str) -> None:
     assert presets(group)
     for preset in presets(group):
@@ -154,8 +152,5 @@ def test_every_preset_of_every_group_composes_and_checks(group: str) -> None:
         needs = {name: "data.path=a" for name in ("text", "corpus", "chat")}
         needs["blend"] = "data.blend={a:1}"
         extra = [needs[preset]] if group == "data" and preset in needs else []
-        if group == "experiment":
-            extra = [f"{key}=given" for key in left_open(preset)]
         checked = check_config(composed(f"{group}={preset}", *extra))
-        if group != "experiment":
-            assert getattr(checked, group).name == preset
+        assert getattr(checked, group).name == preset

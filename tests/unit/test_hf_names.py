@@ -10,6 +10,9 @@ import yaml
 
 from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
 from parallel3d.checkpoint.hf.names import full_shapes_of, hf_tensors
+from parallel3d.commands.init_from import model_from
+from parallel3d.commands.recipes import recipe
+from parallel3d.config.overrides import presets
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.errors import UserError
 
@@ -238,6 +241,34 @@ PUBLISHED = {
         "vocab_size": 151936,
     },
 }
+
+
+LLAMA = PUBLISHED["llama3_1_8b"]
+# Folders that the recipes for fine-tuning begin with.
+FOLDERS = {
+    "llama3_1_8b_sft": LLAMA,
+    "llama3_1_70b_sft": LLAMA
+    | {"hidden_size": 8192, "intermediate_size": 28672}
+    | {"num_attention_heads": 64, "num_hidden_layers": 80},
+    "llama_1b_sft": LLAMA
+    | {"head_dim": 64, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}
+    | {"rope_scaling": LLAMA["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True},
+    "qwen3_8b_sft": PUBLISHED["qwen3_8b"] | {"max_position_embeddings": 40960},
+    "gpt2_124m_sft": {
+        **{"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
+        **{"activation_function": "gelu_new", "vocab_size": 50257, "layer_norm_epsilon": 1e-5},
+    },
+}
+
+
+@pytest.mark.parametrize("name", [n for n in presets("experiment") if n.endswith("_sft")])
+def test_a_recipe_for_fine_tuning_takes_the_folder_that_its_model_is_published_in(
+    name: str,
+) -> None:
+    config, (_, keys) = recipe(name), from_hf(FOLDERS[name])
+    theirs = ModelConfig(**keys)
+    model = model_from(theirs, config.model, lambda _: True, name, theirs.seq_length)
+    assert model.seq_length == config.model.seq_length
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -80,6 +80,8 @@ def find_facts(config: Config) -> Facts:
     """
     config = check_config(config, own_samples=True)
     check_estimated(config)
+    # No data is read that would say how many steps an epoch has, and two are played.
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
     layout, ranks = layout_of(config), _ranks(config)
     from parallel3d.commands.dryrun.counting import gpu_of  # imports torch
     from parallel3d.commands.dryrun.world import dry_step
