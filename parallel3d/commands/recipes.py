@@ -21,7 +21,9 @@ RECIPES = "recipes"
 GROUP = "experiment"
 HEAD = ("recipe", "model", "GPUs", "layout", "tokens/step", "precision")
 VERBS = {
-    "list": Verb("list them, a line each; what parallel3d recipes alone does", {}, (), "list"),
+    "list": Verb(
+        "list them, a line each; what parallel3d recipes alone does", {}, (), "parallel3d recipes"
+    ),
     "show": Verb(
         "print one, with the sources of its values",
         {"name": "recipe, as parallel3d recipes lists it"},

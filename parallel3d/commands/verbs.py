@@ -65,6 +65,8 @@ def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str]
     overrides = []
     left = list(verb.names)
     for arg in argv:
+        if not verb.keys and not verb.free:
+            raise UserError(f"{command} has no keys; give it without {show(arg)}")
         key, equals, value = arg.partition("=")
         if not equals and left and not arg.startswith("-"):
             key, value = left[0], arg
@@ -146,11 +148,9 @@ def _overview(command: str, verbs: Mapping[str, Verb]) -> str:
 
 def verb_help(command: str, verb: Verb) -> str:
     """Returns the help text of a verb, or of a command without verbs."""
-    width = max(map(len, verb.keys))
+    width = max(map(len, verb.keys), default=0)
     keys = "\n".join(f"  {key:<{width}}  {text}" for key, text in verb.keys.items())
     examples = "\n".join(f"  {line}" for line in dedent(verb.examples).splitlines())
-    typed = " ".join(verb.names).upper() or "key=value …"
-    return (
-        f"parallel3d {command} {typed}: {verb.about}.\n\nExamples\n{examples}\n\n"
-        f"Keys, with what they are when left out\n{keys}"
-    )
+    typed = f" {' '.join(verb.names).upper() or 'key=value …'}" if verb.keys else ""
+    text = f"parallel3d {command}{typed}: {verb.about}.\n\nExamples\n{examples}"
+    return f"{text}\n\nKeys, with what they are when left out\n{keys}" if keys else text

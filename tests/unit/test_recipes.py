@@ -72,6 +72,8 @@ def test_the_list_has_a_line_for_each_and_fits_100_columns(
     lines, _ = said()
     assert [line.split()[0] for line in lines[1 : len(RECIPES) + 1]] == RECIPES
     assert max(map(len, lines)) <= 100
+    assert main(["recipes", "list", "--help"]) == 0
+    assert said()[0][0].startswith("parallel3d recipes list: list them")
     row = next(line for line in lines if line.startswith("llama3_1_70b "))
     assert "256 (dgx_h100)" in row and "tp=8 pp=4 vpp=5 dp=8 zero=1" in row
     assert "8.39 M" in row and row.endswith("bf16")
@@ -111,6 +113,7 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path, said: Lines) 
         (["recipes", "copy", "llama3_8b"], "the nearest is llama3_1_8b"),
         (["recipes", "copi"], "the nearest is copy"),
         (["recipes", "copy"], "needs name=…"),
+        (["recipes", "list", "all"], "recipes list has no keys; give it without all"),
         (["train", "--config-dir={}/none", "tp=1"], "is not a folder; give one with experiment/"),
         (["train", "--config-dir={}", "experiment=mne"], "the nearest is experiment=mine"),
         (["train", "--config-dir={}", "experiment=mine"], "=mine leaves run and data.path to you"),
