@@ -243,16 +243,16 @@ PUBLISHED = {
 }
 
 
-LLAMA = PUBLISHED["llama3_1_8b"]
+OF_8B = PUBLISHED["llama3_1_8b"]
 # Folders that the recipes for fine-tuning begin with.
 FOLDERS = {
-    "llama3_1_8b_sft": LLAMA,
-    "llama3_1_70b_sft": LLAMA
+    "llama3_1_8b_sft": OF_8B,
+    "llama3_1_70b_sft": OF_8B
     | {"hidden_size": 8192, "intermediate_size": 28672}
     | {"num_attention_heads": 64, "num_hidden_layers": 80},
-    "llama_1b_sft": LLAMA
+    "llama_1b_sft": OF_8B
     | {"head_dim": 64, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}
-    | {"rope_scaling": LLAMA["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True},
+    | {"rope_scaling": OF_8B["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True},
     "qwen3_8b_sft": PUBLISHED["qwen3_8b"] | {"max_position_embeddings": 40960},
     "gpt2_124m_sft": {
         **{"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
