@@ -192,7 +192,7 @@ def test_a_long_curve_keeps_its_spikes_and_its_nans() -> None:
     points = Points()
     for step in range(1, 100_001):
         odd = {500: math.nan, 60_001: math.inf, 70_000: 1e6, 70_001: -1e6}
-        points.add({"step": step, "tokens": 8 * step}, odd.get(step, 3.0))
+        points.add(step, 8 * step, odd.get(step, 3.0))
     curve = thinned(points)
     assert len(curve["s"]) == len(curve["y"]) == COLUMNS
     assert (curve["s"][-1], curve["t"][-1]) == (100_000, 800_000)

@@ -18,7 +18,7 @@ import numpy as np
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import no_link
-from parallel3d.metrics.jsonl import is_whole, rows_of, value
+from parallel3d.metrics.jsonl import rows_of, value
 from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.recorder import STARTS
 from parallel3d.run.directory import (
@@ -31,6 +31,7 @@ from parallel3d.run.directory import (
 from parallel3d.topology.layout import DIMENSIONS
 
 COLUMNS = 1000  # places of a curve on the page
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a line that is not whole
 STEP_FIGURES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -47,9 +48,9 @@ class Points:
     tokens: list[int] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
 
-    def add(self, line: Mapping[str, Any], figure: float | None) -> None:
-        self.steps.append(line["step"])
-        self.tokens.append(line["tokens"])
+    def add(self, step: int, tokens: int, figure: float | None) -> None:
+        self.steps.append(step)
+        self.tokens.append(tokens)
         self.values.append(figure)
 
 
@@ -85,16 +86,17 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
         raise UserError(_missing(runs_dir, name))
     metrics = folder / "metrics.jsonl"
     curves: defaultdict[str, Points] = defaultdict(Points)
+    found: list[tuple[str, float | None]]
     for line in rows_of(metrics) if metrics.exists() else ():
-        if not is_whole(line):
+        try:
+            if "eval_loss" in line:
+                found = [(key, v) for key, v in figures_of(line).items() if _is_held_out(key)]
+            else:
+                found = [(curve, value(line, key)) for key, curve in STEP_FIGURES.items()]
+            for curve, figure in found:
+                curves[curve].add(line["step"], line["tokens"], figure)
+        except DAMAGED:  # also of a blend's parts, which are not drawn
             continue
-        if "eval_loss" in line:
-            for figure, number in figures_of(line).items():
-                if _is_held_out(figure):
-                    curves[figure].add(line, number)
-        else:
-            for key, figure in STEP_FIGURES.items():
-                curves[figure].add(line, value(line, key))
     summary = _json(folder / "summary.json")
     starts = _starts(folder / STARTS, summary, curves.get("train/loss", Points()))
     if starts and summary.get("started") != starts[-1]["started"]:
@@ -144,7 +146,7 @@ def _starts(path: Path, summary: Mapping[str, Any], losses: Points) -> list[dict
         try:
             start = json.loads(line)
             starts.append({"first_step": int(start["first_step"]), **start})
-        except (ValueError, KeyError, TypeError):
+        except DAMAGED:
             continue  # torn by a crash
     if not starts and "first_step" in summary:
         starts = [{key: summary.get(key) for key in ("first_step", "started", "layout")}]
