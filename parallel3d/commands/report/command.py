@@ -1,4 +1,4 @@
-"""Runs `parallel3d report run=a run=b to=report.html`. Without Hydra and torch."""
+"""Runs `parallel3d report run=a run=b to=report.html`. Refuses before anything imports torch."""
 
 from __future__ import annotations
 
