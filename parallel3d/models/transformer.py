@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from parallel3d.models.recompute import (
     shared_inductor,
     without_inplace_reuse,
 )
-from parallel3d.parameters.sharding import Initializer, ShardSpec
+from parallel3d.parameters.sharding import Initializer, ShardSpec, state_of
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.linear_ops import register
@@ -230,6 +231,11 @@ def _run_blocks(
     return x
 
 
+def _run_block(block: TransformerBlock, *args: Any) -> Tensor:
+    """Runs the forward that a block has before `compile_blocks` gives it another."""
+    return TransformerBlock.forward(block, *args)
+
+
 class Stage(nn.Module):
     """Runs contiguous layers; the first stage has the embedding, the last one head and loss.
 
@@ -356,8 +362,9 @@ def stages_of_rank(
 def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     """Compiles the forward and backward of the blocks, in groups that share their code.
 
-    Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`), never to
-    `.grad`. `saves_operands`: weight gradients may be deferred (see `shared_inductor`).
+    Blocks that FSDP2 shards are compiled one by one, inside its hooks, which gather and free them.
+    Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`), under
+    FSDP2 alone to `.grad`. `saves_operands`: weight gradients may be deferred (see `shared_inductor`).
     """
     options: dict[str, bool] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
@@ -366,9 +373,14 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     backend = without_inplace_reuse if saves_operands else shared_inductor
     # Its overloads differ between the versions of torch.
     torch_compile: Callable[..., Callable[..., Tensor]] = torch.compile
-    compiled = torch_compile(_run_blocks, backend=backend, fullgraph=True, dynamic=False, **options)
+    how = {"backend": backend, "fullgraph": True, "dynamic": False, **options}
+    compiled, one = torch_compile(_run_blocks, **how), torch_compile(_run_block, **how)
     for stage in stages:
-        stage.run_blocks = compiled
+        if any(state_of(p).compute_dtype is not None for p in stage.parameters()):  # FSDP2's
+            for block in stage.blocks.values():
+                block.forward = partial(one, block)  # type: ignore[method-assign]
+        else:
+            stage.run_blocks = compiled
         for layer in stage.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
                 layer.handle = register(layer)

@@ -62,7 +62,6 @@ def works_together(levels: Mapping[str, Any]) -> bool:
         and (pp > 1 or levels["schedule"] == "1f1b")
         and (dp > 1 or levels["zero"] == 0)
         and (levels["zero"] < 2 or levels["bucket_order"] == "model")
-        and not (levels["compile"] and levels["zero"] > 1)  # refused: see config_checks
         and not (levels["compile"] and levels["precision"] != "fp64" and has_more_kernels(levels))
     )
 

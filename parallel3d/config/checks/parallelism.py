@@ -129,11 +129,6 @@ def _check_noise_scale(config: Config, dp: int) -> None:
 def _check_fully_sharded(config: Config, dp: int) -> None:
     """Raises UserError for what FSDP2 (zero=2 and 3) does not support."""
     size = config.ddp.shard_size
-    if config.zero > 1 and config.compile:
-        raise UserError(
-            f"compile=true compiles blocks whose parameters stay where they are, and zero="
-            f"{config.zero} gathers and frees them; the nearest is zero=1, or compile=false."
-        )
     if config.zero > 1 and config.ddp.bucket_order == "measured":
         raise UserError(
             f"ddp.bucket_order=measured orders gradient buckets, and zero={config.zero} has none; "
