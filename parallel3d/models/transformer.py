@@ -364,7 +364,10 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
 
     Blocks that FSDP2 shards are compiled one by one, inside its hooks, which gather and free them.
     Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`), under
-    FSDP2 alone to `.grad`. `saves_operands`: weight gradients may be deferred (see `shared_inductor`).
+    FSDP2 alone to `.grad`.
+
+    Args:
+        saves_operands: weight gradients may be deferred (see `shared_inductor`).
     """
     options: dict[str, bool] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
