@@ -18,16 +18,12 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
+from parallel3d.estimate.home_ranks import homes, is_hidden
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
 STEPS = 5
 SMALLEST_NORM = 1e-7  # by which an update of less is divided, as in torch.optim.Muon
-
-
-def is_hidden(name: str, dims: int) -> bool:
-    """Whether Muon steps a tensor: the matrices of the layers, no table and no head."""
-    return dims == 2 and name.startswith("layers.")
 
 
 def is_hidden_matrix(spec: ParameterSpec) -> bool:
@@ -79,27 +75,6 @@ def scale(shape: tuple[int, ...], mode: str) -> float:
     if mode == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
-
-
-class Home(NamedTuple):
-    """The rank of a stage that orthogonalises a matrix."""
-
-    tp: int
-    dp: int
-
-
-def homes(shapes: dict[str, tuple[int, ...]], tp: int, dp: int) -> dict[str, Home]:
-    """Returns each matrix's home, alike on all ranks: the longest task to the least busy rank.
-
-    A matrix of m × n costs max(m, n) · min(m, n)² (Graham 1969: at most 4/3 of the best balance).
-    """
-    cost = {name: max(shape) * min(shape) ** 2 for name, shape in shapes.items()}
-    busy = {Home(t, d): 0 for d in range(dp) for t in range(tp)}
-    found = {}
-    for name in sorted(cost, key=lambda name: (-cost[name], name)):
-        found[name] = min(busy, key=lambda home: (busy[home], home))
-        busy[found[name]] += cost[name]
-    return found
 
 
 @dataclass(frozen=True)
@@ -294,7 +269,7 @@ def _exchange(
     given = [t.reshape(-1).to(empty.dtype) for each in sent for t in each]
     flat = torch.cat(given) if given else empty
     received = [sum(each) for each in sizes]
-    got = collectives.all_to_all_uneven(flat, counts, received, group)
+    got = collectives.all_to_all_uneven(flat, group, counts, received)
     return [
         list(part.split(list(each))) for part, each in zip(got.split(received), sizes, strict=True)
     ]

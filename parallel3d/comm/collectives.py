@@ -304,7 +304,7 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     return out, work
 
 
-def all_to_all_uneven(tensor: Tensor, given: list[int], taken: list[int], group: Group) -> Tensor:
+def all_to_all_uneven(tensor: Tensor, group: Group, given: list[int], taken: list[int]) -> Tensor:
     """Sends `given[j]` elements of a flat tensor to rank j, in order; returns the received ones.
 
     `taken[i]` of them come from rank i, in order of senders. Ranks may call it without elements.

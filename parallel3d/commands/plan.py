@@ -17,7 +17,6 @@ import numpy as np
 
 from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.config.checks.model import check_model, check_tensor_parallel
-from parallel3d.config.checks.run import check_estimated
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
@@ -318,7 +317,11 @@ def plan(config: Config, typed: Sequence[str]) -> int:
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
     check_fields(config)
-    check_estimated(config)
+    if config.optim.name == "muon":
+        raise UserError(
+            "optim.name=muon must be another optimizer for plan, which does not price "
+            "Newton-Schulz; the nearest is optim.name=adamw, and dryrun takes muon"
+        )
     gpus = (config.cluster.nodes or 1) * (config.cluster.gpus_per_node or 8)
     if config.cluster.file is not None:
         gpus = config.cluster.gpus_per_node or read(config.cluster.file).made.count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,9 +10,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from parallel3d.config.parameters import full_shapes_of
 from parallel3d.config.schema import Config
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
 from parallel3d.estimate.buckets import assign, compressed_rank, padded_numel
+from parallel3d.estimate.home_ranks import Home, homes, is_hidden
 from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.ops import (
     TABLE,
@@ -269,7 +272,7 @@ def _most_boundaries(placement: StageAssignment) -> int:
 
 
 def _of_rank(rank: PipelineRank) -> list[Transfer]:
-    groups = (_tensor, _pipeline, _data, _tied, _scalars)
+    groups = (_tensor, _pipeline, _data, _tied, _scalars, _muon)
     found = [transfer for make in groups for transfer in make(rank)]
     return [t for t in found if t.count and group_size(t.dim, rank.layout) > 1]
 
@@ -352,6 +355,52 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
         numels = Counter(bucket_numel(bucket, rank.shards) for bucket in buckets_of(rank))
         for numel, count in numels.items():
             yield from _buckets(rank, numel, count)
+
+
+def _muon(rank: PipelineRank) -> Iterator[Transfer]:
+    """Yields the exchanges around Newton-Schulz (muon.py) of tp rank 0; with HSDP or frozen
+    matrices a bound."""
+    config, (tp, dp), here = rank.config, (rank.layout.tp, rank.layout.dp), rank.data_rank
+    if config.optim.name != "muon":
+        return
+    layers = {f"layers.{layer}" for stage in rank.stages for layer in stage.layers}
+    shapes = {
+        name: shape
+        for name, shape in full_shapes_of(config.model).items()
+        if is_hidden(name, len(shape)) and ".".join(name.split(".")[:2]) in layers
+    }
+    keys, shared = ("attention.k.weight", "attention.v.weight"), min(tp, config.model.kv_heads)
+    local = {n: math.prod(s) // (shared if n.endswith(keys) else tp) for n, s in shapes.items()}
+    home, sharded = homes(shapes, tp, dp), rank.shards > 1
+    column = sum(n for name, n in local.items() if home[name].dp == here)
+    whole = tp * sum(n for name, n in local.items() if home[name] == Home(0, here))
+    half = config.optim.muon_dtype == "bf16" or (config.optim.muon_dtype, rank.item) == ("auto", 2)
+    item, what = 2 if half else rank.grad_item, "Muon's updates"
+    if sharded:
+        yield Transfer("dp", "all_to_all", item * _own_hidden(rank), 1, what)
+    yield Transfer("tp", "all_to_all", item * column, 1, what)
+    yield Transfer("tp", "all_to_all", item * whole, 1, what)
+    yield Transfer("dp", "all_to_all", item * column * (1 if sharded else dp), 1, what)
+
+
+def _own_hidden(rank: PipelineRank) -> int:
+    """Returns the elements of hidden matrices that the rank steps under zero=1 and above."""
+    found, shards, at = 0, rank.shards, rank.data_rank
+    if rank.fully_sharded:
+        for p in rank.parameters:
+            rows, most = p.numel // p.columns, _sharded_numel(p, shards) // p.columns
+            if is_hidden(p.name, 1 + (p.columns > 1)):
+                found += p.columns * (min(rows, most * (at + 1)) - min(rows, most * at))
+        return found
+    for bucket in buckets_of(rank):
+        own = bucket_numel(bucket, shards) // shards
+        offset = 0
+        for p in sorted(bucket[::-1], key=lambda p: (p.columns > 1, p.replicated)):
+            if is_hidden(p.name, 1 + (p.columns > 1)):
+                first, end = max(offset, own * at), min(offset + p.numel, own * (at + 1))
+                found += max(end - first, 0)
+            offset += p.numel
+    return found
 
 
 def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:

@@ -496,13 +496,15 @@ class Communicator(dist.ProcessGroup):
         outputs: Sequence[Tensor],
         run: Run,
         extra: int = 0,
+        uneven: bool = False,
     ) -> CollectiveWork:
         given, written = self._check(name, inputs), self._check(name, outputs)
         copies = [t.data_.detach().clone() for t in given]
         self._on_stream(name, given, written)
         done = None
-        if self._travels([*inputs, *outputs]):
-            done = self.connected.start(name, copies[0], extra, run, copies)
+        if self.wire is not None if uneven else self._travels([*inputs, *outputs]):
+            like = copies[0][:0] if uneven else copies[0]
+            done = self.connected.start(name, like, extra, run, copies)
         return CollectiveWork(self.stream, done, written, (inputs, outputs))
 
     def _travels(self, tensors: Sequence[Tensor]) -> bool:
@@ -653,7 +655,14 @@ class SimulatedNCCL(Communicator):
         self, output: Tensor, given: Tensor, output_sizes: list, input_sizes: list, opts: Any = None
     ) -> CollectiveWork:
         if output_sizes or input_sizes:
-            raise NotImplementedError(f"uneven all_to_all on the {TYPE} device")
+
+            def exchange(copies: list[Tensor]) -> Sequence[Tensor]:
+                (sent,) = copies
+                taken = sent.new_empty(output.shape)
+                self.connected.gloo.alltoall_base(taken, sent, output_sizes, input_sizes).wait()
+                return [taken]
+
+            return self._start("all_to_all", [given], [output], exchange, uneven=True)
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
             everyone = self.connected.gather_data(copies)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from benchmarks.plan_dryrun import configured
 from parallel3d.comm.group import SINGLE
+from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.commands.plan import plan
+from parallel3d.config.parameters import full_shapes_of
 from parallel3d.config.schema import OptimConfig
-from parallel3d.muon import Muon, homes, newton_schulz
+from parallel3d.errors import UserError
+from parallel3d.estimate.home_ranks import homes, is_hidden
+from parallel3d.estimate.network import wire_bytes
+from parallel3d.estimate.ops import parameter_count
+from parallel3d.estimate.traffic import group_size, transfers
+from parallel3d.muon import Muon, newton_schulz
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
+from parallel3d.topology.layout import layout_of
 
 BAND = (
     0.68,
@@ -88,3 +100,30 @@ def test_homes_are_balanced_by_work_and_alike_whatever_the_order() -> None:
     for name, home in found.items():
         work[home] += max(shapes[name]) * min(shapes[name]) ** 2
     assert len(work) == 6 and max(work.values()) < 1.1 * sum(work.values()) / 6
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_dry_run_sends_what_is_listed_and_keeps_a_momentum_instead_of_moments(zero: int) -> None:
+    keys = {"model": "llama_1b", "layers": 2, "tp": 2, "dp": 2, "zero": zero}
+    config = configured(keys | {"global_batch_size": 4, "micro_batch_size": 1})
+    config.optim.name = "muon"
+    facts, layout = find_facts(config), layout_of(config)
+    sent = dict.fromkeys(facts["groups"], 0.0)
+    for t in transfers(config, layout, 0, 0):
+        sent[t.dim] += wire_bytes(t, group_size(t.dim, layout))
+    assert {name: group["bytes_sent"] for name, group in facts["groups"].items()} == pytest.approx(
+        sent
+    )
+    shapes = full_shapes_of(config.model).items()
+    hidden = sum(math.prod(shape) for name, shape in shapes if is_hidden(name, len(shape)))
+    rest = parameter_count(config.model) - hidden
+    expected = (4 * hidden + 8 * rest) / config.tp / (1 + zero)
+    assert facts["live_bytes"]["optimizer"] == pytest.approx(expected, rel=0.03)
+    assert facts["parts"]["optimizer"]["flops"] > 0
+
+
+def test_plan_refuses_what_it_cannot_price() -> None:
+    config = configured({"model": "llama_1b"})
+    config.optim.name = "muon"
+    with pytest.raises(UserError, match=r"optim\.name=muon must be .*the nearest is"):
+        plan(config, [])

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parallel3d.config.checks.run import check_estimated
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
@@ -79,7 +78,6 @@ def find_facts(config: Config) -> Facts:
     Enables the simulated device in this process. Raises UserError for what cannot work.
     """
     config = check_config(config, own_samples=True)
-    check_estimated(config)
     # No data is read that would say how many steps an epoch has, and two are played.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
     layout, ranks = layout_of(config), _ranks(config)

@@ -52,6 +52,7 @@ SHARES = {
     # a vocabulary run in chunks of tokens.
     "gemm_layers": 690 / _H200.peak["bf16"],
     "gemm_head": 580 / _H200.peak["bf16"],
+    "optimizer": 690 / _H200.peak["bf16"],  # Muon's products are of the layers' sizes
 }
 # Flash attention, of the FLOPs computed. H100, forward, no mask, 4k tokens (Shah et al. 2024,
 # figure 5): heads of 64: 321 (FlashAttention-2) and 408 TFLOP/s (cuDNN), of 128: 368 and 609;
@@ -305,7 +306,7 @@ class StepCounter(Observer):
             return part, 0.0, "", 0
         flops = count(*args, **kwargs, out_val=out)
         first = next(a for a in args[::-1] if isinstance(a, Tensor))
-        kind = "gemm_head" if part == LOSS else "gemm_layers"
+        kind = {LOSS: "gemm_head", OPTIMIZER: OPTIMIZER}.get(part, "gemm_layers")  # Muon's too
         return kind, flops, self.dtypes.get(first.dtype, ""), 0
 
     def _add(
@@ -351,6 +352,7 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     ("/parallel3d/models/embedding_and_head.py", None, OTHER, "activations", None),
     ("/parallel3d/models/", None, BLOCKS, "activations", None),
     ("/parallel3d/optim.py", None, OPTIMIZER, "buffers", "optimizer"),
+    ("/parallel3d/muon.py", None, OPTIMIZER, "buffers", "optimizer"),
     (_DATA_PARALLEL, "all_gather_params", OPTIMIZER, "buffers", "optimizer"),
     (_DATA_PARALLEL, "finish_step", OPTIMIZER, "buffers", "reduction of the gradients"),
     (_DATA_PARALLEL, None, OPTIMIZER, "buffers", None),

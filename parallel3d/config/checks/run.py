@@ -58,15 +58,6 @@ def check_length(config: Config) -> None:
         )
 
 
-def check_estimated(config: Config) -> None:
-    """Checks that plan and dryrun know the optimizer; raises UserError."""
-    if config.optim.name == "muon":
-        raise UserError(
-            "optim.name=muon must be another optimizer for plan and dryrun, which do not know "
-            "Muon's memory, products and messages; the nearest is optim.name=adamw."
-        )
-
-
 def check_init(config: Config) -> None:
     """Raises UserError for an optimizer's state from nowhere."""
     if config.init_optimizer and config.init_from is None:
