@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 import parallel3d
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
-from parallel3d.cli.continued import continued, given_keys, is_given
+from parallel3d.cli.continued import continued, given_by
 from parallel3d.cli.help_text import complete
 from parallel3d.cli.hydra_run import (
     OwnFolder,
@@ -247,10 +247,9 @@ def _with_earlier(
     if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
         world_size = place.world_size if place else None
         there = config_there(named, directory)
-        config, line = continued(config, there, given_keys(typed), world_size)
+        config, line = continued(config, there, given_by(typed), world_size)
     elif config.init_from is not None and not goes_on:
-        given = given_keys(typed)
-        config, line = begun_from(config, lambda key: is_given(key, given))
+        config, line = begun_from(config, given_by(typed).__contains__)
     else:
         return config
     if line is not None and (place is None or place.rank == 0):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra import compose
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
 
 from parallel3d.config.fields import show
 from parallel3d.config.overrides import groups
@@ -37,40 +39,60 @@ ALTERNATIVES = (
 MOST_SHOWN = 6
 
 
-def given_keys(words: Sequence[str]) -> set[str]:
-    """Returns the keys that overrides give; a section, with a dot at its end, is given by a preset.
+@dataclass(frozen=True)
+class Given:
+    """What overrides give.
 
-    May be called in Hydra's job alone, as an experiment is composed.
+    Attributes:
+        keys: typed or set by an experiment; a section ends with a dot.
+        presets: sections that have one, chosen by a word or by the experiment.
     """
-    found: set[str] = set()
-    for word in words:
-        name = word.lstrip("+~").partition("=")[0].partition("@")[0]
-        found.add(f"{name}." if name in groups() or name in SECTIONS else name)
-    if f"{EXPERIMENT}." in found:
-        found |= _keys_of_experiment([w for w in words if w.lstrip("+").startswith(EXPERIMENT)])
-    return found
+
+    keys: set[str]
+    presets: set[str]
+
+    def __contains__(self, key: object) -> bool:
+        return _is_among(str(key), self.keys | {f"{section}." for section in self.presets})
 
 
-def _keys_of_experiment(words: Sequence[str]) -> set[str]:
-    """Returns the keys and sections of an experiment, composed over nothing else."""
+def given_by(words: Sequence[str]) -> Given:
+    """Returns what overrides give. May be called in Hydra's job alone, as presets are composed."""
+    names = {word: word.lstrip("+~").partition("=")[0].partition("@")[0] for word in words}
+    chosen = [word.lstrip("+") for word, name in names.items() if name in groups()]
+    keys = {f"{n}." if n in SECTIONS else n for n in names.values() if n not in groups()}
+    if not chosen:
+        return Given(keys, set())
+    own, choices = _composed_over_nothing(chosen)
+    presets = {g: choice for g, choice in choices.items() if choice and g in SECTIONS}
+    theirs, _ = _composed_over_nothing([f"{g}={choice}" for g, choice in presets.items()])
+    keys |= {k for k, v in own.items() if v != MISSING and (k not in theirs or theirs[k] != v)}
+    return Given(keys, {*presets})
+
+
+def _composed_over_nothing(words: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the keys in the files of presets and an experiment, and each group's choice."""
     nothing: list[Any] = [{group: None} for group in groups() if group != EXPERIMENT]
     node = {"defaults": [*nothing, "_self_", {EXPERIMENT: None}]}
     ConfigStore.instance().store(name="given", node=node)
-    composed = compose("given", overrides=list(words), return_hydra_config=True)
-    chosen = {f"{g}." for g, choice in composed.hydra.runtime.choices.items() if choice}
-    keys = set(map(str, composed)) - {"hydra"}
-    for section in keys & {*SECTIONS}:
-        keys |= {f"{section}.{leaf}" for leaf in composed[section]}
-    return chosen | keys - {*SECTIONS}
+    composed = compose("given", overrides=words, return_hydra_config=True)
+    choices = OmegaConf.to_container(composed.hydra.runtime.choices)
+    tree = OmegaConf.to_container(composed)
+    assert isinstance(tree, dict) and isinstance(choices, dict)
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        inside = {f"{name}.{k}": v for k, v in value.items()} if name in SECTIONS else {}
+        found |= inside or {str(name): value}
+    return found, {str(group): choice for group, choice in choices.items()}
 
 
-def is_given(key: str, given: set[str]) -> bool:
+def _is_among(key: str, keys: Collection[str]) -> bool:
+    """Whether a key, or its section with a dot, is among these."""
     section, dot, _ = key.partition(".")
-    return key in given or section + dot in given
+    return key in keys or section + dot in keys
 
 
 def continued(
-    config: Config, there: Config, given: set[str], world_size: int | None
+    config: Config, there: Config, given: Given, world_size: int | None
 ) -> tuple[Config, str | None]:
     """Returns the configuration with which a run goes on, and a line that tells what it took.
 
@@ -80,10 +102,13 @@ def continued(
 
     Args:
         there: the configuration of the run's last start.
-        given: what is typed (`given_keys`).
+        given: what is typed.
     """
     old, new = _keys(there), _keys(config)
     left = {*OF_A_START, *OF_THE_PLANNER} if "layout" in given else {*OF_A_START}
+    # Another preset than that of the last start replaces its whole section; the same one nothing.
+    left |= {f"{s}." for s in given.presets if new[f"{s}.name"] != old[f"{s}.name"]}
+    given = replace(given, presets=set())
     if "layout" not in given:
         old |= _sizes(config, there, given, world_size)
         same = all(old[s] == getattr(there, s) for s in SIZES) and old["dp"] in (None, there.dp)
@@ -91,11 +116,11 @@ def continued(
             left |= {*OF_RANKS}
         if old["pp"] != there.pp:
             left |= {*OF_STAGES}
-    left = left.union(*(some for some in ALTERNATIVES if any(is_given(k, given) for k in some)))
+    left = left.union(*(some for some in ALTERNATIVES if any(k in given for k in some)))
     # A source without a step, typed again, is the one with the step that the first start chose.
     if config.init_from == str(there.init_from).rpartition("@")[0]:
-        given = given - {"init_from"}
-    taken = {k: v for k, v in old.items() if not is_given(k, given) and not is_given(k, left)}
+        given = replace(given, keys=given.keys - {"init_from"})
+    taken = {k: v for k, v in old.items() if k not in given and not _is_among(k, left)}
     changed = [f"{key}={show(value)}" for key, value in taken.items() if new[key] != value]
     if not changed:
         return config, None
@@ -106,7 +131,7 @@ def continued(
 
 
 def _sizes(
-    config: Config, there: Config, given: set[str], world_size: int | None
+    config: Config, there: Config, given: Given, world_size: int | None
 ) -> dict[str, int | None]:
     """Returns tp, pp, cp and dp as `continued` has them; dp=None: what is left of the launcher's
     ranks."""
@@ -127,13 +152,13 @@ def _ranks(config: Config) -> int:
 
 def _keys(config: Config) -> dict[str, Any]:
     """Returns every key's value by dotted name, with what `check_config` derives."""
-    model = dataclasses.replace(
+    model = replace(
         config.model,
         num_query_groups=config.model.kv_heads,
         ffn_hidden_size=config.model.ffn_size,
         max_position_embeddings=config.model.max_positions,
     )
-    config = dataclasses.replace(config, model=model)
+    config = replace(config, model=model)
     found: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
@@ -150,5 +175,5 @@ def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
     top: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
     for section in SECTIONS:
         inside = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{section}.")}
-        top[section] = dataclasses.replace(getattr(config, section), **inside)
-    return dataclasses.replace(config, **top)
+        top[section] = replace(getattr(config, section), **inside)
+    return replace(config, **top)

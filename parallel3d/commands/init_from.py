@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 PARAMETER = "parameter"  # the kind of the weights in a checkpoint
 # Keys of the model that may be chosen anew; all others are given by its source.
-MAY_DIFFER = ("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout")
+MAY_DIFFER = (
+    *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
+    "init_std",
+)
 
 
 @dataclasses.dataclass(frozen=True)
