@@ -93,6 +93,20 @@ def test_a_killed_run_that_resumes_has_every_step_once(tmp_path: Path) -> None:
     assert not any("web" in tag for tag in found)
 
 
+def test_without_the_purge_a_step_would_be_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils import tensorboard
+
+    real = tensorboard.SummaryWriter
+    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda *a, purge_step, **k: real(*a, **k))
+    session(tmp_path, 1, 3).finish()
+    age(tmp_path)
+    session(tmp_path, 3, 4).finish()
+    with pytest.raises(AssertionError):
+        curves(tmp_path)
+
+
 def test_a_start_over_and_a_logger_that_comes_late_have_every_step_once(tmp_path: Path) -> None:
     session(tmp_path, 1, 3, name="none").finish()
     session(tmp_path, 4, 5).finish()
