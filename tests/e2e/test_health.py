@@ -18,8 +18,10 @@ pytestmark = pytest.mark.at_once(2)
 
 def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) -> None:
     shell.environ = shell.failing("nan:1:5")
-    ended = shell.run(*PARALLEL3D, *words(shell, *SETTINGS, "train.steps=20"))
+    large = "model.vocab_size=25800"  # for bytes: told at the start, by one rank
+    ended = shell.run(*PARALLEL3D, *words(shell, *SETTINGS, "train.steps=20", large))
     assert ended.code == 1
+    assert ended.err.count("defaults for one of 859 k: data=text (bytes); parallel3d recipes") == 1
     assert "restart" not in ended.err  # it would happen again
     assert re.search(
         r"TrainingFailure: step 7: gradients were not finite for 3 steps in a row; "
