@@ -33,6 +33,7 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC",
         "WANDB_PROJECT", "WANDB_NAME", "WANDB_TAGS", "WANDB_RUN_ID",
+        "WANDB_ENTITY", "WANDB_NOTES", "WANDB_JOB_TYPE",
     ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
 
@@ -132,6 +133,7 @@ def test_wandbs_variables_win_over_what_nobody_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variables = {"PROJECT": "foo", "NAME": "nice", "TAGS": "x,y"}
+    variables |= {"ENTITY": "us", "NOTES": "as told", "JOB_TYPE": "sft"}
     for name, text in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", text)
     wandb.teardown()  # it reads its variables once a process
@@ -143,6 +145,7 @@ def test_wandbs_variables_win_over_what_nobody_typed(
     run = inspect(run_dir)["run"][0]
     found = run["project"], run["display_name"], run.get("tags")
     assert found == ("foo", "nice", ["x", "y"])
+    assert (run["entity"], run["notes"], run["job_type"]) == ("us", "as told", "sft")
 
     typed = tmp_path / "typed"
     typed.mkdir()

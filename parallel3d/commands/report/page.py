@@ -153,7 +153,7 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
             _best(run),
             _number(speed.get("mean"), ",.0f"),
             _number(mfu.get("value"), ".1%"),
-            duration(summary["wall_time_s"]) if summary else "–",
+            duration(summary["wall_time_s"]) if "wall_time_s" in summary else "–",
         ]
         rows.append([label, escape(run.state), *map(escape, cells)])
     return html_table(head, rows)
@@ -238,7 +238,7 @@ def _time(start: Mapping[str, Any]) -> str:
 
 def _times(run: RunRecord) -> str:
     ranks = (run.summary.get("breakdown") or {}).get("ranks", [])
-    parts = [{kind: 1e3 * rank[kind] for kind in KINDS} for rank in ranks]
+    parts = [{kind: 1e3 * rank.get(kind, 0.0) for kind in KINDS} for rank in ranks]
     return _bars(run, parts, "ms", [f"{1e3 * rank['step']:.3g} ms" for rank in ranks])
 
 

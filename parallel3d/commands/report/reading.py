@@ -145,7 +145,8 @@ def _starts(path: Path, summary: Mapping[str, Any], losses: Points) -> list[dict
     for line in lines:
         try:
             start = json.loads(line)
-            starts.append({"first_step": int(start["first_step"]), **start})
+            first, at = int(start["first_step"]), str(start["started"])
+            starts.append({**start, "first_step": first, "started": at})
         except DAMAGED:
             continue  # torn by a crash
     if not starts and "first_step" in summary:
