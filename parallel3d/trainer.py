@@ -129,6 +129,7 @@ class Trainer:
         self.loss_scale = LossScale(config.precision)
         self.steps_done = 0
         self.consumed_samples = 0
+        self.batch = config.global_batch_size  # of the last step
         self.stop_requested = False
         # Called once a step, before parameters change.
         self.before_update: Callable[[], object] = lambda: None
@@ -188,7 +189,9 @@ class Trainer:
         message, channel = outputs.empty_message(self.device).zero_(), None
         route = P2PRoute(groups.pp, schedule.placement, groups.pp_backward)
         if config.launch.shared_memory:
-            plans = schedule.plan(), schedule.forwards()
+            counts = map(config.microbatches_of, config.batch_sizes.sizes[:-1])
+            earlier = (run_schedule(config, count).plan() for count in counts)
+            plans = schedule.plan(), schedule.forwards(), *earlier
             channel = SharedP2P.of_plans(plans, route, message, config.launch.timeout_s)
         latency = measure_baseline_latency(groups, message, channel)
         self.step_timer.baseline_latency = latency
@@ -224,7 +227,24 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.config.global_batch_size * self.config.model.seq_length
+        """Returns the tokens of the last step."""
+        return self.batch * self.config.model.seq_length
+
+    def _resize(self) -> None:
+        """Takes the global batch of `train.batch_schedule` for the next step.
+
+        Evaluations keep `global_batch_size`.
+        """
+        config, batch = self.config, self.config.batch_sizes.at(self.consumed_samples)
+        if config.train.batch_schedule is None or batch == self.batch:
+            return
+        count, forwards = config.microbatches_of(batch), self.forwards
+        self.use(run_schedule(config, count))
+        self.batch, self.forwards = batch, forwards
+        self.train_batches.resize(count, batch)
+        self.noise.batch = batch
+        if self.groups.dp.size == 1:
+            self.noise.parts = count
 
     def train_step(self) -> StepResult:
         """Runs one optimizer step on the next global batch; collective over the world.
@@ -233,6 +253,7 @@ class Trainer:
         parameters and optimizer unchanged on all ranks.
         """
         self.step_timer.start_step()
+        self._resize()
         result = self._train_step()
         self.step_timer.end_step()
         return result
@@ -276,7 +297,7 @@ class Trainer:
         if loss is not None:
             self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
-        self.consumed_samples += self.config.global_batch_size
+        self.consumed_samples += self.batch
         figures = (loss, grad_norm, lr, self.tokens_per_step)
         return StepResult(step + 1, *figures, not finite, stop, self.noise.last)
 

@@ -49,7 +49,8 @@ REPORTED = (
     *("model.dropout", "data.blend", "data.blend_stages"),
     *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
 )
-BRACES = ("blend", "blend_stages", "valid", "groups")  # keys whose values have their own names
+# Keys whose values have names of their own.
+BRACES = ("blend", "blend_stages", "valid", "groups", "batch_schedule")
 # Keys that older checkpoints lack, with their values there.
 LATER = {
     "data.packing": "concat",
@@ -58,6 +59,7 @@ LATER = {
     "model.qk_norm": False,
     "model.attention_bias": None,
     "model.rope_scaling_factor": 1.0,
+    "train.batch_schedule": None,
     "optim.state": "fp32",
     "optim.ema_decay": None,
     "optim.muon_scale": "match_rms_adamw",

@@ -157,6 +157,13 @@ class TrainConfig:
         "whole steps; not for a blend",
         above=0,
     )
+    batch_schedule: Any = key(  # noqa: RUF009
+        None,
+        "global batch by the samples read before a step, {0:16,1000:32}: 16, and 32 from 1000 "
+        "samples on; it ends with global_batch_size; null: that one always",
+        megatron="--rampup-batch-size",
+        differs="there start, increment and samples; here any sizes",
+    )
     eval_every: int = key(
         100,
         "evaluate every so many steps; 0: only at the end",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +235,20 @@ class Config:
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of a data-parallel rank in a step. Raises ValueError while dp is null."""
+        return self.microbatches_of(self.global_batch_size)
+
+    def microbatches_of(self, batch: int) -> int:
+        """Micro-batches of a data-parallel rank in a step of `batch` sequences, as above."""
         if self.dp is None:
             raise ValueError("dp is not known yet: call check_config first")
-        return self.global_batch_size // (self.micro_batch_size * self.dp)
+        return batch // (self.micro_batch_size * self.dp)
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The global batch by samples read."""
-        return BatchSizes(((0, self.global_batch_size),))
+        """The global batch by samples read, of a checked configuration."""
+        schedule = self.train.batch_schedule or {0: self.global_batch_size}
+        # Keys are text in a manifest, and 1e9 is a float.
+        return BatchSizes(tuple((int(Fraction(str(k))), size) for k, size in schedule.items()))
 
     @property
     def train_steps(self) -> int:

@@ -90,13 +90,18 @@ class Batches:
         self._source, self._needs_batch = source, needs_batch
         self._document_mask = document_mask
         self._micro_batch_size = micro_batch_size
-        self._num_microbatches = num_microbatches
         self._dp_rank = dp_rank
         self._device = torch.device(device)
         self._ahead: ReadAhead | None = None
-        if stride and (needs_batch or document_mask):
-            share = num_microbatches * micro_batch_size
-            self._ahead = ReadAhead(source, dp_rank * share, share, stride)
+        self._reads_ahead = stride > 0 and (needs_batch or document_mask)
+        self.resize(num_microbatches, stride)
+
+    def resize(self, num_microbatches: int, stride: int) -> None:
+        """Sets the micro-batches of a rank and the samples of all ranks, from the next step on."""
+        self._num_microbatches = num_microbatches
+        if self._reads_ahead:
+            share = num_microbatches * self._micro_batch_size
+            self._ahead = ReadAhead(self._source, self._dp_rank * share, share, stride)
 
     def indices(self, first: int, m: int) -> range:
         """Returns the samples of micro-batch `m` of the global batch that begins at `first`.

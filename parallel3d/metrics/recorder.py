@@ -147,7 +147,6 @@ class Recorder:
         self._config = config
         self._run_dir = run_dir
         self._world_size = world_size
-        self._step_tokens = config.global_batch_size * config.model.seq_length
         self._flops_per_token = flops_per_token
         self._peak = peak
         self._first_step = first_step
@@ -177,7 +176,7 @@ class Recorder:
         """
         self._provenance = Provenance.collect()
         path = self._run_dir / "metrics.jsonl"
-        self._tokens = (self._first_step - 1) * self._step_tokens
+        self._tokens = self._tokens_of(self._first_step - 1)
         try:
             file = MetricsFile(path, self._first_step, self._recall, self._say, waited)
         except OSError as error:
@@ -343,11 +342,15 @@ class Recorder:
             self._error = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
             self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
+    def _tokens_of(self, steps: int) -> int:
+        return self._config.batch_sizes.samples(steps) * self._config.model.seq_length
+
     def _recall(self, row: dict[str, Any]) -> None:
         """Restores the curve, evaluations and token count of earlier sessions."""
         if not is_whole(row):
             return
-        self._tokens = row["tokens"] + (self._first_step - 1 - row["step"]) * self._step_tokens
+        behind = self._tokens_of(self._first_step - 1) - self._tokens_of(row["step"])
+        self._tokens = row["tokens"] + behind
         if "eval_loss" in row:
             self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
             self._valid = row.get("valid", {})

@@ -50,13 +50,15 @@ def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
     shape = f"{model.num_layers} layers × {model.hidden_size} · sequence {model.seq_length}"
     decay = optim.lr_decay_style
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    smaller = config.batch_sizes.entries[:-1]
+    before = "".join(f" · {size} from {first:,} sequences on" for first, size in smaller)
     batch = f"{config.micro_batch_size} × {microbatches} micro-batches × dp {dp}"
     return {
         "model": f"{model.name} · {si(parameter_count(model))} parameters · {shape}",
         "layout": f"tp {config.tp} × pp {config.pp} × {context}dp {dp} = {ranks}"
         + (f" · {config.schedule.name}" if config.pp > 1 else "")
         + (" · sequence parallel" if config.sp else ""),
-        "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens",
+        "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens{before}",
         "length": length_words(config),
         "data": config.data.path or config.data.name,
         "precision": f"{config.precision.name} · {optim.name}, lr {optim.lr:g} {decay}",

@@ -68,6 +68,7 @@ class Problem:
     loss: tuple[tuple[str, Any], ...] = ()
     steps: int = STEPS
     batch: int = GLOBAL_BATCH
+    batches: tuple[tuple[int, int], ...] = ()  # train.batch_schedule
     documents: bool = False  # samples are packs of documents that do not see each other
 
     @property
@@ -75,12 +76,21 @@ class Problem:
         """Read in a step, masked ones included."""
         return self.batch * TINY_SIZES["seq_length"]
 
+    def tokens_of(self, step: int) -> int:
+        """Read in a step that counts from 0, by the schedule of the batch if there is one."""
+        entries, samples, batch = self.batches or ((0, self.batch),), 0, 0
+        for _ in range(step + 1):
+            batch = [size for first, size in entries if first <= samples][-1]
+            samples += batch
+        return batch * TINY_SIZES["seq_length"]
+
     def __str__(self) -> str:
         changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim + self.loss)
         tied = "tied" if self.tied else "untied"
         words = f"{self.preset} {self.layers} layers {tied} {self.optimizer} {self.precision}"
         packs = "documents" if self.documents else ""
-        return " ".join(f"{words} {changes} {packs}".split())
+        batches = f"batches {dict(self.batches)}" if self.batches else ""
+        return " ".join(f"{words} {changes} {packs} {batches}".split())
 
 
 TREATMENT = ("freeze", "groups")
@@ -154,6 +164,7 @@ class Case:
         config.ddp.overlap = self.overlap
         config.data.document_mask = problem.documents
         config.train.steps = problem.steps
+        config.train.batch_schedule = dict(problem.batches) or None
         config.train.eval_batches = 1
         for name, value in {
             "lr_decay_style": "constant",

@@ -87,7 +87,7 @@ def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
 
 def evaluated(problem: Problem) -> int:
     """Samples of the validation set: two fewer than a global batch has, a ragged end."""
-    return problem.batch - 2
+    return max(1, problem.batch - 2)
 
 
 def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], list[float]]:
@@ -96,7 +96,9 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
     A rate that is constant is known without training for it.
     """
     groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=300)
-    trainer = make_trainer(Case(problem), groups)
+    # Micro-batches of one sample fit any schedule of the batch.
+    case = Case(problem, microbatches=problem.batch if problem.batches else None)
+    trainer = make_trainer(case, groups)
     # Copies: the trainer may hand out views of what it is about to train.
     weights = {name: array(w) for name, w in trainer.full_parameters().items()}
     optim = trainer.config.optim
@@ -262,7 +264,7 @@ def differences(
         bad = [n for n in names if first.initial.get(n) != expected.initial.get(n)]
         found["initial weights"] = f"bits differ from (1,1,1)'s in {bad}"
     for s, step in enumerate(first.steps):
-        counted = (s + 1, expected.lrs[s], problem.tokens)
+        counted = (s + 1, expected.lrs[s], problem.tokens_of(s))
         if (step.step, step.lr, step.tokens) != counted:
             found.setdefault("counters", f"{step}, expected (step, lr, tokens) = {counted}")
         for name, ours, theirs, limit in (

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import Case, Problem
+from tests.distributed.cases import GLOBAL_BATCH, Case, Problem
 from tests.distributed.harness import References, check_cases
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
@@ -28,6 +28,7 @@ from tests.kernels import no_kernels
 Levels = tuple[Any, ...]
 
 PARTS = "[norm,attention,mlp]"
+HALVED = ((0, GLOBAL_BATCH), (1, GLOBAL_BATCH // 2), (GLOBAL_BATCH + 1, GLOBAL_BATCH))
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "layout": ((2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)),
     "zero": (0, 1, 2, 3),
@@ -145,9 +146,12 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
     # two ranks: each lowers for itself.
     one = of["compile"] and pp == 1 and (of["precision"] != "fp64" or tp * dp > 2)
     layers = 1 if one else size
-    # With tied tables, so that each other level meets them: moments in bf16, averaged weights.
+    # With tied tables, so that each other level meets them: moments in bf16, averaged weights, a
+    # batch that is halved in the second step, with the first bucket order and the measured one.
     optim: dict[str, Any] = {}
+    microbatches, batches = 4 // dp if of["compile"] else size, ()
     if of["tied"] and of["precision"] == "fp64":
+        microbatches, batches = microbatches if of["compile"] else 6, HALVED
         optim = {"state": "bf16", "ema_decay": 0.6}
         if of["optimizer"] == "sgd":
             optim["momentum"] = 0.9
@@ -160,10 +164,11 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
             *(of[n] for n in ("model", "optimizer", "tied", "precision")),
             layers=layers,
             optim=tuple(optim.items()),
+            batches=batches,
         ),
         schedule=of["schedule"],
         sp=of["sp"],
-        microbatches=4 // dp if of["compile"] else size,
+        microbatches=microbatches,
         compile=of["compile"],
         bucket_cap_mb=0.02,
         keys=keys,

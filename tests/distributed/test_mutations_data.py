@@ -25,7 +25,7 @@ from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer, ShardSpec
-from parallel3d.trainer import Trainer
+from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import (
     References,
@@ -35,6 +35,7 @@ from tests.distributed.harness import (
     run_cases,
 )
 from tests.distributed.pool import Pool
+from tests.distributed.test_engines import HALVED
 from tests.distributed.test_fully_sharded import HALF_COPIES, chunked, with_copies_of_two
 from tests.distributed.test_mutations import ADAMW, ALL_NUMBERS, SGD, Mutation
 
@@ -50,6 +51,20 @@ def unfilled_buckets_left() -> Iterator[None]:
         return []
 
     with patch.object(BucketedDataParallel, "finish_step", finish_step):
+        yield
+
+
+@contextmanager
+def samples_by_the_last_size() -> Iterator[None]:
+    """A step of another size than `global_batch_size` counts as many samples as that one."""
+    sound = Trainer.train_step
+
+    def train_step(self: Trainer) -> StepResult:
+        result = sound(self)
+        self.consumed_samples += self.config.global_batch_size - self.batch
+        return result
+
+    with patch.object(Trainer, "train_step", train_step):
         yield
 
 
@@ -262,6 +277,12 @@ PLANTED = [
     pytest.param(not_gathered_before_evaluation, zero(1), {"evaluation"}, id="late-gather"),
     pytest.param(sample_dropped_at_the_ragged_end, Case(SGD), {"evaluation"}, id="ragged-dropped"),
     pytest.param(ragged_end_filled_up, Case(SGD), {"evaluation"}, id="ragged-filled-up"),
+    pytest.param(
+        samples_by_the_last_size,
+        Case(replace(SGD, batches=HALVED)),
+        ALL_NUMBERS,
+        id="samples-by-the-last-size",
+    ),
     pytest.param(replicas_start_apart, Case(SGD), DRIFT, id="replicas-start-apart"),
     pytest.param(replicas_drift, Case(SGD), DRIFT, id="replicas-drift"),
 ]

@@ -3,6 +3,8 @@ and the estimate against gradients whose noise is known."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,8 +20,9 @@ from tests.reference.train import batch_loss, build
 ON = ("train.noise_scale", True)
 GPT = Problem("gpt_tiny", "sgd", tied=True)
 LLAMA = Problem("llama_tiny", "sgd", tied=False, model=(("num_query_groups", 2),))
+GROWS = replace(GPT, batch=2 * GLOBAL_BATCH, batches=((0, GLOBAL_BATCH), (1, 2 * GLOBAL_BATCH)))
 CASES = {
-    (1, 1, 2): [Case(GPT, keys=(ON,)), Case(GPT, keys=(ON, ("zero", 1)))],
+    (1, 1, 2): [Case(GROWS, microbatches=4, keys=(ON,)), Case(GPT, keys=(ON, ("zero", 1)))],
     (2, 1, 2): [Case(GPT, sp=True, keys=(ON,)), Case(LLAMA, keys=(ON, ("zero", 1)))],
     (4, 1, 1): [Case(LLAMA, microbatches=4, keys=(ON,))],
     (1, 2, 3): [Case(GPT, bucket_cap_mb=0.01, keys=(ON,))],
@@ -27,7 +30,7 @@ CASES = {
         Case(LLAMA, schedule="zb_h1", keys=(ON,)),
         Case(LLAMA, schedule="gpipe", keys=(ON,)),
     ],
-    (1, 1, 1): [Case(GPT, microbatches=3, keys=(ON,))],
+    (1, 1, 1): [Case(GROWS, microbatches=6, keys=(ON,))],
 }
 
 
@@ -80,7 +83,7 @@ def expected(case: Case, sizes: tuple[int, int, int], weights: dict) -> tuple[fl
         return sum(float(g.square().sum()) for g in gradients.values())
 
     dp = sizes[2]
-    parts = dp if dp > 1 else config.num_microbatches
+    parts = dp if dp > 1 else GLOBAL_BATCH // config.micro_batch_size
     size = GLOBAL_BATCH // parts
     used = range(dp) if dp > 1 else range(1)  # of micro-batches the first
     small = np.mean([parts**2 * square(gradient(r * size, size)) for r in used])

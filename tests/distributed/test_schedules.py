@@ -73,9 +73,12 @@ class Levels(NamedTuple):
         """Layers that divide unevenly; buckets of some parameters each."""
         name, chunks = self.kind
         batch = SAMPLES * self.microbatches * self.layout[2]
+        # With tied tables, the first step has a single micro-batch.
+        grows = self.tied and self.microbatches > 1
+        batches = ((0, batch // self.microbatches), (1, batch)) if grows else ()
         problem = Problem(
             *(self.model, self.optimizer, self.tied),
-            layers=self.pp * chunks + 1, steps=2, batch=batch,
+            layers=self.pp * chunks + 1, steps=2, batch=batch, batches=batches,
         )  # fmt: skip
         keys = (
             *(("vpp", chunks), ("zero", self.zero), ("recompute", self.again)),

@@ -18,8 +18,10 @@ from tests.e2e.forked import run_forked
 STEPS = 6
 EVERY = 2
 LAST = Path("checkpoints", "step-00000006")
-# Saved every two steps; the schedule does not depend on where a start ends.
+# Saved every two steps; the schedule does not depend on where a start ends. The fourth and fifth
+# step read twice as many samples as the others.
 SAVING = (f"checkpoint.every={EVERY}", f"optim.lr_decay_steps={STEPS}", "train.save_weights=true")
+SAVING += ("train.batch_schedule={0:4,12:8,28:4}",)
 SECRET = "d41d8cd98f00b204e9800998ecf8427e"
 pytestmark = pytest.mark.at_once(2)
 
@@ -82,7 +84,8 @@ def test_run_goes_on(shell: Shell) -> None:
 
     folder = runs / "mine" / "checkpoints"
     flip(folder / "step-00000006" / "rank-00001.safetensors")
-    moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", ranks=1)
+    plain = ("optim.state=fp32", "optim.ema_decay=null")  # what is not typed stays as it was
+    moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", *plain, ranks=1)
     assert moved.code == 0, moved
     damaged, goes_on, dropped = moved.errors
     assert "optim.state bf16 → fp32" in goes_on and "optim.ema_decay 0.9 → None" in goes_on

@@ -60,6 +60,7 @@ class RunSettings(Protocol):
     model: Any
     optim: Any
     loss: Any
+    train: Any
     seed: int
     global_batch_size: int
 
@@ -240,6 +241,12 @@ class Muon:
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "muon": Muon}
 
 
+def batch_after(samples: int, config: RunSettings) -> int:
+    """The global batch of the step before which so many samples were read."""
+    begun = [first for first in config.train.batch_schedule or {} if first <= samples]
+    return config.train.batch_schedule[max(begun)] if begun else config.global_batch_size
+
+
 def train_reference(
     config: RunSettings,
     weights: Mapping[str, Tensor],
@@ -250,8 +257,9 @@ def train_reference(
 ) -> ReferenceRun:
     """Train `steps` steps from `weights`, everything in `dtype`.
 
-    Step s (from 0) takes samples s · global_batch_size onwards. `learning_rates` has one rate a
-    step; None keeps `config.optim.lr`. Gradient norms are those before clipping, over each trained
+    Step s (from 0) takes samples s · global_batch_size onwards, or as many as `batch_after` says
+    behind those of step s - 1. `learning_rates` has one rate a step; None keeps
+    `config.optim.lr`. Gradient norms are those before clipping, over each trained
     parameter once.
     """
     rates = [config.optim.lr] * steps if learning_rates is None else list(learning_rates)
@@ -264,9 +272,10 @@ def train_reference(
     if decay is not None:
         average = {name: p.detach().clone() for name, p in parameters.items()}
     losses, grad_norms, first_gradients = [], [], {}
+    end = 0
     for step, lr in enumerate(rates):
-        first = step * config.global_batch_size
-        samples = range(first, first + config.global_batch_size)
+        samples = range(end, end + batch_after(end, config))
+        first, end = samples.start, samples.stop
         drop = Dropping(config.model.dropout, config.seed, samples)
         loss = batch_loss(model, source, first, len(samples), config.loss, drop)
         gradients = dict(

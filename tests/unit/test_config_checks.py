@@ -413,6 +413,30 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["train.epochs=2.0", "data=blend", "give train.tokens instead."],
     ),
+    (
+        {"dp": 2, "train.batch_schedule": {0: 8, 100: 20, 200: 16}},
+        None,
+        ["train.batch_schedule={0:8,100:20,200:16}", "batch 20", "multiple of 8", "dp=2", "is 16."],
+    ),
+    (
+        {"train.batch_schedule": {0: 4, 100: 8}},
+        None,
+        ["must end with global_batch_size=16", "nearest is global_batch_size=8."],
+    ),
+    ({"train.batch_schedule": {1: 8, 9: 16}}, None, ["grow from 0", "batch_schedule={0:16}."]),
+    ({"train.batch_schedule": {0: 8, 9: 8, 4: 16}}, None, ["grow from 0"]),
+    ({"train.batch_schedule": {0: 8, "soon": 16}}, None, ["grow from 0"]),
+    ({"train.batch_schedule": {0: 8.5, 9: 16}}, None, ["the global batch 8.5", "is 4."]),
+    (
+        {"pp": 2, "schedule.name": "auto", "train.batch_schedule": {0: 8, 9: 16}},
+        None,
+        ["schedule=auto", "nearest is schedule=1f1b."],
+    ),
+    (
+        {"train.noise_scale": True, "dp": 1, "train.batch_schedule": {0: 4, 9: 16}},
+        None,
+        ["batch of 4 in train.batch_schedule is one micro-batch", "one of 8 there."],
+    ),
     # profile
     ({"profile.steps": [4]}, None, ["profile.steps=[4]", "two numbers", "profile.steps=[4,4]."]),
     ({"profile.steps": [0, 2, 9]}, None, ["two numbers", "nearest is profile.steps=[1,9]."]),

@@ -11,10 +11,19 @@ from parallel3d.config.length import BatchSizes
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.data.loader import with_length
 from parallel3d.errors import UserError
+from parallel3d.metrics.report import length_words
 
 
 class Windows:
     seq_length, windows, masks = 64, 10, False
+
+
+def test_tokens_are_steps_of_the_batch_schedule() -> None:
+    config = run_of(tokens=64 * 100)
+    config.train.batch_schedule = {0: 4, "40.0": 16}  # as a manifest has 4e1
+    assert check_config(config).train_steps == 14  # ten of 4, four of 16
+    assert config.batch_sizes.samples(14) == 104
+    assert length_words(config, 200) == "14 steps · 6.66 k tokens · 0.52 epochs"
 
 
 def run_of(**length: float) -> Config:

@@ -96,6 +96,8 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     """Of many micro-batches only as many run as fill the pipeline; the others cost the difference
     of steps with one and with two."""
     device = torch.device(TYPE, 0)
+    train = dataclasses.replace(config.train, batch_schedule=None)  # its last size counts
+    config = dataclasses.replace(config, train=train)
     trainer = Trainer(config, groups, device, train_source=Zeros(config.model.seq_length))
     trainer.rebuilds_buckets = False  # ready order would need timings
     counter.machine.collect()

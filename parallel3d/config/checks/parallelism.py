@@ -118,11 +118,14 @@ def _check_noise_scale(config: Config, dp: int) -> None:
             f"{asked} must see exact sums, and ddp.comm_hook=powersgd approximates them; the "
             "nearest is ddp.comm_hook=bf16."
         )
-    if config.global_batch_size == config.micro_batch_size:
+    if (least := min(config.batch_sizes.sizes)) == config.micro_batch_size:
+        it, near = f"global_batch_size={least}", f"global_batch_size={2 * least}"
+        if config.train.batch_schedule is not None:
+            it = f"a batch of {least} in train.batch_schedule"
+            near = f"one of {2 * least} there"
         raise UserError(
             f"{asked} must have two parts of a batch to compare, replicas or micro-batches, but "
-            f"dp=1 and global_batch_size={config.global_batch_size} is one micro-batch; the "
-            f"nearest is global_batch_size={2 * config.micro_batch_size}."
+            f"dp=1 and {it} is one micro-batch; the nearest is {near}."
         )
 
 

@@ -10,14 +10,17 @@ import os
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from parallel3d.config.checks.model import nearest_multiple
 from parallel3d.config.data import DataConfig
 from parallel3d.config.fields import show
 from parallel3d.config.identity import flat
 from parallel3d.config.run import LoggerConfig
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end of text
 LAST_STEP = 2**63 - 1  # of train.epochs, until the data is open
@@ -39,6 +42,41 @@ def check_samples(config: Config) -> None:
             f"data.path={show(data.path)} is not read by data=stdlib; the nearest is data=text, "
             f"which reads it."
         )
+
+
+def check_batch_schedule(config: Config, dp: int) -> None:
+    """Checks form and sizes of `train.batch_schedule`, also with the schedule; raises UserError."""
+    given: Mapping[Any, Any] | None = config.train.batch_schedule
+    if given is None:
+        return
+    name, multiple = f"train.batch_schedule={show(given)}", config.micro_batch_size * dp
+    firsts = [_token(first) for first in given]
+    if not given or firsts[0] != 0 or any(a >= b for a, b in pairwise(firsts)):
+        raise UserError(
+            f"{name} must give global batches by numbers of samples that grow from 0; the nearest "
+            f"is train.batch_schedule={{0:{config.global_batch_size}}}."
+        )
+    for size in given.values():
+        if type(size) is not int or size < 1 or size % multiple:
+            near = nearest_multiple(size, multiple) if type(size) is int else multiple
+            raise UserError(
+                f"{name}: the global batch {show(size)} must be a multiple of {multiple}, the "
+                f"product of micro_batch_size={config.micro_batch_size} and dp={dp}; the nearest "
+                f"is {max(near, multiple)}."
+            )
+    if size != config.global_batch_size:
+        raise UserError(
+            f"{name} must end with global_batch_size={config.global_batch_size}, which memory, "
+            f"time and evaluations go by; the nearest is global_batch_size={size}."
+        )
+    keys = config.schedule
+    if keys.name not in NAMED_SCHEDULES:
+        raise UserError(
+            f"{name} changes the number of micro-batches, and schedule={keys.name} is made for "
+            "one number; the nearest is schedule=1f1b."
+        )
+    for size in given.values():
+        make(keys.name, config.pp, size // multiple, config.vpp)
 
 
 def check_length(config: Config) -> None:

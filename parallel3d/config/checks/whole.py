@@ -20,6 +20,7 @@ from parallel3d.config.checks.model import (
 )
 from parallel3d.config.checks.parallelism import check_data_parallel, check_groups
 from parallel3d.config.checks.run import (
+    check_batch_schedule,
     check_init,
     check_learning_rate,
     check_length,
@@ -75,6 +76,7 @@ def check_config(
     _check_pipeline(config)
     dp = _data_parallel_size(config, world_size)
     _check_batch(config, dp)
+    check_batch_schedule(config, dp)
     _check_schedule(dataclasses.replace(config, dp=dp))
     check_sequence(config)
     check_chunks(config)
