@@ -27,7 +27,7 @@ class Logger(Protocol):
 
 
 # Sections of a logger's page. `step` and `tokens` have none: they are the x axes.
-_NAMES = {
+NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
@@ -47,7 +47,7 @@ def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
 
     NaN and infinities are restored.
     """
-    return dict(_named(line, _NAMES))
+    return dict(_named(line, NAMES))
 
 
 def _named(entries: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, float]]:

@@ -21,7 +21,7 @@ from parallel3d.commands.html import (
     stacked_bar,
     whole_page,
 )
-from parallel3d.commands.report.reading import COLUMNS, STEP_FIGURES, RunRecord, thinned
+from parallel3d.commands.report.reading import COLUMNS, LOSS, STEP_FIGURES, RunRecord, thinned
 from parallel3d.config.fields import show
 from parallel3d.config.identity import flat
 from parallel3d.config.schema import Config
@@ -149,7 +149,7 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
             _layout_words(run),
             f"{steps:,}" + (f" of {config.train.steps:,}" if config else ""),
             si(tokens).replace("  ", " "),
-            _number(run.last_value("train/loss"), ".4f"),
+            _number(run.last_value(LOSS), ".4f"),
             _best(run),
             _number(speed.get("mean"), ",.0f"),
             _number(mfu.get("value"), ".1%"),

@@ -19,7 +19,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import no_link
 from parallel3d.metrics.jsonl import rows_of, value
-from parallel3d.metrics.loggers import figures_of
+from parallel3d.metrics.loggers import NAMES, figures_of
 from parallel3d.metrics.recorder import STARTS
 from parallel3d.run.directory import (
     CONFIG_FILE,
@@ -32,12 +32,8 @@ from parallel3d.topology.layout import DIMENSIONS
 
 COLUMNS = 1000  # places of a curve on the page
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a line that is not whole
-STEP_FIGURES = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "tokens_per_s": "speed/tokens_per_s",
-}
+STEP_FIGURES = {key: NAMES[key] for key in ("loss", "grad_norm", "lr", "tokens_per_s")}
+LOSS = NAMES["loss"]
 
 
 @dataclass
@@ -69,7 +65,7 @@ class RunRecord:
     @property
     def last(self) -> tuple[int, int]:
         """The last step that has a line, and the tokens until then; zeros without one."""
-        losses = self.curves.get("train/loss")
+        losses = self.curves.get(LOSS)
         return (losses.steps[-1], losses.tokens[-1]) if losses else (0, 0)
 
     def last_value(self, curve: str, pick: Any = None) -> float | None:
@@ -98,7 +94,7 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
         except DAMAGED:  # also of a blend's parts, which are not drawn
             continue
     summary = _json(folder / "summary.json")
-    starts = _starts(folder / STARTS, summary, curves.get("train/loss", Points()))
+    starts = _starts(folder / STARTS, summary, curves.get(LOSS, Points()))
     if starts and summary.get("started") != starts[-1]["started"]:
         summary = {}  # of an earlier start
     state = summary.get("status") or "killed (it left no summary)"
