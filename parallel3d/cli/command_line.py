@@ -48,7 +48,11 @@ from parallel3d.commands.report.command import REPORT, report
 from parallel3d.config.checks.run import check_loggers, check_precision_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
-from parallel3d.config.overrides import check_filled, explain_override_error
+from parallel3d.config.overrides import (
+    check_filled,
+    explain_override_error,
+    typed_alternatives,
+)
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
 from parallel3d.data.tokenizer import with_own_tokenizer
@@ -193,6 +197,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         assert isinstance(config, Config)  # the schema's class
         place = detect(os.environ)
         typed = HydraConfig.get().overrides.task
+        config = typed_alternatives(config, typed)
         # Under srun every task gets here with the same configuration.
         first = place is None or place.rank == 0
         if app not in ON_CHECKPOINTS and (app == TRAIN or config.init_from is not None):

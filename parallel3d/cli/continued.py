@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from parallel3d.config.fields import show
-from parallel3d.config.overrides import groups
+from parallel3d.config.overrides import ALTERNATIVES, groups
 from parallel3d.config.schema import SECTIONS, Config
 
 EXPERIMENT = "experiment"
@@ -31,11 +31,6 @@ OF_A_START = (
 OF_STAGES = ("vpp", "recompute_layers", "schedule.")  # of the same pp alone
 OF_RANKS = ("placement", "rank_file")  # of the same sizes alone
 OF_THE_PLANNER = (*SIZES, *OF_STAGES, "dp", "micro_batch_size", "zero", "recompute")
-# Keys of which one is given: of the others none is kept beside a typed one.
-ALTERNATIVES = (
-    {"train.steps", "train.tokens", "train.epochs"},
-    {"optim.lr_warmup_fraction", "optim.lr_warmup_steps"},
-)
 MOST_SHOWN = 6
 
 

@@ -8,7 +8,12 @@ import hydra
 from omegaconf import OmegaConf
 
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.overrides import check_filled, check_length, explain_override_error
+from parallel3d.config.overrides import (
+    check_filled,
+    check_length,
+    explain_override_error,
+    typed_alternatives,
+)
 from parallel3d.config.schema import Config, conf_dir, register_schema
 
 
@@ -38,4 +43,4 @@ def composed(overrides: Sequence[str]) -> Config:
     except Exception as error:  # Hydra passes on errors of Python's conversions too
         raise explain_override_error(error, overrides) from None
     assert isinstance(config, Config)
-    return config
+    return typed_alternatives(config, overrides)

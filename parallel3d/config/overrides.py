@@ -6,6 +6,7 @@ the argument parser word the same mistake differently.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from operator import attrgetter
@@ -26,6 +27,11 @@ from parallel3d.config.fields import (
 from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import UserError, nearest, nearest_hint, readable
 
+# Keys of which one is given.
+ALTERNATIVES = (
+    {"train.steps", "train.tokens", "train.epochs"},
+    {"optim.lr_warmup_fraction", "optim.lr_warmup_steps"},
+)
 MOST_ENTRIES = 1000  # of a list: Hydra parses a thousand in a quarter of a second
 
 
@@ -47,6 +53,22 @@ def presets(group: str) -> list[str]:
 def groups() -> list[str]:
     """Returns the config groups: the folders of `conf/`, sorted."""
     return sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+
+
+def typed_alternatives(config: Config, overrides: Sequence[str]) -> Config:
+    """Returns the configuration without what an experiment sets beside a typed alternative of it.
+
+    `experiment=llama_1b_sft train.steps=20` has 20 steps, and no two epochs.
+    """
+    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    for keys in ALTERNATIVES:
+        if any(attrgetter(key)(config) for key in keys & typed):
+            for key in keys - typed:
+                section, _, leaf = key.partition(".")
+                changed = {leaf: all_keys()[key].default}
+                changed = {section: dataclasses.replace(getattr(config, section), **changed)}
+                config = dataclasses.replace(config, **changed)
+    return config
 
 
 def check_filled(config: Config, overrides: Sequence[str], own: Path | None = None) -> None:

@@ -182,6 +182,24 @@ def test_the_files_of_the_page_on_own_configurations_compose_as_it_says(
     assert (shown.cluster.rail_gb_per_s, shown.cluster.nvlink_gb_per_s) == (25, 450)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "length", "warmup"),
+    [
+        ([], (None, None, 2), (0.03, 0)),
+        (["train.steps=20"], (20, None, None), (0.03, 0)),
+        (["train.tokens=1e9", "train.epochs=null"], (None, 1e9, None), (0.03, 0)),
+        (["optim.lr_warmup_steps=5"], (None, None, 2), (0.0, 5)),
+        (["optim.lr_warmup_steps=0", "train.tokens=null"], (None, None, 2), (0.03, 0)),
+    ],
+)
+def test_what_is_typed_takes_the_place_of_the_recipes_length_and_warm_up(
+    overrides: list[str], length: tuple[object, ...], warmup: tuple[float, int]
+) -> None:
+    config = composed(["experiment=llama_1b_sft", *overrides])
+    assert (config.train.steps, config.train.tokens, config.train.epochs) == length
+    assert (config.optim.lr_warmup_fraction, config.optim.lr_warmup_steps) == warmup
+
+
 def test_python_refuses_what_a_recipe_leaves_open() -> None:
     with pytest.raises(UserError, match=r"leaves data\.path to you: give data\.path=… \("):
         parallel3d.compose("experiment=qwen3_8b")
