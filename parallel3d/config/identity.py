@@ -95,6 +95,25 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     ]
 
 
+def of_all_ranks(config: Config) -> dict[str, Any]:
+    """Returns the keys that all ranks must have alike; paths may differ between hosts."""
+    keys = flat(dataclasses.asdict(config))
+    decisive = (*LAYOUT, "cp", "recompute", "init_optimizer")
+    return {
+        key: value
+        for key, value in keys.items()
+        if key in decisive
+        or key.startswith("schedule.")
+        or (_kind(key) != "free" and not key.startswith("data."))
+    }
+
+
+def first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> ConfigChange | None:
+    """Returns the first key with another value; `theirs` came as JSON."""
+    both = ((key, value, ours.get(key)) for key, value in theirs.items())
+    return next((ConfigChange(*each) for each in both if not _same(*each[1:])), None)
+
+
 def refused(found: list[ConfigChange]) -> list[ConfigChange]:
     """Returns the changes with which a run cannot continue.
 

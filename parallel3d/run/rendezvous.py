@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel3d.comm.store import (
     behind_secret,
@@ -24,6 +24,8 @@ from parallel3d.comm.store import (
     sign,
     verify,
 )
+from parallel3d.config import identity
+from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import device_of_rank
@@ -214,6 +216,7 @@ def agree_on_run(
     another kind than rank 0's raise UserError.
     """
     error: UserError | None = None
+    message: dict[str, Any]
     if place.rank == 0:
         try:
             if _attempt() and (made := _name_of_last_attempt(store)):
@@ -224,7 +227,13 @@ def agree_on_run(
             take_run(config, run_dir)
             worker.run_dir = run_dir  # set once it is ours: a later failure cleans it up
             put(store.underlying_store, RUN_KEY, config.run)
-            message = {"run": config.run, "run_dir": str(run_dir), "device": kind}
+            message = {
+                "run": config.run,
+                "run_dir": str(run_dir),
+                "device": kind,
+                "init_from": config.init_from,
+                "keys": identity.of_all_ranks(config),
+            }
         except UserError as refused:
             error, message = refused, {"error": str(refused)}
         put(store, RUN_KEY, message)
@@ -243,7 +252,16 @@ def agree_on_run(
             f"would on {kind}; give device=cpu or device=cuda"
         )
     worker.device = device_of_rank(kind, place.local_rank)
-    return dataclasses.replace(config, run=message["run"])
+    # The newest checkpoint of a run that is still training may be another one by now.
+    config = dataclasses.replace(config, run=message["run"], init_from=message["init_from"])
+    other = identity.first_difference(message["keys"], identity.of_all_ranks(config))
+    if other is not None:
+        raise UserError(
+            f"{other.key} is {show(other.there)} on rank 0 and {show(other.here)} on rank "
+            f"{place.rank}, host {socket.gethostname()}: give all ranks the same line, and "
+            f"runs_dir={config.runs_dir} must be one folder for all hosts"
+        )
+    return config
 
 
 def _name_of_last_attempt(store: PrefixStore) -> str | None:

@@ -60,7 +60,12 @@ LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
     ),
     "tp2-dp2-zero3": ((2, 1, 2), {"keys": (("zero", 3),), "microbatches": 1}),
 }
-TIED = Problem("gpt_tiny", "muon", True)
+# With parameters frozen, of one kind of step and of the other, and rates by group.
+TREATED = (
+    ("freeze", ("layers.0.attention.k.weight", "embedding.position.weight")),
+    ("groups", (("embedding.*", (("lr_mult", 0.5),)), ("layers.1.*", (("wd_mult", 3.0),)))),
+)
+TIED = Problem("gpt_tiny", "muon", True, optim=TREATED)
 # With moments in bf16 and averaged weights.
 UNTIED = Problem("llama_tiny", "adamw", False, optim=(("state", "bf16"), ("ema_decay", 0.6)))
 IN_FP32 = [

@@ -324,6 +324,25 @@ def test_what_rank_0_refuses_it_says_alone_and_no_other_asks_its_store_again(
         assert capsys.readouterr().err.count("is not a run directory") == says
 
 
+def test_ranks_take_the_source_of_rank_0_and_other_keys_are_refused(tmp_path: Path) -> None:
+    """A source that still trains may have saved in between; a host may not see the run's folder."""
+    mine, inner = config(tmp_path, run="mine", dp=3, init_from="old@3"), HashStore()
+    deeper = dataclasses.replace(mine.model, num_layers=9)
+    sees = [
+        mine,
+        dataclasses.replace(mine, init_from="old@4"),
+        dataclasses.replace(mine, model=deeper),
+    ]
+    for rank, here in enumerate(sees):
+        place = RankAssignment("slurm", rank, rank, 3, 3, "127.0.0.1", 0)
+        worker, store = Worker(rank, rank, 3, 3, Path(), "slurm"), PrefixStore("0", inner)
+        if rank < 2:
+            assert agree_on_run("train", here, place, worker, store, "cpu").init_from == "old@3"
+        else:
+            with pytest.raises(UserError, match=r"num_layers is 4 on rank 0 and 9 on rank 2, host"):
+                agree_on_run("train", here, place, worker, store, "cpu")
+
+
 class Gone:
     def add(self, key: str, amount: int) -> int:
         raise AssertionError(key)
