@@ -92,7 +92,7 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param(
             "seed=range(1,4)", ["seed=range(1,4)", "--multirun to run each of them."], id="range"
         ),
-        pytest.param("~logger", ["~logger", "none, wandb"], id="group taken away"),
+        pytest.param("~logger", ["~logger", "none, tensorboard, wandb"], id="group taken away"),
         pytest.param("hydra.run.dir=here", ["runs_dir=here"], id="Hydra's folder"),
         pytest.param("hydra.job.chdir=true", ["hydra.job.chdir=true"], id="Hydra's chdir"),
         pytest.param("+new.key=1 --cfg job", ["new={key:1}", "not a key"], id="unknown key shown"),
