@@ -22,6 +22,9 @@ import parallel3d.trainer
 from parallel3d.comm.collectives import CompletedWork
 from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
+from parallel3d.optim import EMA, Optimizer
+from parallel3d.parameters import rounding
+from parallel3d.parameters.chunks import Chunk
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, ShardSpec
 from parallel3d.pipeline import executor
 from parallel3d.pipeline.executor import Executor, Loader
@@ -183,6 +186,42 @@ def dropout_counts_local_positions() -> Iterator[None]:
 
 
 @contextmanager
+def average_of_another_rank() -> Iterator[None]:
+    """Each of two ranks averages its shard with the new weights of the other's."""
+
+    sound = Optimizer.step
+
+    def step(self: Optimizer, *args: Any) -> None:
+        averages = [average for group in self.groups for average in group.state[EMA]]
+        before = [average.clone() for average in averages]
+        sound(self, *args)
+        shards: list[Any] = [None, None]
+        dist.all_gather_object(
+            shards, torch.cat([m for group in self.groups for m in group.masters])
+        )
+        other = shards[1 - dist.get_rank()]
+        for average, old in zip(averages, before, strict=True):
+            theirs, other = other[: old.numel()], other[old.numel() :]
+            average[: theirs.numel()] = old[: theirs.numel()].lerp(theirs, 0.4)
+
+    with patch.object(Optimizer, "step", step):
+        yield
+
+
+@contextmanager
+def rounding_counts_local_elements() -> Iterator[None]:
+    """The random bits of a shard are those of its first element on, not of the full tensor's."""
+    sound = rounding.chunks_of_range
+
+    def local(*args: Any) -> Iterator[tuple[ShardSpec, Chunk, int]]:
+        for shard, chunk, at in sound(*args):
+            yield shard, Chunk((0,) * len(chunk.offsets), chunk.sizes), at
+
+    with patch.object(rounding, "chunks_of_range", local):
+        yield
+
+
+@contextmanager
 def shared_heads_apart() -> Iterator[None]:
     """Each copy of a key-value head keeps the gradient of its own rank's query heads."""
     with patch.object(parallel3d.trainer, "all_reduce_shared_kv_grads", lambda *_: None):
@@ -324,6 +363,20 @@ PLANTED = [
         Case(dataclasses.replace(SGD, model=(("dropout", 0.2),)), sp=True),
         ALL_NUMBERS,
         id="dropout-local-positions",
+    ),
+    pytest.param(
+        average_of_another_rank,
+        (1, 1, 2),
+        Case(dataclasses.replace(SGD, optim=(*UNCLIPPED, ("ema_decay", 0.6))), keys=(("zero", 1),)),
+        {"average"},
+        id="average-of-another-rank",
+    ),
+    pytest.param(
+        rounding_counts_local_elements,
+        (2, 1, 1),
+        Case(dataclasses.replace(ADAMW, optim=(("state", "bf16"),))),
+        {"loss", "grad norm", "weights"},
+        id="rounding-by-local-index",
     ),
     pytest.param(
         mean_of_means_over_dp, (1, 1, 2), Case(SGD), ALL_NUMBERS, id="mean-of-means-over-dp"

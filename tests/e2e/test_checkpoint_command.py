@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from parallel3d.checkpoint.storage import read_full
+from parallel3d.commands.checkpoint import average
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
@@ -172,6 +174,10 @@ def test_average_is_the_mean_of_the_last_weights(
         assert torch.equal(mean[name], exact.float())
         assert torch.equal(mean[name.replace("parameter", "ema")], mean[name])
         assert torch.equal(one[name], b[name])
+    with patch.object(average, "_chosen", lambda *_: [folders[0], folders[1], folders[1]]):
+        assert checkpoint(["average", "run=mine", "last=2", "to=twice"]) == 0  # a planted bug
+    twice = read_full(runs / "twice/checkpoints/step-00000000")
+    assert not any(torch.equal(twice[name], mean[name]) for name in twice)
     assert checkpoint(["verify", "run=mine-average"]) == 0
     assert checkpoint(["export", "run=mine-average", "to=hf"]) == 0
     assert before == {path: path.read_bytes() for path in before}
@@ -187,7 +193,7 @@ def test_average_is_the_mean_of_the_last_weights(
     flip_a_bit(newest(runs))
     with pytest.raises(UserError, match="run=mine step=20 is damaged"):
         checkpoint(["average", "run=mine", "last=2", "to=more"])
-    assert sorted(p.name for p in runs.iterdir()) == ["mine", "mine-average", "one"]
+    assert sorted(p.name for p in runs.iterdir()) == ["mine", "mine-average", "one", "twice"]
 
 
 def test_an_imported_run_trains_on_under_another_layout(
