@@ -172,8 +172,10 @@ class Optimizer:
                 wide = {name: [s[here].to(master.dtype)] for name, s in stored.items()}
                 yield replace(group, segments=[inside], state=wide, steps=[group.steps[i]])
                 bits = piece.random_bits(self.updates, master.device)
-                for half, (name, values) in enumerate(wide.items()):
-                    store_rounded(stored[name][here], values[0], bits, half)
+                for half, name in enumerate(stored):
+                    # Removed, as the caller still has the dict when the next piece is made.
+                    store_rounded(stored[name][here], wide.pop(name)[0], bits, half)
+                del bits
 
     @torch.no_grad()
     def start_ema(self) -> None:

@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config
 from parallel3d.estimate.balance import layers_of_stages, placement_of
 from parallel3d.estimate.ops import TABLE, Op, kept
 from parallel3d.estimate.search import LayoutChoice, configure
-from parallel3d.estimate.traffic import LocalStage, PipelineRank, pipeline_ranks
+from parallel3d.estimate.traffic import PIECE, LocalStage, PipelineRank, flat_shards, pipeline_ranks
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.schedule import make
 from parallel3d.topology.layout import layout_of
@@ -154,6 +154,9 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     name, pp, count = config.schedule.name, config.pp, config.num_microbatches
     seen = moments(name, pp, len(rank.stages), count, rank.index)
     state = _state(rank, rank.layer_numel * rank.layer_count + rank.end_numel)
+    if config.optim.state == "bf16":  # a piece's states in fp32, and random bits
+        widest = max((s.numel for s in flat_shards(rank)), default=0)
+        yield state.plus(RankMemory(buffers=3.0 * WIDE * min(PIECE, widest)), "optimizer")
     extra = fsdp_memory(rank) if rank.fully_sharded else {}
     end = head.kept + (_cast_table(rank) if extra else 0)  # each forward computes its gradient
     held, waits = [], []

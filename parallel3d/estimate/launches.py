@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import NORMS, LocalParameter, Op
 from parallel3d.estimate.traffic import (
+    PIECE,
     FlatShard,
     PipelineRank,
     buckets_of,
@@ -20,7 +21,7 @@ from parallel3d.estimate.traffic import (
 from parallel3d.topology.layout import layout_of
 
 _CHUNK, _CHUNKS = 65536, 320  # elements of a chunk, and chunks of one multi-tensor launch
-_LISTS = {"norm": 110, "adamw": 36, "sgd": 48}  # tensors of one multi-tensor launch
+_LISTS = {"norm": 110, "adamw": 36, "sgd": 48, "ema": 64}  # tensors of one multi-tensor launch
 
 
 def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]:
@@ -106,7 +107,7 @@ def _optimizer(rank: PipelineRank) -> int:
     """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
     config, segments = rank.config, flat_shards(rank)
     found = 8 + 2 * (config.optim.name == "adamw") + rank.is_tied_to_another
-    found += _steps(config, segments)
+    found += _steps(rank, segments)
     shared = sum(s.shared > 0 for s in segments)
     found += 2 + shared if shared else 0
     replicated = sum(s.replicated for s in segments)
@@ -118,17 +119,25 @@ def _optimizer(rank: PipelineRank) -> int:
     return found + (1 + replicated if rank.sp and replicated else 0)
 
 
-def _steps(config: Config, segments: Sequence[FlatShard]) -> int:
+def _steps(rank: PipelineRank, segments: Sequence[FlatShard]) -> int:
     """Counts launches of the norm and of the update over lists of tensors."""
-    found = 0
+    config, found = rank.config, 0
     for counts in (True, False):
         mine = [s.numel for s in segments if s.tied != counts]
         # A list's norms, their stack and its sum of squares; the sum of none is a fill.
         found += (_over(mine, _LISTS["norm"]) + 1 + 3 * (not counts)) if mine else 0
     for decays in (True, False):
         mine = [s.numel for s in segments if s.decays == decays]
-        if mine:
+        if mine and config.optim.state == "bf16":
+            # Pieces are widened, stepped and rounded, by random bits of each tensor in them.
+            pieces = sum(-(-size // PIECE) for size in mine)
+            own = (p.numel // rank.shards for p in rank.parameters if (p.columns > 1) == decays)
+            found += (5 if config.optim.name == "adamw" else 3) * pieces
+            found += sum(max(1, -(-size // PIECE)) for size in own)
+        elif mine:
             found += _over(mine, _LISTS[config.optim.name])
+        if mine and config.optim.ema_decay is not None:
+            found += _over(mine, _LISTS["ema"])
     return found
 
 

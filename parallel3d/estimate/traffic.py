@@ -419,6 +419,9 @@ def bucket_numel(bucket: Sequence[LocalParameter], shards: int) -> int:
     return padded_numel(sum(p.numel for p in bucket), shards)
 
 
+PIECE = 1 << 24  # elements whose states in bf16 are widened and stepped together on a GPU
+
+
 class FlatShard(NamedTuple):
     """A part of the gradients that a rank steps.
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
+from parallel3d.estimate.traffic import PIECE
 from parallel3d.parameters.chunks import Chunk, chunks_of_range
 from parallel3d.parameters.sharding import Segment
 
 # Elements of a piece, whose states are widened at once: on a CPU they stay in its cache; on an
 # accelerator they are enough that launch overhead is small.
-AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 16, 1 << 24
+AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 16, PIECE
 
 
 @dataclass
@@ -104,6 +105,6 @@ def store_rounded(out: Tensor, values: Tensor, bits: Tensor, half: int) -> None:
 
     Those in fp64 are rounded to the nearest of fp32 before.
     """
-    wide = values.to(torch.float32).view(torch.int32)
-    wide = wide + ((bits >> 16 * half) & 0xFFFF)
+    some = bits if half == 0 else bits >> 16
+    wide = values.to(torch.float32).view(torch.int32) + (some & 0xFFFF)
     out.copy_((wide >> 16).to(torch.int16).view(torch.bfloat16))
