@@ -26,10 +26,10 @@ from tests.e2e.ready import run_module
 ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
 PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
 
-# One of each kind: presets, tp with and without sp, every schedule, every stage of zero, recompute.
+# One of each kind: presets, types of moments, tp with and without sp, every schedule, every stage of zero, recompute.
 PLAYED = (
     {"model": "gpt2_124m", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 2,
-     "global_batch_size": 4, "recompute": "full"},
+     "global_batch_size": 4, "recompute": "full", "state": "bf16", "ema_decay": 0.9},
     {"model": "qwen3_8b", "layers": 8, "pp": 4, "dp": 2, "zero": 1, "schedule": "zb_h1", "tp": 2,
      "sp": True, "micro_batch_size": 1, "global_batch_size": 10, "rank": 4,
      "recompute": "[norm,mlp]"},
@@ -39,7 +39,7 @@ PLAYED = (
     {"model": "llama3_8b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "zbv",
      "micro_batch_size": 1, "global_batch_size": 4, "rank": 1},
     {"model": "llama3_8b", "layers": 4, "dp": 8, "zero": 3, "micro_batch_size": 1,
-     "global_batch_size": 16},
+     "global_batch_size": 16, "state": "bf16"},
     {"model": "gpt3_175b", "layers": 2, "tp": 4, "dp": 8, "zero": 2, "micro_batch_size": 1,
      "global_batch_size": 16},
 )  # fmt: skip
