@@ -120,6 +120,9 @@ class RecoveryConfig:
     )
 
 
+WEIGHTS = "those of the steps, or ema: their average (optim.ema_decay)"
+
+
 @dataclass
 class GenerateConfig:
     """Options of `parallel3d generate`."""
@@ -132,9 +135,7 @@ class GenerateConfig:
         None, "draw from the likeliest k tokens alone; null: from all", minimum=1
     )
     step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
-    weights: str = key(
-        "model", "those of the steps, or their average (optim.ema_decay)", choices=("model", "ema")
-    )
+    weights: str = key("model", WEIGHTS, choices=("model", "ema"))
 
 
 @dataclass
@@ -150,6 +151,7 @@ class EvalConfig:
     )
     batch_tokens: int = key(8192, "tokens of a forward of one rank, padding included", minimum=1)
     step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
+    weights: str = key("model", WEIGHTS, choices=("model", "ema"))
 
 
 @dataclass

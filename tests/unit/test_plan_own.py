@@ -26,7 +26,8 @@ from tests.e2e.ready import run_module
 ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
 PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
 
-# One of each kind: presets, types of moments, tp with and without sp, every schedule, every stage of zero, recompute.
+# One of each kind: presets, types of moments, tp with and without sp, every schedule, stages of
+# zero, recompute.
 PLAYED = (
     {"model": "gpt2_124m", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 2,
      "global_batch_size": 4, "recompute": "full", "state": "bf16", "ema_decay": 0.9},

@@ -19,7 +19,7 @@ from parallel3d.errors import UserError
 
 EVAL = "eval"
 MAY_BE_SET = ("run", "runs_dir", "tp", "pp", "dp", "device", "eval.*", "launch.*")
-TYPED = ("tasks", "to", "batch_tokens", "step")  # may be typed without `eval.`
+TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # may be typed without `eval.`
 
 
 def start_eval(config: Config, overrides: Sequence[str]) -> int:
@@ -43,5 +43,5 @@ def start_eval(config: Config, overrides: Sequence[str]) -> int:
         raise UserError(
             f"to={show(settings.to)}: there is no folder {folder}; make it, or give another to="
         )
-    step = dataclasses.replace(config.generate, step=settings.step)
-    return run_on_checkpoint(EVAL, dataclasses.replace(config, generate=step))
+    chosen = dataclasses.replace(config.generate, step=settings.step, weights=settings.weights)
+    return run_on_checkpoint(EVAL, dataclasses.replace(config, generate=chosen))

@@ -188,6 +188,7 @@ def report(
     result: dict[str, Any] = {
         "run": config.run,
         "step": step,
+        "weights": config.eval.weights,
         "tasks": config.eval.tasks,
         "layout": layout_of(config, worker.world_size),
         "precision": config.precision.name,
@@ -209,6 +210,8 @@ def _new_file(config: Config, step: int) -> Path:
     folder = Path(config.runs_dir, str(config.run), "eval")
     folder.mkdir(exist_ok=True)
     name, number = f"{Path(config.eval.tasks).name.partition('.')[0]}-step-{step}", 1
+    if config.eval.weights != "model":
+        name += f"-{config.eval.weights}"
     while (path := folder / f"{name}{f'-{number}' if number > 1 else ''}.json").exists():
         number += 1
     return path

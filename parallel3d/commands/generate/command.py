@@ -141,5 +141,5 @@ def checkpoints_of(config: Config) -> list[Path]:
             f"run={config.run} has no checkpoint in {run_dir}: train it with checkpoint.every=…"
         )
     if config.generate.weights == "ema":
-        check_ema(folders[0], "generate.weights")
+        check_ema(folders[0], "weights")
     return folders
