@@ -55,8 +55,10 @@ def test_run_goes_on(shell: Shell) -> None:
     another layout, with its newest checkpoint damaged."""
     runs = shell.cwd / "runs"
     layout = ("tp=1", "dp=2", "zero=1", "optim.state=bf16", "optim.ema_decay=0.9")
-    whole = train(shell, "run=whole", *layout, f"train.steps={STEPS}")
+    tokens = ("train.steps=null", "train.tokens=1000")  # of 32: five steps read 28 samples
+    whole = train(shell, "run=whole", *layout, *tokens)
     assert whole.code == 0, whole
+    assert "6 steps · 1.02 k tokens" in whole.out
     half = train(shell, "run=mine", *layout, "train.steps=3")
     assert half.code == 0, half
     rest = train(shell, "run=mine", *layout, f"train.steps={STEPS}")

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.length import BatchSizes
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.data.loader import with_length
+from parallel3d.data.sampler import Sample
 from parallel3d.errors import UserError
 from parallel3d.metrics.report import length_words
+from parallel3d.trainer import Trainer
 
 
 class Windows:
     seq_length, windows, masks = 64, 10, False
+
+    def sample(self, i: int) -> Sample:
+        return Sample(np.arange(65) + i % self.windows, np.ones(64, bool))
 
 
 def test_tokens_are_steps_of_the_batch_schedule() -> None:
@@ -46,13 +54,13 @@ def run_of(**length: float) -> Config:
     ],
 )
 def test_tokens_and_epochs_round_up_to_whole_steps(length: dict[str, float], steps: int) -> None:
-    config = with_length(check_config(run_of(**length)), Windows())  # type: ignore[arg-type]
+    config = with_length(check_config(run_of(**length)), Windows())
     assert config.train_steps == steps
     assert check_config(config) == config  # a checked configuration passes unchanged
 
 
 def test_epochs_become_the_tokens_of_their_samples() -> None:
-    config = with_length(run_of(epochs=1.1), Windows())  # type: ignore[arg-type]
+    config = with_length(run_of(epochs=1.1), Windows())
     assert (config.train.epochs, config.train.tokens) == (None, 11 * 64)
 
 
@@ -76,3 +84,15 @@ def test_batch_sizes_count_as_a_loop_over_the_steps_does() -> None:
         assert [sizes.samples(n) for n in range(40)] == read
         for samples in range(40):
             assert sizes.steps(samples) == next(n for n, r in enumerate(read) if r >= samples)
+
+
+def test_a_trainer_counts_the_epochs_of_its_own_samples() -> None:
+    config = run_of(epochs=6.5)
+    config.model.hidden_size, config.model.num_layers = 16, 1
+    config.optim.lr_decay_style, config.optim.lr_decay_steps = "linear", None
+    trainer = Trainer(config, ProcessGroups.single(), torch.device("cpu"), train_source=Windows())
+    assert trainer.config.train_steps == 5  # 65 samples
+    assert trainer.train_step().lr == pytest.approx(config.optim.lr * 4 / 5)
+    config.optim.lr_warmup_steps = 5
+    with pytest.raises(UserError, match=r"must be below train\.steps=5"):
+        Trainer(config, ProcessGroups.single(), torch.device("cpu"), train_source=Windows())
