@@ -16,6 +16,7 @@ from hydra import compose
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from parallel3d.config.checks.whole import with_derived_keys
 from parallel3d.config.fields import show
 from parallel3d.config.overrides import ALTERNATIVES, groups
 from parallel3d.config.schema import SECTIONS, Config
@@ -147,13 +148,7 @@ def _ranks(config: Config) -> int:
 
 def _keys(config: Config) -> dict[str, Any]:
     """Returns every key's value by dotted name, with what `check_config` derives."""
-    model = replace(
-        config.model,
-        num_query_groups=config.model.kv_heads,
-        ffn_hidden_size=config.model.ffn_size,
-        max_position_embeddings=config.model.max_positions,
-    )
-    config = replace(config, model=model)
+    config = with_derived_keys(config)
     found: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)

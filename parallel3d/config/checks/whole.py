@@ -93,18 +93,23 @@ def check_config(
     check_profile(config, config.tp * config.pp * config.cp * dp if is_known else None)
     check_run_name(config)
     check_groups(config)
+    config = with_derived_keys(config)
+    return dataclasses.replace(config, dp=dp, recompute=spelled(config.recompute))
+
+
+def with_derived_keys(config: Config) -> Config:
+    """Returns the configuration with the keys that follow from others, where they are null."""
     model = dataclasses.replace(
         config.model,
         num_query_groups=config.model.kv_heads,
         ffn_hidden_size=config.model.ffn_size,
         max_position_embeddings=config.model.max_positions,
     )
-    recompute, train = spelled(config.recompute), config.train
+    data = dataclasses.replace(config.data, valid_fraction=config.data.held_out)
+    train = config.train
     if train.tokens is None and train.epochs is None:
         train = dataclasses.replace(train, steps=config.train_steps)
-    data = dataclasses.replace(config.data, valid_fraction=config.data.held_out)
-    made = dataclasses.replace(config, dp=dp, model=model, data=data)
-    return dataclasses.replace(made, recompute=recompute, train=train)
+    return dataclasses.replace(config, model=model, data=data, train=train)
 
 
 def _check_given(config: Config) -> None:
