@@ -42,7 +42,7 @@ BAD = [
     ("--profile-ranks=0", ["nearest is profile.ranks,"]),
     ("train-iters=4", ["train-iters=4", "nearest is train.steps."]),
     ("model=gpt_tinny", ["model=gpt_tinny", "llama_tiny", "nearest is model=gpt_tiny."]),
-    ("optim=adam", ["optim=adam", "adamw, sgd", "nearest is optim=adamw."]),
+    ("optim=adam", ["optim=adam", "adamw, muon, sgd", "nearest is optim=adamw."]),
     ("experiment=llama3d", ["experiment=llama3d", "nearest is experiment=llama_3d."]),
     ("precision=fp8", ["precision=fp8", "later version", "precision=bf16"]),
     ("schedule=interleave", ["schedule=interleave", "zb_h1", "nearest is schedule=interleaved."]),
