@@ -25,8 +25,19 @@ class ClusterConfig:
     gpus_per_node: int | None = key(
         8, "GPUs of a node; null: the ranks shared out evenly (8 where they are unknown)", minimum=1
     )
+    intra: str = key(
+        "nvlink", "what joins the GPUs of a domain, by nvlink_gb_per_s", choices=("nvlink", "pcie")
+    )
+    network: str = key(
+        "infiniband",
+        "what the NICs speak: infiniband (or RoCE: RDMA), or socket (TCP over Ethernet); only "
+        "between infiniband and nvlink does NCCL forward to another rail (PXN)",
+        choices=("infiniband", "socket"),
+    )
     domain_gpus: int | None = key(
-        None, "GPUs joined by NVLink: part of a node, a node or several; null: a node", minimum=1
+        None,
+        "GPUs joined by NVLink or PCIe: part of a node, a node or several; null: a node",
+        minimum=1,
     )
     rails: int | None = key(
         None,

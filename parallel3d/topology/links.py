@@ -207,7 +207,7 @@ def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
 
     Without a common domain or leaf switch: over the spine, or forwarded by the GPU of a's domain
     that is under b's leaf switch (NCCL's PXN; NCCL_P2P_PXN_LEVEL), priced as store and forward,
-    each message with its wire to itself.
+    each message with its wire to itself. Over PCIe or sockets nothing is forwarded.
     """
     kind, found = LinkClass(int(cluster.link_class(a, b))), []
     if kind not in (LinkClass.SELF, LinkClass.NONE):
@@ -215,7 +215,7 @@ def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
     near = cluster.domain == cluster.domain[a]
     near &= (cluster.rail_of == cluster.rail_of[b]) & (cluster.unit == cluster.unit[b])
     relays = np.flatnonzero(near)
-    if kind > LinkClass.RAIL and relays.size:
+    if kind > LinkClass.RAIL and relays.size and cluster.forwards:
         same_node = relays[cluster.node[relays] == cluster.node[a]]
         relay = int((same_node if same_node.size else relays)[0])
         seconds = messages(1, nbytes, cluster.nvlink) + messages(1, nbytes, cluster.rail)

@@ -82,7 +82,7 @@ def facts_of(report: TopologyReport, made_by: str) -> dict[str, Any]:
         "placement": report.placement.how,
         "seconds": _finite(price.seconds),
         "groups": [_group(report, dim) for dim in price.dims],
-        "bytes": {kind.label: nbytes[kind] for kind in WIRES if kind in nbytes},
+        "bytes": {report.cluster.label(kind): nbytes[kind] for kind in WIRES if kind in nbytes},
         "ports": {
             port: {"name": name, "bytes": sent}
             for port, (name, sent) in report.loads.busiest(report.cluster).items()
@@ -102,12 +102,14 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     domains = np.unique(cluster.domain).size
     units = np.unique(cluster.unit).size
     leaves = np.unique(cluster.leaf).size
-    wires = {"nvlink": cluster.nvlink, "rail": cluster.rail}
+    wires = {cluster.intra: cluster.nvlink, "rail": cluster.rail}
     if cluster.oversubscription is not None:
         wires["spine"] = cluster.spine
     return {
         "name": cluster.name,
         "origin": cluster.origin,
+        "intra": cluster.intra_name,
+        "network": cluster.network,
         "nodes": cluster.nodes,
         "gpus_per_node": cluster.gpus_per_node,
         "gpus": cluster.size,
@@ -142,14 +144,14 @@ def _job(report: TopologyReport) -> dict[str, Any]:
 
 def _group(report: TopologyReport, dim: str) -> dict[str, Any]:
     """Returns one dimension's groups, links, bytes and seconds."""
-    priced, links = report.price.dims[dim], report.links.get(dim)
+    priced, links, label = report.price.dims[dim], report.links.get(dim), report.cluster.label
     fact: dict[str, Any] = {
         "dim": dim,
         "size": priced.paths.n,
         "groups": links.groups if links else report.layout.world_size // priced.paths.n,
         "algorithms": list(priced.algorithms),
         "seconds": _finite(priced.seconds),
-        "bytes": {kind.label: nbytes for kind, nbytes in priced.nbytes.items() if nbytes},
+        "bytes": {label(kind): nbytes for kind, nbytes in priced.nbytes.items() if nbytes},
         "transfers": [
             {
                 "op": p.transfer.op,
@@ -163,7 +165,7 @@ def _group(report: TopologyReport, dim: str) -> dict[str, Any]:
         ],
     }
     if links:
-        fact["pairs"] = {kind.label: count for kind, count in links.pairs.items()}
+        fact["pairs"] = {label(kind): count for kind, count in links.pairs.items()}
         fact["in_domain"], fact["on_rail"] = links.in_domain, links.on_rail
         fact["crossing"] = links.crossing
         fact["offending"] = [str(pair) for pair in links.offending]
@@ -220,10 +222,10 @@ def _routes(report: TopologyReport) -> dict[str, Any] | None:
                 # node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1
                 "path": cluster.slot_name(source)
                 + "".join(
-                    f" -{hop.label}- {cluster.slot_name(slot)}"
+                    f" -{cluster.label(hop)}- {cluster.slot_name(slot)}"
                     for hop, slot in zip(route.hops, route.slots[1:], strict=True)
                 ),
-                "hops": [hop.label for hop in route.hops],
+                "hops": [cluster.label(hop) for hop in route.hops],
                 "seconds": route.seconds,
             }
             for route in routes(cluster, source, target, nbytes)

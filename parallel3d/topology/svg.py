@@ -16,6 +16,7 @@ from parallel3d.topology.tiling import RankMapping
 BACKGROUND = "#ffffff"
 INK = "#212529"
 GREY, NVLINK, SPINE, WARNING = "#868e96", "#495057", "#343a40", "#c92a2a"
+INTRA = {"nvlink": NVLINK, "pcie": "#a0522d"}  # lines by what joins a domain
 # Colours of the chosen rank and of its groups.
 GROUPS = {"rank": INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
 # Colours of rails, and of text on them; they repeat after eight.
@@ -235,7 +236,8 @@ class _Picture:
         """Draws the spine as a bar, or an empty frame if there is none."""
         over = self.cluster.oversubscription
         sent = byte_text(float(self.loads.uplink.sum()))
-        long, short = "no spine: nothing joins the rails, others are reached by NVLink", "no spine"
+        by_peers = ", others are reached by NVLink" * self.cluster.forwards
+        long, short = f"no spine: nothing joins the rails{by_peers}", "no spine"
         if over is not None:
             rate = "carries all that the NICs send" if over == 1 else f"oversubscribed {over:g}:1"
             long = f"spine: {rate}; {sent} a step over it"
@@ -301,13 +303,14 @@ class _Picture:
             self.canvas.text(left + 12, first + len(nodes) * ROW + 4, text, size=12, fill=NVLINK)
 
     def domains(self, nodes: list[int], x: float, left: float, first: float) -> None:
-        """Draws frames around NVLink domains, inside a node or around several, and their links."""
+        """Draws frames around domains, inside a node or around several, and their links."""
         found: dict[int, list[tuple[int, list[int]]]] = {}  # domain -> (row, local indices)
         for row, node in enumerate(nodes):
             slots = self.gpus(node)
             for domain in np.unique(self.cluster.domain[slots]).tolist():
                 local = self.cluster.local[slots[self.cluster.domain[slots] == domain]].tolist()
                 found.setdefault(domain, []).append((row, local))
+        colour = INTRA[self.cluster.intra]
         for domain, parts in found.items():
             starts = [left + self.column(local[0]) for _, local in parts]
             stops = [left + self.column(local[-1]) + self.cell for _, local in parts]
@@ -323,7 +326,7 @@ class _Picture:
                 "#f1f3f5",
                 "#adb5bd",
                 radius=7,
-                tip=f"NVLink domain {domain}",
+                tip=f"{self.cluster.intra_name} domain {domain}",
                 cls="domain",
                 domain=domain,
             )
@@ -331,21 +334,24 @@ class _Picture:
             for top, stop, (_, local) in zip(tops, stops, parts, strict=True):
                 if wide or len(local) > 1:
                     y = top + CELL_H + STUB
-                    self.canvas.line(bus, y, stop, y, NVLINK, 2.5, cls="nvlink")
+                    self.canvas.line(bus, y, stop, y, colour, 2.5, cls=self.cluster.intra)
             if wide:
                 y = CELL_H + STUB
-                self.canvas.line(bus, tops[0] + y, bus, tops[-1] + y, NVLINK, 2.5, cls="nvlink")
+                ends = (bus, tops[0] + y, bus, tops[-1] + y)
+                self.canvas.line(*ends, colour, 2.5, cls=self.cluster.intra)
 
     def gpu(self, slot: int, x: float, y: float) -> None:
         rank, rail = int(self.placement.ranks[slot]), int(self.cluster.rail_of[slot])
         kind = self.marked.get(rank) if rank >= 0 else None
         sent, network = float(self.loads.nvlink[slot]), float(self.loads.nic[slot])
         middle, right, half = x + self.cell / 2, x + self.cell, y + CELL_H / 2
-        self.wire("nvlink", middle, y + CELL_H, middle, y + CELL_H + STUB, NVLINK, sent)
+        intra, bottom = self.cluster.intra, y + CELL_H
+        self.wire(intra, middle, bottom, middle, bottom + STUB, INTRA[intra], sent)
         self.wire("nic", right, half, right + GAP / 2, half, RAILS[rail % 8][0], network)
         tip = (
             f"{f'rank {rank}' if rank >= 0 else 'no rank'} on {self.cluster.slot_name(slot)}, rail "
-            f"{rail}: NVLink {byte_text(sent)}, NIC {byte_text(network)} a step"
+            f"{rail}: {self.cluster.intra_name} {byte_text(sent)}, {self.cluster.nic_name} "
+            f"{byte_text(network)} a step"
         )
         fill = GROUPS[kind] if kind else "#ffffff"
         name = f"gpu {kind or ''}".strip()
@@ -405,5 +411,8 @@ class _Picture:
             canvas.line(x, y - 4, x + 34, y - 4, NVLINK, self.thickness(nbytes), cls="sample")
             canvas.text(x + 42, y + 1, byte_text(nbytes), size=13)
             x += 42 + Canvas.measure(byte_text(nbytes), 13) + 22
-        words = "down from a GPU: its NVLink; right of it: its NIC, in the colour of its rail; "
+        words = (
+            f"down from a GPU: its {self.cluster.intra_name}; right of it: its "
+            f"{self.cluster.nic_name}, in the colour of its rail; "
+        )
         canvas.text(24, y + 31, words + "above a leaf switch: one of its uplinks", size=13)

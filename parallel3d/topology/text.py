@@ -36,7 +36,7 @@ def cluster_line(facts: Facts) -> str:
     if c["nodes"] * c["gpus_per_node"] == c["gpus"]:
         each = _count(c["gpus_per_node"], "GPU")
         nodes = f"{_count(c['nodes'], 'node')} of {each} = {c['gpus']:,}"
-    domains = f"{_count(c['domains'], 'NVLink domain')} of {c['domain_gpus']}"
+    domains = f"{_count(c['domains'], c['intra'] + ' domain')} of {c['domain_gpus']}"
     return f"{nodes}, {domains}, {_count(c['rails'], 'rail')}, {units}, {spine}"
 
 
@@ -71,7 +71,8 @@ def heading(facts: Facts, width: int) -> list[str]:
     )
     rows = {
         "cluster": f"{cluster['name']}{origin}: {cluster_line(facts)}",
-        "wires": f"{wires}; of one GPU, one way",
+        "wires": f"{wires}; of one GPU, one way"
+        + ", NICs by TCP" * (cluster["network"] == "socket"),
         "job": job_line(facts),
         "assumed": " ".join(facts["assumed"])
         and f"{' '.join(facts['assumed'])}, as no others were given",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from parallel3d.topology.cluster.parts import LinkClass
+from parallel3d.config.cluster import ClusterConfig
+from parallel3d.topology.cluster.parts import LinkClass, cluster_from_config
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import CLASSIFIED, classify
+from parallel3d.topology.links import CLASSIFIED, classify, routes
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.pace import in_cpu_time
 from tests.placements import a_cluster, random_cluster, random_layout, slow_classes
@@ -119,3 +121,17 @@ def test_a_million_ranks_classify_in_two_seconds(tp: int) -> None:
     links = classify(placement)
     assert in_cpu_time(time.process_time() - start, 2)
     assert sum(links["pp"].pairs.values()) == 15 * 2**16
+
+
+def test_over_pcie_and_sockets_nothing_is_forwarded_and_the_wire_has_its_name() -> None:
+    config = ClusterConfig(nodes=2, gpus_per_node=2, nvlink_gb_per_s=31.5)
+    plain = cluster_from_config(config)
+    fast = routes(plain, 0, 3, 1e6)
+    assert {len(route.hops) for route in fast} == {1, 2}  # the spine, or by the neighbour
+    for change in ({"intra": "pcie"}, {"network": "socket"}):
+        cluster = cluster_from_config(replace(config, **change))
+        assert routes(cluster, 0, 3, 1e6) == [r for r in fast if len(r.hops) == 1]
+    pcie = cluster_from_config(replace(config, intra="pcie"))
+    assert [pcie.label(kind) for kind in LinkClass] == ["self", "pcie", "rail", "spine", "none"]
+    assert plain.label(LinkClass.NVLINK) == "nvlink"
+    assert pcie.link(LinkClass.NVLINK) == plain.link(LinkClass.NVLINK)  # priced by its own rate

@@ -81,6 +81,8 @@ class Cluster:
     local_rail: tuple[int, ...] = ()
     local_domain: tuple[int, ...] = ()
     origin: str = ""
+    intra: str = "nvlink"
+    network: str = "infiniband"
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node", "domain_gpus", "rails"):
@@ -217,6 +219,24 @@ class Cluster:
             return Link(self.spine.gb_per_s / self.oversubscription, self.spine.latency_us)
         raise ValueError(f"{kind.label} is not a wire of {self.name}")
 
+    @property
+    def intra_name(self) -> str:
+        """What joins a domain, in words."""
+        return {"nvlink": "NVLink", "pcie": "PCIe"}[self.intra]
+
+    @property
+    def nic_name(self) -> str:
+        return "NIC" if self.network == "infiniband" else "NIC (TCP)"
+
+    @property
+    def forwards(self) -> bool:
+        """Whether NCCL can reach another rail by a GPU of the domain (PXN)."""
+        return self.intra == "nvlink" and self.network == "infiniband"
+
+    def label(self, kind: LinkClass) -> str:
+        """Formats a class by the wire that it is here: `pcie` where that joins a domain."""
+        return self.intra if kind is LinkClass.NVLINK else kind.label
+
     def node_name(self, node: int) -> str:
         return self.node_names[node] if self.node_names else f"node{node}"
 
@@ -275,6 +295,8 @@ def wires(config: ClusterConfig) -> dict[str, Any]:
         "rail": Link(config.rail_gb_per_s, config.rail_latency_us),
         "spine": Link(config.rail_gb_per_s, config.spine_latency_us),
         "oversubscription": config.oversubscription if config.spine else None,
+        "intra": config.intra,
+        "network": config.network,
     }
 
 

@@ -283,8 +283,9 @@ def warnings_for(
     found += [_replica_and_domain(placement), _pp_inside_dp(placement)]
     if any(_off_rail(links[d]) for d in ("dp", "pp")):
         found.append(
-            "NCCL knows no rails: NCCL_CROSS_NIC=0 keeps each ring on one NIC's rail, PXN "
-            "(NCCL_PXN_DISABLE=0) reaches another rail through an NVLink peer"
+            "NCCL knows no rails: NCCL_CROSS_NIC=0 keeps each ring on one NIC's rail"
+            + ", PXN (NCCL_PXN_DISABLE=0) reaches another rail through an NVLink peer"
+            * placement.cluster.forwards
         )
     return [sentence for sentence in found if sentence]
 
@@ -305,8 +306,9 @@ def refuse_unreachable(
         key = f"tp={layout.tp}" if dim == "tp" else f"{dim}={of_dim.size} with tp={layout.tp}"
         pair = next(p for p in of_dim.offending if p.kind is LinkClass.NONE)
         raise UserError(
-            f"{key}: cluster {cluster.name} has no spine, so {pair} have no path but forwarding "
-            f"by an NVLink peer (PXN); {_what_works(placement, transfers)}"
+            f"{key}: cluster {cluster.name} has no spine, so {pair} have no path"
+            f"{' but forwarding by an NVLink peer (PXN)' * cluster.forwards}; "
+            f"{_what_works(placement, transfers)}"
         )
 
 
@@ -359,8 +361,8 @@ def _leaves_domain(
             f"{1e3 * inside:,.0f} ms"
         )
     return (
-        f"{dim}={links.size} leaves the NVLink domain of {cluster.domain_gpus} GPUs in {out} of "
-        f"{links.groups} groups (first: {links.offending[0]}): {cost}; {advice}"
+        f"{dim}={links.size} leaves the {cluster.intra_name} domain of {cluster.domain_gpus} GPUs "
+        f"in {out} of {links.groups} groups (first: {links.offending[0]}): {cost}; {advice}"
     )
 
 
