@@ -218,7 +218,7 @@ def proven() -> frozenset[Pair]:
 # Refusals outside of the checks, read off the code
 
 # What the checks are and call, what does not train, and sentences about the folder of a run.
-NOT_OF_A_RUN = ("config", "schedules", "commands", "topology")
+NOT_OF_A_RUN = ("config", "schedules", "estimate", "commands", "topology")
 OF_FOLDERS = {"run", "runs_dir"}
 
 
