@@ -26,7 +26,16 @@ SIZES = ("tp", "pp", "cp")
 # Keys of a single start. A section ends with a dot.
 OF_A_START = (
     *("run", "runs_dir", "prompt", "layout", "checkpoint.load", "train.eval_only", "profile."),
-    *("launch.ranks", "verify.", "topology.", "bench.", "calibrate.", "generate.", "dryrun."),
+    *(
+        "launch.ranks",
+        "verify.",
+        "topology.",
+        "bench.",
+        "calibrate.",
+        "generate.",
+        "eval.",
+        "dryrun.",
+    ),
     "plan.",
 )
 OF_STAGES = ("vpp", "recompute_layers", "schedule.")  # of the same pp alone
