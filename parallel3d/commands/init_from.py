@@ -29,10 +29,11 @@ from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import FOLDER, TOKENIZER, FileTokenizer
 from parallel3d.errors import UserError, nearest_hint
-from parallel3d.files import plain
+from parallel3d.files import plain, read_bounded, write_durably
 from parallel3d.run.directory import CONFIG_FILE
 
 if TYPE_CHECKING:
+    from parallel3d.checkpoint.hf.folder import HFFolder
     from parallel3d.checkpoint.planners import TensorChunks
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.trainer import Trainer
@@ -56,7 +57,7 @@ class Source:
         positions: the longest `seq_length` that it allows; None: any.
         tokenizer: a name to open it by; None: bytes, or unknown.
         manifest: of the checkpoint; None: a Hugging Face folder.
-        kind, weights: of the Hugging Face folder, see `HFFolder`.
+        hf: what its config.json says, of a Hugging Face folder.
     """
 
     name: str
@@ -65,14 +66,13 @@ class Source:
     positions: int | None
     tokenizer: str | None
     manifest: Manifest | None = None
-    kind: str = ""
-    weights: str | None = None
+    hf: HFFolder | None = None
 
     @property
     def title(self) -> str:
         if self.manifest is None:
             return f"the Hugging Face folder {self.folder}"
-        return f"step {self.manifest.step} of run {self.folder.parents[1].name}"
+        return f"step {self.manifest.step} of run {self.folder.absolute().parents[1].name}"
 
 
 def find_source(init_from: str, runs_dir: Path) -> Source:
@@ -145,9 +145,7 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
                 tokenizer = None if are_bytes(read.files()[TOKENIZER]) else str(folder.absolute())
     finally:
         torch.set_num_threads(threads)
-    return Source(
-        name, folder, model, model.seq_length, tokenizer, kind=found.kind, weights=found.weights
-    )
+    return Source(name, folder, model, model.seq_length, tokenizer, hf=found)
 
 
 @contextmanager
@@ -254,7 +252,7 @@ def _check_optimizer(config: Config, source: Source) -> None:
             )
 
 
-def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> str:
+def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Source:
     """Fills a trainer at step 0 with the weights of `init_from`; collective. Returns their source.
 
     Each rank reads what it holds; of a Hugging Face folder the tensors of its own stage, whole.
@@ -277,8 +275,8 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> str
     def read() -> Source:
         try:
             source = find_source(str(config.init_from), Path(config.runs_dir))
-            if source.manifest is None:
-                _read_hugging_face(source, config, state)
+            if source.hf is not None:
+                _read_hugging_face(source.folder, source.hf, config, state)
             else:
                 read_state(source.folder, state)
             return source
@@ -302,10 +300,31 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> str
     trainer.optimizer.start_ema()
     trainer.data_parallel.all_gather_params()
     trainer.data_parallel.wait_for_all_gathers()
-    return f"{source.title}{', with its optimizer' if config.init_optimizer else ''}"
+    return source
 
 
-def _read_hugging_face(source: Source, config: Config, state: dict[str, TensorChunks]) -> None:
+def keep_keys(source: Source, config: Config, run_dir: Path) -> None:
+    """Writes what an export of the new run says again of the source's config.json (rank 0)."""
+    from parallel3d.commands.checkpoint.huggingface import (
+        KEPT_FILE,
+        tokenizer_to_import,
+        write_kept,
+    )
+
+    kept = source.folder.absolute().parents[1] / KEPT_FILE
+    if (run_dir / KEPT_FILE).exists():  # by a start that was killed
+        return
+    if source.hf is not None:
+        own = config.data.tokenizer in (None, source.tokenizer)
+        tokenizer = tokenizer_to_import(source.folder, config)
+        write_kept(run_dir, source.hf.kept, tokenizer, own=own)
+    elif kept.is_file():
+        write_durably(run_dir / KEPT_FILE, read_bounded(kept, 1 << 20))
+
+
+def _read_hugging_face(
+    folder: Path, hf: HFFolder, config: Config, state: dict[str, TensorChunks]
+) -> None:
     """Fills the chunks of `state` from a Hugging Face folder. Raises UserError."""
     import torch
 
@@ -314,9 +333,7 @@ def _read_hugging_face(source: Source, config: Config, state: dict[str, TensorCh
 
     wanted = {name.partition("/")[2] for name in state}
     with _as_init_from():
-        tensors = tensors_of(
-            source.folder, config.model, source.kind, weights=source.weights, wanted=wanted
-        )
+        tensors = tensors_of(folder, config.model, hf.kind, weights=hf.weights, wanted=wanted)
         for name, full in tensors:
             for chunk, values in state[f"{PARAMETER}/{name}"].chunks:
                 values.copy_(narrow(full, torch.Size(chunk.offsets), torch.Size(chunk.sizes)))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -14,8 +18,10 @@ from parallel3d.checkpoint.planners import chunks_by_name, narrow
 from parallel3d.checkpoint.storage import read_full
 from parallel3d.commands.checkpoint.huggingface import export_run
 from parallel3d.commands.init_from import load_initial
+from parallel3d.optim import ParameterSlice
 from parallel3d.run.directory import save_config
 from parallel3d.topology.layout import Layout
+from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool
@@ -52,8 +58,22 @@ def train_source(folder: Path) -> None:
     groups.close()
 
 
+def loaded_from_the_start(trainer: Trainer) -> Any:
+    """A planted bug: every shard reads the first elements of its parameter."""
+    sound = trainer.parameter_slices
+
+    def slices() -> list[ParameterSlice]:
+        return [replace(s, start=0) for s in sound()]
+
+    return patch.object(trainer, "parameter_slices", slices)
+
+
 def begin(
-    sizes: tuple[int, int, int], way: dict[str, Any], folder: Path, sources: dict[str, bool]
+    sizes: tuple[int, int, int],
+    way: dict[str, Any],
+    folder: Path,
+    sources: dict[str, bool],
+    mutation: Callable[[Trainer], AbstractContextManager[Any]] = nullcontext,
 ) -> list[tuple[list[str], dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """On every rank, from each source (True: its optimizer too): what differs from the checkpoint,
     the weights at step 0, and those after a step."""
@@ -65,7 +85,8 @@ def begin(
         keys = {"runs_dir": str(folder), "init_from": source, "init_optimizer": with_state}
         keys["optim.ema_decay"] = 0.9  # the average begins with the weights
         trainer = make_trainer(case_of(way, seed=7, **keys), groups)
-        load_initial(trainer.config, trainer, groups)
+        with mutation(trainer):
+            load_initial(trainer.config, trainer, groups)
         assert trainer.steps_done == trainer.consumed_samples == 0
         assert trainer.optimizer.updates == (SAVED if with_state else 0)
         wrong = []
@@ -99,6 +120,10 @@ def test_a_run_begins_from_another_under_any_layout(pool: Pool, tmp_path: Path) 
             assert before.keys() == weights.keys()
             assert all((before[n] == w).all() for n, w in weights.items()), f"{source}: {sizes}"
             expected.append(after)
+    sizes, way = TARGETS[1]
+    by_rank = pool.run(4, begin, sizes, way, tmp_path, {"old": True}, loaded_from_the_start)
+    told = {name.partition("/")[0] for rank in by_rank for wrong, _, _ in rank for name in wrong}
+    assert told == {*KINDS}
     with_state, without, of_folder = expected[:3]
     assert any(abs(with_state[n] - w).max() > 1e-4 for n, w in without.items())
     for i, after in enumerate(expected):
