@@ -29,7 +29,7 @@ from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import FOLDER, TOKENIZER, FileTokenizer
 from parallel3d.errors import UserError, nearest_hint
-from parallel3d.files import plain, read_bounded, write_durably
+from parallel3d.files import plain
 from parallel3d.run.directory import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -301,25 +301,6 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Sou
     trainer.data_parallel.all_gather_params()
     trainer.data_parallel.wait_for_all_gathers()
     return source
-
-
-def keep_keys(source: Source, config: Config, run_dir: Path) -> None:
-    """Writes what an export of the new run says again of the source's config.json (rank 0)."""
-    from parallel3d.commands.checkpoint.huggingface import (
-        KEPT_FILE,
-        tokenizer_to_import,
-        write_kept,
-    )
-
-    kept = source.folder.absolute().parents[1] / KEPT_FILE
-    if (run_dir / KEPT_FILE).exists():  # by a start that was killed
-        return
-    if source.hf is not None:
-        own = config.data.tokenizer in (None, source.tokenizer)
-        tokenizer = tokenizer_to_import(source.folder, config)
-        write_kept(run_dir, source.hf.kept, tokenizer, own=own)
-    elif kept.is_file():
-        write_durably(run_dir / KEPT_FILE, read_bounded(kept, 1 << 20))
 
 
 def _read_hugging_face(

@@ -19,7 +19,7 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups, with_log
 from parallel3d.commands.bench.preflight import preflight
-from parallel3d.commands.init_from import keep_keys, load_initial
+from parallel3d.commands.init_from import load_initial
 from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
 from parallel3d.commands.toy_defaults import toy_defaults
@@ -98,6 +98,8 @@ def train(config: Config, worker: Worker) -> None:
         source = load_initial(config, trainer, groups)
         weights["weights"] = source.title + ", with its optimizer" * config.init_optimizer
         if worker.rank == 0:
+            from parallel3d.commands.checkpoint.huggingface import keep_keys  # and Hydra
+
             keep_keys(source, config, worker.run_dir)
     if is_over(config, worker, first_step):
         groups.close()

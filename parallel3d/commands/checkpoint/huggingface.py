@@ -34,7 +34,7 @@ from parallel3d.commands.checkpoint.listing import (
     step_number,
 )
 from parallel3d.commands.generate.sample import state_of
-from parallel3d.commands.init_from import model_from, model_of
+from parallel3d.commands.init_from import Source, model_from, model_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import explain_override_error
@@ -56,7 +56,7 @@ from parallel3d.device.precision import LossScale
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.home_ranks import is_hidden
 from parallel3d.estimate.ops import parameter_count
-from parallel3d.files import plain, write_durably
+from parallel3d.files import plain, read_bounded, write_durably
 from parallel3d.metrics.provenance import versions
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
@@ -66,6 +66,7 @@ from parallel3d.run.directory import make_run_directory
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
 NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"
 AT_ONCE = 1 << 25  # elements of full tensors that are in memory together
+LARGEST_KEPT = 1 << 20  # bytes
 # File of an imported run with its `kept_keys`, and in it the key of the tokenizer's digest.
 KEPT_FILE, OWNER = "huggingface.json", "tokenizer"
 
@@ -94,6 +95,19 @@ def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
     kept = kept_keys(content)
     same = OWNER in content and content[OWNER] == (None if tokenizer is None else tokenizer.digest)
     return {key: value for key, value in kept.items() if same or key not in TOKENS}
+
+
+def keep_keys(source: Source, config: Config, run_dir: Path) -> None:
+    """Writes the `kept_keys` of the source that a run has begun from (`init_from`); on rank 0."""
+    there = source.folder.absolute().parents[1] / KEPT_FILE
+    if (run_dir / KEPT_FILE).exists():  # by a start that was killed
+        return
+    if source.hf is not None:
+        own = config.data.tokenizer in (None, source.tokenizer)
+        tokenizer = tokenizer_to_import(source.folder, config)
+        write_kept(run_dir, source.hf.kept, tokenizer, own=own)
+    elif there.is_file():
+        write_durably(run_dir / KEPT_FILE, read_bounded(there, LARGEST_KEPT))
 
 
 def _read_kept(run_dir: Path) -> dict[str, Any]:
