@@ -140,6 +140,7 @@ EXAMPLES = {
         parallel3d train tp=2 pp=2
         parallel3d train tp=2 dp=2 model=llama_tiny train.steps=500
         parallel3d train data=text data.path=book.txt logger=wandb
+        parallel3d train experiment=llama3_1_8b data.path=corpora/web
         parallel3d train layout=auto cluster=calibrated.yaml launch.ranks=4
         parallel3d train --multirun tp=1,2 pp=1,2
         torchrun --nproc-per-node 8 -m parallel3d train tp=2 pp=2

@@ -136,7 +136,8 @@ def explain_override_error(error: BaseException | str, overrides: Sequence[str] 
     if isinstance(error, BaseException) and error.__cause__ is not None:
         text += f"\n{error.__cause__}"
     explained = (
-        _unknown_key(text)
+        _own_file(error, text, overrides)
+        or _unknown_key(text)
         or _unknown_preset(text)
         or _ambiguous(text)
         or _twice(text)
@@ -148,6 +149,33 @@ def explain_override_error(error: BaseException | str, overrides: Sequence[str] 
         or _no_key(overrides)
     )
     return UserError(readable(explained or f"The configuration cannot be read: {_one_line(text)}."))
+
+
+def _own_file(error: BaseException | str, text: str, overrides: Sequence[str]) -> str | None:
+    """Explains what a preset of the user's own says wrongly, by its file."""
+    where = re.search(r"In '([^']+/[^']+)': (.*)", text, re.DOTALL)
+    if where:
+        group, file, said = where[1].partition("/")[0], f"{where[1]}.yaml", where[2]
+        if f"Key '{group}' not in 'Config'" in said:
+            return f"{file} must begin with the line: # @package _global_"
+        if unknown := re.match(r"Could not override '([^']*)'", said):
+            hint = nearest_hint(unknown[1], groups())
+            return f"{file}: override {unknown[1]} must be of {', '.join(groups())}{hint}."
+        reason = _one_line(said.partition("config:")[2] or said)
+        return f"{file}: {_value(text, overrides) or f'{reason}; it must be keys and values.'}"
+    twice = re.search(r"Multiple values for (\S+)\. To override a value use 'override", text)
+    if twice:
+        return (
+            f"the defaults of an experiment give {twice[1]} anew, which must be written: "
+            f"override /{twice[1]}: …."
+        )
+    if isinstance(error, RecursionError):
+        typed = [word for word in overrides if word.partition("=")[0].lstrip("+") in groups()]
+        return (
+            f"{' '.join(typed)}: a file's defaults must not come back to the file itself; give it "
+            "another name than that of the file that it starts from."
+        )
+    return None
 
 
 def _no_key(overrides: Sequence[str]) -> str | None:

@@ -200,6 +200,31 @@ def test_what_is_typed_takes_the_place_of_the_recipes_length_and_warm_up(
     assert (config.optim.lr_warmup_fraction, config.optim.lr_warmup_steps) == warmup
 
 
+OWN_FILES = {
+    "circle": ("defaults: [circle, _self_]", "must not come back to the file itself; give it"),
+    "key": ("train: {stepz: 3}", "/key.yaml: train.stepz: train.stepz is not a key of the conf"),
+    "value": ("dp: four", "/value.yaml: dp=four: dp must be null or a whole number"),
+    "section": ("train: 3", "/section.yaml: Merge error: int is not a subclass of TrainConfig"),
+    "group": ("defaults: [override /modle: gpt_tiny]", "override modle must be of cluster, data"),
+    "preset": ("defaults: [override /model: gpt_tony]", "the nearest is model=gpt_tiny"),
+    "twice": ("defaults: [/model: llama_tiny]", "must be written: override /model: "),
+    "package": ("", "experiment/package.yaml must begin with the line: # @package _global_"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_what_is_wrong_in_a_file_of_ones_own_is_told_with_the_file(
+    tmp_path: Path, said: Lines, name: str
+) -> None:
+    text, sentence = OWN_FILES[name]
+    (tmp_path / "experiment").mkdir()
+    lines = ["# @package _global_", text, "tp: 2"] if text else ["tp: 2"]
+    (tmp_path / "experiment" / f"{name}.yaml").write_text("\n".join(lines) + "\n")
+    assert main(["train", f"--config-dir={tmp_path}", f"experiment={name}"]) == 2
+    refusal = said()[1]
+    assert sentence in refusal and refusal.count("\n") == 1
+
+
 def test_python_refuses_what_a_recipe_leaves_open() -> None:
     with pytest.raises(UserError, match=r"leaves data\.path to you: give data\.path=… \("):
         parallel3d.compose("experiment=qwen3_8b")
