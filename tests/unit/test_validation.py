@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,13 @@ from parallel3d.data.loader import part_of, sources_of
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.data.validation import FirstSamples, check_sets, open_sets, sets_of, token_bytes
 from parallel3d.errors import UserError
+from parallel3d.metrics.jsonl import finite
+from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.score import Score
 from tests.corpora import pair
 
 SEQ = 16
+SHARES = (("web", 0.7), ("code", 0.2), ("books", 0.1))
 TEXT = "Grüße, naïve 北京 and words; x = f(1.5e-3)\n🙂 done"
 
 
@@ -182,6 +186,27 @@ def test_bytes_are_bytes() -> None:
     sizes = token_bytes("byte")
     assert sizes.tolist() == [1] * 256 + [0]
     assert token_bytes(None) is None
+
+
+def test_a_blend_ends_before_a_part_comes_twice(tmp_path: Path) -> None:
+    weights = {str(pair(tmp_path / name, k, 20 + 30 * k)): w for k, (name, w) in enumerate(SHARES)}
+    data = DataConfig(name="blend", blend=weights, valid_fraction=0.5, cache_dir=str(tmp_path))
+    held_out = sources_of(open_corpus(data, SEQ), config_of(data)).valid
+    limits = [part.windows for part in held_out.parts]
+    end = held_out.windows
+    assert 3 < end < sum(limits)
+    assert all(map(operator.le, held_out.counts(end), limits))
+    assert not all(map(operator.le, held_out.counts(end + 1), limits))
+
+
+def test_loggers_name_figures_by_set() -> None:
+    line = {"step": 2, "eval_loss": None, "valid": {"web": finite(Score(1e9, 1).row())}}
+    assert figures_of(line) == {
+        "step": 2,
+        "valid/web/loss": 1e9,
+        "valid/web/perplexity": math.inf,
+        "valid/web/tokens": 1,
+    }
 
 
 def test_figures_of_a_set() -> None:
