@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.blend import Blend
 from parallel3d.data.loader import Batches, SampleSource, sources_of, with_length
 from parallel3d.data.split import Corpus
+from parallel3d.data.tokens import WatchedFile
 from parallel3d.data.validation import FirstSamples
 from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
 from parallel3d.data_parallel.noise_scale import Noise
@@ -101,6 +102,7 @@ class Trainer:
         valid_sets: samples of validation sets by name; those with an attribute `windows` have so
             many.
         token_bytes: (vocabulary,) bytes of text of each token, for the sets' `Score`.
+        valid_files: the sets' open files, of which changes are told.
 
     Attributes:
         before_update: called once a step, before parameters change.
@@ -117,6 +119,7 @@ class Trainer:
     valid_source: SampleSource | None = None
     valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
     token_bytes: npt.NDArray[np.int64] | None = None
+    valid_files: Sequence[WatchedFile] = ()
 
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None

@@ -173,7 +173,13 @@ def make_trainer(
             "data.valid: no bits per byte, as the corpus does not tell where its tokenizer is; "
             "data.tokenizer=… would"
         )
-    return Trainer(config, groups, device, corpus, valid_sets=sources, token_bytes=sizes)
+    files = [file for one in sets.values() for file in one.files]
+    return Trainer(
+        *(config, groups, device, corpus),
+        valid_sets=sources,
+        token_bytes=sizes,
+        valid_files=files,
+    )
 
 
 def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
@@ -344,7 +350,7 @@ def evaluate_only(trainer: Trainer, worker: Worker) -> None:
 def check_data(trainer: Trainer, worker: Worker) -> None:
     """Checks that the files that the run reads are unchanged, or raises UserError."""
     assert trainer.corpus is not None
-    sentences = look_at(trainer.corpus.watched.values())
+    sentences = look_at([*trainer.corpus.watched.values(), *trainer.valid_files])
     if worker.local_rank == 0:  # the others see the same files
         for sentence in sentences:
             print_line(sentence)

@@ -21,6 +21,7 @@ from parallel3d.metrics.score import Score
 from parallel3d.metrics.tensorboard_logger import FOLDER as TENSORBOARD
 from parallel3d.metrics.tensorboard_logger import show_command
 from parallel3d.metrics.text import (
+    aligned,
     chart,
     duration,
     encodable,
@@ -183,11 +184,7 @@ def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
         lines = [(f"rank {rank['rank']}", rank) for rank in ranks]
     table = [["ms a step", *(SHORT.get(kind, kind) for kind in used)]]
     table += [[name, *(three_digits(1e3 * times[k]) for k in used)] for name, times in lines]
-    label, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-    rows = [
-        name.ljust(label) + "".join(f"  {x:>{w}}" for x, w in zip(cells, widths, strict=True))
-        for name, *cells in table
-    ]
+    rows = aligned(table)
     if len(rows[0]) > width:
         return ["time by rank is in summary.json and breakdown.svg: this screen is too narrow"]
     return ["", *rows]

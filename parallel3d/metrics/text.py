@@ -29,6 +29,15 @@ def loss_words(loss: float | None) -> str:
     return "none" if loss is None else f"{loss:.4f}"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table: the first column to the left, the others to the right."""
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [
+        name.ljust(first) + "".join(f"  {x:>{w}}" for x, w in zip(cells, widths, strict=True))
+        for name, *cells in rows
+    ]
+
+
 def duration(seconds: float) -> str:
     """Formats a time: 0:07, 12:34, 1:02:03, 3d 04:05:06."""
     if not math.isfinite(seconds):

@@ -337,6 +337,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         held_out=Mock(),
         held_out_parts={},
         evaluated_sets={},
+        valid_files=(),
         corpus=SimpleNamespace(watched={}),
         step_timer=StepTimer(torch.device("cpu")),
     )

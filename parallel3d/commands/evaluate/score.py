@@ -28,6 +28,7 @@ from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
 from parallel3d.metrics.recorder import layout_of
+from parallel3d.metrics.text import aligned
 from parallel3d.models.transformer import Stage, blank_stage
 from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
@@ -238,8 +239,4 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
         norm = "" if one["acc_norm"] is None else f"{one['acc_norm']:.4f}"
         each = f"{one['loglikelihood_per_token']:.4f}", f"{one['perplexity']:.5g}"
         lines.append((task, f"{one['rows']:,}", f"{one['acc']:.4f}", norm, *each))
-    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
-    return "\n".join(
-        task.ljust(first) + "".join(f"  {x:>{w}}" for x, w in zip(cells, widths, strict=True))
-        for task, *cells in lines
-    )
+    return "\n".join(aligned(lines))
