@@ -49,7 +49,7 @@ def small(name: str) -> Config:
         dropout=0.0,
     )
     optim = dataclasses.replace(config.optim, lr_warmup_steps=1, lr_warmup_fraction=0.0)
-    train = dataclasses.replace(config.train, steps=STEPS, epochs=None)
+    train = dataclasses.replace(config.train, steps=STEPS, epochs=None, tokens=None)
     changed = dict(tp=tp, pp=pp, vpp=vpp, dp=dp, micro_batch_size=1, global_batch_size=4 * dp)
     config = dataclasses.replace(config, **changed, model=model, optim=optim, train=train)
     return check_config(config, RANKS, own_samples=True)
