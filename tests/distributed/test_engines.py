@@ -151,7 +151,7 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
     optim: dict[str, Any] = {}
     microbatches, batches = 4 // dp if of["compile"] else size, ()
     if of["tied"] and of["precision"] == "fp64":
-        microbatches, batches = microbatches if of["compile"] else 6, HALVED
+        microbatches, batches = 2 if dp > 2 or (of["compile"] and dp > 1) else 4, HALVED
         optim = {"state": "bf16", "ema_decay": 0.6}
         if of["optimizer"] == "sgd":
             optim["momentum"] = 0.9
