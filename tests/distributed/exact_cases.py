@@ -10,6 +10,7 @@ from tests.distributed import (
     test_engines,
     test_exactness,
     test_fully_sharded,
+    test_hierarchical,
     test_model_options,
     test_overlap,
     test_precision,
@@ -28,6 +29,7 @@ def exact_cases() -> Iterator[tuple[Sizes, Case]]:
     for sizes in test_precision.LAYOUTS:
         yield from ((sizes, case) for case in test_precision.low_precision_cases(*sizes))
     yield from test_engines.all_cases()
+    yield from ((sizes, test_hierarchical.CASE) for sizes in test_hierarchical.LAYOUTS)
     for module in (test_schedules, test_documents):
         yield from ((levels.layout, levels.case()) for levels in module.chosen_levels())
     listed: Iterable[tuple[Sizes, list[Case]]] = [

@@ -26,6 +26,9 @@ OPTIMIZERS = ("sgd", "adamw")
 # By pp: micro-batches that let GPipe and 1F1B differ, and layers that no pp > 1 divides.
 MICROBATCHES = {1: 2, 2: 3, 4: 4}
 LAYERS = {1: 2, 2: 3, 4: 5}
+SELECTIVE = (("recompute", "selective"),)
+NOISE_SCALE = (("train.noise_scale", True),)
+ALIKE = (("deterministic", True), ("attention_kernel", "math"))
 
 
 def ways(tp: int, pp: int) -> list[dict[str, object]]:
@@ -52,11 +55,15 @@ def main_cases(tp: int, pp: int, dp: int) -> list[Case]:
     many = [s for s in LAYOUTS if math.prod(s) > 2]
     muon = (tp, pp, dp) in many[::2]
     optimizers = ("sgd", "muon") if muon else OPTIMIZERS
+    noisy = {"gpipe": NOISE_SCALE, "1f1b": ()}
     cases = [
-        Case(Problem(model, optimizer, tied), microbatches=MICROBATCHES[pp], **way)
+        Case(
+            Problem(model, optimizer, tied), microbatches=MICROBATCHES[pp],
+            keys=noisy[way["schedule"]], **way,
+        )
         for model, optimizer, tied in product(MODELS, optimizers, (True, False))
         for way in ways(tp, pp)
-    ]
+    ]  # fmt: skip
     if tp * pp * dp <= 2 or tp == pp == 1:
         return cases
     turn = alike(tp, pp).index((tp, pp, dp))
@@ -159,9 +166,9 @@ def odd_cases(tp: int, pp: int, dp: int, turn: int) -> list[Case]:
     placements = [
         {**whole_table, **small_buckets, "layers_per_stage": stages[0]},
         {**whole_logits, **small_buckets, "overlap": False, "microbatches": 1},
-        {**whole_table, **whole_logits, "layers_per_stage": stages[1]},
+        {**whole_table, **whole_logits, "layers_per_stage": stages[1], "keys": SELECTIVE},
         {**whole_logits, **small_buckets, "microbatches": 2},
-        {**whole_table, "microbatches": 6 if tp == 1 else 3, "overlap": False},
+        {**whole_table, "microbatches": 6 if tp == 1 else 3, "overlap": False, "keys": ALIKE},
     ]
     cases = in_turn(odd_problems(), tp, pp)
     shift = turn % len(placements)

@@ -78,12 +78,16 @@ def test_two_levels_are_the_sum_and_send_a_shard_between_domains(elements: int, 
         assert sent == [elements // 4]
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 4), (1, 1, 8)], ids=str)
+LAYOUTS = [(2, 1, 4), (1, 1, 8)]
+LLAMA = Problem("llama_tiny", "sgd", tied=True)
+CASE = Case(LLAMA, bucket_cap_mb=0.01, keys=(("ddp.hierarchical", True),))
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_training_in_two_levels_is_the_reference(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
-    case = Case(Problem("llama_tiny", "sgd", tied=True), bucket_cap_mb=0.01)
-    by_rank = pool.run(8, run_cases, sizes, [case], nullcontext, in_two_levels)
+    by_rank = pool.run(8, run_cases, sizes, [CASE], nullcontext, in_two_levels)
     outcomes = [rank[0] for rank in by_rank]
-    found = differences(outcomes, references.of(case.problem), case.problem)
+    found = differences(outcomes, references.of(CASE.problem), CASE.problem)
     assert not found, found

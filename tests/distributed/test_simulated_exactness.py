@@ -70,6 +70,7 @@ def small(levels: Levels) -> tuple[Sizes, Case]:
 FOUR = Problem("llama_tiny", "sgd", tied=True, layers=4, steps=2, batch=12)
 SCHEDULES = [
     ((1, 2, 2), Case(FOUR, "zbv", microbatches=3, keys=(("vpp", 2), ("zero", 1)))),
+    ((1, 2, 2), Case(FOUR, "zbv", microbatches=3, keys=(("vpp", 2), ("zero", 3)))),
     ((2, 2, 1), Case(FOUR, "interleaved_zb", microbatches=3, keys=(("vpp", 2),))),
     ((2, 2, 1), Case(FOUR, "zb_h1", sp=True, microbatches=3, keys=(("recompute", "full"),))),
 ]
