@@ -36,8 +36,13 @@ from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
-from parallel3d.commands.evaluate.command import EVAL, start_eval
-from parallel3d.commands.generate.command import GENERATE, start_generate, take_prompt
+from parallel3d.commands.evaluate.command import EVAL, eval_config
+from parallel3d.commands.generate.command import (
+    GENERATE,
+    run_on_checkpoint,
+    start_generate,
+    take_prompt,
+)
 from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
 from parallel3d.commands.init_from import begun_from
@@ -220,10 +225,13 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             from parallel3d.commands.dryrun.command import dryrun
 
             return dryrun(config, typed) if first else 0
-        if app in ON_CHECKPOINTS:
-            _refuse_launched(app, place)
-            if app == EVAL:
-                return start_eval(config, typed)
+        if app == EVAL:
+            config = eval_config(config, typed, place.world_size if place else None)
+            if place is None:
+                return run_on_checkpoint(app, config)
+            return run_joined(app, config, place, _checked_here(app, config, place))
+        if app == GENERATE:
+            _refuse_launched(place)
             return start_generate(config, typed, prompt)
         if app in NEED_DATA:
             check_filled(config, typed, OwnFolder.path)
@@ -277,9 +285,11 @@ def _checked(
     return check_config(config, world_size, communication_only=app not in NEED_DATA)
 
 
-def _refuse_launched(app: str, place: RankAssignment | None) -> None:
+def _refuse_launched(place: RankAssignment | None) -> None:
     if place is not None:
-        raise UserError(f"{app} starts its ranks by itself: type it without {place.launcher}")
+        raise UserError(
+            f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
+        )
 
 
 def _start(app: str, config: Config) -> int:

@@ -260,6 +260,18 @@ def make_run_directory(
     raise UserError(f"runs_dir={config.runs_dir} holds a thousand runs named {candidates[0]}-…")
 
 
+def folder_in_run(config: Config, name: str) -> Path:
+    """Creates a folder in the directory of a run that exists, and returns it. Raises UserError."""
+    folder = Path(config.runs_dir, str(config.run), name)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"run={config.run}: cannot make {folder} ({error.strerror}): make its folder writable"
+        ) from None
+    return folder
+
+
 def _make(config: Config, directory: Path) -> bool:
     """Creates a run directory atomically; False if another start was faster. Raises OSError."""
     runs = directory.parent

@@ -30,7 +30,12 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import device_of_rank
 from parallel3d.host.memory import nothing_collected
-from parallel3d.run.directory import PLACEMENT_FILE, make_run_directory, take_run
+from parallel3d.run.directory import (
+    PLACEMENT_FILE,
+    folder_in_run,
+    make_run_directory,
+    take_run,
+)
 from parallel3d.run.launch import RankAssignment, Worker
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
@@ -132,6 +137,7 @@ def wait_for_readers(store: Store, key: str, readers: int) -> None:
 
 # Subcommands that continue an existing run.
 CAN_GO_ON = ("train",)
+READ_A_RUN = ("eval",)  # and write into a folder of it
 
 RUN_KEY = "parallel3d/run"  # rank 0's run, for the others
 SEEN_KEY = "parallel3d/run_seen"
@@ -221,10 +227,13 @@ def agree_on_run(
         try:
             if _attempt() and (made := _name_of_last_attempt(store)):
                 config = dataclasses.replace(config, run=made)
-            config, run_dir = make_run_directory(
-                config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
-            )
-            take_run(config, run_dir)
+            if app in READ_A_RUN:
+                run_dir = folder_in_run(config, app)
+            else:
+                config, run_dir = make_run_directory(
+                    config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
+                )
+                take_run(config, run_dir)
             worker.run_dir = run_dir  # set once it is ours: a later failure cleans it up
             put(store.underlying_store, RUN_KEY, config.run)
             message = {

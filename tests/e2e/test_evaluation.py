@@ -64,11 +64,17 @@ def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None
     tasks = shell.cwd / "tasks.jsonl"
     row = {"context": "3 bottles of", "choices": [" beer on the", "'wall"], "answer": 0}
     tasks.write_text(f"{json.dumps(row)}\n" * 3)
-    scored = shell.run(*PARALLEL3D, "eval", "run=mine", f"tasks={tasks}", "device=cpu", "dp=2")
+    scored = shell.run(*PARALLEL3D, "eval", "run=mine", f"tasks={tasks}", "device=cpu", "tp=2")
     assert scored.code == 0, scored
     assert scored.out.splitlines()[1].split()[:4] == ["task", "rows", "acc", "acc_norm"]
     result = json.loads((run / "eval" / "tasks-step-3.json").read_text())
     assert result["figures"]["tasks"]["rows"] == len(result["rows"]) == 3
+    launched = run_forked(shell, "eval", "run=mine", f"tasks={tasks}", "device=cpu", ranks=2)
+    assert launched.code == 0, launched
+    second = json.loads((run / "eval" / "tasks-step-3-2.json").read_text())
+    assert second["layout"]["dp"] == 2
+    for name, figure in second["figures"]["tasks"].items():
+        assert figure == pytest.approx(result["figures"]["tasks"][name], rel=1e-5), name
     again = shell.run(*PARALLEL3D, "eval", "run=mine", f"tasks={tasks}", f"to={tasks}")
     assert again.code == 2 and "exists already" in again.err, again
     goes_on = train(shell, *words, *every, "train.steps=4", ranks=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-from parallel3d.commands.evaluate.command import start_eval
+from parallel3d.commands.evaluate.command import eval_config
 from parallel3d.commands.evaluate.rows import Likelihood, Row, encode_pair, figures_of, read_rows
 from parallel3d.commands.evaluate.score import Request, batches_of, requests_of, table
 from parallel3d.config.schema import Config
@@ -123,6 +123,6 @@ def test_figures() -> None:
 
 def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"eval takes model\.num_layers from the run"):
-        start_eval(Config(), ["model.num_layers=3"])
+        eval_config(Config(), ["model.num_layers=3"], None)
     with pytest.raises(UserError, match="eval needs run="):
-        start_eval(Config(runs_dir=str(tmp_path)), [])
+        eval_config(Config(runs_dir=str(tmp_path)), [], None)

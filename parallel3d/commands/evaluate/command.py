@@ -10,8 +10,8 @@ from pathlib import Path
 from parallel3d.commands.evaluate.rows import read_rows
 from parallel3d.commands.generate.command import (
     check_overrides,
+    checkpoints_of,
     config_of_run,
-    run_on_checkpoint,
 )
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
@@ -22,8 +22,8 @@ MAY_BE_SET = ("run", "runs_dir", "tp", "pp", "dp", "device", "eval.*", "launch.*
 TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # may be typed without `eval.`
 
 
-def start_eval(config: Config, overrides: Sequence[str]) -> int:
-    """Scores the rows with this process as the launcher. Returns the exit code.
+def eval_config(config: Config, overrides: Sequence[str], world_size: int | None) -> Config:
+    """Returns the configuration of an evaluation, checked; dp is what is left of `world_size`.
 
     Raises:
         UserError: no such run, no checkpoint, rows that are none, a result that exists, or a key
@@ -31,8 +31,9 @@ def start_eval(config: Config, overrides: Sequence[str]) -> int:
     """
     check_overrides(EVAL, overrides, MAY_BE_SET)
     settings = config.eval
-    config = config_of_run(EVAL, dataclasses.replace(config, dp=config.dp or 1))
-    if settings.tasks is None:  # fmt: skip
+    dp = config.dp or max(1, (world_size or 1) // (config.tp * config.pp))
+    config = config_of_run(EVAL, dataclasses.replace(config, dp=dp), world_size)
+    if settings.tasks is None:
         raise UserError(
             f"eval needs tasks=…, a jsonl of rows, as in: eval run={config.run} tasks=a.jsonl"
         )
@@ -44,4 +45,6 @@ def start_eval(config: Config, overrides: Sequence[str]) -> int:
             f"to={show(settings.to)}: there is no folder {folder}; make it, or give another to="
         )
     chosen = dataclasses.replace(config.generate, step=settings.step, weights=settings.weights)
-    return run_on_checkpoint(EVAL, dataclasses.replace(config, generate=chosen))
+    config = dataclasses.replace(config, generate=chosen)
+    checkpoints_of(config)
+    return config

@@ -30,6 +30,7 @@ from parallel3d.files import no_link
 from parallel3d.metrics.recorder import layout_of
 from parallel3d.metrics.text import aligned
 from parallel3d.models.transformer import Stage, blank_stage
+from parallel3d.run.directory import folder_in_run
 from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
 
@@ -208,8 +209,7 @@ def _new_file(config: Config, step: int) -> Path:
     if config.eval.to is not None:
         return Path(config.eval.to)
     assert config.eval.tasks is not None
-    folder = Path(config.runs_dir, str(config.run), "eval")
-    folder.mkdir(exist_ok=True)
+    folder = folder_in_run(config, "eval")
     name, number = f"{Path(config.eval.tasks).name.partition('.')[0]}-step-{step}", 1
     if config.eval.weights != "model":
         name += f"-{config.eval.weights}"

@@ -85,8 +85,11 @@ def check_overrides(app: str, overrides: Sequence[str], may_be_set: Sequence[str
             )
 
 
-def config_of_run(app: str, config: Config) -> Config:
-    """Returns `config` with the run's model and tokenizer, checked. Raises UserError."""
+def config_of_run(app: str, config: Config, world_size: int | None = None) -> Config:
+    """Returns `config` with the run's model and tokenizer, checked. Raises UserError.
+
+    `world_size`: of a launcher's ranks.
+    """
     run = load_config_of(app, config)
     precision = "fp64" if run.precision.name == "fp64" else "fp32"
     config = dataclasses.replace(
@@ -98,7 +101,7 @@ def config_of_run(app: str, config: Config) -> Config:
         data=dataclasses.replace(config.data, tokenizer=_tokenizer(config, run)),
         precision=dataclasses.replace(config.precision, name=precision),
     )
-    return check_config(config, own_samples=True)
+    return check_config(config, world_size, own_samples=True)
 
 
 def _tokenizer(config: Config, run: Config) -> str:
