@@ -196,6 +196,12 @@ def _unknown_key(text: str) -> str | None:
     if not found:
         return None
     name = found[1]
+    file = re.search(r"In '(experiment/[^']+)'", text)
+    if file and "@" in name:
+        return (
+            f"{file[1]}.yaml: its first line must be '# @package _global_', as those of all "
+            f"experiments, to override {name.partition('@')[0]}; give comments below it."
+        )
     typed = re.search(rf"use \+{re.escape(name)}=(.*)", text)
     return unknown_key(name, typed[1].strip() if typed else None)
 

@@ -118,6 +118,7 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path, said: Lines) 
         (["train", "--config-dir={}", "experiment=mne"], "the nearest is experiment=mine"),
         (["train", "--config-dir={}", "experiment=mine"], "=mine leaves run and data.path to you"),
         (["train", "--config-dir={}", "experiment=more"], "=more leaves run and data.path to you"),
+        (["train", "--config-dir={}", "experiment=late"], "line must be '# @package _global_'"),
         (["train", "--config-dir={}", "experiment=torn"], "torn.yaml, line 1, must be YAML"),
         (["train", "experiment=llama_1b"], "experiment=llama_1b leaves data.path to you: give"),
         (["train", "experiment=llama_1b", "data=blend"], "data.blend"),
@@ -131,6 +132,10 @@ def test_a_line_that_cannot_work_is_one_sentence(
         (
             "experiment/mine",
             "# @package _global_\nrun: ???\ntp: ???\ndata:\n  name: corpus\n  path: ???",
+        ),
+        (
+            "experiment/late",
+            "# Mine.\n# @package _global_\ndefaults: [{override /model: gpt_tiny}, _self_]",
         ),
         ("experiment/more", "# @package _global_\ndefaults: [mine, _self_]\ntp: 2"),
         ("experiment/torn", "data: {path: ???}"),
@@ -165,8 +170,8 @@ def test_the_files_of_the_page_on_own_configurations_compose_as_it_says(
     tmp_path: Path, said: Lines
 ) -> None:
     page = (DOCS / "own_configuration.md").read_text("utf-8")
-    for name, text in re.findall(r"```yaml\n# mine/(\S+)\n(.*?)```", page, re.DOTALL):
-        file = tmp_path / name
+    for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
+        file = tmp_path / re.findall(r"# mine/(\S+\.yaml)", text)[0]
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     typed = ["train", f"--config-dir={tmp_path}", "experiment=small"]
