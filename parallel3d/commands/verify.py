@@ -168,6 +168,7 @@ def compare(
         single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
     for step in range(config.train_steps + 1):
         result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
+        trainer.data_parallel.wait_for_all_gathers()  # of zero=1, which overlap the next forward
         shards = gather_shards(trainer.parameters.values(), groups)
         differs = False
         if single is not None:
