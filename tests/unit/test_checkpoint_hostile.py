@@ -217,6 +217,17 @@ def test_export_of_a_configuration_that_makes_no_sense(
             checkpoint(["export", "run=mine", "to=there"])
 
 
+def test_a_branch_of_a_configuration_that_makes_no_sense(tmp_path: Path) -> None:
+    folder = make(tmp_path / "mine", 3)
+    (tmp_path / "mine" / "config.yaml").touch()
+    for config in ({"seed": "${oc.env:HOME}"}, {"tp": "\x1b[31m"}, {"of no": "key"}):
+        replant(folder, put("config", value=config))
+        with pytest.raises(UserError, match="run=mine step=3 has a configuration that") as refused:
+            checkpoint(["branch", "mine", "run=new", f"runs_dir={tmp_path}"])
+        assert str(refused.value).isprintable() and "HOME" not in str(refused.value)
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     folder = make(tmp_path, 3)
     for path in list(folder.iterdir()):

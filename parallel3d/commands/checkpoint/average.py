@@ -7,7 +7,6 @@ with the model. Checkpoints of any layouts go together, as all hold full tensors
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 from collections.abc import Iterator
@@ -16,20 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.manifest import list_checkpoints, read_manifest
+from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.planners import full_tensors
 from parallel3d.checkpoint.storage import read_state, stored_shapes
-from parallel3d.commands.checkpoint.huggingface import AT_ONCE, KEPT_FILE, save_first
+from parallel3d.commands.checkpoint.branch import copy_tokenizer, named
+from parallel3d.commands.checkpoint.huggingface import AT_ONCE, save_first
 from parallel3d.commands.checkpoint.listing import (
     damage_refused,
     find_checkpoint,
     find_run,
+    read_with_config,
     step_number,
 )
-from parallel3d.config.checks.run import check_run_name
-from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, print_line
-from parallel3d.run.directory import check_run, make_run_directory, typed_config
+from parallel3d.run.directory import make_run_directory
 
 PARAMETER = "parameter/"
 
@@ -46,24 +45,13 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
         UserError: too few checkpoints, a damaged one, a name that is taken or is none.
     """
     old, folders = find_run(runs_dir, run), _chosen(runs_dir, run, last, steps)
-    configs = []
-    for folder in folders:
-        with damage_refused(_title(folder)):
-            configs.append(typed_config(read_manifest(folder).config))
-    config = dataclasses.replace(configs[-1], run=to, runs_dir=str(runs_dir))
-    if any(other.model != config.model for other in configs):
+    configs = [read_with_config(folder)[1] for folder in folders]
+    if any(other.model != configs[-1].model for other in configs):
         raise UserError(f"run={run} has changed its model: give steps= of one model instead")
-    if (old / FOLDER).is_dir():
-        own = str(runs_dir / to / FOLDER)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=own))
-    check_run_name(config)
-    check_run(config)
+    config = named(configs[-1], old, runs_dir, to)
     config, new = make_run_directory(config)
     try:
-        if (old / FOLDER).is_dir():
-            shutil.copytree(old / FOLDER, new / FOLDER)
-        if (old / KEPT_FILE).is_file():
-            shutil.copy2(old / KEPT_FILE, new)
+        copy_tokenizer(old, new)
         dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
         save_first(config, new, _means(folders, dtype))
     except BaseException:

@@ -8,15 +8,16 @@ import os
 import shutil
 from pathlib import Path
 
-from parallel3d.checkpoint.manifest import CHECKPOINTS, read_manifest
+from parallel3d.checkpoint.manifest import CHECKPOINTS
 from parallel3d.commands.checkpoint.huggingface import KEPT_FILE
-from parallel3d.commands.checkpoint.listing import damage_refused, folder_of
+from parallel3d.commands.checkpoint.listing import folder_of, read_with_config
 from parallel3d.config.checks.run import check_run_name
+from parallel3d.config.schema import Config
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import print_line
 from parallel3d.files import flush_folder, write_durably
 from parallel3d.metrics.jsonl import rows_of
-from parallel3d.run.directory import check_run, new_folder, save_config, typed_config
+from parallel3d.run.directory import check_run, new_folder, save_config
 
 METRICS = "metrics.jsonl"
 USUAL_SHARE = 0.1  # of the steps so far, in the proposed cooldown
@@ -36,21 +37,12 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
     """
     folder = folder_of(runs_dir, source)
     old = folder.parents[1]
-    with damage_refused(source):
-        manifest = read_manifest(folder)
-    config = dataclasses.replace(typed_config(manifest.config), run=run, runs_dir=str(runs_dir))
-    if (old / FOLDER).is_dir():
-        own = str(runs_dir / run / FOLDER)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=own))
-    check_run_name(config)
-    check_run(config)
+    manifest, config = read_with_config(folder)
+    config = named(config, old, runs_dir, run)
     fresh = new_folder(runs_dir)
     try:
         save_config(config, fresh)
-        if (old / FOLDER).is_dir():
-            shutil.copytree(old / FOLDER, fresh / FOLDER)
-        if (old / KEPT_FILE).is_file():
-            shutil.copy2(old / KEPT_FILE, fresh)
+        copy_tokenizer(old, fresh)
         if (old / METRICS).is_file():
             rows = [row for row in rows_of(old / METRICS) if row.get("step", 0) <= manifest.step]
             lines = "".join(f"{json.dumps(row)}\n" for row in rows)
@@ -70,6 +62,26 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
         f"optim.lr_decay_style=wsd optim.wsd_decay_steps={steps}"
     )
     return 0
+
+
+def named(config: Config, old: Path, runs_dir: Path, run: str) -> Config:
+    """Returns the configuration of the run in `old` for the new run `run`, which will have its
+    tokenizer. Raises UserError for a name that is taken or is none."""
+    config = dataclasses.replace(config, run=run, runs_dir=str(runs_dir))
+    check_run_name(config)
+    check_run(config)
+    if not (old / FOLDER).is_dir():
+        return config
+    data = dataclasses.replace(config.data, tokenizer=str(runs_dir / run / FOLDER))
+    return dataclasses.replace(config, data=data)
+
+
+def copy_tokenizer(old: Path, new: Path) -> None:
+    """Copies a run's tokenizer and the keys that an import kept. Raises OSError."""
+    if (old / FOLDER).is_dir():
+        shutil.copytree(old / FOLDER, new / FOLDER)
+    if (old / KEPT_FILE).is_file():
+        shutil.copy2(old / KEPT_FILE, new)
 
 
 def _link(source: str, target: str) -> None:

@@ -23,9 +23,10 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     unreadable,
 )
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import open_regular, plain, read_bounded
-from parallel3d.run.directory import CONFIG_FILE, TEMPORARY
+from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, TEMPORARY, typed_config
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")
 RIGHT = ("step", "age", "size", "loss")
@@ -126,6 +127,19 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             size = (folder / file.name).stat().st_size
         if size != file.size:
             raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
+
+
+def read_with_config(folder: Path) -> tuple[Manifest, Config]:
+    """Returns a checkpoint's manifest and its configuration. Raises UserError."""
+    what = f"run={folder.parents[1].name} step={step_number(folder)}"
+    with damage_refused(what, "; parallel3d checkpoint ls shows the others"):
+        manifest = read_manifest(folder)
+        check_sizes(folder, manifest)
+    try:
+        return manifest, typed_config(manifest.config)
+    except NO_CONFIG as error:
+        why = plain(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise UserError(f"{what} has a configuration that cannot be read: {why}") from None
 
 
 def condition(problem: Exception) -> str:
