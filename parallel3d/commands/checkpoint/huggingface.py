@@ -286,7 +286,11 @@ def export_run(
     with damage_refused(where, "; parallel3d checkpoint ls shows the others"):
         manifest = read_manifest(folder)
         model = model_of(manifest, where)
-        own = "fp64" if manifest.config.get("precision", {}).get("name") == "fp64" else "fp32"
+        try:
+            own = "fp64" if manifest.config["precision"]["name"] == "fp64" else "fp32"
+        except (KeyError, TypeError) as error:
+            unknown = "has no model that this parallel3d knows: its precision is missing"
+            raise UserError(f"{where} {unknown} ({error!r})") from None
         check_layers(model, len(stored_shapes(folder)), where)
         tokenizer = tokenizer_to_export(manifest, runs_dir / run)
         files = export_hf(
