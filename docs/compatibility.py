@@ -282,12 +282,34 @@ proven. What the samples of a run are (`data`, `data.packing`) changes nothing o
 with them; `tests/unit/test_data_*.py` hold it. Rounding hides errors, so exactness is proven in
 fp64, and bf16 and fp16 are compared with fp32; what rounds by intent (`ddp.comm_hook`) and what
 needs a GPU (`attention_kernel`, `precision=tf32`, `device=cuda`) cannot be proven so.
+
+`schedule=file` goes with what the schedule goes with that the file holds. Values that are not
+implemented yet stand in [Configuration keys](configuration.md#not-yet).
 """
 
 REFUSED = """\
 ## Refused pairs
 
 The first of several sentences, where a pair breaks several rules.
+"""
+
+# (feature, feature, what it would take); a test checks that the pair is refused.
+NOT_BUILT = (
+    ("zero=3", "schedule=auto", "FSDP2 reduces in the backward what gradients are there, so that "
+     "backwards are whole; `schedule=auto` would have to search among whole ones. All named "
+     "schedules run, with B for I and W"),
+    ("zero=1", "ddp.comm_hook=bf16", "a reduce-scatter of rounded buckets that adds in fp32"),
+    ("zero=1", "ddp.hierarchical=true", "a reduce-scatter in two levels, whose shards lie in the "
+     "order of the domains; `zero=2` and `zero=3` have `ddp.shard_size`"),
+    ("zero=3", "train.noise_scale=true", "norms of what FSDP2 is about to reduce, unit by unit"),
+    ("optim.freeze=[embedding.*]", "train.noise_scale=true", "norms by parameter, not by bucket"),
+    ("compile=true", "tensor_parallel.attention=gather_qk", "an operator for the gather; the form "
+     "is there to be compared with, so nobody should need it"),
+)  # fmt: skip
+COULD = """\
+## Refused, and could be built
+
+The other pairs contradict each other, or ask for what a kernel or a device does not have.
 """
 
 NEEDS = """\
@@ -350,11 +372,13 @@ def _rest() -> str:
 def page() -> str:
     """The whole text of docs/what_goes_with_what.md."""
     pairs = [(f"`{a.name}`", f"`{b.name}`", text) for (a, b), text in refused().items()]
+    could = [(f"`{a}`", f"`{b}`", text) for a, b, text in NOT_BUILT]
     brings = [(f"`{f.name}`", f"`{typed_name(key)}`", text) for f, key, text in needs()]
     return "\n".join(
         [
             *(INTRO, MATRIX, _matrix(), _rest()),
             *(REFUSED, _table(("feature", "and", "sentence"), pairs)),
+            *(COULD, _table(("feature", "and", "what it would take"), could)),
             *(NEEDS, _table(("feature", "needs", "sentence"), brings)),
             *(LATER, _table(("found in", "sentence"), [(f"`{w}`", t) for w, t in later()])),
         ]

@@ -112,3 +112,9 @@ def test_a_matrix_has_every_pair_that_is_refused() -> None:
         if BY_NAME[b] in heads:
             sign = marks[a][heads.index(BY_NAME[b])]
             assert (sign == "✗") == (frozenset((a, b)) in refused), (a, b)
+
+
+def test_what_could_be_built_is_refused() -> None:
+    refused = {frozenset(row[:2]) for row in REFUSED}
+    named = {frozenset(row[:2]) for row in rows("Refused, and could be built")}
+    assert len(named) > 3 and named <= refused
