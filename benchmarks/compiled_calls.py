@@ -38,7 +38,7 @@ from parallel3d.trainer import Trainer
 COMMON = "precision=bf16 model.num_layers=2"
 LARGE = {
     "llama_1b, 8 × 4,096": "model=llama_1b micro_batch_size=8 global_batch_size=8 "
-    "model.seq_length=4096",
+    "model.seq_length=4096 optim.state=bf16",
     "llama3_8b, 1 × 8,192": "model=llama3_8b micro_batch_size=1 global_batch_size=1 "
     "model.seq_length=8192",
     "qwen3_8b, 1 × 8,192": "model=qwen3_8b micro_batch_size=1 global_batch_size=1 "
@@ -48,7 +48,7 @@ LARGE = {
 }
 TINY = "model=llama_tiny model.seq_length=24 model.vocab_size=300 micro_batch_size=2 "
 SMALL = {
-    "rotary, RMSNorm, SwiGLU": TINY + "global_batch_size=2",
+    "rotary, RMSNorm, SwiGLU": TINY + "global_batch_size=2 optim.state=bf16",
     "q/k norm, label smoothing": TINY + "global_batch_size=2 model.qk_norm=true "
     "loss.label_smoothing=0.1",
     "dropout": TINY + "global_batch_size=2 model.dropout=0.1",

@@ -171,7 +171,7 @@ class Optimizer:
                 inside = replace(segment, master=master, grad=segment.grad[here], parts=[])
                 wide = {name: [s[here].to(master.dtype)] for name, s in stored.items()}
                 yield replace(group, segments=[inside], state=wide, steps=[group.steps[i]])
-                bits = piece.random_bits(self.updates, master.device)
+                bits = piece.random_bits(self.updates)
                 for half, name in enumerate(stored):
                     # Removed, as the caller still has the dict when the next piece is made.
                     store_rounded(stored[name][here], wide.pop(name)[0], bits, half)

@@ -132,7 +132,7 @@ def _steps(rank: PipelineRank, segments: Sequence[FlatShard]) -> int:
             # Pieces are widened, stepped and rounded, by random bits of each tensor in them.
             pieces = sum(-(-size // PIECE) for size in mine)
             own = (p.numel // rank.shards for p in rank.parameters if (p.columns > 1) == decays)
-            found += (5 if config.optim.name == "adamw" else 3) * pieces
+            found += (6 if config.optim.name == "adamw" else 4) * pieces
             found += sum(max(1, -(-size // PIECE)) for size in own)
         elif mine:
             found += _over(mine, _LISTS[config.optim.name])

@@ -12,7 +12,7 @@ optimizer's first state takes the low half, its second the high half.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,45 +34,53 @@ class Piece:
     """Elements [start, end) of a segment, with the chunks of full tensors that they hold.
 
     Attributes:
-        chunks: (site, chunk, first element, counted from `start`); other elements are padding.
+        places: of the chunks: first element, counted from `start`, rows and columns; other elements
+            are padding.
+        numbers: int64 (chunks, 2), site + B · first row, and first column.
     """
 
     start: int
     end: int
-    chunks: list[tuple[int, Chunk, int]] = field(default_factory=list)
+    places: list[tuple[int, int, int]]
+    numbers: Tensor
 
-    def random_bits(self, update: int, device: torch.device) -> Tensor:
+    def random_bits(self, update: int) -> Tensor:
         """Returns 32 bits of each element, int32; of padding any, which leave its zeros."""
+        device = self.numbers.device
         bits = torch.empty(self.end - self.start, dtype=torch.int32, device=device)
-        for site, chunk, at in self.chunks:
-            first, rows, column, columns = 0, 1, chunk.offsets[-1], chunk.sizes[-1]
-            if len(chunk.sizes) == 2:
-                first, rows = chunk.offsets[0], chunk.sizes[0]
-            start = (site + SAMPLE * update + ROW * first) % (1 << 64)
-            # Numbers as tensors on the CPU: arguments of one kernel, not a kernel for each value.
-            _fill(
-                bits[at : at + chunk.elements].view(rows, columns),
-                torch.tensor(signed(start, 64)),
-                torch.tensor(column, dtype=torch.int32),
-            )
+        # Filled by a kernel: copying a number from the host would block it.
+        shift = torch.full((), signed(SAMPLE * update % (1 << 64), 64), device=device)
+        for (at, rows, columns), number in zip(self.places, self.numbers, strict=True):
+            _fill(bits[at : at + rows * columns].view(rows, columns), number, shift)
         return bits
 
 
 def pieces_of(segment: Segment, seed: int) -> list[Piece]:
     """Cuts a segment into pieces of about `AT_ONCE` elements, at rows of full tensors."""
-    most = AT_ONCE_ON_ACCELERATOR if is_accelerator(segment.master.device) else AT_ONCE
-    pieces, offset = [Piece(0, 0)], 0
+    device = segment.master.device
+    most = AT_ONCE_ON_ACCELERATOR if is_accelerator(device) else AT_ONCE
+    chunks: list[list[tuple[int, int, Chunk]]] = [[]]  # by piece: first element, site, chunk
+    offset = 0
     for part in segment.parts:
         for shard, chunk, at in chunks_of_range(part.spec, part.start, part.numel):
             site = site_key(f"{seed}/rounding/{shard.name}")
             for inner, first in _cut(chunk, most):
                 begin = offset + at + first
-                if begin + inner.elements - pieces[-1].start > most and pieces[-1].chunks:
-                    pieces[-1].end = begin
-                    pieces.append(Piece(begin, begin))
-                pieces[-1].chunks.append((site, inner, begin - pieces[-1].start))
+                if chunks[-1] and begin + inner.elements - chunks[-1][0][0] > most:
+                    chunks.append([])
+                chunks[-1].append((begin, site, inner))
         offset += part.numel
-    pieces[-1].end = segment.master.numel()
+    # Padding goes with the piece before it.
+    starts = [0, *(some[0][0] for some in chunks[1:]), segment.master.numel()]
+    pieces = []
+    for some, start, end in zip(chunks, starts, starts[1:], strict=False):
+        places, numbers = [], []
+        for begin, site, chunk in some:
+            row, rows = (chunk.offsets[0], chunk.sizes[0]) if len(chunk.sizes) == 2 else (0, 1)
+            places.append((begin - start, rows, chunk.sizes[-1]))
+            numbers.append([signed((site + ROW * row) % (1 << 64), 64), chunk.offsets[-1]])
+        known = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 2)
+        pieces.append(Piece(start, end, places, known))
     return pieces
 
 
@@ -93,10 +101,11 @@ def _cut(chunk: Chunk, most: int) -> list[tuple[Chunk, int]]:
 
 
 @fused
-def _fill(out: Tensor, start: Tensor, column: Tensor) -> None:
+def _fill(out: Tensor, number: Tensor, shift: Tensor) -> None:
     rows = torch.arange(out.shape[0], device=out.device).unsqueeze(-1)
-    columns = torch.arange(out.shape[1], dtype=torch.int32, device=out.device) + column
-    out.copy_(mixed(*halves(rows * signed(ROW, 64) + start), columns))
+    columns = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+    key = rows * signed(ROW, 64) + (number[0] + shift)
+    out.copy_(mixed(*halves(key), columns + number[1].to(torch.int32)))
 
 
 @fused

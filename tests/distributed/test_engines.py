@@ -161,6 +161,8 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
         optim = {"state": "bf16", "ema_decay": 0.6}
         if of["optimizer"] == "sgd":
             optim["momentum"] = 0.9
+    elif of["tied"]:  # below fp64 the weights come back by bits
+        optim = {"ema_decay": 0.6}
     elif of["precision"] == "fp64":  # with untied ones: what is frozen, rates and decays by group
         optim["freeze"] = ("head.*", "layers.0.attention.k.weight", "layers.0.mlp.up.weight")
         decays = ("layers.*", (("lr_mult", 1.2), ("wd_mult", 4.0)))

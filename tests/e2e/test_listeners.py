@@ -22,7 +22,8 @@ pytestmark = pytest.mark.at_once(2)
 
 
 def test_no_listener_of_a_proof_is_off_the_loopback(shell: Shell) -> None:
-    words = ("verify", *TINY, *shell.text(), "tp=2", "verify.steps=2", "launch.shared_memory=false")
+    words = ("verify", *TINY, *shell.text(), "tp=1", "dp=2", "zero=1", "verify.steps=2")
+    words += ("launch.shared_memory=false", "optim.state=bf16", "optim.ema_decay=0.9")
     with Watched(shell) as watched:
         # What a machine of several hosts has in its environment is not for a run of one.
         ended = shell.run(*PARALLEL3D, *words, GLOO_SOCKET_IFNAME="eth0")

@@ -32,7 +32,7 @@ def segment_of(*parts: SegmentPart, dtype: torch.dtype = torch.float32) -> Segme
 def bits_of(segment: Segment, seed: int, update: int) -> torch.Tensor:
     pieces = pieces_of(segment, seed)
     assert [p.start for p in pieces[1:]] == [p.end for p in pieces[:-1]]
-    return torch.cat([p.random_bits(update, torch.device("cpu")) for p in pieces])
+    return torch.cat([p.random_bits(update) for p in pieces])
 
 
 def test_rounding_has_no_bias_and_leaves_bf16_as_it_is() -> None:
