@@ -122,6 +122,8 @@ def continued(
         if old["pp"] != there.pp:
             left |= {*OF_STAGES}
     left = left.union(*(some for some in ALTERNATIVES if any(k in given for k in some)))
+    if "global_batch_size" in given:
+        left |= {"train.batch_schedule"}
     # A source without a step, typed again, is the one with the step that the first start chose.
     if config.init_from == str(there.init_from).rpartition("@")[0]:
         given = replace(given, keys=given.keys - {"init_from"})

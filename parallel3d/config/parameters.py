@@ -85,6 +85,8 @@ def _check_matches(typed: str, pattern: str, names: Iterable[str]) -> None:
     known = [name for name in names if not name.startswith("layers.") or ".0." in name[:9]]
     ends = [at for name in known for at in _prefixes(name)]
     close = nearest(pattern, dict.fromkeys([*known, *ends])) or "layers.*"
+    if pattern.startswith("head"):  # which is tied to the embedding
+        close = "embedding.word.weight"
     raise UserError(
         f"{typed}: {pattern} must match a parameter of the model, and matches none; the nearest "
         f"is {close}."

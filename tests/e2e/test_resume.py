@@ -22,6 +22,7 @@ LAST = Path("checkpoints", "step-00000006")
 # step read twice as many samples as the others.
 SAVING = (f"checkpoint.every={EVERY}", f"optim.lr_decay_steps={STEPS}", "train.save_weights=true")
 SAVING += ("train.batch_schedule={0:4,12:8,28:4}",)
+SAVING += ("optim.freeze=[layers.0.attention.k.*]", "optim.groups={layers.1.*:{lr_mult:0.5}}")
 SECRET = "d41d8cd98f00b204e9800998ecf8427e"
 pytestmark = pytest.mark.at_once(2)
 
