@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -60,7 +61,7 @@ from parallel3d.config.overrides import (
 )
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
-from parallel3d.data.tokenizer import with_own_tokenizer
+from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
 from parallel3d.data.validation import check_sets
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
 from parallel3d.host.devices import HostError, choose_device, gpu_environment
@@ -208,7 +209,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         if app not in ON_CHECKPOINTS and (app == TRAIN or config.init_from is not None):
             check_fields(config)
             with _time_limit(config):
-                config = _with_earlier(app, config, typed, place)
+                config, line = _with_earlier(app, config, typed, place)
         if app == TOPOLOGY:
             from parallel3d.topology.report import topology
 
@@ -237,9 +238,12 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             check_filled(config, typed, OwnFolder.path)
         config = _checked(app, config, typed, place)
         if place is None:
-            return _start(app, config)
+            return _start(app, config, line)
         config = numbered(config)
-        return run_joined(app, config, place, _checked_here(app, config, place))
+        kind = _checked_here(app, config, place)
+        if first and line is not None:
+            print_line(line)
+        return run_joined(app, config, place, kind)
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
@@ -251,8 +255,9 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
 
 def _with_earlier(
     app: str, config: Config, typed: Sequence[str], place: RankAssignment | None
-) -> Config:
-    """Returns `config` with what an earlier run gives: the same run, or the source of weights."""
+) -> tuple[Config, str | None]:
+    """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
+    a line to log of it."""
     named = numbered(config)
     directory = Path(config.runs_dir) / str(named.run)
     # A primary configuration of the user's own gives every key.
@@ -260,14 +265,12 @@ def _with_earlier(
     if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
         world_size = place.world_size if place else None
         there = config_there(named, directory)
-        config, line = continued(config, there, given_by(typed), world_size)
-    elif config.init_from is not None and not goes_on:
-        config, line = begun_from(config, given_by(typed).__contains__)
-    else:
-        return config
-    if line is not None and (place is None or place.rank == 0):
-        print_line(line)
-    return config
+        if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
+            there = replace(there, data=replace(there.data, tokenizer=None))
+        return continued(config, there, given_by(typed), world_size)
+    if config.init_from is not None and not goes_on:
+        return begun_from(config, given_by(typed).__contains__)
+    return config, None
 
 
 def _checked(
@@ -292,8 +295,8 @@ def _refuse_launched(place: RankAssignment | None) -> None:
         )
 
 
-def _start(app: str, config: Config) -> int:
-    """Runs `app` with this process as the launcher of as many ranks as the layout has."""
+def _start(app: str, config: Config, line: str | None) -> int:
+    """Logs `line` and runs `app` with this process as the launcher of the layout's ranks."""
     number = HydraConfig.get().job.num if is_sweep() else None
     world_size = config.tp * config.pp * config.cp * (config.dp or 1)
     may_go_on = app in CAN_GO_ON
@@ -309,6 +312,8 @@ def _start(app: str, config: Config) -> int:
     with _time_limit(config):
         config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
         take_run(config, run_dir)
+    if line is not None:
+        print_line(line)
     return run_here(app, config, run_dir, world_size, device, in_sweep=is_sweep())
 
 

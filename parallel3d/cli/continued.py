@@ -9,17 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hydra import compose
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import MISSING, OmegaConf
 
 from parallel3d.config.checks.whole import with_derived_keys
 from parallel3d.config.fields import show
 from parallel3d.config.overrides import ALTERNATIVES, groups
-from parallel3d.config.schema import SECTIONS, Config
+from parallel3d.config.schema import SECTIONS, Config, conf_dir
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
@@ -61,7 +63,7 @@ class Given:
 
 
 def given_by(words: Sequence[str]) -> Given:
-    """Returns what overrides give. May be called in Hydra's job alone, as presets are composed."""
+    """Returns what overrides give."""
     names = {word: word.lstrip("+~").partition("=")[0].partition("@")[0] for word in words}
     chosen = [word.lstrip("+") for word, name in names.items() if name in groups()]
     keys = {f"{n}." if n in SECTIONS else n for n in names.values() if n not in groups()}
@@ -79,7 +81,10 @@ def _composed_over_nothing(words: list[str]) -> tuple[dict[str, Any], dict[str, 
     nothing: list[Any] = [{group: None} for group in groups() if group != EXPERIMENT]
     node = {"defaults": [*nothing, "_self_", {EXPERIMENT: None}]}
     ConfigStore.instance().store(name="given", node=node)
-    composed = compose("given", overrides=words, return_hydra_config=True)
+    where = str(conf_dir())  # but inside a job, whose --config-dir counts
+    inside_job = GlobalHydra.instance().is_initialized()
+    with nullcontext() if inside_job else initialize_config_dir(where, version_base="1.3"):
+        composed = compose("given", overrides=words, return_hydra_config=True)
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
     tree = OmegaConf.to_container(composed)
     assert isinstance(tree, dict) and isinstance(choices, dict)
