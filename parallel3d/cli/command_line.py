@@ -198,6 +198,7 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
 def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
     """Checks a composed configuration and runs it. Returns the exit code, after logging errors."""
     place: RankAssignment | None = None
+    line: str | None = None
     try:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)  # the schema's class
