@@ -39,6 +39,11 @@ def curve(run: Path) -> list[tuple[int, float, float, int]]:
     return [(r["step"], r["loss"], r["grad_norm"], r["tokens"]) for r in rows if "loss" in r]
 
 
+def evaluations(run: Path) -> dict[int, dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["valid"] for row in rows if "valid" in row}
+
+
 def final_weights(run: Path) -> dict[str, bytes]:
     with safe_open(run / "weights-final.safetensors", framework="numpy") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
@@ -56,6 +61,9 @@ def test_run_goes_on(shell: Shell) -> None:
     another layout, with its newest checkpoint damaged."""
     runs = shell.cwd / "runs"
     layout = ("tp=1", "dp=2", "zero=1", "optim.state=bf16", "optim.ema_decay=0.9")
+    sets = f"data.valid={{book:{shell.cwd / 'book.txt'}}}"
+    judged = (sets, "data.valid_fraction=0.05", "train.eval_every=2")
+    layout = (*layout, *judged)
     tokens = ("train.steps=null", "train.tokens=1000")  # of 32: five steps read 28 samples
     whole = train(shell, "run=whole", *layout, *tokens)
     assert whole.code == 0, whole
@@ -67,6 +75,8 @@ def test_run_goes_on(shell: Shell) -> None:
     assert rest.errors == ["parallel3d: run=mine goes on at step 4; changed: train.steps 3 → 6"]
     assert curve(runs / "mine") == curve(runs / "whole")
     assert final_weights(runs / "mine") == final_weights(runs / "whole")
+    ours, theirs = evaluations(runs / "mine"), evaluations(runs / "whole")
+    assert [*ours] == [0, 2, 3, 4, 6] and {step: ours[step] for step in theirs} == theirs
     kinds = ("parameter", "ema", "exp_avg", "exp_avg_sq")
     both = [read_full(runs / run / LAST, kinds) for run in ("mine", "whole")]
     assert {name.split("/")[0] for name in both[0]} == set(kinds)
@@ -87,7 +97,11 @@ def test_run_goes_on(shell: Shell) -> None:
 
     folder = runs / "mine" / "checkpoints"
     flip(folder / "step-00000006" / "rank-00001.safetensors")
-    plain = ("optim.state=fp32", "optim.ema_decay=null")  # what is not typed stays as it was
+    plain = (
+        *judged,
+        "optim.state=fp32",
+        "optim.ema_decay=null",
+    )  # what is not typed stays as it was
     moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", *plain, ranks=1)
     assert moved.code == 0, moved
     damaged, goes_on, dropped = moved.errors
