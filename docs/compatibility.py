@@ -52,6 +52,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optim.wsd_decay_steps": (2,),
     "optim.ema_decay": (0.99,),
     "train.tokens": (512,),
+    "train.batch_schedule": ({0: 4, 4: 8},),
     "train.epochs": (1.0,),
     "schedule.layers_per_stage": ([3, 1],),
     "precision.loss_scale": (1024.0,),
