@@ -38,6 +38,9 @@ def zero(stage: int, problem: Problem = GPT, *keys: tuple[str, Any], **way: Any)
 
 
 FIVE = replace(GPT, layers=5, steps=2)
+AVERAGED = replace(
+    FIVE, optim=(("ema_decay", 0.6), ("state", "bf16"), ("momentum", 0.9), ("clip_grad", 0.3))
+)
 
 
 def chunked(
@@ -67,12 +70,12 @@ CASES = {
         zero(3, replace(LLAMA, optimizer="sgd"), schedule="gpipe"),
         # Several chunks of a rank, and backwards that are whole where the schedule splits them.
         chunked(2, "interleaved"),
-        chunked(2, "zbv", EVERY),
+        chunked(2, "zbv", EVERY, problem=AVERAGED),
         chunked(2, "zb_h1", chunks=1),
         chunked(3, "interleaved", ("recompute", "full")),
         chunked(3, "interleaved_zb", problem=replace(LLAMA, layers=5)),
         chunked(3, "v_half", problem=replace(FIVE, tied=False)),
-        chunked(3, "zbv"),
+        chunked(3, "zbv", problem=replace(FIVE, optimizer="muon")),
         chunked(3, "zbv", ONCE, problem=replace(FIVE, precision="fp32")),
     ],
     (2, 1, 2): [
