@@ -138,7 +138,7 @@ def continued(
         return config, None
     more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""
     shown = f"{', '.join(changed[:MOST_SHOWN])}{more}"
-    line = f"run={config.run}: what is not typed is as at its last start: {shown}"
+    line = f"run={there.run}: what is not typed is as at its last start: {shown}"
     return with_keys(config, taken), line
 
 

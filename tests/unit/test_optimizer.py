@@ -17,7 +17,13 @@ from parallel3d.data_parallel.buckets import build_buckets
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, SegmentPart
+from parallel3d.parameters.sharding import (
+    Initializer,
+    ParameterSpec,
+    Segment,
+    SegmentPart,
+    ShardSpec,
+)
 from tests.distributed.cases import preset
 
 
@@ -48,6 +54,21 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
         ours.step(0.01 * step, grad_norm=1.0)
     for param, copy in zip(params, copies, strict=True):
         torch.testing.assert_close(param, copy, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_stage_that_is_frozen_wholly_keeps_its_bits_and_has_no_norm(name: str) -> None:
+    shard = ShardSpec("layers.0.mlp.up.weight", (4, 5), (0, 0), (4, 5))
+    spec = ParameterSpec((4, 5), (shard,), replicated=False)
+    param, grad = torch.randn(20), torch.randn(20)
+    before, parts = param.clone(), [SegmentPart("up", spec, 0, 20)]
+    segment = Segment(param, grad, param, True, False, False, parts)
+    optim = OptimConfig(name=name, weight_decay=0.5, clip_grad=0.1, freeze=["layers.0.*"])
+    optimizer = Optimizer(optim, [segment], SINGLE)
+    assert optimizer.squared_norm() == 0
+    optimizer.step(0.1, grad_norm=7.0)
+    torch.testing.assert_close(param, before, rtol=0, atol=0)
+    assert optimizer.updates == 1
 
 
 @pytest.mark.slow
