@@ -32,6 +32,7 @@ def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None
     pair(shell.cwd / "pair", 1)
     sets = f"data.valid={{web:{text},noise:{shell.cwd / 'pair'}}}"
     words = ("run=mine", sets, "train.eval_batches=null", "checkpoint.every=3")
+    words += ("optim.ema_decay=0.9",)
     every = ("train.eval_every=2", "data.valid_fraction=0.05")
     ended = train(shell, *words, *every, ranks=1)
     assert ended.code == 0, ended
@@ -41,7 +42,9 @@ def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None
     assert [row["step"] for row in evaluations] == [0, 2, 3]
     assert all(row["eval_loss"] > 0 for row in evaluations)
     last = evaluations[-1]["valid"]
-    assert list(last) == ["web", "noise"]
+    assert list(last) == ["web", "noise", "web/ema", "noise/ema"]
+    # The average lags behind what three steps have learned.
+    assert evaluations[0]["valid"]["web"]["loss"] > last["web/ema"]["loss"] > last["web"]["loss"]
     assert last["web"]["tokens"] == 53 * 9  # of 478 with the end of the text, all but the first
     assert last["web"]["perplexity"] == pytest.approx(math.exp(last["web"]["loss"]))
     summary = json.loads((run / "summary.json").read_text())
@@ -64,14 +67,16 @@ def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None
     tasks = shell.cwd / "tasks.jsonl"
     row = {"context": "3 bottles of", "choices": [" beer on the", "'wall"], "answer": 0}
     tasks.write_text(f"{json.dumps(row)}\n" * 3)
-    scored = shell.run(*PARALLEL3D, "eval", "run=mine", f"tasks={tasks}", "device=cpu", "tp=2")
+    of_average = ("run=mine", f"tasks={tasks}", "device=cpu", "weights=ema")
+    scored = shell.run(*PARALLEL3D, "eval", *of_average, "tp=2")
     assert scored.code == 0, scored
     assert scored.out.splitlines()[1].split()[:4] == ["task", "rows", "acc", "acc_norm"]
-    result = json.loads((run / "eval" / "tasks-step-3.json").read_text())
+    result = json.loads((run / "eval" / "tasks-step-3-ema.json").read_text())
+    assert result["weights"] == "ema"
     assert result["figures"]["tasks"]["rows"] == len(result["rows"]) == 3
-    launched = run_forked(shell, "eval", "run=mine", f"tasks={tasks}", "device=cpu", ranks=2)
+    launched = run_forked(shell, "eval", *of_average, ranks=2)
     assert launched.code == 0, launched
-    second = json.loads((run / "eval" / "tasks-step-3-2.json").read_text())
+    second = json.loads((run / "eval" / "tasks-step-3-ema-2.json").read_text())
     assert second["layout"]["dp"] == 2
     for name, figure in second["figures"]["tasks"].items():
         assert figure == pytest.approx(result["figures"]["tasks"][name], rel=1e-5), name

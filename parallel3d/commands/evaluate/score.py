@@ -197,7 +197,8 @@ def report(
         "figures": figures,
         "rows": [_scores(row, found) for row, found in pairs],
     }
-    print(f"run={config.run}, step {step}\n" + table(figures))
+    weights = ", weights=ema" if config.eval.weights == "ema" else ""
+    print(f"run={config.run}, step {step}{weights}\n" + table(figures))
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
     path = _new_file(config, step)
     with os.fdopen(no_link(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
