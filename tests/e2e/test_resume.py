@@ -60,7 +60,8 @@ def test_run_goes_on(shell: Shell) -> None:
     """Stopped half-way and started again: bit for bit the undisturbed run. Then longer, under
     another layout, with its newest checkpoint damaged."""
     runs = shell.cwd / "runs"
-    layout = ("tp=1", "dp=2", "zero=1", "optim.state=bf16", "optim.ema_decay=0.9")
+    optim = ("optim=muon", "optim.state=bf16", "optim.ema_decay=0.9")
+    layout = ("tp=1", "dp=2", "zero=1", *optim)
     sets = f"data.valid={{book:{shell.cwd / 'book.txt'}}}"
     judged = (sets, "data.valid_fraction=0.05", "train.eval_every=2")
     layout = (*layout, *judged)
@@ -77,12 +78,12 @@ def test_run_goes_on(shell: Shell) -> None:
     assert final_weights(runs / "mine") == final_weights(runs / "whole")
     ours, theirs = evaluations(runs / "mine"), evaluations(runs / "whole")
     assert [*ours] == [0, 2, 3, 4, 6] and {step: ours[step] for step in theirs} == theirs
-    kinds = ("parameter", "ema", "exp_avg", "exp_avg_sq")
+    kinds = ("parameter", "ema", "exp_avg", "exp_avg_sq", "momentum")
     both = [read_full(runs / run / LAST, kinds) for run in ("mine", "whole")]
     assert {name.split("/")[0] for name in both[0]} == set(kinds)
     assert all(torch.equal(tensor, both[1][name]) for name, tensor in both[0].items())
     types = {name.split("/")[0]: tensor.dtype for name, tensor in both[0].items()}
-    assert [types[k] for k in kinds] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert [types[k] for k in kinds] == [torch.float32] * 2 + [torch.bfloat16] * 3
     summary = json.loads((runs / "mine" / "summary.json").read_text())
     assert (summary["first_step"], summary["steps"], summary["status"]) == (4, STEPS, "finished")
 
@@ -91,9 +92,11 @@ def test_run_goes_on(shell: Shell) -> None:
         0,
         ["parallel3d: run=mine is finished: 6 steps are done; a larger train.steps goes on"],
     )
-    other = train(shell, "run=mine", "seed=7", "model.hidden_size=64", ranks=1)
+    words = ("seed=7", "model.hidden_size=64", "optim.name=adamw")
+    other = train(shell, "run=mine", *words, ranks=1)
     assert other.code == 2
-    assert "model.hidden_size is 32 there, now 64, seed is 1234 there, now 7" in other.err
+    assert "model.hidden_size is 32 there, now 64, optim.name is 'muon' there" in other.err
+    assert "now 'adamw', seed is 1234 there, now 7" in other.err
 
     folder = runs / "mine" / "checkpoints"
     flip(folder / "step-00000006" / "rank-00001.safetensors")
@@ -104,7 +107,8 @@ def test_run_goes_on(shell: Shell) -> None:
     )  # what is not typed stays as it was
     moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", *plain, ranks=1)
     assert moved.code == 0, moved
-    damaged, goes_on, dropped = moved.errors
+    kept_keys, damaged, goes_on, dropped = moved.errors
+    assert kept_keys.endswith("is as at its last start: optim.name=muon, optim.momentum=0.95")
     assert "optim.state bf16 → fp32" in goes_on and "optim.ema_decay 0.9 → None" in goes_on
     assert dropped == "parallel3d: optim.ema_decay=null: the average of the weights is dropped"
     assert "is not what was written: it is now damaged-step-00000006, and the" in damaged
