@@ -7,15 +7,24 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, processors
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.evaluate.command import eval_config
 from parallel3d.commands.evaluate.rows import Likelihood, Row, encode_pair, figures_of, read_rows
-from parallel3d.commands.evaluate.score import Request, batches_of, requests_of, table
+from parallel3d.commands.evaluate.score import (
+    Request,
+    batches_of,
+    requests_of,
+    scores_of,
+    table,
+)
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import ModelConfig
 from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
+from parallel3d.models.transformer import blank_stage
 from tests.unit.test_validation import TEXT, byte_level
 
 BAD = (
@@ -119,6 +128,15 @@ def test_figures() -> None:
         "-0.8000",
         "2.2255",
     ]
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    config, groups = Config(model=ModelConfig(num_layers=1), dp=1, run="a"), ProcessGroups.single()
+    stage = blank_stage(config, groups, torch.device("cpu"))
+    with torch.no_grad():
+        stage.head.norm.weight.fill_(math.nan)
+    with pytest.raises(UserError, match=r"not finite; give step="):
+        scores_of([Request(0, 0, [1, 2, 3], 1)], stage, groups, config)
 
 
 def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,10 @@ def evaluate(config: Config, worker: Worker) -> None:
 def scores_of(
     requests: Sequence[Request], stage: Stage, groups: ProcessGroups, config: Config
 ) -> dict[tuple[int, int], Likelihood]:
-    """Returns the likelihood of each (row, choice), on every rank; collective."""
+    """Returns the likelihood of each (row, choice), on every rank; collective.
+
+    Raises UserError, on all ranks alike, for weights that give no numbers.
+    """
     mine: list[tuple[int, int, Likelihood]] = []
     for number, batch in enumerate(batches_of(requests, config.eval.batch_tokens)):
         if number % groups.dp.size == groups.dp.index:
@@ -77,7 +81,13 @@ def scores_of(
             mine += [(r.row, r.choice, f) for r, f in zip(batch, found, strict=False)]
     own, device = mine if groups.tp.index == 0 else [], next(stage.parameters()).device
     everyones = all_gather_json(own, groups.world.handle, device)
-    return {(row, k): Likelihood(*found) for part in everyones for row, k, found in part}
+    scores = {(row, k): Likelihood(*found) for part in everyones for row, k, found in part}
+    if not all(math.isfinite(one.total) for one in scores.values()):
+        raise UserError(
+            f"run={config.run}: the weights of this checkpoint give log-likelihoods that are not "
+            "finite; give step= of an earlier one"
+        )
+    return scores
 
 
 def requests_of(rows: Sequence[Row], tokenizer: Tokenizer, config: Config) -> list[Request]:
