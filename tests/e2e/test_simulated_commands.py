@@ -20,7 +20,8 @@ sys.exit(main())
 """
 DEVICE = "device=simulated"
 LLAMA = ("model=llama_tiny", *TINY, "model.num_query_groups=2", "model.ffn_hidden_size=48", DEVICE)
-TRAIN = ("train.steps=2", "checkpoint.every=2", "tp=2")
+TRAIN = ("train.steps=2", "checkpoint.every=1", "tp=2")
+ROW = '{"context": "a", "choices": ["b", "c"], "answer": 0}'
 BENCH = ("dp=2", "bench.budget_s=0.1", "bench.sizes=[4096]", "bench.iterations=1", "bench.warmup=0")
 
 
@@ -42,6 +43,8 @@ COMMANDS = {
         ("calibrate.file=here.yaml", "calibrate.passes=1", DEVICE), "here.yaml", 2
     ),
     "generate": Command(("run=mine", "generate.max_tokens=2", "prompt=the", "tp=2", DEVICE), "the"),
+    "eval": Command(("run=mine", "tasks=rows.jsonl", DEVICE), "acc_norm"),
+    "report": Command(("run=mine",), "report.html"),
     "topology": Command(("tp=2", DEVICE), "placement"),
     "schedule": Command(("pp=2", DEVICE), "1f1b"),
     "plan": Command((*LLAMA, "cluster=dgx_h100", "cluster.nodes=1"), "tp"),
@@ -50,6 +53,8 @@ COMMANDS = {
     "checkpoint verify": Command(("run=mine",), "step-00000002  whole"),
     "checkpoint export": Command(("run=mine", "to=exported"), "exported"),
     "checkpoint import": Command(("from=exported", "run=taken", *LLAMA[1:]), "taken"),
+    "checkpoint branch": Command(("mine@2", "run=cooled"), "cooled"),
+    "checkpoint average": Command(("run=mine", "last=2"), "mine-average"),
     "checkpoint diff": Command(("mine", "mine@2"), "21 of them equal"),
     "data train-tokenizer": Command(("input=book.txt", "vocab_size=300", "to=tok.json"), "tok"),
     "data tokenize": Command(("input=book.txt", "tokenizer=tok.json", "to=corpus"), "corpus"),
@@ -72,6 +77,7 @@ def run(shell: Shell, name: str, command: Command) -> Ended:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
     """What each of them said, in one directory."""
     shell = Shell(tmp_path_factory.mktemp("commands"), tmp_path_factory.mktemp("scratch"))
+    (shell.cwd / "rows.jsonl").write_text(ROW)
     try:
         yield {name: run(shell, name, command) for name, command in COMMANDS.items()}
     finally:
