@@ -268,5 +268,6 @@ def test_taken_run_is_refused_once_under_slurm(shell: Shell) -> None:
     results = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert [code for *_, code in results] == [2, 2]
     said = [line for _, err, _ in results for line in err.splitlines()]
-    assert said == ["parallel3d: run=mine: runs/mine exists and is not a run directory."]
+    refusal = "run=mine: runs/mine exists and is not a run directory: choose another run=."
+    assert said == [f"parallel3d: {refusal}"]
     assert list(Path(taken).iterdir()) == []
