@@ -156,9 +156,13 @@ def _own_file(error: BaseException | str, text: str, overrides: Sequence[str]) -
     where = re.search(r"In '([^']+/[^']+)': (.*)", text, re.DOTALL)
     if where:
         group, file, said = where[1].partition("/")[0], f"{where[1]}.yaml", where[2]
-        if f"Key '{group}' not in 'Config'" in said:
-            return f"{file} must begin with the line: # @package _global_"
-        if unknown := re.match(r"Could not override '([^']*)'", said):
+        unknown = re.match(r"Could not override '([^']*)'", said)
+        if f"Key '{group}' not in 'Config'" in said or (unknown and "@" in unknown[1]):
+            return (
+                f"{file}: its first line must be '# @package _global_', as those of all "
+                "experiments; give comments below it."
+            )
+        if unknown:
             hint = nearest_hint(unknown[1], groups())
             return f"{file}: override {unknown[1]} must be of {', '.join(groups())}{hint}."
         reason = _one_line(said.partition("config:")[2] or said)
@@ -196,12 +200,6 @@ def _unknown_key(text: str) -> str | None:
     if not found:
         return None
     name = found[1]
-    file = re.search(r"In '(experiment/[^']+)'", text)
-    if file and "@" in name:
-        return (
-            f"{file[1]}.yaml: its first line must be '# @package _global_', as those of all "
-            f"experiments, to override {name.partition('@')[0]}; give comments below it."
-        )
     typed = re.search(rf"use \+{re.escape(name)}=(.*)", text)
     return unknown_key(name, typed[1].strip() if typed else None)
 

@@ -213,7 +213,7 @@ OWN_FILES = {
     "group": ("defaults: [override /modle: gpt_tiny]", "override modle must be of cluster, data"),
     "preset": ("defaults: [override /model: gpt_tony]", "the nearest is model=gpt_tiny"),
     "twice": ("defaults: [/model: llama_tiny]", "must be written: override /model: "),
-    "package": ("", "experiment/package.yaml must begin with the line: # @package _global_"),
+    "package": ("", "experiment/package.yaml: its first line must be '# @package _global_'"),
 }
 
 
