@@ -31,6 +31,8 @@ from parallel3d.trainer import Trainer
 
 
 class RandomTokens:
+    seq_length = 256
+
     def sample(self, i: int) -> Sample:
         rng = np.random.default_rng(i)
         return Sample(rng.integers(0, 256, 257), np.ones(256, dtype=bool))
