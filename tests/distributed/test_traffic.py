@@ -135,7 +135,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.schedule.layers_per_stage = changes.get("layers_per_stage")
     config.schedule.name, config.vpp = changes.get("schedule", "1f1b"), changes.get("vpp", 1)
     config.schedule.slices = changes.get("slices")
-    config.optim.name = changes.get("optim", "adamw")
+    config.optim.name, config.optim.momentum = changes.get("optim", "adamw"), 0.9
     return config
 
 

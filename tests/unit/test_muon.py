@@ -11,6 +11,7 @@ from benchmarks.plan_dryrun import configured
 from parallel3d.comm.group import SINGLE
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.commands.plan import plan
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.parameters import full_shapes_of
 from parallel3d.config.schema import OptimConfig
 from parallel3d.errors import UserError
@@ -106,7 +107,7 @@ def test_homes_are_balanced_by_work_and_alike_whatever_the_order() -> None:
 def test_a_dry_run_sends_what_is_listed_and_keeps_a_momentum_instead_of_moments(zero: int) -> None:
     keys = {"model": "llama_1b", "layers": 2, "tp": 2, "dp": 2, "zero": zero}
     config = configured(keys | {"global_batch_size": 4, "micro_batch_size": 1})
-    config.optim.name = "muon"
+    config.optim.name, config.optim.momentum = "muon", 0.95
     facts, layout = find_facts(config), layout_of(config)
     sent = dict.fromkeys(facts["groups"], 0.0)
     for t in transfers(config, layout, 0, 0):
@@ -124,6 +125,14 @@ def test_a_dry_run_sends_what_is_listed_and_keeps_a_momentum_instead_of_moments(
 
 def test_plan_refuses_what_it_cannot_price() -> None:
     config = configured({"model": "llama_1b"})
-    config.optim.name = "muon"
+    config.optim.name, config.optim.momentum = "muon", 0.95
     with pytest.raises(UserError, match=r"optim\.name=muon must be .*the nearest is"):
         plan(config, [])
+
+
+def test_muon_without_momentum_is_refused() -> None:
+    """As by `optim.name=muon` alone, where `optim=muon` sets it."""
+    config = configured({"model": "llama_1b"})
+    config.optim.name = "muon"
+    with pytest.raises(UserError, match=r"momentum=0\.0 must be .*the nearest is optim=muon"):
+        check_config(config, own_samples=True)

@@ -136,6 +136,11 @@ def check_validation(config: Config) -> None:
 def check_learning_rate(config: Config) -> None:
     """Checks rate, warm-up and decay against each other; raises UserError."""
     optim = config.optim
+    if optim.name == "muon" and optim.momentum == 0:
+        raise UserError(
+            f"optim.momentum={show(optim.momentum)} must be above 0 with optim.name=muon; the "
+            f"nearest is optim=muon, which sets 0.95."
+        )
     if optim.min_lr > optim.lr:
         raise UserError(
             f"optim.min_lr={show(optim.min_lr)} must be at most optim.lr={show(optim.lr)}; the "
