@@ -88,7 +88,7 @@ def train(config: Config, worker: Worker) -> None:
     checkpoints = Checkpoints(config, worker.run_dir, groups, print_line)
     first_step = checkpoints.restore(trainer)
     if config.train.eval_only:
-        evaluate_only(trainer, worker)
+        evaluate_only(trainer, worker, checkpoints.resumed)
         groups.close()
         watchdog.stop()
         return
@@ -305,7 +305,7 @@ def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
     return eval_loss, of_parts, of_sets
 
 
-def evaluate_only(trainer: Trainer, worker: Worker) -> None:
+def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
     """Evaluates the restored checkpoint and appends the figures to EVALUATIONS; collective.
 
     metrics.jsonl, summary.json and checkpoints are those of the training and stay as they are.
@@ -314,7 +314,7 @@ def evaluate_only(trainer: Trainer, worker: Worker) -> None:
         UserError: the run has no checkpoint, or nothing to evaluate.
     """
     config = trainer.config
-    if not trainer.steps_done:
+    if not is_restored:
         raise UserError(
             f"train.eval_only=true needs a checkpoint, and run={config.run} has none: train it "
             "with checkpoint.every=… first, or give another run="
