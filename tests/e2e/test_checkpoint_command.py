@@ -207,6 +207,10 @@ def test_an_imported_run_trains_on_under_another_layout(
     assert checkpoint(["import", "from=hf", "run=on", *words, "train.eval_batches=0"]) == 0
     command = capsys.readouterr().out.split()
     assert command[:2] == ["parallel3d", "train"]
+    evaluated = run_forked(
+        trained, "train", "run=on", "train.eval_only=true", "train.eval_batches=1"
+    )
+    assert evaluated.code == 0 and "eval 0/2" in evaluated.err + evaluated.out, evaluated
     ended = run_forked(trained, *command[1:])  # one process, where mine had tp=2
     assert ended.code == 0, ended
     assert "goes on at step 1" in ended.err + ended.out

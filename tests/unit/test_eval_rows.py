@@ -37,6 +37,9 @@ BAD = (
     ('{"context": "a", "choices": ["b", ""], "answer": 0}', "at least two texts"),
     ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "answer=2 must be the number"),
     ('{"context": "a", "choices": ["b", "b"], "answer": "b"}', "from 0 to 1, or its text"),
+    ('{"context": "a", "continuation": "\\ud83d"}', "half of a pair of surrogates"),
+    ('{"context": "a", "continuation": "b", "task": "x\\u001b[31m"}', "must be a name of one line"),
+    ('{"context": "a", "continuation": "b", "task": null}', "must be a name of one line"),
     ("\n\n", "has no rows"),
 )
 
@@ -86,6 +89,8 @@ def test_tokens_are_split_as_the_harness_splits_them(with_bos: bool, tmp_path: P
         assert first == len(theirs.encode(bare).ids)
     alone = theirs.encode(TEXT, add_special_tokens=False).ids
     assert encode_pair(tokenizer, "", TEXT) == ([tokenizer.eot, *alone], 1)
+    blank = theirs.encode("  and", add_special_tokens=False).ids
+    assert encode_pair(tokenizer, "  ", "and") == ([tokenizer.eot, *blank], 1)  # nothing before it
     assert encode_pair(tokenizer, "", f"<|endoftext|>{TEXT}") == ([tokenizer.eot, *alone], 1)
 
 

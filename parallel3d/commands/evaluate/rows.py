@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +52,11 @@ def _row(line: bytes, task: str, place: str) -> Row:
         raise UserError(f"{place} is no JSON ({plain(str(error))}): {HOW}") from None
     if not isinstance(row, dict) or not isinstance(row.get("context"), str):
         raise UserError(f"{place} has no text under context: {HOW}")
-    task = str(row.get("task", task))
+    task = row.get("task", task)
+    if not (isinstance(task, str) and task.isprintable()):
+        raise UserError(f"{place}: task={plain(show(task))} must be a name of one line; give one")
+    if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+        raise UserError(f"{place} has half of a pair of surrogates, which is no text: {HOW}")
     if "choices" not in row:
         if not (isinstance(row.get("continuation"), str) and row["continuation"]):
             raise UserError(f"{place} has neither choices nor a continuation: {HOW}")
@@ -77,14 +83,15 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 
     As lm-evaluation-harness has it: blanks at the context's end belong to the continuation, both
     are tokenized together and split where the context's own tokens end. Tokens that the tokenizer
-    puts before every text stand before the context; an empty one is the token that begins a text.
+    puts before every text stand before the context; one without text is the token that begins a
+    text.
     """
-    if not context:
+    bare = context.rstrip()
+    continuation = context[len(bare) :] + continuation
+    if not bare:
         tokens = _encoded(tokenizer, continuation)
         begin = tokenizer.begin[:1]
         return (tokens if tokens[:1] == begin else begin + tokens), 1
-    bare = context.rstrip()
-    continuation = context[len(bare) :] + continuation
     whole, first = (
         _with_prefix(tokenizer, _encoded(tokenizer, t)) for t in (bare + continuation, bare)
     )
