@@ -367,6 +367,9 @@ def _syntax(text: str, override: str | None) -> str | None:
         return unknown_key(left.strip("+~"), _one_line(value))
     elif key is not None and key.kind in (bool, int, float):
         return _not_allowed(_one_line(typed), key)
+    elif key is not None and value.startswith("{"):
+        plain = value.replace('"', "").replace("'", "")
+        advice = f"names in braces stand without quotes, the nearest is '{left}={plain}'"
     else:
         plain = value.replace('"', "").replace("'", "")
         advice = f"a value with special characters is quoted twice, as '{left}=\"{plain}\"'"

@@ -63,6 +63,10 @@ BAD = [
     ("=3", ["=3 is not of the form KEY=VALUE", "tp=3."]),
     ("tp==2", ["tp==2", "KEY=VALUE", "nearest is tp=2."]),
     ("tp=2 pp=2", ["KEY=VALUE", "tp=2 pp=2 without quotes"]),
+    (
+        'optim.groups={"*":{lr_mult:2}}',
+        ["without quotes", "nearest is 'optim.groups={*:{lr_mult:2}}'"],
+    ),
     ("data.path=a=b", ["data.path=a=b", "KEY=VALUE", "'data.path=\"a=b\"'"]),
     ("data.path='a", ["data.path='a", "KEY=VALUE", "'data.path=\"a\"'"]),
     ("tp=1,2", ["tp=1,2", "--multirun", "tp=[1,2]"]),

@@ -118,6 +118,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     for config, words in (
         (Config(data=DataConfig(valid={"a": 3})), "must give a prefix of a pair or text"),
         (Config(data=DataConfig(valid={"a b": "x"})), "the nearest is a_b"),
+        (Config(data=DataConfig(valid={0: "x"})), "the nearest is set_0"),
         (Config(train=TrainConfig(eval_only=True)), "stand beside run="),
         (Config(run="a", train=TrainConfig(eval_only=True, eval_batches=0)), "eval_batches=null"),
     ):

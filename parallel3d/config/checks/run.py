@@ -117,6 +117,7 @@ def check_validation(config: Config) -> None:
             )
         if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
             close = re.sub(r"[^\w.-]+", "_", str(name)).strip("_") or "set"
+            close = close if isinstance(name, str) else f"set_{close}"  # YAML reads 0 as a number
             raise UserError(
                 f"data.valid: the name {show(name)} must be of letters, digits, -, _ and dots, as "
                 f"loggers show it; the nearest is {close}."
