@@ -253,8 +253,11 @@ def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
     return 0, failure.time
 
 
-# Subcommands that a signal stops at the end of a step; it ends the others at once.
-STOPPABLE = ("train",)
+def has_steps(app: str, config: Config) -> bool:
+    """Returns whether a signal stops a run at the end of a step; it ends others at once."""
+    return app == "train" and not config.train.eval_only
+
+
 # Counts ranks with a user error: the first one logs it.
 USER_ERRORS_KEY = "parallel3d/user_errors"
 # Our launcher's signal to end ranks at once. SIGTERM would ask them to save and stop.

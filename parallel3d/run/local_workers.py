@@ -37,9 +37,9 @@ from parallel3d.run.failure import (
     END_SIGNAL,
     EXIT_ALREADY_REPORTED,
     EXIT_COMMAND_RESULT,
-    STOPPABLE,
     RankFailure,
     code_of_stop,
+    has_steps,
     report_end,
 )
 from parallel3d.run.launch import within
@@ -342,7 +342,7 @@ def _take_threads(wanted: dict[str, str]) -> None:
 def _local_ranks(
     app: str, config: Config, run_dir: Path, count: int, live: Callable[[int, int], int]
 ) -> LocalRanks:
-    if app not in STOPPABLE:
+    if not has_steps(app, config):
         return LocalRanks(count, live)
     restarts = Restarts(run_dir, config.recovery.max_restarts, print_line)
 

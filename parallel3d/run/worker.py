@@ -29,8 +29,8 @@ from parallel3d.run.directory import discard_unused
 from parallel3d.run.failure import (
     END_SIGNAL,
     EXIT_COMMAND_RESULT,
-    STOPPABLE,
     code_of_stop,
+    has_steps,
     leave,
     report_end,
     report_failure,
@@ -96,7 +96,7 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
         from torch.distributed import HashStore
     worker = Worker(0, 0, 1, 1, run_dir, "local")
     with kept_handlers():
-        if app in STOPPABLE:
+        if has_steps(app, config):
             worker.stop.install()
         try:
             worker.device = device_of_rank(kind, worker.local_rank)
@@ -142,7 +142,7 @@ def run_joined(app: str, config: Config, place: RankAssignment, kind: str) -> in
         phase=f"connecting to rank 0 at {place.master_addr}:{place.master_port}",
     )
     store: Store | None = None
-    if app in STOPPABLE:
+    if has_steps(app, config):
         worker.stop.install()
     try:
         store = rendezvous(config, place)
@@ -177,7 +177,7 @@ def local_worker_main(
         "local",
         phase="rendezvous with the other ranks",
     )
-    if app in STOPPABLE:
+    if has_steps(app, config):
         worker.stop.second_interrupts = False  # the launcher counts them
         worker.stop.lost_terminal = lost_terminal
         worker.stop.install(ASKING)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from parallel3d.run.local_workers import LocalRanks, Stopped
+from parallel3d.config.schema import Config
+from parallel3d.run.local_workers import LocalRanks, Stopped, _local_ranks
 from parallel3d.run.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -77,3 +79,10 @@ def test_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
     with pytest.raises(Stopped):
         launcher._ask_to_stop(INT, None)
     assert launcher.handed_on == [TERM, INT]
+
+
+def test_an_evaluation_alone_ends_at_once() -> None:
+    config = Config()
+    assert _local_ranks("train", config, Path(), 2, lambda *_: 0).grace_s == config.launch.grace_s
+    config.train.eval_only = True  # no step ends there
+    assert _local_ranks("train", config, Path(), 2, lambda *_: 0).grace_s is None
