@@ -153,7 +153,7 @@ def explain_override_error(error: BaseException | str, overrides: Sequence[str] 
 
 def _own_file(error: BaseException | str, text: str, overrides: Sequence[str]) -> str | None:
     """Explains what a preset of the user's own says wrongly, by its file."""
-    where = re.search(r"In '([^']+/[^']+)': (.*)", text, re.DOTALL)
+    where = re.search(r"In '(?!hydra/)([^']+/[^']+)': (.*)", text, re.DOTALL)
     if where:
         group, file, said = where[1].partition("/")[0], f"{where[1]}.yaml", where[2]
         unknown = re.match(r"Could not override '([^']*)'", said)
