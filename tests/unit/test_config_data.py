@@ -38,11 +38,6 @@ def config(**changes: Any) -> Config:
             "changes their scale in between; the nearest is precision=bf16, or ddp.comm_hook=bf16.",
         ),
         (
-            {"zero": 3, "compile": True},
-            "compile=true compiles blocks whose parameters stay where they are, and zero=3 gathers "
-            "and frees them; the nearest is zero=1, or compile=false.",
-        ),
-        (
             {"zero": 2, "ddp__bucket_order": "measured"},
             "ddp.bucket_order=measured orders gradient buckets, and zero=2 has none; the nearest "
             "is ddp.bucket_order=model.",

@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.plan_dryrun import configured
 from parallel3d.comm.group import SINGLE
-from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.commands.plan import plan
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.parameters import full_shapes_of
@@ -23,11 +22,9 @@ from parallel3d.muon import Muon, newton_schulz
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
 from parallel3d.topology.layout import layout_of
+from tests.unit.dry_runs import dry_runs
 
-BAND = (
-    0.68,
-    1.14,
-)  # where the rounds leave singular values above 1 % of the norm
+BAND = (0.68, 1.14)  # where the rounds leave singular values above 1 % of the norm
 
 
 def by_singular_values(update: torch.Tensor) -> torch.Tensor:
@@ -103,24 +100,27 @@ def test_homes_are_balanced_by_work_and_alike_whatever_the_order() -> None:
     assert len(work) == 6 and max(work.values()) < 1.1 * sum(work.values()) / 6
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_a_dry_run_sends_what_is_listed_and_keeps_a_momentum_instead_of_moments(zero: int) -> None:
-    keys = {"model": "llama_1b", "layers": 2, "tp": 2, "dp": 2, "zero": zero}
-    config = configured(keys | {"global_batch_size": 4, "micro_batch_size": 1})
-    config.optim.name, config.optim.momentum = "muon", 0.95
-    facts, layout = find_facts(config), layout_of(config)
-    sent = dict.fromkeys(facts["groups"], 0.0)
-    for t in transfers(config, layout, 0, 0):
-        sent[t.dim] += wire_bytes(t, group_size(t.dim, layout))
-    assert {name: group["bytes_sent"] for name, group in facts["groups"].items()} == pytest.approx(
-        sent
-    )
-    shapes = full_shapes_of(config.model).items()
-    hidden = sum(math.prod(shape) for name, shape in shapes if is_hidden(name, len(shape)))
-    rest = parameter_count(config.model) - hidden
-    expected = (4 * hidden + 8 * rest) / config.tp / (1 + zero)
-    assert facts["live_bytes"]["optimizer"] == pytest.approx(expected, rel=0.03)
-    assert facts["parts"]["optimizer"]["flops"] > 0
+def test_a_dry_run_sends_what_is_listed_and_keeps_a_momentum_instead_of_moments() -> None:
+    keys = {"model": "llama_1b", "layers": 2, "tp": 2, "dp": 2}
+    configs = [
+        configured(keys | {"zero": zero, "global_batch_size": 4, "micro_batch_size": 1})
+        for zero in (0, 1)
+    ]
+    for config in configs:
+        config.optim.name, config.optim.momentum = "muon", 0.95
+    for config, facts in zip(configs, dry_runs(configs), strict=True):
+        layout = layout_of(config)
+        sent = dict.fromkeys(facts["groups"], 0.0)
+        for t in transfers(config, layout, 0, 0):
+            sent[t.dim] += wire_bytes(t, group_size(t.dim, layout))
+        found = {name: group["bytes_sent"] for name, group in facts["groups"].items()}
+        assert found == pytest.approx(sent)
+        shapes = full_shapes_of(config.model).items()
+        hidden = sum(math.prod(shape) for name, shape in shapes if is_hidden(name, len(shape)))
+        rest = parameter_count(config.model) - hidden
+        expected = (4 * hidden + 8 * rest) / config.tp / (1 + config.zero)
+        assert facts["live_bytes"]["optimizer"] == pytest.approx(expected, rel=0.03)
+        assert facts["parts"]["optimizer"]["flops"] > 0
 
 
 def test_plan_refuses_what_it_cannot_price() -> None:

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 import parallel3d
 from parallel3d.cli.command_line import main
-from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.commands.recipes import recipe
 from parallel3d.commands.toy_defaults import toy_defaults
 from parallel3d.config.checks.whole import check_config
@@ -22,6 +21,7 @@ from parallel3d.config.overrides import left_open, presets
 from parallel3d.config.schema import conf_dir
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_stage
+from tests.unit.dry_runs import dry_runs
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECIPES = presets("experiment")
@@ -162,7 +162,8 @@ def test_the_page_has_each_recipe_for_gpus_and_each_fits() -> None:
 @pytest.mark.slow
 def test_a_row_of_the_page_is_what_a_dry_run_gives() -> None:
     made, name = runpy.run_path(str(DOCS / "recipes.py")), "gpt2_124m_sft"
-    cells = made["counted"](name, CONFIGS[name]) + made["estimated"](find_facts(CONFIGS[name]))
+    (facts,) = dry_runs([CONFIGS[name]])
+    cells = made["counted"](name, CONFIGS[name]) + made["estimated"](facts)
     assert made["line"](cells) in (DOCS / "recipes.md").read_text("utf-8")
 
 
