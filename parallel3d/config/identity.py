@@ -90,9 +90,7 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     common = sorted(old.keys() & new.keys())
     if here.train.eval_only:
         common = [key for key in common if key != "seed" and not key.startswith("data.")]
-    return [
-        ConfigChange(key, old[key], new[key]) for key in common if not _same(old[key], new[key])
-    ]
+    return [ConfigChange(key, old[key], new[key]) for key in common if not same(old[key], new[key])]
 
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
 def first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> ConfigChange | None:
     """Returns the first key with another value; `theirs` came as JSON."""
     both = ((key, value, ours.get(key)) for key, value in theirs.items())
-    return next((ConfigChange(*each) for each in both if not _same(*each[1:])), None)
+    return next((ConfigChange(*each) for each in both if not same(*each[1:])), None)
 
 
 def refused(found: list[ConfigChange]) -> list[ConfigChange]:
@@ -157,14 +155,14 @@ def _fits(key: str, rule: str) -> bool:
     return key.startswith(rule) if rule.endswith(".") else key == rule
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Compares values, one of which came from JSON: as lists, and with text as keys."""
     sequences = (list, tuple)
     if isinstance(a, sequences) and isinstance(b, sequences):
         return list(a) == list(b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         left, right = {str(k): v for k, v in a.items()}, {str(k): v for k, v in b.items()}
-        return left.keys() == right.keys() and all(_same(v, right[k]) for k, v in left.items())
+        return left.keys() == right.keys() and all(same(v, right[k]) for k, v in left.items())
     return a == b
 
 

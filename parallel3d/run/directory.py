@@ -174,7 +174,7 @@ def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not _is_outside_identity(key)
+        if not identity.same(old.get(key), new.get(key)) and not _is_outside_identity(key)
     ]
 
 

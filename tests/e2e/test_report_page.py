@@ -174,8 +174,11 @@ def test_a_single_run_that_goes_on_and_a_file_of_somebody_else(
     assert "<td>running</td>" in page and "What differs" not in page
     assert answer(shell, capfd, "report", "run=resumed").code == 0  # over its own
     (shell.cwd / "mine.html").write_text("<p>mine</p>")
+    summary = runs / "<whole>" / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"parameters": "x"}))
     for words, said in (
         (("run=resumed", "to=mine.html"), "was not written by parallel3d report"),
+        (("run=<whole>",), "run=<whole> has a file that is not as a run writes it"),
         (("run=resumd",), "the nearest is run=resumed"),
         (("run=resumed", "runs_dir=nowhere"), "give the folder that does"),
         (("to=a.html",), "report needs run=…"),

@@ -17,6 +17,7 @@ from parallel3d import files
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
 from parallel3d.commands.checkpoint.listing import run_names
 from parallel3d.config.checks.run import check_plain, check_run_name
+from parallel3d.config.run import TrainConfig
 from parallel3d.config.schema import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably
@@ -141,6 +142,9 @@ def test_what_is_watched_is_no_difference(tmp_path: Path) -> None:
     here = config(tmp_path)
     there = dataclasses.replace(here, runs_dir="x", logger=LoggerConfig(project="y"), run="z")
     assert differences(here, there) == []
+    by_text = TrainConfig(batch_schedule={"0": 8})  # as a checkpoint's JSON has it
+    by_number = dataclasses.replace(here, train=TrainConfig(batch_schedule={0: 8}))
+    assert differences(dataclasses.replace(here, train=by_text), by_number) == []
     data = dataclasses.replace(here.data, path="p")
     assert differences(here, dataclasses.replace(there, data=data)) == [("data.path", None, "p")]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from parallel3d.commands.verbs import HELP, Verb, parse, refusing, verb_help
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.files import plain
 from parallel3d.topology.assumptions import check_free, write
 
 REPORT = "report"
@@ -43,10 +44,25 @@ def report(arguments: Sequence[str]) -> int:
     to = given.get("to", "report.html")
     check_free("to", to, MARK, MADE_BY)
     from parallel3d.commands.report.page import page_of
-    from parallel3d.commands.report.reading import read_run
+    from parallel3d.commands.report.reading import DAMAGED, RunRecord, read_run
+
+    folder = Path(given.get("runs_dir", Config().runs_dir))
+
+    def read(name: str) -> RunRecord:
+        try:
+            run = read_run(folder, name)
+            page_of([run], MARK)
+        except UserError:
+            raise
+        except DAMAGED as error:
+            raise UserError(
+                f"report: run={name} has a file that is not as a run writes it "
+                f"({plain(repr(error))}): mend it, or give other runs"
+            ) from None
+        return run
 
     with refusing(REPORT):
-        runs = [read_run(Path(given.get("runs_dir", Config().runs_dir)), name) for name in names]
+        runs = [read(name) for name in names]
         page = page_of(runs, MARK)
     write("to", to, page)
     width = max(map(len, names))
