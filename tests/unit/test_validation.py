@@ -17,7 +17,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.identity import changes, refused
 from parallel3d.config.run import TrainConfig
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import ModelConfig
+from parallel3d.config.sections import ModelConfig, OptimConfig
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import part_of, sources_of
 from parallel3d.data.tokenizer import open_tokenizer
@@ -119,6 +119,12 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         (Config(data=DataConfig(valid={"a": 3})), "must give a prefix of a pair or text"),
         (Config(data=DataConfig(valid={"a b": "x"})), "the nearest is a_b"),
         (Config(data=DataConfig(valid={0: "x"})), "the nearest is set_0"),
+        (
+            Config(
+                data=DataConfig(name="blend", blend={"ema": 1}), optim=OptimConfig(ema_decay=0.9)
+            ),
+            "no part named ema",
+        ),
         (Config(train=TrainConfig(eval_only=True)), "stand beside run="),
         (Config(run="a", train=TrainConfig(eval_only=True, eval_batches=0)), "eval_batches=null"),
     ):

@@ -122,6 +122,11 @@ def check_validation(config: Config) -> None:
                 f"data.valid: the name {show(name)} must be of letters, digits, -, _ and dots, as "
                 f"loggers show it; the nearest is {close}."
             )
+    if config.optim.ema_decay is not None and "ema" in (config.data.blend or {}):
+        raise UserError(
+            "data.blend must have no part named ema beside optim.ema_decay, whose held-out loss "
+            "has that name; the nearest is ./ema."
+        )
     if config.train.eval_only and config.run is None:
         raise UserError(
             "train.eval_only=true evaluates a checkpoint, so it must stand beside run=, which is "
