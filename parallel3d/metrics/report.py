@@ -72,7 +72,8 @@ def length_words(config: Config, windows: int | None = None) -> str:
     """Returns the length of the run in steps and tokens, and epochs of `windows` samples."""
     steps = config.train_steps
     samples = config.batch_sizes.samples(steps)
-    text = f"{steps:,} steps · {si(samples * config.model.seq_length)} tokens"
+    tokens = si(samples * config.model.seq_length).rstrip()  # without a prefix it ends in a blank
+    text = f"{steps:,} steps · {tokens} tokens"
     return text if windows is None else f"{text} · {samples / windows:.3g} epochs"
 
 
