@@ -72,7 +72,7 @@ class World:
         book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
         self.cases = {n: c for n, c in cases(str(book)).items() if n in self.only or not self.only}
         self._make_templates(book)
-        directory._typed = remembered(directory._typed)
+        directory.typed_config = remembered(directory.typed_config)
         stage = self.stage("counting")
         for name, case in self.cases.items():
             self.lay(stage, case)

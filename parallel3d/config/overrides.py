@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-from yaml.error import MarkedYAMLError
-
 from parallel3d.config.fields import (
     Key,
     all_keys,
@@ -102,6 +99,8 @@ def left_open(experiment: str | None, own: Path | None = None) -> list[str]:
     path = next((path for path in paths if path.is_file()), None)
     if experiment is None or path is None:
         return []
+    from omegaconf import DictConfig, OmegaConf  # absent where the trainer alone is used
+
     values = OmegaConf.load(path)
     if not isinstance(values, DictConfig):
         return []
@@ -124,6 +123,8 @@ def explain_override_error(error: BaseException | str, overrides: Sequence[str] 
     """
     if isinstance(error, UserError):
         return error
+    from yaml.error import MarkedYAMLError  # as above
+
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return UserError(
             readable(

@@ -252,9 +252,13 @@ def test_five_steps_are_those_of_torchs_optimizers(name: str, clip_grad: float) 
         clip_grad=clip_grad,
         state="fp32",
         ema_decay=None,
+        freeze=[],
+        groups={},
     )
     loss = SimpleNamespace(label_smoothing=0.0, z_loss=0.0)
-    config = SimpleNamespace(model=shape, optim=optim, loss=loss, seed=1, global_batch_size=4)
+    train = SimpleNamespace(batch_schedule=None)
+    parts = {"model": shape, "optim": optim, "loss": loss, "train": train}
+    config = SimpleNamespace(**parts, seed=1, global_batch_size=4)
     rates = [0.05, 0.04, 0.03, 0.02, 0.01]
     ours = train_reference(config, weights_of(shape), Source(shape), 5, torch.float64, rates)
     model = model_of(shape)
