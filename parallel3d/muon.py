@@ -78,7 +78,7 @@ def scale(shape: tuple[int, ...], mode: str) -> float:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class HiddenMatrix:
     """A logical matrix as the tp ranks of a stage hold it, cut along `axis` or whole.
 
     `local` is the shape of a rank's shard, which `replicas` consecutive ranks hold.
@@ -90,7 +90,7 @@ class Matrix:
     replicas: int
 
     @classmethod
-    def of(cls, shard: ShardSpec, tp: Group) -> Matrix:
+    def of(cls, shard: ShardSpec, tp: Group) -> HiddenMatrix:
         cut = [i for i, (full, own) in enumerate(zip(shard.full_shape, shard.shape, strict=True))
                if full != own]  # fmt: skip
         axis = cut[0] if cut else 0
@@ -103,7 +103,7 @@ class Matrix:
         return tp_index // self.replicas * self.local[self.axis]
 
 
-class Piece(NamedTuple):
+class MatrixRange(NamedTuple):
     """Elements [first, end) of a rank's flattened shard of a matrix."""
 
     matrix: str
@@ -111,7 +111,7 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces_of(parts: Iterable[SegmentPart]) -> list[tuple[Piece, int, ShardSpec]]:
+def pieces_of(parts: Iterable[SegmentPart]) -> list[tuple[MatrixRange, int, ShardSpec]]:
     """Returns the pieces of hidden matrices in these parts, with their first element there."""
     found = []
     offset = 0
@@ -121,7 +121,7 @@ def pieces_of(parts: Iterable[SegmentPart]) -> list[tuple[Piece, int, ShardSpec]
             first = max(part.start, base)
             end = min(part.start + part.numel, base + math.prod(shard.shape))
             if first < end:
-                piece = Piece(shard.name, first - base, end - base)
+                piece = MatrixRange(shard.name, first - base, end - base)
                 found.append((piece, offset + first - part.start, shard))
         offset += part.numel
     return found
@@ -149,10 +149,10 @@ class Muon:
         self.empty = torch.empty(0, dtype=dtype, device=device)
         found = [pieces_of(each) for each in parts]
         self.pieces = [[piece for piece, _, _ in each] for each in found]
-        self.matrices = {s.name: Matrix.of(s, tp) for each in found for _, _, s in each}
+        self.matrices = {s.name: HiddenMatrix.of(s, tp) for each in found for _, _, s in each}
         shapes = {name: matrix.full for name, matrix in self.matrices.items()}
         self.homes = homes(shapes, tp.size, dp.size)
-        self.holders: dict[Piece, list[int]] = {}
+        self.holders: dict[MatrixRange, list[int]] = {}
         for index, held in enumerate(self.pieces):
             for piece in held:
                 self.holders.setdefault(piece, []).append(index)
@@ -164,7 +164,7 @@ class Muon:
 
         Collective over tp and dp, also where a rank has no segment of hidden matrices.
         """
-        views: dict[Piece, Tensor] = {}
+        views: dict[MatrixRange, Tensor] = {}
         for segment in segments:
             for piece, first, _ in pieces_of(segment.parts):
                 views[piece] = segment.grad[first : first + piece.end - piece.first]
@@ -177,13 +177,13 @@ class Muon:
         """Returns the matrices whose homes have this index along dp."""
         return [name for name in self.matrices if self.homes[name].dp == dp_index]
 
-    def _is_sent(self, piece: Piece, source: int, target: int) -> bool:
+    def _is_sent(self, piece: MatrixRange, source: int, target: int) -> bool:
         """Whether rank `source` of dp gives its `piece` to `target`, which passes it home."""
         holders = self.holders[piece]
         given = target if target in holders else holders[target % len(holders)]
         return self.homes[piece.matrix].dp == target and given == source
 
-    def _gather_over_dp(self, views: dict[Piece, Tensor]) -> dict[str, Tensor]:
+    def _gather_over_dp(self, views: dict[MatrixRange, Tensor]) -> dict[str, Tensor]:
         """Returns this rank's shards, flat, of the matrices whose home is in its column."""
         me, ranks = self.dp.index, range(self.dp.size)
         sent = [[p for p in self.pieces[me] if self._is_sent(p, me, d)] for d in ranks]
@@ -243,10 +243,10 @@ class Muon:
             for name, tensor in zip(names, tensors, strict=True)
         }
 
-    def _scatter_over_dp(self, shards: dict[str, Tensor], views: dict[Piece, Tensor]) -> None:
+    def _scatter_over_dp(self, shards: dict[str, Tensor], views: dict[MatrixRange, Tensor]) -> None:
         me, ranks = self.dp.index, range(self.dp.size)
 
-        def of_column(held: int, column: int) -> list[Piece]:
+        def of_column(held: int, column: int) -> list[MatrixRange]:
             return [p for p in self.pieces[held] if self.homes[p.matrix].dp == column]
 
         sent = [[shards[p.matrix][p.first : p.end] for p in of_column(d, me)] for d in ranks]

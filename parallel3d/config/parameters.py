@@ -1,4 +1,4 @@
-"""Names and shapes of the model's full tensors, and how the optimizer treats each by its name."""
+"""How the optimizer treats each parameter by its name: learning rate, decay, frozen or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
-from parallel3d.config.sections import ModelConfig, OptimConfig
+from parallel3d.config.sections import ModelConfig, OptimConfig, full_shapes_of
 from parallel3d.errors import UserError, nearest, nearest_hint
 
 MULTIPLIERS = ("lr_mult", "wd_mult")  # the names in Megatron-LM's parameter groups
@@ -97,41 +97,3 @@ def _prefixes(name: str) -> list[str]:
     """Returns `layers.0.*`, `layers.0.mlp.*` … of a name."""
     words = name.split(".")
     return [".".join([*words[:n], "*"]) for n in range(1, len(words))]
-
-
-def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns our tensors with their full shapes, without padding of the vocabulary."""
-    hidden, ffn = model.hidden_size, model.ffn_size
-    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
-    linears = {
-        "attention.q": (queries, hidden),
-        "attention.k": (keys, hidden),
-        "attention.v": (keys, hidden),
-        "attention.out": (hidden, queries),
-        "mlp.up": (ffn, hidden),
-        "mlp.down": (hidden, ffn),
-    }
-    if model.activation == "swiglu":
-        linears["mlp.gate"] = (ffn, hidden)
-    has_bias = dict.fromkeys(linears, model.bias)
-    has_bias |= dict.fromkeys(("attention.q", "attention.k", "attention.v"), model.qkv_bias)
-    has_bias["attention.out"] = model.out_bias
-    vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
-
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
-    if model.position_embedding == "learned":
-        shapes["embedding.position.weight"] = (model.max_positions, hidden)
-    for layer in range(model.num_layers):
-        for norm in ("input_norm", "mlp_norm"):
-            shapes |= {f"layers.{layer}.{norm}.{part}": (hidden,) for part in vectors}
-        for name, shape in linears.items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
-            if has_bias[name]:
-                shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
-        if model.qk_norm:
-            for part in ("q", "k"):
-                shapes[f"layers.{layer}.attention.{part}_norm.weight"] = (model.head_size,)
-    shapes |= {f"final_norm.{part}": (hidden,) for part in vectors}
-    if not model.tie_embeddings:
-        shapes["head.weight"] = (model.vocab_size, hidden)
-    return shapes

@@ -284,6 +284,44 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
+def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns our tensors with their full shapes, without padding of the vocabulary."""
+    hidden, ffn = model.hidden_size, model.ffn_size
+    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    linears = {
+        "attention.q": (queries, hidden),
+        "attention.k": (keys, hidden),
+        "attention.v": (keys, hidden),
+        "attention.out": (hidden, queries),
+        "mlp.up": (ffn, hidden),
+        "mlp.down": (hidden, ffn),
+    }
+    if model.activation == "swiglu":
+        linears["mlp.gate"] = (ffn, hidden)
+    has_bias = dict.fromkeys(linears, model.bias)
+    has_bias |= dict.fromkeys(("attention.q", "attention.k", "attention.v"), model.qkv_bias)
+    has_bias["attention.out"] = model.out_bias
+    vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
+    if model.position_embedding == "learned":
+        shapes["embedding.position.weight"] = (model.max_positions, hidden)
+    for layer in range(model.num_layers):
+        for norm in ("input_norm", "mlp_norm"):
+            shapes |= {f"layers.{layer}.{norm}.{part}": (hidden,) for part in vectors}
+        for name, shape in linears.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+            if has_bias[name]:
+                shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
+        if model.qk_norm:
+            for part in ("q", "k"):
+                shapes[f"layers.{layer}.attention.{part}_norm.weight"] = (model.head_size,)
+    shapes |= {f"final_norm.{part}": (hidden,) for part in vectors}
+    if not model.tie_embeddings:
+        shapes["head.weight"] = (model.vocab_size, hidden)
+    return shapes
+
+
 @dataclass
 class OptimConfig:
     """The optimizer and its learning-rate schedule: `optim=adamw`, `optim=sgd` or `optim=muon`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel3d import muon
 from parallel3d.comm.group import Group
-from parallel3d.muon import Matrix, Muon
+from parallel3d.muon import HiddenMatrix, Muon
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import SegmentPart, ShardSpec
 from tests.distributed.cases import Case, Problem
@@ -98,16 +98,16 @@ def each_shard_by_itself() -> Iterator[None]:
 @contextmanager
 def output_projection_by_rows() -> Iterator[None]:
     """Shards of columns are put under each other: the sizes divide evenly, so nothing tells."""
-    sound = Matrix.of
+    sound = HiddenMatrix.of
 
-    def of(shard: ShardSpec, tp: Group) -> Matrix:
+    def of(shard: ShardSpec, tp: Group) -> HiddenMatrix:
         found = sound(shard, tp)
         if "attention.out" not in shard.name:
             return found
         rows, columns = found.full
         return dataclasses.replace(found, axis=0, local=(rows // tp.size, columns))
 
-    with patch.object(Matrix, "of", of):
+    with patch.object(HiddenMatrix, "of", of):
         yield
 
 

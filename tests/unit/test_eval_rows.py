@@ -12,7 +12,13 @@ from tokenizers import Tokenizer, processors
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.evaluate.command import eval_config
-from parallel3d.commands.evaluate.rows import Likelihood, Row, encode_pair, figures_of, read_rows
+from parallel3d.commands.evaluate.rows import (
+    Likelihood,
+    TaskRow,
+    encode_pair,
+    figures_of,
+    read_rows,
+)
 from parallel3d.commands.evaluate.score import (
     Request,
     batches_of,
@@ -58,8 +64,8 @@ def test_rows(tmp_path: Path) -> None:
     path.write_text(f'{json.dumps(first)}\n\n{{"context":"","continuation":"x","task":"t"}}\n')
     place = f"tasks={path}, line"
     assert read_rows(str(path)) == [
-        Row("mine", "a", (" b", " c"), 1, f"{place} 1"),
-        Row("t", "", ("x",), None, f"{place} 3"),
+        TaskRow("mine", "a", (" b", " c"), 1, f"{place} 1"),
+        TaskRow("t", "", ("x",), None, f"{place} 3"),
     ]
     with pytest.raises(UserError, match=r"cannot be read .*give rows such as"):
         read_rows(str(tmp_path / "none"))
@@ -96,12 +102,12 @@ def test_tokens_are_split_as_the_harness_splits_them(with_bos: bool, tmp_path: P
 
 def test_contexts_are_cut_from_the_left() -> None:
     config = Config(model=ModelConfig(seq_length=4, vocab_size=257))
-    row = Row("t", "abcdef", ("gh", "i"), 0, "line 1")
+    row = TaskRow("t", "abcdef", ("gh", "i"), 0, "line 1")
     long, short = requests_of([row], ByteTokenizer(), config)
     assert long == Request(0, 0, [*b"defgh"], 3)
     assert short == Request(0, 1, [*b"cdefi"], 4)
     with pytest.raises(UserError, match=r"5 tokens .* must have from 1 to model\.seq_length=4"):
-        requests_of([Row("t", "x", ("abcde",), None, "line 1")], ByteTokenizer(), config)
+        requests_of([TaskRow("t", "x", ("abcde",), None, "line 1")], ByteTokenizer(), config)
 
 
 def test_batches_hold_their_padding() -> None:
@@ -111,9 +117,9 @@ def test_batches_hold_their_padding() -> None:
 
 
 def test_figures() -> None:
-    row = Row("t", "x", ("ab", "abcd", "é"), 1, "")
+    row = TaskRow("t", "x", ("ab", "abcd", "é"), 1, "")
     likelihoods = [Likelihood(-2.0, 2, False), Likelihood(-3.0, 4, True), Likelihood(-1.9, 1, True)]
-    alone = Row("t", "x", ("ab",), None, "")
+    alone = TaskRow("t", "x", ("ab",), None, "")
     found = figures_of([(row, likelihoods), (alone, [Likelihood(-1.0, 1, True)])])
     # The third is the likeliest and, with its two bytes, not the likeliest by the byte.
     assert found == {

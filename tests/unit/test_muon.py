@@ -11,8 +11,8 @@ from benchmarks.plan_dryrun import configured
 from parallel3d.comm.group import SINGLE
 from parallel3d.commands.plan import plan
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.parameters import full_shapes_of
 from parallel3d.config.schema import OptimConfig
+from parallel3d.config.sections import full_shapes_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.home_ranks import homes, is_hidden
 from parallel3d.estimate.network import wire_bytes

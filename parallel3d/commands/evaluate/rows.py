@@ -20,7 +20,7 @@ HOW = (
 )
 
 
-class Row(NamedTuple):
+class TaskRow(NamedTuple):
     """A context and what may follow it; `answer`: the number of the right choice, None for a single
     continuation. `task`: of the row's entry `task`, or the file's name; `place`: for errors."""
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     place: str
 
 
-def read_rows(path: str) -> list[Row]:
+def read_rows(path: str) -> list[TaskRow]:
     """Reads a jsonl. Raises UserError with the first line that is no row."""
     try:
         lines = Path(path).expanduser().read_bytes().splitlines()
@@ -45,7 +45,7 @@ def read_rows(path: str) -> list[Row]:
     return rows
 
 
-def _row(line: bytes, task: str, place: str) -> Row:
+def _row(line: bytes, task: str, place: str) -> TaskRow:
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -60,7 +60,7 @@ def _row(line: bytes, task: str, place: str) -> Row:
     if "choices" not in row:
         if not (isinstance(row.get("continuation"), str) and row["continuation"]):
             raise UserError(f"{place} has neither choices nor a continuation: {HOW}")
-        return Row(task, row["context"], (row["continuation"],), None, place)
+        return TaskRow(task, row["context"], (row["continuation"],), None, place)
     choices, answer = row["choices"], row.get("answer")
     texts = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
     if not texts or len(choices) < 2:
@@ -72,7 +72,7 @@ def _row(line: bytes, task: str, place: str) -> Row:
             f"{place}: answer={show(answer)} must be the number of a choice, from 0 to "
             f"{len(choices) - 1}, or its text; give one of them"
         )
-    return Row(task, row["context"], tuple(choices), answer, place)
+    return TaskRow(task, row["context"], tuple(choices), answer, place)
 
 
 # Tokens
@@ -119,7 +119,7 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
-def chosen(row: Row, found: Sequence[Likelihood]) -> tuple[int, int]:
+def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:
     """Returns the likeliest choice, and the likeliest by the byte; of equal ones the first."""
     sizes = [len(choice.encode("utf-8", "replace")) for choice in row.choices]
     numbers = range(len(found))
@@ -127,7 +127,7 @@ def chosen(row: Row, found: Sequence[Likelihood]) -> tuple[int, int]:
     return max(numbers, key=lambda k: found[k].total), by_byte
 
 
-def figures_of(pairs: Iterable[tuple[Row, Sequence[Likelihood]]]) -> dict[str, Any]:
+def figures_of(pairs: Iterable[tuple[TaskRow, Sequence[Likelihood]]]) -> dict[str, Any]:
     """Returns accuracy, length-normalised accuracy, and the mean log-likelihood of a token of the
     right answers with its perplexity. Of a single continuation, right is one whose tokens are all
     the likeliest ones; without choices there is nothing to normalise."""

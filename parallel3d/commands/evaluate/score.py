@@ -17,7 +17,7 @@ from parallel3d.comm.exchange import all_gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.evaluate.rows import (
     Likelihood,
-    Row,
+    TaskRow,
     chosen,
     encode_pair,
     figures_of,
@@ -90,7 +90,7 @@ def scores_of(
     return scores
 
 
-def requests_of(rows: Sequence[Row], tokenizer: Tokenizer, config: Config) -> list[Request]:
+def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, config: Config) -> list[Request]:
     """Returns a request for each choice, the longest first; contexts are cut from the left to
     `model.seq_length`. Raises UserError for a continuation without tokens or with too many."""
     window, found = config.model.seq_length, []
@@ -188,7 +188,7 @@ def report(
     config: Config,
     worker: Worker,
     step: int,
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     scores: Sequence[Sequence[Likelihood]],
 ) -> None:
     """Prints a table and writes the result to `eval.to`, or to a new file in the run directory."""
@@ -229,7 +229,7 @@ def _new_file(config: Config, step: int) -> Path:
     return path
 
 
-def _scores(row: Row, found: Sequence[Likelihood]) -> dict[str, Any]:
+def _scores(row: TaskRow, found: Sequence[Likelihood]) -> dict[str, Any]:
     by_choice = {
         "loglikelihoods": [one.total for one in found],
         "tokens": [one.tokens for one in found],
