@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.e2e.command import PARALLEL3D, ROOT, Shell, wait_for
+from tests.e2e.forked import run_forked
 
 PAGE = (ROOT / "docs" / "first_project.md").read_text(encoding="utf-8")
 # Of the page, what is shorter here.
@@ -75,7 +76,10 @@ def test_from_a_recipe_to_an_export(shell: Shell) -> None:
             if "experiment=small" in words:
                 stopped_early(shell, words)
                 continue
-            ended = shell.run(*PARALLEL3D, *words, **ENVIRON)
+            if words[0] in ("checkpoint", "data", "report"):
+                ended = run_forked(shell, *words)
+            else:
+                ended = shell.run(*PARALLEL3D, *words, **ENVIRON)
             assert ended.code == 0, (line, ended)
             said[line] = ended.out
     base, cooled, chat = (shell.cwd / "runs" / name for name in ("base", "cooled", "chat"))
