@@ -83,6 +83,8 @@ def train(config: Config, worker: Worker) -> None:
         check_same_text(opened, groups.world, device)
     worker.phase = "building the model"
     trainer = make_trainer(config, groups, device, corpus, sets)
+    given = (k for k in ("epochs", "tokens") if getattr(config.train, k) is not None)
+    length_key = next(given, "steps")  # as typed: the trainer turns epochs into tokens
     config = trainer.config
     worker.phase = "looking for a checkpoint"
     checkpoints = Checkpoints(config, worker.run_dir, groups, print_line)
@@ -101,7 +103,7 @@ def train(config: Config, worker: Worker) -> None:
             from parallel3d.commands.checkpoint.huggingface import keep_keys  # and Hydra
 
             keep_keys(source, config, worker.run_dir)
-    if is_over(config, worker, first_step):
+    if is_over(config, worker, first_step, length_key):
         groups.close()
         watchdog.stop()
         return
@@ -194,14 +196,13 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
         )
 
 
-def is_over(config: Config, worker: Worker, first_step: int) -> bool:
+def is_over(config: Config, worker: Worker, first_step: int, length_key: str) -> bool:
     """Whether an earlier start has done all steps; rank 0 logs it."""
     if first_step <= config.train_steps or status(worker.run_dir) != "finished":
         return False
     if worker.rank == 0:
         done = f"run={config.run} is finished: {first_step - 1} steps are done"
-        key = "steps" if config.train.tokens is None else "tokens"
-        print_line(f"{done}; a larger train.{key} goes on")
+        print_line(f"{done}; a larger train.{length_key} goes on")
     return True
 
 

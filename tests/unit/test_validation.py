@@ -119,6 +119,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         (Config(data=DataConfig(valid={"a": 3})), "must give a prefix of a pair or text"),
         (Config(data=DataConfig(valid={"a b": "x"})), "the nearest is a_b"),
         (Config(data=DataConfig(valid={0: "x"})), "the nearest is set_0"),
+        (Config(data=DataConfig(valid={"..": "x"})), "the nearest is set"),
         (
             Config(
                 data=DataConfig(name="blend", blend={"ema": 1}), optim=OptimConfig(ema_decay=0.9)

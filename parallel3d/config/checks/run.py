@@ -115,12 +115,12 @@ def check_validation(config: Config) -> None:
                 f"data.valid gives {show(name)} the path {show(path)}, and must give a prefix of a "
                 f"pair or text; as in 'data.valid={{{name}:corpora/{name}}}'."
             )
-        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
-            close = re.sub(r"[^\w.-]+", "_", str(name)).strip("_") or "set"
+        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]*\w[\w.-]*", name)):
+            close = re.sub(r"[^\w.-]+", "_", str(name)).strip("_.-") or "set"
             close = close if isinstance(name, str) else f"set_{close}"  # YAML reads 0 as a number
             raise UserError(
-                f"data.valid: the name {show(name)} must be of letters, digits, -, _ and dots, as "
-                f"loggers show it; the nearest is {close}."
+                f"data.valid: the name {show(name)} must be of letters, digits, -, _ and dots, and "
+                f"not of dots alone, as loggers show it; the nearest is {close}."
             )
     if config.optim.ema_decay is not None and "ema" in (config.data.blend or {}):
         raise UserError(
