@@ -369,6 +369,7 @@ class Recorder:
     def _add_start(self, path: Path) -> None:
         start = {
             "first_step": self._first_step,
+            "last_step": self._config.train_steps,
             "started": self._started_at,
             "host": self._provenance.hostname,
             "layout": layout_of(self._config, self._world_size),

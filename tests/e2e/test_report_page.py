@@ -7,18 +7,21 @@ import json
 import math
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from parallel3d.commands.report.command import MARK
+from parallel3d.commands.report.page import page_of
 from parallel3d.commands.report.reading import COLUMNS, Points, read_run, thinned
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.config.run import TrainConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.peak import Peak, PeakMemory
-from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.recorder import STARTS, Recorder
 from parallel3d.run.directory import make_run_directory, next_name, save_config
 from parallel3d.topology.assumptions import preset
 from parallel3d.topology.layout import Coordinates
@@ -189,6 +192,29 @@ def test_a_single_run_that_goes_on_and_a_file_of_somebody_else(
         assert (ended.code, ended.out) == (2, "") and ended.err.count("\n") == 1
         assert said in ended.err
     assert (shell.cwd / "mine.html").read_text() == "<p>mine</p>"
+
+
+@pytest.mark.parametrize(
+    ("length", "notes", "shown"),
+    [
+        (TrainConfig(steps=STEPS), False, f"9 of {STEPS}"),
+        (TrainConfig(tokens=STEPS * 16 * 256.0), False, f"9 of {STEPS}"),
+        (TrainConfig(epochs=0.5), True, f"9 of {STEPS}"),
+        (TrainConfig(epochs=0.5), False, "<td>9</td>"),
+    ],
+    ids=["steps", "tokens", "epochs", "epochs of an older run"],
+)
+def test_the_length_of_a_run_is_told_whatever_key_gives_it(
+    tmp_path: Path, length: TrainConfig, notes: bool, shown: str
+) -> None:
+    config = Config(runs_dir=str(tmp_path), train=length, run="mine", dp=1)
+    config.model, config.global_batch_size = ModelConfig(seq_length=256), 16
+    _, folder = make_run_directory(config)
+    known = replace(config, train=TrainConfig(steps=STEPS))  # as the trainer knows it by the data
+    steps(begin(known, folder, 1), 1, 9, 6.0)
+    if not notes:
+        (folder / STARTS).unlink()
+    assert shown in page_of([read_run(tmp_path, "mine")], MARK)
 
 
 def test_a_long_curve_keeps_its_spikes_and_its_nans() -> None:

@@ -147,7 +147,7 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
         cells = [
             f"{config.model.name}{size}, {config.precision.name}" if config else "–",
             _layout_words(run),
-            f"{steps:,}" + (f" of {config.train.steps:,}" if config else ""),
+            f"{steps:,}" + (f" of {total:,}" if (total := _length(run)) else ""),
             si(tokens).replace("  ", " "),
             _number(run.last_value(LOSS), ".4f"),
             _best(run),
@@ -157,6 +157,14 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
         ]
         rows.append([label, escape(run.state), *map(escape, cells)])
     return html_table(head, rows)
+
+
+def _length(run: RunRecord) -> int | None:
+    """Returns the steps that the last start was to reach; None where that is not known."""
+    if run.starts and "last_step" in run.starts[-1]:
+        return int(run.starts[-1]["last_step"])
+    config = run.configs[-1] if run.configs else None
+    return config.train_steps if config is not None and config.train.epochs is None else None
 
 
 def _best(run: RunRecord) -> str:
