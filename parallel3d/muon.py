@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,36 +19,15 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.estimate.home_ranks import homes, is_hidden
-from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
+from parallel3d.parameters.sharding import Segment, SegmentPart, ShardSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
 STEPS = 5
 SMALLEST_NORM = 1e-7  # by which an update of less is divided, as in torch.optim.Muon
 
 
-def is_hidden_matrix(spec: ParameterSpec) -> bool:
-    return bool(spec.shards) and all(is_hidden(s.name, len(s.shape)) for s in spec.shards)
-
-
-def split_hidden(segments: Iterable[Segment]) -> tuple[list[Segment], list[Segment]]:
-    """Returns (hidden matrices, everything else) of flat shards, as views of them."""
-    found: tuple[list[Segment], list[Segment]] = ([], [])
-    for segment in segments:
-        offset = 0
-        runs: list[tuple[bool, int, list[SegmentPart]]] = []
-        for part in segment.parts:
-            hidden = is_hidden_matrix(part.spec)
-            if not runs or runs[-1][0] != hidden:
-                runs.append((hidden, offset, []))
-            runs[-1][2].append(part)
-            offset += part.numel
-        for hidden, first, parts in runs:
-            own = slice(first, first + sum(part.numel for part in parts))
-            views = (t[own] for t in (segment.param, segment.grad, segment.master))
-            param, grad, master = views
-            piece = replace(segment, param=param, grad=grad, master=master, parts=parts)
-            found[not hidden].append(piece)
-    return found
+def is_hidden_shard(shard: ShardSpec) -> bool:
+    return is_hidden(shard.name, len(shard.shape))
 
 
 def newton_schulz(update: Tensor) -> Tensor:
@@ -111,12 +90,12 @@ class MatrixRange(NamedTuple):
     end: int
 
 
-def pieces_of(parts: Iterable[SegmentPart]) -> list[tuple[MatrixRange, int, ShardSpec]]:
-    """Returns the pieces of hidden matrices in these parts, with their first element there."""
+def ranges_of(parts: Iterable[SegmentPart]) -> list[tuple[MatrixRange, int, ShardSpec]]:
+    """Returns the ranges of hidden matrices in these parts, with their first element there."""
     found = []
     offset = 0
     for part in parts:
-        for shard in part.spec.shards if is_hidden_matrix(part.spec) else ():
+        for shard in filter(is_hidden_shard, part.spec.shards):
             base = shard.row * math.prod(shard.shape[1:])
             first = max(part.start, base)
             end = min(part.start + part.numel, base + math.prod(shard.shape))
@@ -147,7 +126,7 @@ class Muon:
     ) -> None:
         self.mode, self.tp, self.dp = mode, tp, dp
         self.empty = torch.empty(0, dtype=dtype, device=device)
-        found = [pieces_of(each) for each in parts]
+        found = [ranges_of(each) for each in parts]
         self.pieces = [[piece for piece, _, _ in each] for each in found]
         self.matrices = {s.name: HiddenMatrix.of(s, tp) for each in found for _, _, s in each}
         shapes = {name: matrix.full for name, matrix in self.matrices.items()}
@@ -166,7 +145,7 @@ class Muon:
         """
         views: dict[MatrixRange, Tensor] = {}
         for segment in segments:
-            for piece, first, _ in pieces_of(segment.parts):
+            for piece, first, _ in ranges_of(segment.parts):
                 views[piece] = segment.grad[first : first + piece.end - piece.first]
         whole = self._gather_over_tp(self._gather_over_dp(views))
         for name, matrix in whole.items():

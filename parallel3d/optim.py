@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +15,16 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.parameters import DEFAULT, Treatment, treatment
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.muon import Muon, split_hidden
+from parallel3d.muon import Muon, is_hidden_shard
 from parallel3d.parameters.rounding import pieces_of, store_rounded
-from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, split_part
+from parallel3d.parameters.sharding import (
+    Kind,
+    ParameterSpec,
+    Segment,
+    SegmentPart,
+    ShardSpec,
+    split_part,
+)
 from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
 EMA = "ema"  # kind of state: the average of the masters, in their type
@@ -95,7 +102,8 @@ class Optimizer:
         self.segments: list[Segment] = []
         for treated, some in _by_treatment(optim, segments).items():
             self.segments += [] if treated.frozen else some
-            hidden, rest = split_hidden(some) if muon is not None else ([], some)
+            by_shape = _split(some, is_hidden_shard) if muon is not None else {False: some}
+            hidden, rest = by_shape.get(True, []), by_shape.get(False, [])
             kinds = [(True, optim.weight_decay), (False, 0.0)]
             alike = [([s for s in rest if s.decays is d], decay, names) for d, decay in kinds]
             alike.append((hidden, optim.weight_decay, ("momentum",)))
@@ -269,10 +277,17 @@ def _by_treatment(optim: OptimConfig, segments: list[Segment]) -> dict[Treatment
     """Returns the segments, cut where the treatment changes."""
     if not (optim.freeze or optim.groups):
         return {DEFAULT: segments}
-    found: dict[Treatment, list[Segment]] = {}
+    return _split(segments, lambda shard: treatment(optim, shard.name))
+
+
+def _split(
+    segments: list[Segment], kind_of: Callable[[ShardSpec], Kind]
+) -> dict[Kind, list[Segment]]:
+    """Returns the segments by kind, cut where it changes."""
+    found: dict[Kind, list[Segment]] = {}
     for segment in segments:
-        for treated, piece in segment.split(lambda name: treatment(optim, name)):
-            found.setdefault(treated, []).append(piece)
+        for kind, piece in segment.split(kind_of):
+            found.setdefault(kind, []).append(piece)
     return found
 
 
@@ -281,8 +296,8 @@ def trained_parts(parts: list[SegmentPart], optim: OptimConfig) -> list[SegmentP
     if not optim.freeze:
         return parts
 
-    def is_frozen(name: str) -> bool:
-        return treatment(optim, name).frozen
+    def is_frozen(shard: ShardSpec) -> bool:
+        return treatment(optim, shard.name).frozen
 
     pieces = [piece for part in parts for piece in split_part(part, is_frozen)]
     return [part for frozen, part in pieces if not frozen]

@@ -301,18 +301,21 @@ class SegmentPart(NamedTuple):
 
 
 Kind = TypeVar("Kind")
+NO_SHARD = ShardSpec("", (), (), ())  # of padding alone
 
 
 def split_part(
-    part: SegmentPart, kind_of: Callable[[str], Kind]
+    part: SegmentPart, kind_of: Callable[[ShardSpec], Kind]
 ) -> Iterator[tuple[Kind, SegmentPart]]:
-    """Yields a part in runs of shards of one kind, by the names of full tensors: q, k and v lie in
-    one local parameter. Padding goes with the shard before it."""
+    """Yields a part in runs of shards of one kind, as q, k and v lie in one local parameter.
+
+    Padding goes with the shard before it.
+    """
     width = math.prod(part.spec.shape[1:])
     cuts: list[tuple[Kind, int]] = []
-    for shard in part.spec.shards or (ShardSpec("", (), (), part.spec.shape),):
-        if not cuts or cuts[-1][0] != (kind := kind_of(shard.name)):
-            cuts.append((kind_of(shard.name), shard.row * width if cuts else 0))
+    for shard in part.spec.shards or (NO_SHARD,):
+        if not cuts or cuts[-1][0] != (kind := kind_of(shard)):
+            cuts.append((kind_of(shard), shard.row * width if cuts else 0))
     ends = [first for _, first in cuts[1:]] + [math.prod(part.spec.shape)]
     for (kind, first), end in zip(cuts, ends, strict=True):
         first, end = max(first, part.start), min(end, part.start + part.numel)
@@ -351,7 +354,7 @@ class Segment:
             offset += part.numel
         return found
 
-    def split(self, kind_of: Callable[[str], Kind]) -> Iterator[tuple[Kind, Segment]]:
+    def split(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
         """Yields the segment in runs of one kind, as views; whole if there is one kind alone."""
         runs: list[tuple[Kind, list[SegmentPart]]] = []
         for part in self.parts:
@@ -360,7 +363,7 @@ class Segment:
                     runs.append((kind, []))
                 runs[-1][1].append(piece)
         first = 0
-        for kind, parts in runs or [(kind_of(""), [])]:
+        for kind, parts in runs or [(kind_of(NO_SHARD), [])]:
             own = slice(first, first + sum(part.numel for part in parts))
             first = own.stop
             param, grad, master = (t[own] for t in (self.param, self.grad, self.master))

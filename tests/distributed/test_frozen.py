@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import torch
 
 from parallel3d import optim
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import Segment
+from parallel3d.parameters.sharding import Segment, ShardSpec
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
@@ -61,9 +62,10 @@ def a_matrix_is_treated_as_the_one_before_it() -> Iterator[None]:
     """Of fused matrices: k as q, which learns slowly, and v as k, which is frozen."""
     sound = Segment.split
 
-    def split(self: Segment, kind_of: Callable[[str], Any]) -> Any:
-        def kind_of_another(name: str) -> Any:
-            return kind_of(name.replace(".k.", ".q.").replace(".v.", ".k."))
+    def split(self: Segment, kind_of: Callable[[ShardSpec], Any]) -> Any:
+        def kind_of_another(shard: ShardSpec) -> Any:
+            name = shard.name.replace(".k.", ".q.").replace(".v.", ".k.")
+            return kind_of(replace(shard, name=name))
 
         return sound(self, kind_of_another)
 

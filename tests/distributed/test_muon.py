@@ -65,7 +65,7 @@ NUMBERS = {"loss", "grad norm", "weights"}
 @contextmanager
 def fused_matrices(inside: str) -> Iterator[None]:
     """q, k and v, or gate and up, are one matrix, as they are stored."""
-    sound = muon.pieces_of
+    sound = muon.ranges_of
 
     def fuse(part: SegmentPart) -> SegmentPart:
         if inside not in part.name or len(part.spec.shards) == 1:
@@ -74,7 +74,7 @@ def fused_matrices(inside: str) -> Iterator[None]:
         whole = ShardSpec(f"layers.{part.name}", shape, (0, 0), shape)
         return part._replace(spec=dataclasses.replace(part.spec, shards=(whole,)))
 
-    with patch.object(muon, "pieces_of", lambda parts: sound([fuse(part) for part in parts])):
+    with patch.object(muon, "ranges_of", lambda parts: sound([fuse(part) for part in parts])):
         yield
 
 
@@ -121,7 +121,7 @@ def momentum_of_another_matrix() -> Iterator[None]:
         for group in self.groups:
             for segment, flat in zip(group.segments, group.state.get("momentum", []), strict=False):
                 outs = [
-                    (p, at) for p, at, _ in muon.pieces_of(segment.parts) if ".out." in p.matrix
+                    (p, at) for p, at, _ in muon.ranges_of(segment.parts) if ".out." in p.matrix
                 ]
                 (one, a), (_, b) = outs[:2]
                 size = one.end - one.first
