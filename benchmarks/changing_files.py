@@ -273,7 +273,7 @@ class Given:
     err: str
 
     def sentences(self) -> list[str]:
-        usual = ("goes on at step", "no checkpoint yet", "stopped by")
+        usual = ("resumes at step", "no checkpoint yet", "stopped by")
         lines = [line for line in self.err.splitlines() if line.startswith("parallel3d: ")]
         return [line for line in lines if not any(word in line for word in usual)]
 

@@ -67,7 +67,7 @@ def try_pair(run: Run, name: str, fault: Fault | None = None, point: Point | Non
         except Exception as raised:
             error = raised
     ended = "ended by a sentence" if error is not None else "went on"
-    usual = f"run={run.config.run} goes on at step"
+    usual = f"run={run.config.run} resumes at step"
     if error is None and (result is False or any(not s.startswith(usual) for s in run.said)):
         ended = "went on, and said it"
     wrong = [f"said: {s}" for s in run.said if "\n" in s or "Traceback" in s]

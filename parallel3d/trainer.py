@@ -33,7 +33,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.estimate.balance import layers_of_stages, run_schedule, sends_slices
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
-from parallel3d.metrics.score import Score
+from parallel3d.metrics.jsonl import Score
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
 from parallel3d.muon import Muon

@@ -91,7 +91,7 @@ def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | 
         raise TrainingFailure(
             f"on rank {rank}, host {host}: {why}, after {len(PAUSES_S) + 1} tries in "
             f"{sum(PAUSES_S):g} s; no checkpoint was touched: when the file system is well again, "
-            "the same line goes on"
+            "the same line resumes"
         )
     return (None, wrong[0]) if wrong else (result, None)
 
@@ -134,7 +134,7 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
 
 
 def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> Compared:
-    """Returns whether a run can go on from this checkpoint, and what to log of its files."""
+    """Returns whether a run can resume from this checkpoint, and what to log of its files."""
     refusal = refusal_of(manifest, config, corpus)
     if refusal is not None or corpus is None or config.train.eval_only:
         return Compared(refusal)
@@ -142,7 +142,7 @@ def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | N
 
 
 def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> str | None:
-    """Returns why a run cannot go on from this checkpoint with this config and text, or None."""
+    """Returns why a run cannot resume from this checkpoint with this config and text, or None."""
     sentence = identity.refusal(config.run, identity.changes(manifest.config, config))
     if sentence is not None or corpus is None or not manifest.data:
         return sentence
@@ -152,7 +152,7 @@ def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None
     there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
     if there[0] != there[1]:
         return (
-            f"run={config.run} cannot go on with another tokenizer: its digest is "
+            f"run={config.run} cannot resume with another tokenizer: its digest is "
             f"{plain(there[0][:12])} there, now {there[1][:12]}; leave data.tokenizer to the run, "
             "or choose another run="
         )
@@ -161,7 +161,7 @@ def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None
     if "blend" in manifest.data and "blend" in here:
         return _other_blend(manifest, config, here["blend"])
     return (
-        f"run={config.run} cannot go on with another text: its fingerprint is "
+        f"run={config.run} cannot resume with another text: its fingerprint is "
         f"{plain(manifest.data['fingerprint'][:12])} there, now {here['fingerprint'][:12]} "
         f"({manifest.data['train_tokens']} and {here['train_tokens']} tokens to train on); "
         f"give the data.path of the first start, or choose another run="
@@ -175,7 +175,7 @@ def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
         return None
     tokens = samples * config.model.seq_length
     return (
-        f"run={config.run} cannot go on with another blend: the weights or the texts of its first "
+        f"run={config.run} cannot resume with another blend: the weights or the texts of its first "
         f"{tokens:,} tokens are not what they were; give those of the first start, other ones "
         f"from here on as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
     )
@@ -245,7 +245,7 @@ class Checkpoints:
         trainer stays as it is.
 
         Raises:
-            UserError: on all ranks alike, a run that cannot go on with this configuration or text,
+            UserError: on all ranks alike, a run that cannot resume with this configuration or text,
                 or that has no good checkpoint left.
             TrainingFailure: on all ranks alike, a checkpoint that cannot be read.
         """
@@ -431,7 +431,7 @@ class Checkpoints:
 
     def _log_changes(self, manifest: Manifest) -> None:
         found = identity.changes(manifest.config, self.config)
-        parts = [f"goes on at step {manifest.step + 1}"]
+        parts = [f"resumes at step {manifest.step + 1}"]
         groups = {"layout": identity.layout(found), "changed": identity.reported(found)}
         for title, some in groups.items():
             if some:

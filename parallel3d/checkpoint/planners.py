@@ -1,7 +1,7 @@
 """Plans saves and loads: which chunks of full tensors lie in a rank's flat shards.
 
 A checkpoint is independent of ranks, stages, buckets and shards: it holds chunks of full tensors. A
-rank's state is flat (`parameters/chunks.py`).
+rank's state is flat (`chunks_of_range` in `parameters/sharding.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from parallel3d.checkpoint.manifest import DamagedCheckpoint
-from parallel3d.parameters.chunks import Chunk, chunks_of_range
+from parallel3d.parameters.sharding import Chunk, chunks_of_range
 
 if TYPE_CHECKING:
     from parallel3d.optim import ParameterSlice

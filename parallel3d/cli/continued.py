@@ -28,17 +28,8 @@ SIZES = ("tp", "pp", "cp")
 # Keys of a single start. A section ends with a dot.
 OF_A_START = (
     *("run", "runs_dir", "prompt", "layout", "checkpoint.load", "train.eval_only", "profile."),
-    *(
-        "launch.ranks",
-        "verify.",
-        "topology.",
-        "bench.",
-        "calibrate.",
-        "generate.",
-        "eval.",
-        "dryrun.",
-    ),
-    "plan.",
+    *("launch.ranks", "verify.", "topology.", "bench.", "calibrate.", "generate.", "eval."),
+    *("dryrun.", "plan."),
 )
 OF_STAGES = ("vpp", "recompute_layers", "schedule.")  # of the same pp alone
 OF_RANKS = ("placement", "rank_file")  # of the same sizes alone
@@ -104,7 +95,7 @@ def _is_among(key: str, keys: Collection[str]) -> bool:
 def continued(
     config: Config, there: Config, given: Given, world_size: int | None
 ) -> tuple[Config, str | None]:
-    """Returns the configuration with which a run goes on, and a line that tells what it took.
+    """Returns the configuration with which a run resumes, and a line that tells what it took.
 
     Sizes of the layout that are not typed are those of the last start, and dp is what they leave of
     the ranks: of the launcher's (`world_size`), or of as many as there were. Where they do not fit

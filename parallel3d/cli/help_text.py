@@ -67,7 +67,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d eval run=… tasks=a.jsonl  score rows of contexts and continuations
   parallel3d checkpoint ls|verify|export|import|average|branch|diff …
                                     list, prove and compare checkpoints, exchange them with
-                                    Hugging Face, and go on from one in another run
+                                    Hugging Face, and continue from one in another run
   parallel3d data tokenize|train-tokenizer|show …   make corpora of text, tokenizers, and prove them
   parallel3d recipes [copy NAME]    list configurations to start from; copy one to edit it
   parallel3d init slurm [FOLDER]    write the scripts for Slurm and torchrun into a folder

@@ -42,7 +42,7 @@ PARAMETER = "parameter"  # the kind of the weights in a checkpoint
 # Keys of the model that may be chosen anew; all others are given by its source.
 MAY_DIFFER = (
     *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
-    "init_std",
+    *("init_std",),
 )
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -22,8 +23,8 @@ from parallel3d.commands.bench.preflight import preflight
 from parallel3d.commands.init_from import load_initial
 from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
-from parallel3d.commands.toy_defaults import toy_defaults
-from parallel3d.config.schema import Config
+from parallel3d.config.fields import all_keys, spell
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.blend import Blend, Blended
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import check_same_text, part_of
@@ -35,16 +36,16 @@ from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, UserError, print_line
 from parallel3d.estimate.balance import why_chosen
-from parallel3d.estimate.ops import flops_per_token
+from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.faults.hang import HANG_FILE
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.files import flush, flush_folder, no_link
-from parallel3d.metrics.jsonl import finite, write_json
+from parallel3d.metrics.jsonl import Score, finite, write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_of
 from parallel3d.metrics.report import evaluation_lines, length_words
-from parallel3d.metrics.score import Score
+from parallel3d.metrics.text import si
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.optim import EMA
 from parallel3d.run.directory import status
@@ -202,7 +203,7 @@ def is_over(config: Config, worker: Worker, first_step: int, length_key: str) ->
         return False
     if worker.rank == 0:
         done = f"run={config.run} is finished: {first_step - 1} steps are done"
-        print_line(f"{done}; a larger train.{length_key} goes on")
+        print_line(f"{done}; a larger train.{length_key} continues it")
     return True
 
 
@@ -471,3 +472,31 @@ def write_safetensors(path: Path, parameters: dict[str, Tensor]) -> None:
             partial.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+
+
+LARGE = 100  # times the parameters of the default model, and times its vocabulary
+# What a recipe sets for its model. One of the first two at its default is enough to speak.
+TELLING = ("precision.name", "optim.lr")
+OTHERS = ("optim.lr_warmup_steps", "global_batch_size")
+
+
+def toy_defaults(config: Config) -> str | None:
+    """Returns a sentence on defaults that do not suit the model; None where nothing is to say."""
+    keys, small = all_keys(), ModelConfig()
+    wrong = []
+    parameters = parameter_count(config.model)
+    if parameters > LARGE * parameter_count(small):
+        left = [name for name in TELLING + OTHERS if attrgetter(name)(config) == keys[name].default]
+        if config.optim.lr_warmup_fraction > 0 and OTHERS[0] in left:
+            left.remove(OTHERS[0])
+        if set(TELLING) & set(left):
+            wrong += [spell(name, keys[name].default) for name in left]
+    if config.data.reads_bytes and config.model.vocab_size > LARGE * small.vocab_size:
+        wrong.append(f"data={config.data.name} (bytes)")
+    if not wrong:
+        return None
+    return (
+        f"{config.model.name} has {si(parameters)}parameters and is trained with defaults for one "
+        f"of {si(parameter_count(small)).strip()}: {', '.join(wrong)}; parallel3d recipes lists "
+        "configurations for such models"
+    )

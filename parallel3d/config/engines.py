@@ -75,7 +75,7 @@ class CheckpointConfig:
         megatron="--async-save",
     )
     load: bool = key(
-        True, "go on from the run's newest good checkpoint; false refuses a run that exists"
+        True, "resume from the run's newest good checkpoint; false refuses a run that exists"
     )
 
 

@@ -15,26 +15,15 @@ from typing import Any, NamedTuple
 from parallel3d.config.schema import Config
 
 # Keys, or sections with a trailing dot. The longest match decides; unmatched keys are reported.
-REFUSED = (
-    *("model.", "data.", "seed", "optim.name", "optim.momentum", "init_from", "init_optimizer"),
-)
+REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum", "init_from", "init_optimizer")
 FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
     *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
     *("attention_kernel", "recompute", "recompute_layers", "train.progress", "train.log_every"),
     *("train.save_weights", "train.noise_scale", "loss.chunk_tokens"),
     *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "profile."),
-    *(
-        "checkpoint.",
-        "recovery.",
-        "generate.",
-        "eval.",
-        "topology.",
-        "bench.",
-        "calibrate.",
-        "verify.",
-    ),
-    "plan.",
+    *("checkpoint.", "recovery.", "generate.", "eval.", "topology.", "bench.", "calibrate."),
+    *("verify.", "plan."),
     # Of the model its name and the layout of its tables. Of the data the fingerprint of the text
     # decides, not its location.
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),
@@ -139,7 +128,7 @@ def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
         return None
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     return (
-        f"run={run} cannot go on with another configuration: "
+        f"run={run} cannot resume with another configuration: "
         f"{', '.join(map(str, bad[:3]))}{more}; choose another run="
     )
 

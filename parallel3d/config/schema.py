@@ -32,9 +32,9 @@ from parallel3d.config.engines import (
     ScheduleConfig,
     TensorParallelConfig,
 )
-from parallel3d.config.length import BatchSizes
 from parallel3d.config.run import (
     DEFAULT_STEPS,
+    BatchSizes,
     DataParallelConfig,
     LaunchConfig,
     LoggerConfig,
@@ -206,7 +206,7 @@ class Config:
     rank_file: str | None = key(
         None, "for placement=file: a line `rank host local_index` for each rank"
     )
-    prompt: str = key("\n", "generate: the text to go on from, taken as it is typed")
+    prompt: str = key("\n", "generate: the text to continue, taken as it is typed")
     preflight: bool = key(False, "probe every group before step 1 and name what is slow")
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -21,7 +21,7 @@ from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.cache import Report
 from parallel3d.data.indexed import IndexedWriter
-from parallel3d.data.preprocess.formats import LINES, PACKED
+from parallel3d.data.preprocess import LINES, PACKED
 from parallel3d.data.sampler import Sample
 from parallel3d.data.sources import Document, find_documents
 from parallel3d.data.split import Corpus

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from parallel3d.config.schema import Config
 from parallel3d.estimate.balance import layers_of_stages, placement_of
 from parallel3d.estimate.ops import TABLE, Op, kept
+from parallel3d.estimate.optimizer import PIECE
 from parallel3d.estimate.search import LayoutChoice, configure
-from parallel3d.estimate.traffic import PIECE, LocalStage, PipelineRank, flat_shards, pipeline_ranks
+from parallel3d.estimate.traffic import LocalStage, PipelineRank, flat_shards, pipeline_ranks
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.schedule import make
 from parallel3d.topology.layout import layout_of

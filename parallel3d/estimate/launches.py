@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import NORMS, LocalParameter, Op
+from parallel3d.estimate.optimizer import PIECE
 from parallel3d.estimate.traffic import (
-    PIECE,
     FlatShard,
     PipelineRank,
     buckets_of,

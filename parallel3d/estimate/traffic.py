@@ -14,7 +14,6 @@ from parallel3d.config.schema import Config
 from parallel3d.config.sections import full_shapes_of
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
 from parallel3d.estimate.buckets import assign, compressed_rank, padded_numel
-from parallel3d.estimate.home_ranks import Home, homes, is_hidden
 from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.ops import (
     TABLE,
@@ -27,6 +26,7 @@ from parallel3d.estimate.ops import (
     split_counts,
     stage_parameters,
 )
+from parallel3d.estimate.optimizer import Home, homes, is_hidden
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.topology.layout import Layout
 
@@ -417,9 +417,6 @@ def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
 
 def bucket_numel(bucket: Sequence[LocalParameter], shards: int) -> int:
     return padded_numel(sum(p.numel for p in bucket), shards)
-
-
-PIECE = 1 << 24  # elements whose states in bf16 are widened and stepped together on a GPU
 
 
 class FlatShard(NamedTuple):

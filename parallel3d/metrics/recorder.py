@@ -25,6 +25,7 @@ from parallel3d.metrics.breakdown import RankTimes, breakdown_svg, summary_of
 from parallel3d.metrics.jsonl import (
     Evaluation,
     MetricsFile,
+    Score,
     StepRecord,
     Throughput,
     best_evaluation,
@@ -34,15 +35,13 @@ from parallel3d.metrics.jsonl import (
     value,
     write_json,
 )
-from parallel3d.metrics.loggers import Logger
+from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
+from parallel3d.metrics.loggers import Logger, TensorBoardLogger
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.peak import summary_of as memory_summary_of
 from parallel3d.metrics.progress import make_console, make_progress, print_styled
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.metrics.report import bits_per_byte
-from parallel3d.metrics.score import Score
-from parallel3d.metrics.tensorboard_logger import FOLDER as TENSORBOARD
-from parallel3d.metrics.tensorboard_logger import TensorBoardLogger
 from parallel3d.metrics.text import Curve
 from parallel3d.metrics.wandb_logger import WandbLogger
 
@@ -181,8 +180,8 @@ class Recorder:
             file = MetricsFile(path, self._first_step, self._recall, self._say, waited)
         except OSError as error:
             raise UserError(
-                f"run={self._config.run}: {path} cannot be written ({error.strerror}): make room "
-                "there, or give another runs_dir="
+                f"run={self._config.run}: {path} cannot be written ({error.strerror}): free "
+                "space there, or give another runs_dir="
             ) from None
         self._metrics = self._resources.enter_context(file)
         config, run_dir, asked = self._config, self._run_dir, self._config.logger.names

@@ -15,11 +15,11 @@ from rich.text import Text
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import parameter_count
+from parallel3d.metrics.jsonl import Score
+from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
+from parallel3d.metrics.loggers import show_command
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, print_styled
-from parallel3d.metrics.score import Score
-from parallel3d.metrics.tensorboard_logger import FOLDER as TENSORBOARD
-from parallel3d.metrics.tensorboard_logger import show_command
 from parallel3d.metrics.text import (
     aligned,
     chart,

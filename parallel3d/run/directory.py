@@ -417,7 +417,7 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
         if refusal := identity.refusal(config.run, found):
             raise UserError(refusal)
         return
-    why = ", with no checkpoint to go on from" if may_go_on else ""
+    why = ", with no checkpoint to resume from" if may_go_on else ""
     differing = differences(there, config)
     if not differing:
         raise UserError(

@@ -9,7 +9,7 @@ import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.checkpoint.command import checkpoint
-from parallel3d.commands.evaluate.rows import Likelihood
+from parallel3d.commands.evaluate.command import Likelihood
 from parallel3d.commands.evaluate.score import Request, scores_of
 from parallel3d.commands.generate.command import config_of_run
 from parallel3d.commands.generate.sample import load_newest

@@ -24,8 +24,7 @@ from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
 from parallel3d.optim import EMA, Optimizer
 from parallel3d.parameters import rounding
-from parallel3d.parameters.chunks import Chunk
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, ShardSpec
+from parallel3d.parameters.sharding import Chunk, Initializer, ParameterSpec, Segment, ShardSpec
 from parallel3d.pipeline import executor
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.pipeline.p2p import PendingTransfer

@@ -213,7 +213,7 @@ def test_an_imported_run_trains_on_under_another_layout(
     assert evaluated.code == 0 and "eval 0/2" in evaluated.err + evaluated.out, evaluated
     ended = run_forked(trained, *command[1:])  # one process, where mine had tp=2
     assert ended.code == 0, ended
-    assert "goes on at step 1" in ended.err + ended.out
+    assert "resumes at step 1" in ended.err + ended.out
 
     def losses(run: str) -> dict[int, float]:
         lines = (trained.cwd / "runs" / run / "metrics.jsonl").read_text().splitlines()

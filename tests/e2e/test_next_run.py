@@ -35,7 +35,7 @@ def test_a_run_begins_from_another_and_goes_on_with_nothing_typed(
     took, goes_on = longer.errors[:2]
     assert took.startswith("parallel3d: run=new: what is not typed is as at its last start: ")
     assert "seed=9" in took and "init_from=old@2" in took
-    assert goes_on == "parallel3d: run=new goes on at step 3; changed: train.steps 2 → 3"
+    assert goes_on == "parallel3d: run=new resumes at step 3; changed: train.steps 2 → 3"
     manifest = next((runs / "new" / "checkpoints").glob("step-00000003/manifest-*.json"))
     config = json.loads(manifest.read_text())["config"]
     assert (config["model"]["hidden_size"], config["init_from"]) == (32, "old@2")

@@ -73,7 +73,7 @@ def test_run_goes_on(shell: Shell) -> None:
     assert half.code == 0, half
     rest = train(shell, "run=mine", *layout, f"train.steps={STEPS}")
     assert rest.code == 0, rest
-    assert rest.errors == ["parallel3d: run=mine goes on at step 4; changed: train.steps 3 → 6"]
+    assert rest.errors == ["parallel3d: run=mine resumes at step 4; changed: train.steps 3 → 6"]
     assert curve(runs / "mine") == curve(runs / "whole")
     assert final_weights(runs / "mine") == final_weights(runs / "whole")
     ours, theirs = evaluations(runs / "mine"), evaluations(runs / "whole")
@@ -90,7 +90,7 @@ def test_run_goes_on(shell: Shell) -> None:
     again = train(shell, "run=mine", *layout, f"train.steps={STEPS}")
     assert (again.code, again.errors) == (
         0,
-        ["parallel3d: run=mine is finished: 6 steps are done; a larger train.steps goes on"],
+        ["parallel3d: run=mine is finished: 6 steps are done; a larger train.steps continues it"],
     )
     words = ("seed=7", "model.hidden_size=64", "optim.name=adamw")
     other = train(shell, "run=mine", *words, ranks=1)
@@ -112,7 +112,7 @@ def test_run_goes_on(shell: Shell) -> None:
     assert "optim.state bf16 → fp32" in goes_on and "optim.ema_decay 0.9 → None" in goes_on
     assert dropped == "parallel3d: optim.ema_decay=null: the average of the weights is dropped"
     assert "is not what was written: it is now damaged-step-00000006, and the" in damaged
-    assert goes_on.startswith("parallel3d: run=mine goes on at step 5; layout: ")
+    assert goes_on.startswith("parallel3d: run=mine resumes at step 5; layout: ")
     assert "dp 2 → 1" in goes_on and "zero 1 → 0" in goes_on
     for ours, theirs in zip(curve(runs / "mine"), curve(runs / "whole"), strict=False):
         assert ours[0] == theirs[0] and ours[3] == theirs[3]
@@ -159,7 +159,7 @@ def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
 
     early = f"data.blend_stages={{16:{{{c}:1}}}}"
     refused = train(shell, "run=mine", *data, early, "dp=1", "train.steps=7", ranks=1)
-    assert refused.code == 2 and "cannot go on with another blend" in refused.err
+    assert refused.code == 2 and "cannot resume with another blend" in refused.err
 
 
 def test_disk_that_takes_no_more_is_said_and_training_goes_on(shell: Shell) -> None:

@@ -226,7 +226,7 @@ def test_a_disturbed_job_goes_on_by_itself_to_the_undisturbed_result(
     assert (job.restarts > 0) == (name != "array_1"), story.output(name)
     assert ("; starting them again" in story.output(name)) == (name == "array_1")
     run, undisturbed = run_of(job), SAME_AS.get(name, "undisturbed")
-    assert f"run={run} goes on at step " in story.output(name)
+    assert f"run={run} resumes at step " in story.output(name)
     assert story.losses(run) == story.losses(undisturbed)
     assert story.weights(run) == story.weights(undisturbed)
 

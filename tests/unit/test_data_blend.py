@@ -166,7 +166,7 @@ def test_what_was_read_stays_and_what_will_be_may_change(corpora: Path) -> None:
     other = answer(usual, blend_of(WEIGHTS | {"web": 0.6}))
     more = answer(usual, blend_of(WEIGHTS | {"math": 0.6}))
     assert all(
-        sentence and "cannot go on with another blend" in sentence
+        sentence and "cannot resume with another blend" in sentence
         for sentence in (began, early, other, more)
     )
     assert other and "'data.blend_stages={1600:{…}}'" in other

@@ -289,7 +289,7 @@ def test_checkpoint_has_the_marks_and_one_without_them_is_taken_without_a_word(
     assert compared_with(old_manifest, config, again) == Compared()
     edit(Path(f"{data.path}.bin"), 0)
     other = compared_with(old_manifest, config, opened(data)).refusal
-    assert "cannot go on with another text" in other
+    assert "cannot resume with another text" in other
 
 
 def test_end_of_text_beside_a_pair_must_be_its_tokenizers(data: DataConfig) -> None:

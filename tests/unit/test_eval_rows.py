@@ -11,11 +11,11 @@ import torch
 from tokenizers import Tokenizer, processors
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.evaluate.command import eval_config
-from parallel3d.commands.evaluate.rows import (
+from parallel3d.commands.evaluate.command import (
     Likelihood,
     TaskRow,
     encode_pair,
+    eval_config,
     figures_of,
     read_rows,
 )

@@ -67,7 +67,7 @@ def test_nvl72_names_the_order_and_the_segment() -> None:
 
 def test_nvl72_with_more_replicas_than_whole_ones_fit_says_how_many_do() -> None:
     torn = said(a_cluster(36, 4, 72), Layout(tp=4, pp=4, dp=9))  # 16 of 72 GPUs: 4 whole a rack
-    assert any("dp=8 would leave room for whole replicas" in sentence for sentence in torn)
+    assert any("dp=8 would keep replicas whole" in sentence for sentence in torn)
 
 
 @pytest.mark.slow

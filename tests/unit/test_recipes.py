@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 import parallel3d
 from parallel3d.cli.command_line import main
 from parallel3d.commands.recipes import recipe
-from parallel3d.commands.toy_defaults import toy_defaults
+from parallel3d.commands.train import toy_defaults
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.composing import composed
 from parallel3d.config.overrides import left_open, presets

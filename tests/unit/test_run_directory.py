@@ -186,7 +186,7 @@ def test_run_that_is_over_and_has_no_checkpoint_is_not_done_again(tmp_path: Path
         (directory / "summary.json").write_text(json.dumps({"status": ending}))
         check_run(mine, may_go_on=True)
     (directory / "summary.json").write_text(json.dumps({"status": "finished"}))
-    with pytest.raises(UserError, match="with no checkpoint to go on from: choose another run="):
+    with pytest.raises(UserError, match="with no checkpoint to resume from: choose another run="):
         check_run(mine, may_go_on=True)
     (directory / "checkpoints" / "step-00000004").mkdir(parents=True)
     check_run(mine, may_go_on=True)

@@ -23,9 +23,8 @@ from parallel3d.data.loader import part_of, sources_of
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.data.validation import FirstSamples, check_sets, open_sets, sets_of, token_bytes
 from parallel3d.errors import UserError
-from parallel3d.metrics.jsonl import finite
+from parallel3d.metrics.jsonl import Score, finite
 from parallel3d.metrics.loggers import figures_of
-from parallel3d.metrics.score import Score
 from tests.corpora import pair
 
 SEQ = 16

@@ -1,4 +1,4 @@
-"""`parallel3d checkpoint branch`: makes a run that goes on from another run's checkpoint."""
+"""`parallel3d checkpoint branch`: makes a run that continues from another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
         shutil.rmtree(fresh)
         raise
     flush_folder(runs_dir)
-    print_line(f"run={run} goes on from step {manifest.step} of {old.name}; a cooldown is, as in:")
+    print_line(
+        f"run={run} continues from step {manifest.step} of {old.name}; a cooldown is, as in:"
+    )
     steps = max(1, round(USUAL_SHARE * manifest.step))
     where = "" if str(runs_dir) == "runs" else f" runs_dir={runs_dir}"
     print(

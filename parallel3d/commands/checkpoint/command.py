@@ -65,8 +65,8 @@ VERBS = {
         free=True,
     ),
     "branch": Verb(
-        "make a run that goes on from another run's checkpoint: same step, optimizer and position "
-        "in the data; the other run stays as it is",
+        "make a run that continues from another run's checkpoint: same step, optimizer and "
+        "position in the data; the other run stays as it is",
         {"from": "run, or run@step"} | RUN,
         ("from", "run"),
         "parallel3d checkpoint branch my_run@500 run=cooldown",

@@ -234,7 +234,7 @@ def _starts(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
             rows.append([label, *map(escape, cells)])
         for before, after in pairwise(run.configs):
             if table := _differing(("key", "before", "after"), (before, after)):
-                changes += f"<h3>{label} went on with other keys</h3>{table}"
+                changes += f"<h3>{label} resumed with other keys</h3>{table}"
     head = ("run", "start", "at", "first step", "layout", "host of rank 0")
     return section("Starts", "", html_table(head, rows) if rows else "", changes)
 

@@ -17,7 +17,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from parallel3d.config.fields import show
-from parallel3d.data.preprocess.formats import ENDS, LINES, PACKED, PARQUET, TEXT
+from parallel3d.data.preprocess import ENDS, LINES, PACKED, PARQUET, TEXT
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import plain
 

@@ -429,7 +429,7 @@ def _replica_and_domain(placement: RankMapping) -> str | None:
     if not torn:
         return f"each replica of {replica} GPUs is in one NVLink domain; {ask}"
     whole = np.unique(cluster.domain).size * (cluster.domain_gpus // replica)
-    fit = f"dp={whole} would leave room for whole replicas, " if whole < layout.dp else ""
+    fit = f"dp={whole} would keep replicas whole, " if whole < layout.dp else ""
     return (
         f"{torn} of {layout.dp} replicas of tp·cp·pp = {replica} GPUs reach over several NVLink "
         f"domains of {cluster.domain_gpus}; {fit}placement=tp-cp-pp-dp puts each in one, and {ask}"

@@ -1,9 +1,11 @@
-"""Which matrices Muon steps, and which rank of a stage makes each of them orthogonal."""
+"""Shares of the optimizer's step with its estimates: pieces of bf16 states, Muon's home ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+PIECE = 1 << 24  # elements whose states in bf16 are widened and stepped together on a GPU
 
 
 def is_hidden(name: str, dims: int) -> bool:
