@@ -10,6 +10,7 @@ all-gathers of the same total volume, and the activations between blocks are spl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self
@@ -41,7 +42,7 @@ from parallel3d.tensor_parallel.mappings import (
 )
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(nn.Module, ABC):
     """Holds this rank's shards of parameters; its state dict holds the full tensors.
 
     A parameter that holds several matrices (q, k and v) has them one below the other there.
@@ -115,9 +116,9 @@ class ShardedModule(nn.Module):
                 state = state_of(parameter)
                 state.tp, state.spec = self.group, spec
 
+    @abstractmethod
     def specs(self, index: int) -> dict[str, ParameterSpec | None]:
         """Returns the parameters that rank `index` of the group holds; None: there is none."""
-        raise NotImplementedError
 
     def register_shards(self, values: Initializer | nn.Module) -> None:
         """Registers this rank's parameters: `values` draws them, or has the full ones."""
