@@ -7,8 +7,9 @@ the same command is given again. With --failing-files the file system below the 
 their token caches fails as well: of all processes of a run, launchers too, a share meets an error,
 a short read or write, a slow call or an answer that is lost, once or for up to 30 calls.
 
-In the end the weights must be those of the undisturbed run, bit for bit, and every step must have
-been taken once, with the loss that it has there: a sample left out or seen twice would change it.
+In the end the weights, their average and the optimizer's states must be those of the undisturbed
+run, bit for bit, and every step must have been taken once, with the loss that it has there: a sample
+left out or seen twice would change it.
 No process may have said a traceback, and no checkpoint may have been set aside as damaged.
 
     python -m benchmarks.faults --runs 50 --seed 0 --launcher all --failing-files --out faults.json
@@ -57,7 +58,7 @@ TINY = (
     "micro_batch_size=2",
     "global_batch_size=4",
     "train.batch_schedule={0:8,80:4}",
-    "train.eval_every=0",
+    "train.eval_every=10",
     "train.eval_batches=1",
     "train.save_weights=true",
     "optim=muon",

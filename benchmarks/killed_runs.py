@@ -79,6 +79,7 @@ class Command:
         where = (
             f"runs_dir={self.run_dir.parent}",
             f"data.path={self.campaign.book}",
+            f"data.valid={{book:{self.campaign.book}}}",
             f"data.cache_dir={self.campaign.disk / 'cache' / self.name}",
         )
         return ("train", f"run={self.name}", *self.campaign.words, *self.layout, *where)

@@ -9,14 +9,18 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
 
 from benchmarks.killed_runs import Command
+from parallel3d.checkpoint.manifest import list_checkpoints
+from parallel3d.checkpoint.storage import read_full
 from parallel3d.metrics.jsonl import read_metrics
 
 TIMEOUT_S = 300.0
 MOMENTS = ("anywhere", "during a save")
 FIGURES = ("step", "loss", "grad_norm", "tokens")
+STATES = ("parameter", "ema", "exp_avg", "exp_avg_sq", "momentum")
 
 
 @dataclass
@@ -42,9 +46,9 @@ class Result:
     starts: int
     restarts: int
     seconds: float
-    weights_equal: bool
+    weights_equal: bool  # and those and the optimizer's states in the last checkpoint
     steps_once: bool
-    losses_equal: bool
+    losses_equal: bool  # and those of the validation set
     tracebacks: int  # in what was said
     set_aside: list[str]  # checkpoints called damaged
     log: str = field(repr=False, default="")
@@ -124,19 +128,28 @@ def check(command: Command, deadline: float, pause_s: float = 0.02) -> None:
     time.sleep(pause_s)
 
 
+def held(command: Command) -> dict[str, torch.Tensor]:
+    """The final weights of a run, and all tensors of its last checkpoint."""
+    return load_file(command.run_dir / "weights-final.safetensors") | read_full(
+        list_checkpoints(command.run_dir)[0], STATES
+    )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 def compare(
     command: Command, reference: Command, kills: list[Kill], seconds: float, steps: int
 ) -> Result:
     """The disturbed run beside the undisturbed one."""
-    name = "weights-final.safetensors"
-    mine, theirs = load_file(command.run_dir / name), load_file(reference.run_dir / name)
-    equal = mine.keys() == theirs.keys() and all(
-        mine[k].tobytes() == theirs[k].tobytes() for k in theirs
+    mine, theirs = held(command), held(reference)
+    equal = mine.keys() == theirs.keys() and all(same_bits(mine[k], theirs[k]) for k in theirs)
+    mine_rows, right_rows = (
+        read_metrics(c.run_dir / "metrics.jsonl") for c in (command, reference)
     )
-    rows, right = (
-        [r for r in read_metrics(c.run_dir / "metrics.jsonl") if "loss" in r]
-        for c in (command, reference)
-    )
+    rows, right = ([r for r in some if "loss" in r] for some in (mine_rows, right_rows))
+    judged = [[(r["step"], r["valid"]) for r in s if "valid" in r] for s in (mine_rows, right_rows)]
     log = command.log()
     faults = command.faults.read_text().splitlines() if command.faults.exists() else []
     return Result(
@@ -150,7 +163,8 @@ def compare(
         weights_equal=equal,
         steps_once=[r["step"] for r in rows] == list(range(1, steps + 1)),
         losses_equal=[[r[f] for f in FIGURES] for r in rows]
-        == [[r[f] for f in FIGURES] for r in right],
+        == [[r[f] for f in FIGURES] for r in right]
+        and judged[0] == judged[1] != [],
         tracebacks=len(re.findall(r"^Traceback \(most", log, re.MULTILINE)),
         set_aside=[p.name for p in command.run_dir.glob("checkpoints/damaged-*")],
         log=log,
