@@ -45,10 +45,7 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
         UserError: too few checkpoints, a damaged one, a name that is taken or is none.
     """
     old, folders = find_run(runs_dir, run), _chosen(runs_dir, run, last, steps)
-    configs = [read_with_config(folder)[1] for folder in folders]
-    if any(other.model != configs[-1].model for other in configs):
-        raise UserError(f"run={run} has changed its model: give steps= of one model instead")
-    config = named(configs[-1], old, runs_dir, to)
+    config = named(read_with_config(folders[-1])[1], old, runs_dir, to)
     config, new = make_run_directory(config)
     try:
         copy_tokenizer(old, new)
