@@ -8,9 +8,9 @@ their token caches fails as well: of all processes of a run, launchers too, a sh
 a short read or write, a slow call or an answer that is lost, once or for up to 30 calls.
 
 In the end the weights, their average and the optimizer's states must be those of the undisturbed
-run, bit for bit, and every step must have been taken once, with the loss that it has there: a sample
-left out or seen twice would change it.
-No process may have said a traceback, and no checkpoint may have been set aside as damaged.
+run, bit for bit, and every step must have been taken once, with the loss that it has there: a
+sample left out or seen twice would change it. No process may have said a traceback, and no
+checkpoint may have been set aside as damaged.
 
     python -m benchmarks.faults --runs 50 --seed 0 --launcher all --failing-files --out faults.json
 

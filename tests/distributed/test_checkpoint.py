@@ -9,6 +9,7 @@ moments.
 
 from __future__ import annotations
 
+import errno
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -252,3 +253,15 @@ def test_a_branch_goes_on_as_the_run_that_it_left(
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(UserError, match="run=branch-0 exists already"):
         branch(tmp_path, "one-0", "branch-0")
+
+
+def test_a_branch_copies_where_files_cannot_be_linked(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, save_all, "one", {0: TIED}, tmp_path)
+    save_config(Config(run="one-0"), tmp_path / "one-0")
+    with patch("os.link", side_effect=OSError(errno.EPERM, "not permitted")):
+        assert branch(tmp_path, "one-0", "copied") == 0
+    folders = [list_checkpoints(tmp_path / run)[0] for run in ("one-0", "copied")]
+    mine, theirs = ({p.name: p for p in folder.iterdir()} for folder in folders)
+    assert mine.keys() == theirs.keys()
+    for name, path in mine.items():
+        assert path.read_bytes() == theirs[name].read_bytes() and not path.samefile(theirs[name])

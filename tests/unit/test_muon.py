@@ -9,6 +9,8 @@ import torch
 
 from benchmarks.plan_dryrun import configured
 from parallel3d.comm.group import SINGLE
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.dryrun.world import Zeros
 from parallel3d.commands.plan import plan
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import OptimConfig
@@ -22,6 +24,7 @@ from parallel3d.muon import Muon, newton_schulz
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
 from parallel3d.topology.layout import layout_of
+from parallel3d.trainer import Trainer
 from tests.unit.dry_runs import dry_runs
 
 BAND = (0.68, 1.14)  # where the rounds leave singular values above 1 % of the norm
@@ -136,3 +139,30 @@ def test_muon_without_momentum_is_refused() -> None:
     config.optim.name = "muon"
     with pytest.raises(UserError, match=r"momentum=0\.0 must be .*the nearest is optim=muon"):
         check_config(config, own_samples=True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "asked", "wanted"),
+    [
+        ("fp32", "auto", torch.float32),
+        ("fp64", "auto", torch.float64),
+        ("bf16", "auto", torch.bfloat16),
+        ("bf16", "fp32", torch.float32),
+        ("fp32", "bf16", torch.bfloat16),
+    ],
+)
+def test_the_type_of_newton_schulz_is_the_one_that_is_asked_for(
+    precision: str, asked: str, wanted: torch.dtype
+) -> None:
+    config = configured({"model": "llama_tiny"})
+    config.precision.name, config.optim.muon_dtype = precision, asked
+    config.optim.name, config.optim.momentum = "muon", 0.95
+    trainer = Trainer(
+        config,
+        ProcessGroups.single(),
+        torch.device("cpu"),
+        train_source=Zeros(config.model.seq_length),
+    )
+    assert trainer.optimizer.muon is not None
+    assert trainer.optimizer.muon.empty.dtype == wanted
+    trainer.train_step()
