@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel3d.checkpoint.manifest import list_checkpoints
+from parallel3d.checkpoint.storage import read_full
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.commands.evaluate.command import Likelihood
@@ -15,9 +17,11 @@ from parallel3d.commands.generate.command import config_of_run
 from parallel3d.commands.generate.sample import load_newest
 from parallel3d.config.schema import Config
 from parallel3d.models.transformer import blank_stage
+from parallel3d.run.directory import load_config
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.huggingface import GROUPED, save_model
+from tests.reference.model import ReferenceModel
 
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1))
 TOKENS = 300
@@ -56,28 +60,50 @@ def scored(
     return found
 
 
-def theirs(model: torch.nn.Module, request: Request) -> Likelihood:
-    with torch.no_grad():
-        logits = model(torch.tensor([request.tokens[:-1]])).logits[0].float()
+def judged(logits: torch.Tensor, request: Request) -> Likelihood:
+    """The likelihood of a request by its logits (s, vocabulary)."""
     labels = torch.tensor(request.tokens[request.first :])
     scored = logits[request.first - 1 :]
     found = scored.log_softmax(-1).gather(1, labels[:, None]).sum()
     return Likelihood(float(found), len(labels), bool((scored.argmax(-1) == labels).all()))
 
 
+def by_transformers(model: torch.nn.Module, request: Request) -> Likelihood:
+    with torch.no_grad():
+        logits = model(torch.tensor([request.tokens[:-1]])).logits[0].float()
+    return judged(logits, request)
+
+
+def by_the_reference(run: Path, request: Request) -> Likelihood:
+    weights = read_full(list_checkpoints(run)[0])
+    model = ReferenceModel(load_config(run).model).double()
+    model.load_state_dict({name.partition("/")[2]: values for name, values in weights.items()})
+    with torch.no_grad():
+        return judged(model(torch.tensor([request.tokens[:-1]]))[0], request)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_likelihoods_are_those_of_transformers(
-    kind: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_likelihoods_are_those_of_another_program(
+    kind: str, precision: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In fp32 of transformers, which computes norms in fp32; in fp64 of the tests' reference."""
     monkeypatch.chdir(tmp_path)
     model = save_model(tmp_path / "hf", kind, vocab_size=TOKENS, **KINDS[kind]).eval()
-    assert checkpoint(["import", "from=hf", "run=mine", "prove=false"]) == 0
-    expected = {(r.row, r.choice): theirs(model, r) for r in requests(4)}
+    words = ["from=hf", "run=mine", "prove=false", f"precision={precision}"]
+    assert checkpoint(["import", *words]) == 0
+    run, within = tmp_path / "runs/mine", 1e-5 if precision == "fp32" else 1e-11
+    expected = {
+        (r.row, r.choice): by_transformers(model, r)
+        if precision == "fp32"
+        else by_the_reference(run, r)
+        for r in requests(4)
+    }
     for world in (1, 2, 4):
         layouts = [sizes for sizes in LAYOUTS if sizes[0] * sizes[1] * sizes[2] == world]
         for rank in pool.run(world, scored, layouts, str(tmp_path / "runs"), 60):
             for sizes, found in zip(layouts, rank, strict=True):
                 assert found.keys() == expected.keys(), sizes
                 for key, one in found.items():
-                    assert one.total == pytest.approx(expected[key].total, abs=1e-5 * one.tokens)
+                    assert one.total == pytest.approx(expected[key].total, abs=within * one.tokens)
                     assert one[1:] == expected[key][1:], (sizes, key)
