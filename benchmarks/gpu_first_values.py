@@ -178,7 +178,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
 
     few = 4
     scores = random(1, few, sequence, sequence)
-    queries = places.to(torch.int32)
+    queries = places.to(torch.int32)[None]
     keys = dropout.row_keys.function(starts[:1], (few, sequence), 0, places)
     seen = (queries, None, *keys, 0.1)
     softmax, backward = (

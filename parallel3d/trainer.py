@@ -22,6 +22,7 @@ from parallel3d.comm.process_groups import ProcessGroups, with_timer
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
+from parallel3d.context_parallel.documents import SequenceSplit
 from parallel3d.data.blend import Blend
 from parallel3d.data.loader import Batches, SampleSource, sources_of, with_length
 from parallel3d.data.split import Corpus
@@ -140,7 +141,7 @@ class Trainer:
         wide = torch.promote_types(self.dtype, torch.float32)
         # Deferred: the engine below draws the parameters that this rank keeps.
         initializer = Initializer(config.seed, wide, self.device, deferred=True)
-        context = BuildContext.of_run(config, initializer, groups.tp)
+        context = BuildContext.of_run(config, initializer, groups.tp, groups.cp)
         self.use(run_schedule(config))
         placement = self.schedule.placement
         layers = layers_of_stages(config)
@@ -159,7 +160,7 @@ class Trainer:
         if config.compile:
             compile_blocks(self.stages, saves_operands=self.schedule.splits_backward)
         self.optimizer = self._make_optimizer(self.data_parallel.segments)
-        self.rebuilds_buckets = config.ddp.bucket_order == "measured" and groups.dp.size > 1
+        self.rebuilds_buckets = config.ddp.bucket_order == "measured" and groups.dp_cp.size > 1
 
         self.executor = self._executor()
         self._open_data()
@@ -167,12 +168,12 @@ class Trainer:
     def _make_optimizer(self, segments: list[Segment]) -> Optimizer:
         optim, groups, muon = self.config.optim, self.groups, None
         if optim.name == "muon":
-            held = [self.data_parallel.parts_of(i) for i in range(groups.dp.size)]
+            held = [self.data_parallel.parts_of(i) for i in range(groups.dp_cp.size)]
             parts = [trained_parts(each, optim) for each in held]
             half = self.dtype.itemsize < 4 and optim.muon_dtype == "auto"
             wide = torch.promote_types(self.dtype, torch.float32)
             dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide
-            muon = Muon(parts, optim.muon_scale, dtype, groups.tp, groups.dp, self.device)
+            muon = Muon(parts, optim.muon_scale, dtype, groups.tp, groups.dp_cp, self.device)
         return Optimizer(optim, segments, groups.tp, self.config.seed, muon)
 
     def use(self, schedule: Schedule) -> None:
@@ -186,7 +187,7 @@ class Trainer:
         """Creates the executor and sets the step timer's baseline latencies; collective."""
         config, groups, schedule = self.config, self.groups, self.schedule
         sliced = sends_slices(config, accelerator.is_accelerator(self.device))
-        sequence = config.model.seq_length // (groups.tp.size if config.sp else 1)
+        sequence = config.local_seq_length // (groups.tp.size if config.sp else 1)
         hidden = (config.micro_batch_size, sequence, config.model.hidden_size)
         outputs = StageOutputs((hidden,), self.dtype, groups.tp if sliced else SINGLE)
         message, channel = outputs.empty_message(self.device).zero_(), None
@@ -226,7 +227,12 @@ class Trainer:
         config, dp = self.config, self.groups.dp
         size, count = config.micro_batch_size, config.num_microbatches
         masks, window = config.data.document_mask, config.global_batch_size * ahead
-        return Batches(source, size, count, dp.index, self.device, self.needs_batch, masks, window)
+        split = None
+        if self.groups.cp.size > 1:
+            split = SequenceSplit.of_run(config, self.groups.cp.index)
+        return Batches(
+            source, size, count, dp.index, self.device, self.needs_batch, masks, window, split
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -324,13 +330,14 @@ class Trainer:
         if of.samples is not None:
             end = min(end, of.samples)
         total = torch.zeros(3, dtype=torch.float64, device=self.device)
+        is_first = self.groups.tp.index == self.groups.cp.index == 0  # of those with equal samples
         self.data_parallel.wait_for_all_gathers()
         for first in range(0, end, size):
             tokens = self._global_tokens(of.batches, first)
             load = functools.partial(of.batches.micro_batch, first)
             loss_sum = self.executor.evaluate(self.forwards, load)
             total[:2] += self._share_of_loss(loss_sum, tokens)
-            if self.token_bytes is not None and self.has_loss and self.groups.tp.index == 0:
+            if self.token_bytes is not None and self.has_loss and is_first:
                 total[2] += of.batches.byte_count(first, self.token_bytes)
         collectives.all_reduce(total, self.groups.world)
         with blocking(self.groups.world):
@@ -366,12 +373,13 @@ class Trainer:
     def _share_of_loss(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
         """Returns this rank's share of (Σ losses, tokens) of the global batch.
 
-        All tp ranks hold the same loss; only tp rank 0 contributes it.
+        All tp ranks hold the same loss; only tp rank 0 contributes it. Context-parallel ranks hold
+        the losses of their own tokens, and the count of all.
         """
         groups = self.groups
         contributes = self.has_loss and groups.tp.index == 0
         return torch.stack(
-            (loss_sum * contributes, tokens * (contributes and groups.dp.index == 0))
+            (loss_sum * contributes, tokens * (contributes and groups.dp_cp.index == 0))
         )
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:

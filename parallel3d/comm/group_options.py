@@ -53,7 +53,7 @@ class Interfaces:
 
     def check(self, layout: Layout, rank: int) -> None:
         """Raises UserError unless this host has the interfaces of this rank's groups."""
-        for dim in ("tp", "dp", "pp"):
+        for dim in ("tp", "cp", "dp", "pp"):
             ranks = layout.group_of(rank, dim)
             if len(ranks) > 1:
                 self.of_group(ranks, rank)
@@ -101,7 +101,7 @@ def nccl_options(
 
 def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[str, int], ...]]:
     """Returns (high-priority stream, fields of ncclConfig_t) for a kind of group."""
-    kind = {"dp_inner": "dp", "dp_outer": "dp", BACKWARD: "pp"}.get(kind, kind)
+    kind = {"dp_cp": "dp", "dp_inner": "dp", "dp_outer": "dp", BACKWARD: "pp"}.get(kind, kind)
     settings = parse_nccl_settings(launch.nccl_settings)
     fields = tuple((field, value) for group, field, value in settings if group == kind)
     return kind in launch.nccl_high_priority, fields

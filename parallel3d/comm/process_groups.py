@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # Groups with enough bytes for an interface of their own; the others carry a few numbers a step and
 # cross rails, so they stay on the interface of the rendezvous.
-DATA_KINDS = ("tp", "dp", "dp_inner", "dp_outer", "pp", BACKWARD, "embedding")
+DATA_KINDS = ("tp", "cp", "dp", "dp_cp", "dp_inner", "dp_outer", "pp", BACKWARD, "embedding")
 
 Ranks = list[list[int]]
 CPU = torch.device("cpu")
@@ -48,14 +48,17 @@ CPU = torch.device("cpu")
 
 @dataclass
 class ProcessGroups:
-    """The groups of one rank: six kinds, eight with two levels of dp, whatever the world size.
+    """The groups of one rank: six kinds, eight with two levels of dp, ten with context parallelism,
+    whatever the world size.
 
-    tp, dp, pp   along one dimension
+    tp, cp, dp, pp  along one dimension
+    dp_cp        dp × cp: the ranks with equal parameters, over which gradients are summed and
+                 ZeRO shards; with cp = 1 it is dp
     pp_backward  pp once more, for the gradients that travel back (see `pipeline.p2p`): on NCCL a
                  communicator of its own, elsewhere the same group
     embedding    first and last stage of a pipeline (tied embeddings)
     world        all ranks (loss and gradient norm)
-    dp_inner     hierarchical all-reduce: members of dp in one NVLink domain (else of one);
+    dp_inner     hierarchical all-reduce: members of dp_cp in one NVLink domain (else of one);
                  HSDP (ddp.shard_size): members that shard one copy of the model
     dp_outer     one member of each domain; HSDP: the replicas
     device       this rank's, on which it communicates
@@ -69,27 +72,38 @@ class ProcessGroups:
     pp_backward: Group
     embedding: Group
     world: Group
+    cp: Group = SINGLE
+    dp_cp: Group = None  # type: ignore[assignment]  # dp, by `__post_init__`
     dp_inner: Group = SINGLE
     dp_outer: Group = SINGLE
     device: torch.device = CPU
     lazy_mesh: _LazyMesh | None = None  # of an initialised world
 
+    def __post_init__(self) -> None:
+        if self.dp_cp is None:
+            self.dp_cp = self.dp
+
     @property
     def mesh(self) -> DeviceMesh:
         """The grid of all ranks, with dimensions pp, dp and tp: `groups.mesh["tp"]`.
+
+        With context parallelism it has cp too, between dp and tp.
 
         For FSDP2, DTensor, DCP, and the parts of this library. Its communicators are those of the
         groups. Dimensions of one rank share one more, of this rank alone, made when the mesh is
         first used: on NCCL that is collective over the world.
 
-        Raises UserError for groups without a world, and for context parallelism.
+        Raises UserError for groups without a world.
         """
         if self.lazy_mesh is None:
             raise UserError(
                 "groups.mesh must have a world of torch.distributed; give the groups of init "
                 "instead of ProcessGroups.single()"
             )
-        return self.lazy_mesh.get({"pp": self.pp, "dp": self.dp, "tp": self.tp})
+        dims = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        if self.layout.cp == 1:
+            del dims["cp"]
+        return self.lazy_mesh.get(dims)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -112,7 +126,7 @@ class ProcessGroups:
             interfaces = Interfaces.of_run(config.cluster, placement)
         levels = None
         if config.ddp.hierarchical and placement is not None:
-            levels = two_levels(placement, "dp")
+            levels = two_levels(placement, "dp_cp")
         if config.zero > 1 and config.ddp.shard_size is not None:
             levels = shards_and_replicas(layout_of(config), config.ddp.shard_size)
         layout, timeout_s = layout_of(config), config.launch.timeout_s
@@ -135,7 +149,7 @@ class ProcessGroups:
         Args:
             launch: shared memory and NCCL's settings; its defaults if None.
             interfaces: network interfaces of gloo's groups; the system's choice if None.
-            levels: inner and outer groups of dp (`links.two_levels`); None: one level.
+            levels: inner and outer groups of dp_cp (`links.two_levels`); None: one level.
 
         Raises:
             ValueError: the world size is not the layout's.
@@ -148,18 +162,20 @@ class ProcessGroups:
         maker = _Maker(
             torch.device(device_type), datetime.timedelta(seconds=timeout_s), launch, interfaces
         )
-        tp, dp, pp = (maker.group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
+        kinds = ["tp", "cp", "dp", "dp_cp"] if layout.cp > 1 else ["tp", "dp"]
+        made = {kind: maker.group(kind, layout.groups(kind)) for kind in kinds}
+        pp = maker.group("pp", layout.groups("pp"))
         back = maker.group(BACKWARD, layout.groups("pp"))
         if device_type == "cpu" and launch.shared_memory:
-            tp, dp = (_with_shared_memory(g, timeout_s) for g in (tp, dp))
+            shared = [kind for kind in kinds if kind != "dp" or layout.cp == 1]  # a few numbers
+            made |= {kind: _with_shared_memory(made[kind], timeout_s) for kind in shared}
         inner, outer = levels or ([], [])
         ends = [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")]
         return cls(
             layout=layout,
             rank=dist.get_rank(),
-            tp=tp,
-            dp=dp,
             pp=pp,
+            **made,
             pp_backward=back,
             embedding=maker.group("embedding", ends),
             world=maker.group("world", [list(range(world))]),
@@ -176,12 +192,12 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroys the groups that `create` made; the world stays with its creator."""
-        for group in (self.tp, self.dp):
+        for group in dict.fromkeys((self.tp, self.cp, self.dp, self.dp_cp)):
             if group.shared is not None:
                 group.shared.memory.close()
         # In order of creation, alike on all ranks: NCCL's members destroy a communicator together,
         # and ranks that take two of them in different orders would deadlock.
-        kinds = (self.tp, self.dp, self.pp, self.pp_backward, self.embedding)
+        kinds = (self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.pp_backward, self.embedding)
         handles = [g.handle for g in (*kinds, self.dp_inner, self.dp_outer)]
         if self.lazy_mesh is not None:
             handles.append(self.lazy_mesh.alone)
@@ -191,19 +207,18 @@ class ProcessGroups:
 
 
 def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] | None:
-    """Returns inner and outer groups of dp for HSDP (Zhao et al. 2023 §3.2.2).
+    """Returns inner and outer groups of dp_cp for HSDP (Zhao et al. 2023 §3.2.2).
 
     A copy of the model is sharded over `shard_size` consecutive members, which are the closest in
     the default order, and replicated over the rest. None where one copy takes all members.
     """
-    if shard_size == layout.dp:
+    if shard_size == layout.dp_cp:
         return None
+    groups = layout.groups("dp_cp")
     inner = [
-        ranks[i : i + shard_size]
-        for ranks in layout.groups("dp")
-        for i in range(0, layout.dp, shard_size)
+        ranks[i : i + shard_size] for ranks in groups for i in range(0, layout.dp_cp, shard_size)
     ]
-    outer = [ranks[i::shard_size] for ranks in layout.groups("dp") for i in range(shard_size)]
+    outer = [ranks[i::shard_size] for ranks in groups for i in range(shard_size)]
     return inner, outer
 
 
@@ -314,10 +329,6 @@ class _LazyMesh:
 
     def get(self, by_dim: dict[str, Group]) -> DeviceMesh:
         if self.mesh is None:
-            if self.layout.cp > 1:
-                raise UserError(
-                    f"groups.mesh must be without context parallelism, not cp={self.layout.cp}"
-                )
             if any(group.handle is None for group in by_dim.values()):
                 self.alone = self.maker.alone()
             handles = [h for g in by_dim.values() if (h := g.handle or self.alone) is not None]

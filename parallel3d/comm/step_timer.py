@@ -1,10 +1,11 @@
-"""StepTimer: the time of a step on one rank, in nine kinds that add up to the step.
+"""StepTimer: the time of a step on one rank, in ten kinds that add up to the step.
 
 | kind      | contents                                                                         |
 |-----------|----------------------------------------------------------------------------------|
 | forward   | layers and loss, without the kinds below that happen inside                        |
 | backward  | the same of the backward pass, with weight gradients and recomputation            |
 | tp        | tensor-parallel collectives, as far as this rank waits for them or works on them  |
+| cp        | keys and values (or heads) of the sequence's other parts, likewise                |
 | pp        | messages between stages: posting, copying, and waiting for one in flight          |
 | dp        | gradient buckets, and with zero ≥ 1 parameters, over the data-parallel group      |
 | model     | the tied embedding's gradient over its stages; loss and gradient norm over all    |
@@ -38,8 +39,9 @@ import torch
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 
-KINDS = ("forward", "backward", "tp", "pp", "dp", "model", "optimizer", "data", "idle")
-KIND_OF_GROUP = {"tp": "tp", "dp": "dp", "dp_inner": "dp", "dp_outer": "dp", "pp": "pp"}
+KINDS = ("forward", "backward", "tp", "cp", "pp", "dp", "model", "optimizer", "data", "idle")
+KIND_OF_GROUP = {kind: kind for kind in ("tp", "cp", "dp", "pp")}
+KIND_OF_GROUP |= dict.fromkeys(("dp_cp", "dp_inner", "dp_outer"), "dp")
 BASE = "optimizer"  # everything outside of the other kinds
 WARMUP_STEPS = 3  # slow because of allocators, caches, lazy connections
 # On an accelerator one step of so many is timed. A prime: an event of every tenth step is then

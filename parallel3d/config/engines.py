@@ -29,6 +29,23 @@ class TensorParallelConfig:
 
 
 @dataclass
+class ContextParallelConfig:
+    """Splitting of sequences over cp ranks; does not change results."""
+
+    style: str = key(
+        "gather",
+        "how attention reads the other ranks' tokens: gather all-gathers keys and values (Llama 3 "
+        "report, §3.3.2); heads gives each rank all tokens of a part of the heads by all-to-all "
+        "(Ulysses, Jacobs et al. 2023); ring passes keys and values from rank to rank (Liu et al. "
+        "2023)",
+        choices=("gather", "heads", "ring"),
+        megatron="--cp-comm-type",
+        differs="--cp-comm-type is context_parallel.style: p2p is ring, a2a heads, allgather "
+        "gather",
+    )
+
+
+@dataclass
 class LossConfig:
     """The training loss. Held-out losses are always plain cross-entropies."""
 

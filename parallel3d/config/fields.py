@@ -47,7 +47,6 @@ class NotYet:
 
 # Removing a row enables the value. The documentation lists the names of the rows.
 NOT_YET: dict[str, NotYet] = {
-    "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
     "precision=fp8": NotYet("precision.name", lambda v: v == "fp8", "precision=bf16 works"),
 }
 

@@ -21,7 +21,8 @@ FREE = (
     *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
     *("attention_kernel", "recompute", "recompute_layers", "train.progress", "train.log_every"),
     *("train.save_weights", "train.noise_scale", "loss.chunk_tokens"),
-    *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "profile."),
+    *("schedule.", "tensor_parallel.", "context_parallel.", "ddp.", "cluster.", "launch."),
+    *("logger.", "profile."),
     *("checkpoint.", "recovery.", "generate.", "eval.", "topology.", "bench.", "calibrate."),
     *("verify.", "plan."),
     # Of the model its name and the layout of its tables. Of the data the fingerprint of the text

@@ -22,6 +22,7 @@ from parallel3d.config.cluster import (
 from parallel3d.config.data import DataConfig
 from parallel3d.config.engines import (
     CheckpointConfig,
+    ContextParallelConfig,
     DryrunConfig,
     EvalConfig,
     GenerateConfig,
@@ -50,6 +51,7 @@ from parallel3d.config.sections import (
     ModelConfig,
     OptimConfig,
     key,
+    padded_length,
     wrong_parts,
 )
 
@@ -60,6 +62,7 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
+    "ContextParallelConfig",
     "DataConfig",
     "DataParallelConfig",
     "DryrunConfig",
@@ -215,6 +218,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     ddp: DataParallelConfig = field(default_factory=DataParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -231,6 +235,21 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     dryrun: DryrunConfig = field(default_factory=DryrunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def padded_seq_length(self) -> int:
+        """Tokens of a sample with the padding that context parallelism needs."""
+        return padded_length(self.model.seq_length, self.cp, self.rank_multiple)
+
+    @property
+    def local_seq_length(self) -> int:
+        """Tokens of a sample on each context-parallel rank, before tp splits them under sp."""
+        return self.padded_seq_length // self.cp
+
+    @property
+    def rank_multiple(self) -> int:
+        """Divides the tokens of a sample on a context-parallel rank."""
+        return self.tp * self.tensor_parallel.chunks if self.sp else 1
 
     @property
     def num_microbatches(self) -> int:

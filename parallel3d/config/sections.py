@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,15 @@ def named_parts(recompute: str | Sequence[str]) -> tuple[str, ...]:
     if recompute in WORDS:
         return WORDS[recompute]
     return tuple(part.strip() for part in recompute.strip("[]").split(",") if part.strip())
+
+
+def padded_length(length: int, cp: int, multiple: int = 1) -> int:
+    """Returns the tokens of a sequence of `length` with its padding, split over cp ranks.
+
+    2 · cp equal pieces, and on each rank a multiple of `multiple` tokens. One rank pads nothing.
+    """
+    step = 1 if cp == 1 else math.lcm(2 * cp, cp * multiple)
+    return -(-length // step) * step
 
 
 def parts_of(recompute: str | Sequence[str]) -> frozenset[str]:

@@ -19,10 +19,11 @@ import numpy.typing as npt
 import torch
 
 from parallel3d.comm.exchange import all_gather_json
+from parallel3d.context_parallel.documents import Documents, SequenceSplit
 from parallel3d.data.blend import Blend, Blended, DatasetOrder
 from parallel3d.data.chat import ChatSamples
 from parallel3d.data.corpus import check_vocabulary
-from parallel3d.data.documents import Documents, documents_of
+from parallel3d.data.documents import documents_of, whole_samples
 from parallel3d.data.packing import PackSampler
 from parallel3d.data.sampler import Sample, Sampler
 from parallel3d.data.split import Corpus
@@ -85,13 +86,16 @@ class Batches:
         needs_batch: bool = True,
         document_mask: bool = False,
         stride: int = 0,
+        split: SequenceSplit | None = None,
     ) -> None:
-        """`stride` > 0: samples of a step of all ranks; a thread then reads ahead."""
+        """`stride` > 0: samples of a step of all ranks; a thread then reads ahead. `split`: over
+        context-parallel ranks, of which each reads the whole sample and keeps its own tokens."""
         self._source, self._needs_batch = source, needs_batch
         self._document_mask = document_mask
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
         self._device = torch.device(device)
+        self._split = split
         self._ahead: ReadAhead | None = None
         self._reads_ahead = stride > 0 and (needs_batch or document_mask)
         self.resize(num_microbatches, stride)
@@ -118,23 +122,21 @@ class Batches:
         """Returns micro-batch `m` of the global batch from sample `first` on, on the device."""
         indices = self.indices(first, m)
         numbers = self._moved(torch.tensor(indices, dtype=torch.int64))
-        if not (self._needs_batch or self._document_mask):
-            return MicroBatch(None, None, None, numbers)
-        samples = [self._sample(first, i) for i in indices]
+        reads = self._needs_batch or self._document_mask
+        samples = [self._sample(first, i) for i in indices] if reads else []
         documents = None
         if self._document_mask:
-            documents = documents_of(samples, indices, self._device)
+            documents = documents_of(samples, indices, self._device, self._split)
+        elif self._split is not None:
+            documents = whole_samples(len(indices), self._device, self._split)
         if not self._needs_batch:
             return MicroBatch(None, None, None, numbers, documents)
-        tokens = torch.from_numpy(np.stack([s.tokens for s in samples]))
-        mask = torch.from_numpy(np.stack([s.loss_mask for s in samples]))
-        return MicroBatch(
-            self._moved(tokens[:, :-1].contiguous()),
-            self._moved(tokens[:, 1:].contiguous()),
-            self._moved(mask),
-            numbers,
-            documents,
-        )
+        whole = np.stack([s.tokens for s in samples])
+        parts = [whole[:, :-1], whole[:, 1:], np.stack([s.loss_mask for s in samples])]
+        if documents is not None and documents.shard is not None:
+            parts = [documents.shard.take(part) for part in parts]
+        tokens, labels, mask = (self._moved(torch.from_numpy(p.copy(order="C"))) for p in parts)
+        return MicroBatch(tokens, labels, mask, numbers, documents)
 
     def token_count(self, first: int) -> int:
         """Counts the unmasked tokens of this rank's share of the global batch from `first` on."""

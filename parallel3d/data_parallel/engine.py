@@ -307,7 +307,7 @@ def agreed_order(ready_order: list[str], names: list[str], groups: ProcessGroups
     seen = set(ready_order)
     mine = [*ready_order, *(name for name in reversed(names) if name not in seen)]
     numbers = torch.tensor([names.index(name) for name in mine]).to(groups.device)
-    for group in (groups.tp, groups.dp):
+    for group in (groups.tp, groups.dp_cp):
         collectives.broadcast(numbers, 0, group)
     return [names[i] for i in numbers.tolist()]
 

@@ -74,7 +74,7 @@ class FullyShardedDataParallel:
         wide = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
         hybrid = groups.dp_inner.size > 1
-        shards, replicas = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp, SINGLE)
+        shards, replicas = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp_cp, SINGLE)
         mesh, self.zero, self.every_microbatch = _mesh(groups), zero, every_microbatch
         for module in (*units, root):  # drawn and sharded one after the other
             if initializer.deferred:
@@ -284,7 +284,7 @@ def _mesh(groups: ProcessGroups) -> DeviceMesh:
     FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce hook does
     it, so that this sum is timed and logged too.
     """
-    shards = groups.dp if groups.dp_inner.size == 1 else groups.dp_inner
+    shards = groups.dp_cp if groups.dp_inner.size == 1 else groups.dp_inner
     return mesh_of_group(shards, groups.device.type)
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.buckets import Bucket
 from parallel3d.data_parallel.engine import BucketedDataParallel
@@ -54,7 +55,7 @@ class PartialNorms:
     def __init__(
         self, engine: BucketedDataParallel, groups: ProcessGroups, sp: bool, tied: str | None
     ) -> None:
-        self.engine, self.tp, self.tied = engine, groups.tp, tied
+        self.engine, self.tp, self.cp, self.tied = engine, groups.tp, groups.cp, tied
         self.by_replicas = groups.dp.size > 1
         self.sp = sp and groups.tp.size > 1
         grad = engine.buckets[0].grad
@@ -88,6 +89,10 @@ class PartialNorms:
         main_grad = state_of(parameter).main_grad
         assert main_grad is not None
         grad = main_grad.flatten()
+        if self.cp.size > 1:  # each rank has the gradient of its own part of the sequences
+            grad = collectives.all_reduce(grad.clone(), self.cp)
+            if self.cp.index > 0:
+                return self.part.new_zeros(())
         views = [grad[run] for run in self._runs(name, spec_of(parameter), 0, grad.numel())]
         return sum_of_squares(views, self.part.device)
 

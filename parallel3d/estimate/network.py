@@ -41,7 +41,11 @@ OPERATIONS = (
     *("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter", "scatter", "gather"),
     *("all_to_all", "send_recv", "barrier"),
 )
-GROUPED = {"world": DIMENSIONS, "embedding": ("pp",)}  # groups along other dimensions
+GROUPED = {
+    "world": DIMENSIONS,
+    "dp_cp": ("dp", "cp"),
+    "embedding": ("pp",),
+}  # groups along other dimensions
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")

@@ -102,7 +102,7 @@ class Health:
         tp = trainer.groups.tp
         shared = [name for name in names if spec_of(trainer.parameters[name]).is_whole(tp.size)]
         trainer.data_parallel.wait_for_all_gathers()  # zero=1 may still be gathering parameters
-        self._compare(step, names, trainer.groups.dp)
+        self._compare(step, names, trainer.groups.dp_cp)
         self._compare(step, shared, tp)
 
     def _compare(self, step: int, names: list[str], group: Group) -> None:

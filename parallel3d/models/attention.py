@@ -9,9 +9,11 @@ import torch.nn.attention as registry
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import AUTO, FLASH, HALF_PRECISION, MATH, PACKAGES
-from parallel3d.data.documents import Documents
+from parallel3d.context_parallel.attention import attend_across, gather_sequence
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.matmul import is_widened
@@ -119,6 +121,8 @@ def causal_attention(
     samples: Tensor | None = None,
     documents: Documents | None = None,
     kernel: str = AUTO,
+    cp: Group = SINGLE,
+    cp_style: str = "gather",
 ) -> Tensor:
     """Computes softmax(q·kᵀ / sqrt(head_dim) + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -129,6 +133,7 @@ def causal_attention(
         rotary: cos and sin to rotate q and k with; None: no rotation.
         dropout: of the probabilities, if there are `samples`: slower than PyTorch's kernel.
         documents: attention stays within each; None: a sample is one document.
+        cp, cp_style: the ranks over which the sequence is split, and how they attend together.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -143,7 +148,11 @@ def causal_attention(
     if _is_slow_below_fp32(q):
         q, k, v = q.float(), k.float(), v.float()
     if dropout is not None and samples is not None:
+        if documents is not None and documents.shard is not None:
+            k, v = (gather_sequence(x, cp, documents.shard) for x in (k, v))
         y = attend_dropping(q, k, v, dropout, samples, documents)
+    elif documents is not None and documents.shard is not None:
+        y = attend_across(q, k, v, cp, documents.shard)
     elif documents is None:
         y = attend(q, k, v, is_causal=True, kernel=kernel)
     else:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.config.sections import AUTO, MATH
-from parallel3d.data.documents import Documents
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.fused import define, differentiate
 from parallel3d.models.attention_backends import allowed

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel3d.data.documents import Documents
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.fused import define, differentiate, fused
 from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
@@ -33,28 +33,33 @@ class Dropout(nn.Module):
 
     Args:
         site: place in the model, the same for every layout.
-        first_head, first_position: of this rank's shard of the heads or the sequence.
+        first_head: of this rank's shard of the heads.
+        part: number of this rank's part of the sequence, of equal parts.
     """
 
-    def __init__(
-        self, seed: int, site: str, p: float, first_head: int = 0, first_position: int = 0
-    ) -> None:
+    def __init__(self, seed: int, site: str, p: float, first_head: int = 0, part: int = 0) -> None:
         super().__init__()
-        self.p, self.first_head, self.first_position = p, first_head, first_position
+        self.p, self.first_head, self.part = p, first_head, part
         # A tensor, so that all layers share compiled code.
         self.site = torch.tensor(site_key(f"{seed}/dropout/{site}"))
 
-    def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, samples: Tensor | None, documents: Documents | None = None
+    ) -> Tensor:
         """Drops elements of x, (b, [heads,] s, channels), unless `samples` is None.
 
-        `samples` are (b,) int64 numbers of the samples in the run.
+        `samples` are (b,) int64 numbers of the samples in the run; `documents` know the positions
+        of tokens that context parallelism has split.
         """
         if samples is None or self.p == 0.0:
             return x
-        where = (self.first_head, self.first_position, self.p)
+        first, positions = self.part * x.shape[-2], None
+        if documents is not None and documents.shard is not None:
+            positions = documents.shard.positions[:, first : first + x.shape[-2]]
+        where = (samples, self.site, positions, self.first_head, first, self.p)
         if torch.compiler.is_compiling():
-            return torch.ops.parallel3d.dropout(x, samples, self.site, *where)
-        return _Dropout.apply(x, samples, self.site, *where)
+            return torch.ops.parallel3d.dropout(x, *where)
+        return _Dropout.apply(x, *where)
 
 
 class _Dropout(torch.autograd.Function):
@@ -74,12 +79,12 @@ def row_keys(
 ) -> tuple[Tensor, Tensor]:
     """Returns L and H of the keys, (b, *rows, 1) int32 each; rows are (s,) or (heads, s).
 
-    `start`: (b,) site + A · sample; `positions`: (s,).
+    `start`: (b,) site + A · sample; `positions`: (s,) or (b, s).
     """
     number = positions.to(torch.int64)
     if len(rows) == 2:
         heads = torch.arange(first_head, first_head + rows[0], device=positions.device)
-        number = number + (heads << 32).unsqueeze(1)
+        number = number.unsqueeze(-2) + (heads << 32).unsqueeze(1)
     key = start.view(-1, *(1 for _ in rows)) + number * signed(ROW, 64)
     return halves(key.unsqueeze(-1))
 
@@ -108,28 +113,31 @@ def drop(x: Tensor, low: Tensor, high: Tensor, p: float) -> Tensor:
 
 
 def _dropped(
-    x: Tensor, samples: Tensor, site: Tensor, first_head: int, first_position: int, p: float
-) -> Tensor:
+    x: Tensor, samples: Tensor, site: Tensor, positions: Tensor | None, first_head: int,
+    first_position: int, p: float,
+) -> Tensor:  # fmt: skip
     rows = tuple(x.shape[1:-1])
-    positions = torch.arange(first_position, first_position + rows[-1], device=x.device)
+    if positions is None:
+        positions = torch.arange(first_position, first_position + rows[-1], device=x.device)
     return drop(x, *row_keys(starts_of_keys(samples, site), rows, first_head, positions), p)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, samples, site, *ctx.where = inputs
-    ctx.save_for_backward(samples, site)
+    _, samples, site, positions, *ctx.where = inputs
+    ctx.save_for_backward(samples, site, positions)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     given = torch.ops.parallel3d.dropout(grad, *ctx.saved_tensors, *ctx.where)
-    return given, None, None, None, None, None
+    return given, *(None,) * 6
 
 
 # Opaque to the compiler: the hash relies on integers that wrap around, which its C++ code does not
 # guarantee.
 define(
     "dropout",
-    "(Tensor x, Tensor samples, Tensor site, int head, int position, float p) -> Tensor",
+    "(Tensor x, Tensor samples, Tensor site, Tensor? positions, int head, int position, float p) "
+    "-> Tensor",
     _dropped,
     lambda x, *_: x.new_empty(x.shape),
 )
@@ -161,15 +169,22 @@ def attend_dropping(
     opaque operator.
 
     Args:
-        q, k, v: (b, heads, s, head_dim), as many heads each.
+        q, k, v: (b, heads, s, head_dim), as many heads each; with more keys than queries, those of
+            whole sequences that context parallelism has split.
         dropout: its heads begin with the first of `q`.
         samples: (b,) numbers of the samples in the run.
         documents: attention stays within each; None: a sample is one document.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
-    where = (samples, dropout.site, dropout.first_head, dropout.p)
-    inputs = (q, k, v, None if documents is None else documents.starts, *where)
+    starts = positions = None
+    if documents is not None and q.shape[2] < k.shape[2]:
+        assert documents.shard is not None  # else queries and keys are equally many
+        starts, positions = documents.shard.starts, documents.shard.positions
+    elif documents is not None:
+        starts = documents.starts
+    where = (positions, samples, dropout.site, dropout.first_head, dropout.p)
+    inputs = (q, k, v, starts, *where)
     if torch.compiler.is_compiling():
         return torch.ops.parallel3d.dropped_attention(*inputs)
     return _Attention.apply(*inputs)
@@ -186,7 +201,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *_backward(grad, *ctx.saved_tensors, ctx.starts, *ctx.where), *(None,) * 5
+        return *_backward(grad, *ctx.saved_tensors, ctx.starts, *ctx.where), *(None,) * 6
 
 
 class _Block(NamedTuple):
@@ -197,7 +212,7 @@ class _Block(NamedTuple):
     keys: int
 
 
-def _blocks(q: Tensor) -> Iterator[_Block]:
+def _blocks(q: Tensor, keys: int) -> Iterator[_Block]:
     """Yields the blocks of all scores.
 
     On a CPU without the keys that no query of a block sees; elsewhere all of one shape, as each
@@ -205,16 +220,16 @@ def _blocks(q: Tensor) -> Iterator[_Block]:
     """
     b, heads, s, _ = q.shape
     if not is_accelerator(q.device):
-        rows = max(LEAST_ROWS, AT_ONCE // (b * heads * s))
+        rows = max(LEAST_ROWS, AT_ONCE // (b * heads * keys))
         for begin in range(0, s, rows):
             end = min(begin + rows, s)
-            yield _Block(slice(0, b), slice(begin, end), end)
+            yield _Block(slice(0, b), slice(begin, end), end if s == keys else keys)
         return
-    rows = _divisor(s, AT_ONCE_ON_ACCELERATOR // (heads * s))
-    many = _divisor(b, AT_ONCE_ON_ACCELERATOR // (heads * rows * s))
+    rows = _divisor(s, AT_ONCE_ON_ACCELERATOR // (heads * keys))
+    many = _divisor(b, AT_ONCE_ON_ACCELERATOR // (heads * rows * keys))
     for sample in range(0, b, many):
         for begin in range(0, s, rows):
-            yield _Block(slice(sample, sample + many), slice(begin, begin + rows), s)
+            yield _Block(slice(sample, sample + many), slice(begin, begin + rows), keys)
 
 
 def _divisor(n: int, most: int) -> int:
@@ -223,9 +238,12 @@ def _divisor(n: int, most: int) -> int:
 
 
 def _probabilities(scores: Tensor, positions: Tensor, starts: Tensor | None) -> Tensor:
-    """Returns the softmax, in fp32 or better, over the keys that each query sees."""
+    """Returns the softmax, in fp32 or better, over the keys that each query sees.
+
+    `positions`: (b or 1, s) of the queries.
+    """
     key = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-    unseen = key > positions.unsqueeze(-1)
+    unseen = key > positions[:, None, :, None]
     if starts is not None:
         unseen = unseen | (key < starts[:, None, :, None])
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -266,22 +284,25 @@ class _Scores(NamedTuple):
 
 
 def _scores(
-    block: _Block, q: Tensor, k: Tensor, starts: Tensor | None, samples: Tensor, site: Tensor,
-    head: int, p: float,
+    block: _Block, q: Tensor, k: Tensor, starts: Tensor | None, positions: Tensor | None,
+    samples: Tensor, site: Tensor, head: int, p: float,
 ) -> _Scores:  # fmt: skip
     """Computes the scores of a block from scaled `q`."""
     of, rows, keys = block
     scores = q[of, :, rows] @ k[of, :, :keys].mT
-    positions = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=q.device)
-    shape = (q.shape[1], len(positions))
-    low, high = row_keys(starts_of_keys(samples[of], site), shape, head, positions)
+    if positions is None:
+        places = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=q.device)[None]
+    else:
+        places = positions[of, rows].to(torch.int32)
+    shape = (q.shape[1], places.shape[1])
+    low, high = row_keys(starts_of_keys(samples[of], site), shape, head, places)
     begins = None if starts is None else starts[of, rows]
-    return _Scores(scores, positions, begins, low, high, p)
+    return _Scores(scores, places, begins, low, high, p)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any) -> Tensor:
     out, q = _empty(q), q * (1 / math.sqrt(q.shape[-1]))
-    for block in _blocks(q):
+    for block in _blocks(q, k.shape[2]):
         kept = dropped_softmax(*_scores(block, q, k, starts, *where))
         out[block.samples, :, block.rows] = kept @ v[block.samples, :, : block.keys]
     return out
@@ -293,7 +314,7 @@ def _backward(
     of_q, scale = _empty(q), 1 / math.sqrt(q.shape[-1])
     q, wide = q * scale, torch.promote_types(q.dtype, torch.float32)
     of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    for block in _blocks(q):
+    for block in _blocks(q, k.shape[2]):
         of, rows, keys = block
         of_out = grad[of, :, rows]
         scores = _scores(block, q, k, starts, *where)
@@ -318,11 +339,12 @@ def _attention_differentiate(ctx: Any, grad: Tensor) -> tuple:
     found = torch.ops.parallel3d.dropped_attention_backward(
         grad, *ctx.saved_tensors, ctx.head, ctx.p
     )
-    return *found, *(None,) * 5
+    return *found, *(None,) * 6
 
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor samples, Tensor site, int head, float p"
+    "Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? positions, Tensor samples, Tensor site, "
+    "int head, float p"
 )
 define("dropped_attention", f"({_INPUTS}) -> Tensor", _forward, lambda q, *_: _empty(q))
 define(

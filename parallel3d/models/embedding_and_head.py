@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.parameters.sharding import WORD_EMBEDDING, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel.embedding import (
@@ -44,7 +45,11 @@ class Embedding(nn.Module):
         self.dropout = ctx.dropout("embedding", model)
 
     def forward(
-        self, tokens: Tensor, samples: Tensor | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        samples: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Embeds tokens (b, s); `positions` (b, s), or None to count from the sample's first."""
         x = self.word(tokens)
@@ -57,7 +62,7 @@ class Embedding(nn.Module):
                 # Under sequence parallelism the gradients are summed over tp, so they end up equal.
                 deterministic = self.tp.size > 1 and not self.sp
                 x = x + look_up(positions[:, mine], self.position, deterministic)
-        return self.dropout(x, samples)
+        return self.dropout(x, samples, documents)
 
 
 class Head(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.comm.group import Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.schema import Config, LossConfig, ModelConfig
 from parallel3d.config.sections import AUTO, parts_of
 from parallel3d.device.accelerator import is_on_accelerator
@@ -35,9 +35,13 @@ class BuildContext:
     chunks: int = 1  # in which sequence parallelism communicates
     gather_qk: bool = False  # see `Attention.project`
     attention_kernel: str = AUTO  # see `attention_backends`
+    cp: Group = SINGLE
+    cp_style: str = "gather"
 
     @classmethod
-    def of_run(cls, config: Config, init: Initializer, tp: Group) -> BuildContext:
+    def of_run(
+        cls, config: Config, init: Initializer, tp: Group, cp: Group = SINGLE
+    ) -> BuildContext:
         return cls(
             init,
             tp,
@@ -49,6 +53,8 @@ class BuildContext:
             config.tensor_parallel.chunks,
             gather_qk=config.tensor_parallel.attention == "gather_qk",
             attention_kernel=choose_kernel(config, init.device),
+            cp=cp,
+            cp_style=config.context_parallel.style,
         )
 
     @property
@@ -69,8 +75,8 @@ class BuildContext:
 
     def dropout(self, site: str, model: ModelConfig) -> Dropout:
         """Creates a dropout of the residual stream, or of this rank's part of the sequence."""
-        first = model.seq_length // self.tp.size * self.tp.index if self.sequence_parallel else 0
-        return Dropout(self.init.seed, site, model.dropout, first_position=first)
+        part = self.tp.index if self.sequence_parallel else 0
+        return Dropout(self.init.seed, site, model.dropout, part=part)
 
 
 class Norm(nn.Module):

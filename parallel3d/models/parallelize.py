@@ -36,8 +36,8 @@ def data_parallel_engine(
     Raises:
         ValueError: `ddp.shard_size` is not that of the groups (see `ProcessGroups.of_run`).
     """
-    if config.zero > 1 and groups.dp.size > 1:
-        shards = groups.dp.size if groups.dp_inner.size == 1 else groups.dp_inner.size
+    if config.zero > 1 and groups.dp_cp.size > 1:
+        shards = groups.dp_cp.size if groups.dp_inner.size == 1 else groups.dp_inner.size
         if config.ddp.shard_size not in (None, shards):
             raise ValueError(f"ddp.shard_size={config.ddp.shard_size}, but groups of {shards}")
         # Imported here: FSDP2 and DTensor take a second.
@@ -51,7 +51,7 @@ def data_parallel_engine(
     return BucketedDataParallel(
         parameters_of_chunks(stages),
         dtype,
-        groups.dp,
+        groups.dp_cp,
         config.zero,
         bucket_cap_mb=config.ddp.bucket_cap_mb,
         overlap=config.ddp.overlap,
@@ -75,7 +75,7 @@ def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter
 
 def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
     ddp = config.ddp
-    if config.zero and groups.dp.size > 1:
+    if config.zero and groups.dp_cp.size > 1:
         return reduce_scatter
     if groups.dp_inner.size > 1:
         return HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parallel3d.comm.exchange import transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data.documents import Documents
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.estimate.balance import layers_of_stages
 from parallel3d.estimate.ops import recomputing
 from parallel3d.models.attention import (
@@ -106,6 +106,7 @@ class Attention(nn.Module):
         self.kv_heads = model.kv_heads * replicas // ctx.tp.size
         self.recompute, self.kernel = ctx.recompute, ctx.attention_kernel
         self.tp, self.gathers = ctx.tp, ctx.gather_qk and ctx.tp.size > 1
+        self.cp, self.cp_style = ctx.cp, ctx.cp_style
         prefix = f"layers.{layer}.attention"
         self.dropout = None
         if model.dropout:
@@ -156,7 +157,8 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
         shape, dropout = (self.heads, self.kv_heads, self.head_dim), self.dropout
-        return causal_attention(qkv, *shape, rotary, dropout, samples, documents, self.kernel)
+        given = (qkv, *shape, rotary, dropout, samples, documents)
+        return causal_attention(*given, self.kernel, self.cp, self.cp_style)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
@@ -201,9 +203,9 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         x, norm = self._sum_and_norm(x, None, self.input_norm)
         attended = self.attention(x, norm, rotary, samples, documents)
-        attended = self.attention_dropout(attended, samples)
+        attended = self.attention_dropout(attended, samples, documents)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
-        return x + self.mlp_dropout(self.mlp(x, norm), samples)
+        return x + self.mlp_dropout(self.mlp(x, norm), samples, documents)
 
     def _sum_and_norm(
         self, x: Tensor, y: Tensor | None, norm: Norm
@@ -308,7 +310,8 @@ class Stage(nn.Module):
 
         Args:
             hidden: (b, s, h), or (b, s/tp, h) under sequence parallelism; None on the first stage.
-            tokens, labels: (b, s) ids; loss_mask: (b, s) bool. Read by first and last stage alone.
+            tokens, labels: (b, s) ids, of this rank's tokens alone under context parallelism, as
+                hidden; loss_mask: (b, s) bool. Read by first and last stage alone.
             samples: (b,) numbers of the samples in the run, for dropout.
             documents: attention and positions are within each; None: a sample is one document.
             loss_scale: scalar gradient of the sum of the losses in the backward; None: evaluation,
@@ -324,7 +327,7 @@ class Stage(nn.Module):
                 rotary = cos[positions], sin[positions]
         if self.embedding is not None:
             self.pre_forward("embedding")
-            x = self.embedding(tokens, samples, positions)
+            x = self.embedding(tokens, samples, positions, documents)
         assert x is not None  # only the first stage has no hidden states
         blocks = list(self.blocks.items())
         for i in range(0, len(blocks), GRAPH_BLOCKS):

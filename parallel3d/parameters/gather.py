@@ -30,7 +30,7 @@ def owned_shards(
     shards: list[tuple[ShardSpec, Tensor]] = []
     for parameter in parameters:
         spec, local = spec_of(parameter), full_local_parameter(parameter)
-        if groups.dp.index > 0 or spec.tied_lm_head or (spec.replicated and groups.tp.index > 0):
+        if groups.dp_cp.index > 0 or spec.tied_lm_head or (spec.replicated and groups.tp.index > 0):
             continue
         own = [shard for shard in spec.shards if groups.tp.index % shard.tp_replicas == 0]
         shards += [(shard, shard.of_local(local)) for shard in own]

@@ -63,6 +63,11 @@ class Layout:
         return math.prod(self.size(name) for name in DIMENSIONS)
 
     @property
+    def dp_cp(self) -> int:
+        """Ranks with equal parameters, which share gradients and, under ZeRO, shards."""
+        return self.dp * self.cp
+
+    @property
     def wraps(self) -> bool:
         """Whether the last rank of a pipeline sends to the first only because of loops."""
         return self.loops > 1 and self.pp > 2
@@ -94,7 +99,8 @@ class Layout:
         return self._spread(base, dims)
 
     def groups(self, *dims: str) -> list[list[int]]:
-        """Returns every group along `dims`, ordered by first rank."""
+        """Returns every group along `dims`, ordered by first rank; "dp_cp" is dp and cp."""
+        dims = tuple(d for dim in dims for d in dim.split("_"))
         others = tuple(d for d in DIMENSIONS if d not in dims)
         return [self._spread(base, dims) for base in self._spread(0, others)]
 

@@ -144,6 +144,7 @@ class Case:
             tp=layout.tp,
             pp=layout.pp,
             dp=layout.dp,
+            cp=layout.cp,
             sp=self.sp,
             micro_batch_size=problem.batch // (layout.dp * microbatches),
             global_batch_size=problem.batch,

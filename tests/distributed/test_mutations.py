@@ -178,7 +178,7 @@ def dropout_counts_local_positions() -> Iterator[None]:
     sound = Dropout.__init__
 
     def init(self: Dropout, *given: Any, **named: int) -> None:
-        sound(self, *given, **named | {"first_position": 0})
+        sound(self, *given, **named | {"part": 0})
 
     with patch.object(Dropout, "__init__", init):
         yield

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.data import loader
-from parallel3d.data.documents import Documents
 from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.data.sampler import Sample
 from parallel3d.models import attention, embedding_and_head

@@ -61,7 +61,7 @@ def test_opposite_and_refused_flags_say_so() -> None:
     rows = {r[1]: r[0] for r in re.finditer(r"^\| `(--[\w-]+)` .*$", page, re.MULTILINE)}
     assert "the opposite" in rows["--untie-embeddings-and-output-weights"]
     assert "precision=bf16" in rows["--fp16"]
-    assert NOT_YET["cp > 1"].sentence(2).split(";")[0] in rows["--context-parallel-size"]
+    assert "ring" in rows["--cp-comm-type"]
     assert "refused" not in rows["--fp16-lm-cross-entropy"] + rows["--lr"]
 
 

@@ -40,7 +40,7 @@ def test_parts_have_the_masks_of_the_whole() -> None:
     x, numbers = torch.ones(4, 8, 6, 10), samples(4, 5, 6, 7)
     whole = Dropout(1, "a", 0.4)(x, numbers)
     heads = Dropout(1, "a", 0.4, first_head=4)(x[:, 4:], numbers)
-    positions = Dropout(1, "a", 0.4, first_position=3)(x[:, :, 3:], numbers)
+    positions = Dropout(1, "a", 0.4, part=1)(x[:, :, 3:], numbers)
     assert torch.equal(heads, whole[:, 4:]) and torch.equal(positions, whole[:, :, 3:])
     assert torch.equal(Dropout(1, "a", 0.4)(x[2:], numbers[2:]), whole[2:])
 

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.data.documents import Documents
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.models import dropout
 from parallel3d.models.dropout import Dropout, attend_dropping
 from tests.reference.dropout import dropped

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig
-from parallel3d.data.documents import Documents
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
 from parallel3d.models.dropout import Dropout, attend_dropping

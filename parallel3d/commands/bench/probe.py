@@ -60,7 +60,7 @@ def pairs_to_probe(layout: Layout) -> list[Pair]:
     """Returns all pairs of groups up to ALL_PAIRS ranks, and ring neighbours of larger ones and the
     world."""
     found = set(_ring(list(range(layout.world_size))))
-    for dim in ("tp", "dp", "pp"):
+    for dim in ("tp", "cp", "dp", "pp"):
         for ranks in layout.groups(dim):
             small = len(ranks) <= ALL_PAIRS
             found.update(itertools.combinations(ranks, 2) if small else _ring(ranks))
@@ -159,7 +159,9 @@ def _rounds(
 
 def _group_with(peer: int, groups: ProcessGroups) -> Group:
     """Returns the smallest group of this rank and `peer`, which may have its own wires."""
-    return next(g for g in (groups.tp, groups.dp, groups.pp, groups.world) if peer in g.ranks)
+    return next(
+        g for g in (groups.tp, groups.cp, groups.dp, groups.pp, groups.world) if peer in g.ranks
+    )
 
 
 def _pings(finish: Callable[[], None], ping: Callable[[], object]) -> Iterator[float]:

@@ -19,7 +19,7 @@ def check_chunks(config: Config) -> None:
             f"tensor_parallel.chunks={chunks} needs sp=true, as it cuts what sequence parallelism "
             "gathers and scatters; without sp the nearest is tensor_parallel.chunks=1."
         )
-    if config.sp and local % chunks:
+    if config.sp and config.cp == 1 and local % chunks:  # cp pads
         close = closest(chunks, lambda n: local % n == 0, local) or 1
         raise UserError(
             f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "
@@ -119,7 +119,7 @@ def _tp_dividends(config: Config) -> dict[str, int]:
         "model.ffn_hidden_size": model.ffn_size,
         "the padded vocabulary": model.padded_vocab_size,
     }
-    if config.sp:
+    if config.sp and config.cp == 1:
         sizes["model.seq_length"] = model.seq_length
     return sizes
 
@@ -168,12 +168,44 @@ def check_tensor_parallel(config: Config) -> None:
 
 
 def check_sequence(config: Config) -> None:
-    """Raises UserError if sp does not split the sequence evenly; with tp=1 sp splits nothing."""
+    """Raises UserError if sp does not split the sequence evenly; with tp=1 sp splits nothing.
+
+    Context parallelism pads the sequence (`Config.padded_seq_length`).
+    """
     tp, length = config.tp, config.model.seq_length
-    if config.sp and length % tp:
+    if config.sp and config.cp == 1 and length % tp:
         raise UserError(
             f"sp=true needs tp={tp} to divide model.seq_length={length}; the nearest is "
             f"model.seq_length={nearest_multiple(length, tp)} or tp={_nearest_tp(config)}."
+        )
+
+
+def check_context_parallel(config: Config) -> None:
+    """Raises UserError for a style of context parallelism that does not fit the model."""
+    cp, style, model = config.cp, config.context_parallel.style, config.model
+    if cp == 1:
+        return
+    if config.tensor_parallel.attention == "gather_qk":
+        raise UserError(
+            f"tensor_parallel.attention=gather_qk reads whole sequences, and cp={cp} splits them; "
+            "the nearest is tensor_parallel.attention=heads."
+        )
+    asked = f"context_parallel.style={style}"
+    if style == "ring" and model.dropout:
+        raise UserError(
+            f"{asked} merges parts of the softmax, of which model.dropout={show(model.dropout)} "
+            "would drop probabilities; the nearest is context_parallel.style=gather."
+        )
+    heads, kv_heads = model.num_attention_heads // config.tp, max(1, model.kv_heads // config.tp)
+    if style == "heads" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        have = (
+            f"{heads} query heads and {kv_heads} key-value heads"
+            if kv_heads < heads
+            else (f"{heads} heads")
+        )
+        raise UserError(
+            f"{asked} needs cp={cp} to divide the {have} of a tensor-parallel rank; the nearest is "
+            "context_parallel.style=gather, for any number of heads."
         )
 
 

@@ -8,7 +8,7 @@ from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest, nearest
 
-GROUP_KINDS = ("tp", "dp", "pp", "embedding")
+GROUP_KINDS = ("tp", "cp", "dp", "pp", "embedding")
 # Fields of ncclConfig_t and their ranges.
 NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0, 8)}
 
@@ -93,7 +93,7 @@ def parse_nccl_env(settings: list[str]) -> dict[str, str]:
 def check_data_parallel(config: Config, dp: int) -> None:
     """Checks hooks, bucket order and shards against `zero`; raises UserError."""
     _check_hook(config)
-    _check_fully_sharded(config, dp)
+    _check_fully_sharded(config, dp * config.cp)
     _check_noise_scale(config, dp)
 
 
@@ -102,7 +102,7 @@ def _check_noise_scale(config: Config, dp: int) -> None:
     asked = "train.noise_scale=true"
     if not config.train.noise_scale:
         return
-    if config.zero > 1 and dp > 1:
+    if config.zero > 1 and dp * config.cp > 1:
         raise UserError(
             f"{asked} must see the gradients of one replica before they are summed, which zero="
             f"{config.zero} does not show; the nearest is zero=1."
@@ -129,8 +129,8 @@ def _check_noise_scale(config: Config, dp: int) -> None:
         )
 
 
-def _check_fully_sharded(config: Config, dp: int) -> None:
-    """Raises UserError for what FSDP2 (zero=2 and 3) does not support."""
+def _check_fully_sharded(config: Config, ranks: int) -> None:
+    """Raises UserError for what FSDP2 (zero=2 and 3) does not support; `ranks`: dp · cp."""
     size = config.ddp.shard_size
     if config.zero > 1 and config.ddp.bucket_order == "measured":
         raise UserError(
@@ -149,10 +149,11 @@ def _check_fully_sharded(config: Config, dp: int) -> None:
             f"ddp.shard_size={size} is read by zero=2 and zero=3 alone, but zero={config.zero}; "
             "the nearest is ddp.shard_size=null."
         )
-    if dp > 1 and (size < 2 or dp % size):
-        near = closest(size, lambda n: n > 1 and dp % n == 0, dp) or dp
+    if ranks > 1 and (size < 2 or ranks % size):
+        near = closest(size, lambda n: n > 1 and ranks % n == 0, ranks) or ranks
+        of = f"dp={ranks}" if config.cp == 1 else f"dp · cp = {ranks}"
         raise UserError(
-            f"ddp.shard_size={size} must divide dp={dp} and be at least 2; the nearest is "
+            f"ddp.shard_size={size} must divide {of} and be at least 2; the nearest is "
             f"ddp.shard_size={near}."
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from parallel3d.config.checks.model import (
     check_attention,
     check_chunks,
+    check_context_parallel,
     check_model,
     check_sequence,
     check_tensor_parallel,
@@ -80,6 +81,7 @@ def check_config(
     _check_schedule(dataclasses.replace(config, dp=dp))
     check_sequence(config)
     check_chunks(config)
+    check_context_parallel(config)
     if not own_samples:
         check_samples(config)
     check_length(config)

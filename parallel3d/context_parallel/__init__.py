@@ -1,0 +1,1 @@
+"""Context parallelism: sequences split over ranks, and attention over all of them."""

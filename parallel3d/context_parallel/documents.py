@@ -1,0 +1,179 @@
+"""The tokens of a sequence that each context-parallel rank holds, and the documents in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from parallel3d.config.schema import Config
+from parallel3d.config.sections import padded_length
+from parallel3d.device import accelerator
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """Splits sequences over `size` ranks, of which this one is `index`.
+
+    A sequence is padded at its end, and cut into 2 · size pieces. Rank r holds pieces r and
+    2 · size − 1 − r, so that all ranks have as many pairs of query and key under a causal mask
+    (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2).
+
+    Attributes:
+        length: tokens of a sequence.
+        multiple: divides the tokens of a rank, as tp does under sequence parallelism.
+    """
+
+    length: int
+    size: int = 1
+    index: int = 0
+    multiple: int = 1
+
+    @classmethod
+    def of_run(cls, config: Config, index: int) -> SequenceSplit:
+        """Returns a run's split, for rank `index` of cp."""
+        return cls(config.model.seq_length, config.cp, index, config.rank_multiple)
+
+    @property
+    def padded(self) -> int:
+        return padded_length(self.length, self.size, self.multiple)
+
+    @property
+    def local(self) -> int:
+        """Tokens of a sequence that each rank holds."""
+        return self.padded // self.size
+
+    def pad_starts(self, starts: Ints) -> Ints:
+        """Pads (b, length) starts of documents: the padding is a document by itself."""
+        return np.pad(starts, ((0, 0), (0, self.padded - self.length)), constant_values=self.length)
+
+    def held(self, starts: Ints) -> Ints:
+        """Returns (size, b, local): the positions that each rank holds of each sequence, ascending.
+
+        `starts`: (b, padded), where the document of each position begins.
+        """
+        pieces = np.arange(self.padded, dtype=np.int32).reshape(2 * self.size, -1)
+        ranks = [np.concatenate((pieces[r], pieces[-1 - r])) for r in range(self.size)]
+        return np.repeat(np.stack(ranks)[:, None], len(starts), axis=1)
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """The tokens of b sequences that one context-parallel rank holds, n of each.
+
+    Attributes:
+        positions: (b, n) int64 on the device: of each token in its sequence, ascending.
+        starts: (b, n) int32 on the device: where the token's document begins in the sequence.
+        order: (b · padded,) int64 on the device: of each token of the b sequences its place among
+            the (size, b, n) tokens of all ranks; what an all-gather of (b, n) gives.
+        places: (size · b · n,) int64 on the device, the inverse: of each token in rank order its
+            place in the b sequences.
+        held: (size, b, n) int32 on the host: the positions that each rank holds.
+        segments: (b · n + 1, 5) int32 on the host: in the first row their number; in the others, of
+            consecutive tokens of one document: sequence of the batch, first token among the n,
+            number, position of the first, start of the document. They attend to all positions from
+            that start up to their own.
+        index: of this rank.
+    """
+
+    positions: Tensor
+    starts: Tensor
+    order: Tensor
+    places: Tensor
+    held: Tensor
+    segments: Tensor
+    index: int
+
+    def take(self, x: np.ndarray) -> np.ndarray:
+        """Returns this rank's tokens (b, n, …) of (b, length, …) on the host; the padding is 0."""
+        length, held = x.shape[1], self.held[self.index].numpy()
+        rows = np.arange(len(held))[:, None]
+        found = x[rows, np.minimum(held, length - 1)]
+        found[held >= length] = 0
+        return found
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of b samples of s tokens, in tensors whose shapes do not depend on them, so
+    that one compilation serves all.
+
+    Not a tuple: FSDP2 moves the tensors of tuples in a forward's arguments to the device, and
+    `bounds` has to stay on the host.
+
+    Attributes:
+        starts: (b, s) int32 on the device: where the document of each position begins.
+        bounds: (b·s + 3,) int32 on the host, readable without a device synchronisation: the number
+            n of documents, the length of the longest, n + 1 edges in the concatenated samples, and
+            b·s as padding.
+        edges: bounds[2:] on the device.
+        shard: the tokens that this rank holds, under context parallelism.
+    """
+
+    starts: Tensor
+    bounds: Tensor
+    edges: Tensor
+    shard: SequenceShard | None = None
+
+    def positions(self) -> Tensor:
+        """(b, s), or (b, n) of a shard, int64 on the device: each token's place in its document."""
+        if self.shard is not None:
+            return self.shard.positions - self.shard.starts
+        return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
+
+
+def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> Documents:
+    """Returns the documents of b samples, and this rank's shard of them if they are split.
+
+    `starts`: (b, padded), where the document of each position begins.
+    """
+    begins = np.flatnonzero(starts == np.arange(starts.shape[1]))
+    edges = np.full(starts.size + 1, starts.size, dtype=np.int32)
+    edges[: len(begins)] = begins
+    longest = int(np.diff(edges).max())
+    bounds = np.concatenate((np.array((len(begins), longest), dtype=np.int32), edges))
+    moved = [accelerator.moved(torch.from_numpy(part), device) for part in (starts, edges)]
+    shard = _shard(starts, device, split) if split.size > 1 else None
+    return Documents(moved[0], torch.from_numpy(bounds), moved[1], shard)
+
+
+def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> SequenceShard:
+    held = split.held(starts)
+    mine = held[split.index]
+    of_mine = np.take_along_axis(starts, mine, axis=1)
+    rows = np.arange(len(starts), dtype=np.int64)[:, None] * split.padded
+    places = (held + rows).reshape(-1)
+    order = np.empty_like(places)
+    order[places] = np.arange(places.size)
+
+    def moved(x: np.ndarray) -> Tensor:
+        return accelerator.moved(torch.from_numpy(x), device)
+
+    return SequenceShard(
+        positions=moved(mine.astype(np.int64)),
+        starts=moved(of_mine),
+        order=moved(order),
+        places=moved(places),
+        held=torch.from_numpy(held),
+        segments=torch.from_numpy(_segments(mine, of_mine)),
+        index=split.index,
+    )
+
+
+def _segments(positions: Ints, starts: Ints) -> Ints:
+    """Returns `SequenceShard.segments` of (b, n) positions."""
+    b, n = positions.shape
+    begins = np.ones((b, n), dtype=bool)
+    begins[:, 1:] = (np.diff(positions) != 1) | (np.diff(starts) != 0)
+    row, first = np.nonzero(begins)
+    ends = np.append(row[1:] * n + first[1:], b * n)
+    found = (row, first, ends - (row * n + first), positions[row, first], starts[row, first])
+    segments = np.zeros((b * n + 1, 5), dtype=np.int32)
+    segments[0] = len(row)
+    segments[1 : len(row) + 1] = np.stack(found, axis=1)
+    return segments

@@ -1,0 +1,26 @@
+"""Context parallelism trains the same model: losses, norms and weights are the reference's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, check_cases
+from tests.distributed.pool import Pool
+
+GPT = Problem("gpt_tiny", "sgd", True, documents=True)
+LLAMA = Problem("llama_tiny", "sgd", False)
+CASES = {
+    (1, 1, 1, 2): [Case(GPT), Case(LLAMA)],
+    (1, 1, 1, 3): [Case(GPT), Case(LLAMA)],
+    (2, 1, 1, 2): [Case(GPT, sp=True), Case(LLAMA)],
+    (1, 2, 1, 2): [Case(GPT, keys=(("zero", 1),)), Case(LLAMA)],
+    (1, 1, 2, 2): [Case(GPT, keys=(("zero", 3),)), Case(LLAMA)],
+}
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_layouts_train_the_model_of_the_reference(
+    pool: Pool, references: References, sizes: tuple[int, ...]
+) -> None:
+    check_cases(sizes, CASES[sizes], pool, references)
