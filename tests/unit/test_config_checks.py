@@ -232,7 +232,21 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["schedule.file=plan.csv", "schedule=1f1b", "nearest is schedule=file"],
     ),
     # engines of later versions
-    ({"cp": 2}, None, ["cp=2", "later version", "cp=1"]),
+    (
+        {"cp": 2, "tensor_parallel.attention": "gather_qk"},
+        None,
+        ["gather_qk", "cp=2", "tensor_parallel.attention=heads"],
+    ),
+    (
+        {"cp": 2, "context_parallel.style": "ring", "model.dropout": 0.1},
+        None,
+        ["context_parallel.style=ring", "model.dropout=0.1", "context_parallel.style=gather"],
+    ),
+    (
+        {"cp": 3, "context_parallel.style": "heads"},
+        None,
+        ["context_parallel.style=heads", "cp=3", "context_parallel.style=gather"],
+    ),
     ({"precision.name": "fp8"}, None, ["precision=fp8", "later version", "precision=bf16"]),
     (
         {"precision.loss_scale": 8.0},

@@ -110,7 +110,7 @@ def test_the_host_copies_nothing_to_the_device(compiled: bool) -> None:
     numbers = torch.empty(2, dtype=torch.int64, device="meta")
     with Copies() as copies:
         if compiled:  # what a compiled block calls
-            y = torch.ops.parallel3d.dropout(x, numbers, drop.site, 0, 0, 0.3)
+            y = torch.ops.parallel3d.dropout(x, numbers, drop.site, None, 0, 0, 0.3)
         else:
             y = drop(x, numbers)
     assert y.device.type == "meta" and not copies.found

@@ -83,7 +83,7 @@ def test_blocks_of_one_shape_have_the_same_values(
     plain = ours(*inputs, True)
     monkeypatch.setattr(dropout, "is_accelerator", lambda device: True)
     monkeypatch.setattr(dropout, "AT_ONCE_ON_ACCELERATOR", scores)
-    blocks = list(dropout._blocks(inputs[0]))
+    blocks = list(dropout._blocks(inputs[0], LENGTH))
     assert (
         len({(b.samples.stop - b.samples.start, b.rows.stop - b.rows.start) for b in blocks}) == 1
     )
@@ -102,7 +102,7 @@ def test_gradients_are_finite_differences() -> None:
 @pytest.mark.slow
 def test_the_compiler_s_operator_has_the_same_bits() -> None:
     inputs, drop = leaves(2, 3, LENGTH, 4), Dropout(7, SITE, P, first_head=1)
-    where = (documents().starts, torch.tensor(NUMBERS), drop.site, 1, P)
+    where = (documents().starts, None, torch.tensor(NUMBERS), drop.site, 1, P)
     y, operated = ours(*inputs, True), torch.ops.parallel3d.dropped_attention(*inputs, *where)
     assert torch.equal(y, operated)
     grads = (torch.autograd.grad(x.square().sum(), inputs) for x in (y, operated))
