@@ -43,6 +43,11 @@ class ContextParallelConfig:
         differs="--cp-comm-type is context_parallel.style: p2p is ring, a2a heads, allgather "
         "gather",
     )
+    balance: bool = key(
+        True,
+        "with data.document_mask: where documents make the attention of equal halves uneven, give "
+        "each rank as many blocks of a sequence, by their work; not for style heads, which is even",
+    )
 
 
 @dataclass

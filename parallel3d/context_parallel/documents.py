@@ -16,13 +16,18 @@ from parallel3d.device import accelerator
 Ints = npt.NDArray[np.int32]
 
 
+BLOCKS = 16  # most blocks of a rank in a balanced split: each may cost a call of the kernel
+GAIN = 0.05  # of the slowest rank's work, from which on a balanced split is taken
+
+
 @dataclass(frozen=True)
 class SequenceSplit:
     """Splits sequences over `size` ranks, of which this one is `index`.
 
     A sequence is padded at its end, and cut into 2 · size pieces. Rank r holds pieces r and
     2 · size − 1 − r, so that all ranks have as many pairs of query and key under a causal mask
-    (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2).
+    (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2). Where documents make that
+    uneven, a `balanced` split gives each rank as many blocks, by the work of their attention.
 
     Attributes:
         length: tokens of a sequence.
@@ -33,11 +38,16 @@ class SequenceSplit:
     size: int = 1
     index: int = 0
     multiple: int = 1
+    balanced: bool = False
 
     @classmethod
     def of_run(cls, config: Config, index: int) -> SequenceSplit:
         """Returns a run's split, for rank `index` of cp."""
-        return cls(config.model.seq_length, config.cp, index, config.rank_multiple)
+        context = config.context_parallel
+        # With a part of the heads each rank attends to whole sequences: nothing is uneven.
+        balanced = context.balance and context.style != "heads"
+        multiple = config.rank_multiple
+        return cls(config.model.seq_length, config.cp, index, multiple, balanced)
 
     @property
     def padded(self) -> int:
@@ -55,11 +65,42 @@ class SequenceSplit:
     def held(self, starts: Ints) -> Ints:
         """Returns (size, b, local): the positions that each rank holds of each sequence, ascending.
 
-        `starts`: (b, padded), where the document of each position begins.
+        `starts`: (b, padded), where the document of each position begins. All ranks return the
+        same.
         """
         pieces = np.arange(self.padded, dtype=np.int32).reshape(2 * self.size, -1)
         ranks = [np.concatenate((pieces[r], pieces[-1 - r])) for r in range(self.size)]
-        return np.repeat(np.stack(ranks)[:, None], len(starts), axis=1)
+        halves = np.repeat(np.stack(ranks)[:, None], len(starts), axis=1)
+        if not self.balanced:
+            return halves
+        blocks = self._balanced(starts)
+        slowest = [work_of_ranks(held, starts).max() for held in (halves, blocks)]
+        return blocks if slowest[1] < (1 - GAIN) * slowest[0] else halves
+
+    def _balanced(self, starts: Ints) -> Ints:
+        """Returns `held` with blocks given to the rank with the least work, the longest first."""
+        count = max(n for n in range(1, BLOCKS + 1) if self.local % n == 0)  # of a rank
+        blocks = np.arange(self.padded, dtype=np.int32).reshape(self.size * count, -1)
+        pairs = blocks.reshape(-1) - starts + 1  # of each query
+        work = pairs.reshape(len(starts), len(blocks), -1).sum(2)
+        loads = np.zeros(self.size, dtype=np.int64)
+        held = np.empty((self.size, len(starts), self.local), dtype=np.int32)
+        for row, of_blocks in enumerate(work):
+            given: list[list[int]] = [[] for _ in range(self.size)]
+            for block in np.argsort(-of_blocks, kind="stable"):
+                free = [r for r in range(self.size) if len(given[r]) < count]
+                rank = min(free, key=lambda r: loads[r])
+                given[rank].append(block)
+                loads[rank] += of_blocks[block]
+            for rank, of_rank in enumerate(given):
+                held[rank, row] = blocks[sorted(of_rank)].reshape(-1)
+        return held
+
+
+def work_of_ranks(held: Ints, starts: Ints) -> npt.NDArray[np.int64]:
+    """Counts the pairs of query and key of each rank's attention: (size,)."""
+    pairs = held - np.take_along_axis(starts[None], held, axis=2) + 1
+    return pairs.sum(axis=(1, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -79,6 +120,7 @@ class SequenceShard:
             number, position of the first, start of the document. They attend to all positions from
             that start up to their own.
         index: of this rank.
+        imbalance: the work of the slowest rank's attention over the mean, less 1.
     """
 
     positions: Tensor
@@ -88,6 +130,7 @@ class SequenceShard:
     held: Tensor
     segments: Tensor
     index: int
+    imbalance: float
 
     def take(self, x: np.ndarray) -> np.ndarray:
         """Returns this rank's tokens (b, n, …) of (b, length, …) on the host; the padding is 0."""
@@ -144,6 +187,7 @@ def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> 
 
 def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> SequenceShard:
     held = split.held(starts)
+    work = work_of_ranks(held, starts)
     mine = held[split.index]
     of_mine = np.take_along_axis(starts, mine, axis=1)
     rows = np.arange(len(starts), dtype=np.int64)[:, None] * split.padded
@@ -162,6 +206,7 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
         held=torch.from_numpy(held),
         segments=torch.from_numpy(_segments(mine, of_mine)),
         index=split.index,
+        imbalance=float(work.max() / work.mean() - 1),
     )
 
 
