@@ -41,11 +41,8 @@ OPERATIONS = (
     *("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter", "scatter", "gather"),
     *("all_to_all", "send_recv", "barrier"),
 )
-GROUPED = {
-    "world": DIMENSIONS,
-    "dp_cp": ("dp", "cp"),
-    "embedding": ("pp",),
-}  # groups along other dimensions
+# Groups along other dimensions.
+GROUPED = {"world": DIMENSIONS, "embedding": ("pp",), "dp_cp": ("dp", "cp")}
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")

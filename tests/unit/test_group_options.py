@@ -139,7 +139,7 @@ def test_settings_of_dp_are_those_of_its_two_levels() -> None:
     ("word", "sentence"),
     [
         ("dp.max_ctas", r"=dp\.max_ctas must be a kind .*=\[dp\.max_ctas:8\]"),
-        ("ddp.max_ctas:8", r"one of tp, dp, pp, embedding; the nearest is dp"),
+        ("ddp.max_ctas:8", r"one of tp, cp, dp, pp, embedding; the nearest is dp"),
         ("dp.max_cta:8", r"the nearest is launch\.nccl_settings=\[dp\.max_ctas:8\]"),
         ("dp.max_ctas:99", r"must be 1 to 32; the nearest is .*\[dp\.max_ctas:32\]"),
         ("dp.min_ctas:0", r"must be 1 to 32; the nearest is .*\[dp\.min_ctas:1\]"),
