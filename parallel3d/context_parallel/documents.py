@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int32]
 
 
 BLOCKS = 16  # most blocks of a rank in a balanced split: each may cost a call of the kernel
-GAIN = 0.05  # of the slowest rank's work, from which on a balanced split is taken
+EVEN = 0.05  # a split whose slowest rank has so much more work than the mean is even enough
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,21 @@ class SequenceSplit:
         halves = np.repeat(np.stack(ranks)[:, None], len(starts), axis=1)
         if not self.balanced:
             return halves
-        blocks = self._balanced(starts)
-        slowest = [work_of_ranks(held, starts).max() for held in (halves, blocks)]
-        return blocks if slowest[1] < (1 - GAIN) * slowest[0] else halves
+        counts = [n for n in range(2, BLOCKS + 1) if self.local % n == 0]
+        best, least = halves, imbalance(halves, starts)
+        for count in counts:  # the fewest blocks that are even
+            if least <= EVEN:
+                break
+            blocks = self._balanced(starts, count)
+            if (found := imbalance(blocks, starts)) < least:
+                best, least = blocks, found
+        return best
 
-    def _balanced(self, starts: Ints) -> Ints:
-        """Returns `held` with blocks given to the rank with the least work, the longest first."""
-        count = max(n for n in range(1, BLOCKS + 1) if self.local % n == 0)  # of a rank
+    def _balanced(self, starts: Ints, count: int) -> Ints:
+        """Returns `held` with `count` blocks of each sequence a rank.
+
+        The one with the most work is given first, to the rank with the least work so far.
+        """
         blocks = np.arange(self.padded, dtype=np.int32).reshape(self.size * count, -1)
         pairs = blocks.reshape(-1) - starts + 1  # of each query
         work = pairs.reshape(len(starts), len(blocks), -1).sum(2)
@@ -101,6 +109,12 @@ def work_of_ranks(held: Ints, starts: Ints) -> npt.NDArray[np.int64]:
     """Counts the pairs of query and key of each rank's attention: (size,)."""
     pairs = held - np.take_along_axis(starts[None], held, axis=2) + 1
     return pairs.sum(axis=(1, 2), dtype=np.int64)
+
+
+def imbalance(held: Ints, starts: Ints) -> float:
+    """Returns the work of the slowest rank's attention over the mean, less 1."""
+    work = work_of_ranks(held, starts)
+    return float(work.max() / work.mean() - 1)
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,6 @@ def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> 
 
 def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> SequenceShard:
     held = split.held(starts)
-    work = work_of_ranks(held, starts)
     mine = held[split.index]
     of_mine = np.take_along_axis(starts, mine, axis=1)
     rows = np.arange(len(starts), dtype=np.int64)[:, None] * split.padded
@@ -206,7 +219,7 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
         held=torch.from_numpy(held),
         segments=torch.from_numpy(_segments(mine, of_mine)),
         index=split.index,
-        imbalance=float(work.max() / work.mean() - 1),
+        imbalance=imbalance(held, starts),
     )
 
 
