@@ -121,8 +121,8 @@ def attention_svg() -> str:
     words = (
         "A coloured shape is a segment: consecutive queries of one document on one rank. It reads "
         "the keys from the start of its document up to each query. A document's keys may lie on "
-        "all ranks; its length need not divide by anything. The padding at the end attends to itself "
-        "and counts in no loss."
+        "all ranks; its length need not divide by anything. The padding at the end attends to "
+        "itself and counts in no loss."
     )
     for i, line in enumerate(Canvas.wrap(words, 250, 13)):
         canvas.text(left + side + 28, top + 14 + 20 * i, line, size=13, fill=INK)
