@@ -68,7 +68,7 @@ def some_traffic(layout: Layout, rng: random.Random | None = None) -> list[Trans
         Transfer("cp", "all_gather", int(hidden * scale["cp"]), 2 * 8 * 40 // layout.pp, "keys"),
         Transfer("pp", "send_recv", int(hidden * scale["pp"]), 8, "forward"),
         Transfer("pp", "send_recv", int(hidden * scale["pp"]), 8, "back"),
-        Transfer("dp", "all_reduce", int(shard * scale["dp"]), 1, "gradients"),
+        Transfer(layout.replica_dim, "all_reduce", int(shard * scale["dp"]), 1, "gradients"),
         Transfer("embedding", "all_reduce", 4 * 5120 * 50304 // layout.tp, 1, "tied table"),
         Transfer("world", "all_reduce", 12, 1, "gradient norm"),
     ]
@@ -101,9 +101,9 @@ def slow_groups(layout: Layout, dim: str) -> list[list[int]]:
     """Groups in rank order, from coordinates in dicts."""
     groups: dict[tuple, list[int]] = defaultdict(list)
     names = ("pp", "dp", "cp", "tp")  # slowest first
-    along = "pp" if dim == "embedding" else dim
+    along = {"embedding": ("pp",), "dp_cp": ("dp", "cp")}.get(dim, (dim,))
     for rank, place in enumerate(itertools.product(*(range(layout.size(d)) for d in names))):
-        groups[tuple(i for d, i in zip(names, place, strict=True) if d != along)].append(rank)
+        groups[tuple(i for d, i in zip(names, place, strict=True) if d not in along)].append(rank)
     if dim == "embedding":
         return [[g[0], g[-1]] if len(g) > 1 else g for g in groups.values()]
     return list(groups.values())

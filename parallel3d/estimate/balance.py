@@ -168,7 +168,8 @@ def run_schedule(config: Config, microbatches: int | None = None) -> Schedule:
     count = config.num_microbatches if microbatches is None else microbatches
     name, file = config.schedule.name, config.schedule.file
     found = wanted(name, config.pp, count, config.vpp, file, *_costs(config))
-    return found.with_whole_backwards() if config.zero > 1 and (config.dp or 1) > 1 else found
+    shards = config.cp * (config.dp or 1)
+    return found.with_whole_backwards() if config.zero > 1 and shards > 1 else found
 
 
 def sends_slices(config: Config, on_accelerator: bool) -> bool:

@@ -41,8 +41,8 @@ OPERATIONS = (
     *("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter", "scatter", "gather"),
     *("all_to_all", "send_recv", "barrier"),
 )
-# Groups along other dimensions.
-GROUPED = {"world": DIMENSIONS, "embedding": ("pp",), "dp_cp": ("dp", "cp")}
+# Groups along other dimensions, the fastest first.
+GROUPED = {"world": DIMENSIONS, "embedding": ("pp",), "dp_cp": ("cp", "dp")}
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -87,7 +87,7 @@ class Transfer:
     """`count` equal calls of one collective, or messages, of one rank in a step.
 
     Attributes:
-        dim: the group: tp, cp, dp, pp, embedding or world.
+        dim: the group: tp, cp, dp, dp_cp, pp, embedding or world.
         op: one of `OPERATIONS`.
         nbytes: of one call, the whole buffer, as nccl-tests counts it.
         count: calls in a step; of send_recv, messages that the rank sends.
@@ -205,7 +205,8 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
 def members(layout: Layout, dim: str) -> Matrix:
     """Returns (groups, n): the ranks of every group of `dim`, in the group's order.
 
-    `dim`: tp, cp, dp, pp, `embedding` (first and last stage) or `world` (loss and gradient norm).
+    `dim`: tp, cp, dp, pp, `dp_cp` (gradients), `embedding` (first and last stage) or `world` (loss
+    and gradient norm).
     Raises ValueError for another `dim`.
     """
     along = (dim,) if dim in DIMENSIONS else GROUPED.get(dim)

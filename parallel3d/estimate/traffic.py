@@ -25,6 +25,7 @@ from parallel3d.estimate.ops import (
     recomputing,
     split_counts,
     stage_parameters,
+    widths,
 )
 from parallel3d.estimate.optimizer import Home, homes, is_hidden
 from parallel3d.schedules.orders import StageAssignment
@@ -62,10 +63,10 @@ class PipelineRank:
     """One rank of a pipeline with all of its stages, and the sizes that follow.
 
     Args:
-        config: its tp, pp and dp are `layout`'s.
+        config: its tp, cp, pp and dp are `layout`'s.
         index: along pp.
         stages: by chunk.
-        data_rank: index along dp, which decides its shards under zero=1.
+        data_rank: index along dp_cp, which decides its shards under zero=1.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class PipelineRank:
     ) -> None:
         self.config, self.layout, self.index, self.placement = config, layout, index, placement
         self.stages, self.layer, self.data_rank = stages, layer, data_rank
-        model, tp, dp = config.model, layout.tp, layout.dp
+        model, tp, self.replicas = config.model, layout.tp, layout.dp_cp
         self.layer_count = sum(len(stage.layers) for stage in stages)
         self.recomputed_layers = sum(stage.again for stage in stages)
         self.first = any(stage.first for stage in stages)
@@ -88,14 +89,14 @@ class PipelineRank:
         self.sp = config.sp and tp > 1
         self.on_accelerator = config.device != "cpu"  # device=auto is planned for GPUs
         self.sends_slices = sends_slices(config, self.on_accelerator)
-        self.fully_sharded = config.zero > 1 and dp > 1  # by FSDP2
-        self.shards = dp if config.zero else 1  # ranks that divide the optimizer's state
+        self.fully_sharded = config.zero > 1 and self.replicas > 1  # by FSDP2
+        self.shards = self.replicas if config.zero else 1  # ranks that divide the optimizer's state
         # Bytes of an element of activations, and of accumulated gradients: fp32 or better.
         self.item = ACTIVATION_BYTES[config.precision.name]
         self.grad_item = max(4, self.item)
         # Of a micro-batch: tokens, bytes of all hidden states (b, s, h), and of the residual stream
         # on this rank; whether collectives need contiguous copies.
-        self.tokens = config.micro_batch_size * model.seq_length
+        self.tokens = config.micro_batch_size * config.local_seq_length
         self.hidden = self.tokens * model.hidden_size * self.item
         self.stream = self.hidden / (tp if self.sp else 1)
         self.copies = self.sp and config.micro_batch_size > 1
@@ -158,9 +159,9 @@ class PipelineRank:
 def pipeline_ranks(
     config: Config, layout: Layout, data_rank: int = 0, chosen: Sequence[int] | None = None
 ) -> list[PipelineRank]:
-    """Returns the ranks of a pipeline, or those of the `chosen` indices along pp; tp, pp and dp are
-    the layout's."""
-    config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
+    """Returns the ranks of a pipeline, or those of the `chosen` indices along pp; tp, cp, pp and dp
+    are the layout's."""
+    config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
     placement, split = placement_of(config), layers_of_stages(config)
     last, layer = placement.stages - 1, ops_of_run(config)
 
@@ -221,7 +222,7 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
 
 # The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real
 # steps. Evaluation, checkpoints and start-up are not counted.
-DIMS = ("tp", "pp", "dp", "embedding", "world")
+DIMS = ("tp", "cp", "pp", "dp", "dp_cp", "embedding", "world")
 
 
 def transfers(
@@ -234,16 +235,14 @@ def transfers(
     exchange most, in both directions.
 
     Args:
-        config: checked; tp, pp and dp are the layout's.
+        config: checked; tp, cp, pp and dp are the layout's.
         stage: index along pp, 0 to pp − 1, with all of its chunks.
-        data_rank: index along dp.
+        data_rank: index along dp_cp.
 
     Raises:
-        ValueError: no such stage, or cp > 1, which the trainer does not have.
+        ValueError: no such stage.
         UserError: `schedule.layers_per_stage` does not fit the model.
     """
-    if layout.cp > 1:
-        raise ValueError(f"cp={layout.cp}: context parallelism sends nothing yet")
     if stage is not None and not 0 <= stage < layout.pp:
         raise ValueError(f"stage {stage} is outside of 0..{layout.pp - 1}")
     ranks = pipeline_ranks(config, layout, data_rank)
@@ -272,7 +271,7 @@ def _most_boundaries(placement: StageAssignment) -> int:
 
 
 def _of_rank(rank: PipelineRank) -> list[Transfer]:
-    groups = (_tensor, _pipeline, _data, _tied, _scalars, _muon)
+    groups = (_tensor, _context, _pipeline, _data, _tied, _scalars, _muon)
     found = [transfer for make in groups for transfer in make(rank)]
     return [t for t in found if t.count and group_size(t.dim, rank.layout) > 1]
 
@@ -297,6 +296,19 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
         partial = sum(s.numel for s in shards if s.replicated)
         nbytes, what = partial * rank.grad_item, "gradients of replicated parameters"
         yield Transfer("tp", "all_reduce", nbytes, int(partial > 0), what)
+
+
+def _context(rank: PipelineRank) -> Iterator[Transfer]:
+    """Yields what attention sends over cp (context_parallel/attention.py), and sums of gradients
+    for the noise scale."""
+    config, layers = rank.config, rank.layer_count * rank.config.num_microbatches
+    keys = widths(config.model, rank.layout.tp).keys
+    nbytes, what = rank.layout.cp * rank.tokens * keys * rank.item, "keys and values"
+    yield Transfer("cp", "all_gather", nbytes, 4 * layers, what)
+    yield Transfer("cp", "reduce_scatter", nbytes, 2 * layers, f"gradients of {what}")
+    if config.train.noise_scale:
+        for p in rank.parameters:
+            yield Transfer("cp", "all_reduce", p.numel * rank.grad_item, 1, "noise scale")
 
 
 def _head(rank: PipelineRank) -> Iterator[Transfer]:
@@ -360,7 +372,7 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the exchanges around Newton-Schulz (muon.py) of tp rank 0; with HSDP or frozen
     matrices a bound."""
-    config, (tp, dp), here = rank.config, (rank.layout.tp, rank.layout.dp), rank.data_rank
+    config, tp, dp, here = rank.config, rank.layout.tp, rank.replicas, rank.data_rank
     if config.optim.name != "muon":
         return
     layers = {f"layers.{layer}" for stage in rank.stages for layer in stage.layers}
@@ -375,12 +387,12 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
     column = sum(n for name, n in local.items() if home[name].dp == here)
     whole = tp * sum(n for name, n in local.items() if home[name] == Home(0, here))
     half = config.optim.muon_dtype == "bf16" or (config.optim.muon_dtype, rank.item) == ("auto", 2)
-    item, what = 2 if half else rank.grad_item, "Muon's updates"
+    item, what, dim = 2 if half else rank.grad_item, "Muon's updates", rank.layout.replica_dim
     if sharded:
-        yield Transfer("dp", "all_to_all", item * _own_hidden(rank), 1, what)
+        yield Transfer(dim, "all_to_all", item * _own_hidden(rank), 1, what)
     yield Transfer("tp", "all_to_all", item * column, 1, what)
     yield Transfer("tp", "all_to_all", item * whole, 1, what)
-    yield Transfer("dp", "all_to_all", item * column * (1 if sharded else dp), 1, what)
+    yield Transfer(dim, "all_to_all", item * column * (1 if sharded else dp), 1, what)
 
 
 def _own_hidden(rank: PipelineRank) -> int:
@@ -471,13 +483,14 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
 
 
 def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the FSDP units: one a block and one for the rest, rows padded to dp.
+    """Yields the FSDP units: one a block and one for the rest, rows padded to dp · cp.
 
     Of the rest, a backward reduces the gradients that it has: of a V's two ends each its own.
 
     An upper bound with ddp.shard_size (HSDP): fewer ranks gather, and an all-reduce follows.
     """
     config, dp, microbatches = rank.config, rank.shards, rank.config.num_microbatches
+    dim = rank.layout.replica_dim
     every = microbatches if config.ddp.reduces_every_microbatch(config.zero) else 1
     numels: Counter[str] = Counter()
     for p in rank.parameters:
@@ -486,10 +499,10 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
         numels[unit] += dp * _sharded_numel(p, dp)
     for unit, numel in numels.items():
         times = 2 * microbatches if config.zero == 3 and unit != "rest" else 1
-        yield Transfer("dp", "all_gather", numel * rank.item, times, "parameters")
+        yield Transfer(dim, "all_gather", numel * rank.item, times, "parameters")
         apart = unit == "rest" and config.ddp.reduces_every_microbatch(config.zero)
         for reduced in _ends_of_stages(rank) if apart else [numel]:
-            yield Transfer("dp", "reduce_scatter", reduced * rank.grad_item, every, "gradients")
+            yield Transfer(dim, "reduce_scatter", reduced * rank.grad_item, every, "gradients")
 
 
 def _ends_of_stages(rank: PipelineRank) -> Iterator[int]:
@@ -510,19 +523,21 @@ def _sharded_numel(parameter: LocalParameter, shards: int) -> int:
 
 def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
     """Yields `count` buckets of `numel` elements (reducer.py, bucketed.py, comm_hooks.py)."""
+    dim = rank.layout.replica_dim
     if rank.config.ddp.comm_hook == "bf16":
-        half = 2 * padded_numel(numel, rank.layout.dp)
-        yield Transfer("dp", "all_to_all", half, count, "gradient buckets")
-        yield Transfer("dp", "all_gather", half, count, "gradient buckets")
+        half = 2 * padded_numel(numel, rank.replicas)
+        yield Transfer(dim, "all_to_all", half, count, "gradient buckets")
+        yield Transfer(dim, "all_gather", half, count, "gradient buckets")
         return
     op = "reduce_scatter" if rank.config.zero else "all_reduce"
-    yield Transfer("dp", op, numel * rank.grad_item, count, "gradient buckets")
+    yield Transfer(dim, op, numel * rank.grad_item, count, "gradient buckets")
     if rank.config.zero:
-        yield Transfer("dp", "all_gather", numel * rank.item, count, "stepped parameters")
+        yield Transfer(dim, "all_gather", numel * rank.item, count, "stepped parameters")
 
 
 def _low_rank(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields PowerSGD's all-reduces (comm_hooks.py): P and the uncompressed, then Q."""
+    dim, what = rank.layout.replica_dim, "factors of gradient buckets"
     for bucket in buckets_of(rank):
         first = second = 0
         for p in bucket:
@@ -531,8 +546,7 @@ def _low_rank(rank: PipelineRank) -> Iterator[Transfer]:
             first += kept * rows or p.numel
             second += kept * p.columns
         for numel in filter(None, (first, second)):
-            nbytes = numel * rank.grad_item
-            yield Transfer("dp", "all_reduce", nbytes, 1, "factors of gradient buckets")
+            yield Transfer(dim, "all_reduce", numel * rank.grad_item, 1, what)
 
 
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:

@@ -68,6 +68,11 @@ class Layout:
         return self.dp * self.cp
 
     @property
+    def replica_dim(self) -> str:
+        """The group of those ranks."""
+        return "dp" if self.cp == 1 else "dp_cp"
+
+    @property
     def wraps(self) -> bool:
         """Whether the last rank of a pipeline sends to the first only because of loops."""
         return self.loops > 1 and self.pp > 2

@@ -23,15 +23,15 @@ from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.tiling import RankMapping
 
-CLASSIFIED = ("tp", "cp", "dp", "pp", "embedding")
+CLASSIFIED = ("tp", "cp", "dp", "dp_cp", "pp", "embedding")
 SHOWN_PAIRS = 4
 
 
 def neighbours(layout: Layout, dim: str) -> tuple[Slots, Slots]:
     """Returns (pairs,), (pairs,): ranks that exchange data along `dim`, from and to.
 
-    Rings for tp, cp and dp; two members are one pair. For pp rank k with rank k + 1, and the last
-    with the first if stages loop; for `embedding` the first with the last.
+    Rings for tp, cp, dp and dp_cp; two members are one pair. For pp rank k with rank k + 1, and the
+    last with the first if stages loop; for `embedding` the first with the last.
     """
     ranks = members(layout, dim)
     if layout.wraps if dim == "pp" else ranks.shape[1] > 2 and dim not in OPEN_CHAINS:
@@ -89,7 +89,7 @@ class DimLinks:
 
 
 def classify(placement: RankMapping) -> dict[str, DimLinks]:
-    """Classifies the links of tp, cp, dp, pp and `embedding`."""
+    """Classifies the links of tp, cp, dp, dp_cp, pp and `embedding`."""
     return {dim: _classify(placement, dim) for dim in CLASSIFIED}
 
 

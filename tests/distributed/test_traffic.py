@@ -116,7 +116,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     }  # fmt: skip
     model = {k.removeprefix("model."): v for k, v in changes.items() if k.startswith("model.")}
     config = Config(
-        tp=layout.tp, pp=layout.pp, dp=layout.dp, micro_batch_size=2, device="cpu",
+        tp=layout.tp, pp=layout.pp, dp=layout.dp, cp=layout.cp, micro_batch_size=2, device="cpu",
         global_batch_size=6 * layout.dp, model=ModelConfig(**(sizes | model)),
     )  # fmt: skip
     config.sp, config.zero = changes.get("sp", False), changes.get("zero", 0)
@@ -266,6 +266,21 @@ CASES = [
 ]
 
 
+CASES += [
+    pytest.param(Layout(cp=2), {**LLAMA, "zero": 1, "recompute": "full"}, id="cp2 zero1 recompute"),
+    pytest.param(Layout(tp=2, cp=2), {**LLAMA, "sp": True, "zero": 3}, id="tp2 cp2 sp zero3"),
+    pytest.param(Layout(cp=2, pp=2), {"zero": 2, **UNTIED}, id="cp2 pp2 zero2"),
+    pytest.param(Layout(cp=2, dp=2), {"noise_scale": True}, id="cp2 dp2 noise scale"),
+    pytest.param(
+        Layout(tp=2, cp=2, dp=2), {**LLAMA, "zero": 1, "sp": True}, id="tp2 cp2 dp2 sp zero1"
+    ),
+    pytest.param(
+        Layout(cp=3), {"comm_hook": "bf16", "noise_scale": True}, id="cp3 padded, noise scale"
+    ),
+    pytest.param(Layout(tp=2, cp=2), {"optim": "muon", "zero": 1}, id="tp2 cp2 muon zero1"),
+]
+
+
 MUON = {"optim": "muon", **LLAMA}
 CASES += [
     pytest.param(Layout(tp=4), MUON, id="tp4 muon"),
@@ -294,11 +309,15 @@ def test_the_list_is_what_a_step_sends(pool: Pool, layout: Layout, changes: dict
     for rank, (stage, found, around, _) in enumerate(
         pool.run(layout.world_size, sent_in_a_step, layout, changes, timeout_s=900)
     ):
-        data_rank = layout.coordinates(rank).dp
+        place = layout.coordinates(rank)
+        data_rank = place.dp * layout.cp + place.cp
         seen.add(stage)
-        if "optim" in changes and layout.coordinates(rank).tp:
+        if "optim" in changes and place.tp:
             continue  # Muon's home ranks send what they have; the list is of the first tp rank
-        assert found == priced(config, layout, stage, data_rank), f"rank {rank}, stage {stage}"
+        for sent in (found, said := priced(config, layout, stage, data_rank)):
+            for key in [k for k in sent if k[0] == "cp" and k[1] != "all_reduce"]:
+                del sent[key]  # of attention: tests of its own
+        assert found == said, f"rank {rank}, stage {stage}"
         assert not around, f"rank {rank} sends what nobody counts: {around}"
     assert seen == set(range(layout.pp))
     if layout.world_size > 1:

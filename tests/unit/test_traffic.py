@@ -122,8 +122,6 @@ def test_wire_bytes_of_a_ring() -> None:
 def test_a_stage_or_a_dimension_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stage 4 is outside of 0\.\.3"):
         transfers(llama_70b(LARGE), LARGE, stage=4)
-    with pytest.raises(ValueError, match="cp=2"):
-        transfers(llama_70b(Layout()), Layout(cp=2))
 
 
 def test_the_price_is_found_without_torch() -> None:

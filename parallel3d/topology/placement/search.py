@@ -278,10 +278,11 @@ def warnings_for(
     """
     refuse_unreachable(placement, links, transfers)
     found = [_leaves_domain(placement, links[d], transfers) for d in ("tp", "cp")]
-    found += [_alternates_rails(placement, links[d]) for d in ("dp", "pp")]
-    found += [_between_units(placement, links[d]) for d in ("dp", "pp")]
+    between = [links[d] for d in (placement.layout.replica_dim, "pp")]
+    found += [_alternates_rails(placement, x) for x in between]
+    found += [_between_units(placement, x) for x in between]
     found += [_replica_and_domain(placement), _pp_inside_dp(placement)]
-    if any(_off_rail(links[d]) for d in ("dp", "pp")):
+    if any(map(_off_rail, between)):
         found.append(
             "NCCL knows no rails: NCCL_CROSS_NIC=0 keeps each ring on one NIC's rail"
             + ", PXN (NCCL_PXN_DISABLE=0) reaches another rail through an NVLink peer"
