@@ -59,8 +59,13 @@ class SequenceSplit:
         return self.padded // self.size
 
     def pad_starts(self, starts: Ints) -> Ints:
-        """Pads (b, length) starts of documents: the padding is a document by itself."""
-        return np.pad(starts, ((0, 0), (0, self.padded - self.length)), constant_values=self.length)
+        """Pads (b, length) starts of documents to (b, padded): the padding is a document by itself.
+
+        If it is longer than a sequence, as beside very short ones, several: none has more positions
+        than the model knows.
+        """
+        padding = np.arange(self.length, self.padded, dtype=np.int32) // self.length * self.length
+        return np.hstack((starts, np.tile(padding, (len(starts), 1))))
 
     def held(self, starts: Ints) -> Ints:
         """Returns (size, b, local): the positions that each rank holds of each sequence, ascending.

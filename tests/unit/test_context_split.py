@@ -82,3 +82,12 @@ def test_take_keeps_the_tokens_of_a_rank_and_pads_with_zeros() -> None:
         assert shard is not None
         parts.append(shard.take(np.arange(1, 7)[None]).tolist())
     assert parts == [[[1, 2, 0, 0]], [[3, 4, 5, 6]]]
+
+
+def test_padding_has_no_position_that_the_model_lacks() -> None:
+    split = SequenceSplit(3, 4)
+    starts = split.pad_starts(starts_of([3], padded=3))
+    assert starts.tolist() == [[0, 0, 0, 3, 3, 3, 6, 6]]
+    for index in range(4):
+        mine = SequenceSplit(3, 4, index)
+        assert make_documents(starts, torch.device("cpu"), mine).positions().max() < 3
