@@ -27,11 +27,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from parallel3d.config.data import DataConfig
+from parallel3d.context_parallel.document_attention import attend_within
 from parallel3d.data.documents import Documents, documents_of
 from parallel3d.data.sampler import Sampler
 from parallel3d.data.sources import find_documents
 from parallel3d.models.attention import attend
-from parallel3d.models.document_attention import attend_within
 
 CPU = torch.device("cpu")
 HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

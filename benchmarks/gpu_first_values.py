@@ -24,10 +24,11 @@ from torch.profiler import profile, supported_activities
 from benchmarks.gpu_rows import model_of, seconds_of, trainer_of
 from benchmarks.gpu_tasks import Given, Row, judged
 from parallel3d.config.sections import AUTO
+from parallel3d.context_parallel import document_attention
 from parallel3d.data.documents import documents_of
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
-from parallel3d.models import document_attention, dropout, layers, ops
+from parallel3d.models import dropout, layers, ops
 from parallel3d.models import dropout as dropped_attention
 from parallel3d.models.attention import attend
 from parallel3d.parameters import gradients

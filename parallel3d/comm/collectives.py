@@ -170,6 +170,17 @@ class Then:
         self.finish()
 
 
+@dataclass
+class Each:
+    """Handle of several operations."""
+
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 def own_shard(tensor: Tensor, group: Group) -> Tensor:
     """Returns this rank's shard, a view, of a flat tensor that divides evenly over the group."""
     return tensor.chunk(group.size)[group.index]
@@ -293,6 +304,8 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     out = torch.empty_like(tensor)
     if (shared := _shared_memory(tensor, group)) is not None:
         return out, shared.all_to_all(tensor, out)
+    if group.shared is not None and tensor.device.type == "cpu":
+        return out, group.shared.all_to_all_in_chunks(tensor, out)
     if _is_cpu_pair(tensor, group):
         given, taken = tensor.chunk(2), out.chunk(2)
         taken[group.index].copy_(given[group.index])
@@ -302,6 +315,32 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
         out.view(torch.uint8), tensor.view(torch.uint8), group=group.handle, async_op=True
     )
     return out, work
+
+
+def all_to_all(tensor: Tensor, group: Group) -> Tensor:
+    out, work = all_to_all_async(tensor, group)
+    work.wait()
+    return out
+
+
+@timed
+@logged
+def ring_shift_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Starts sending `tensor` to the next rank; the result is what the rank before sends.
+
+    Several may be in flight, in order.
+    """
+    tensor = tensor.contiguous()
+    if group.size == 1:
+        return tensor, CompletedWork()
+    out = torch.empty_like(tensor)
+    if group.shared is not None and tensor.device.type == "cpu":
+        return out, group.shared.shift_in_chunks(tensor, out)
+    if _is_cpu_pair(tensor, group):
+        return out, PairExchange(tensor, out, group)
+    peers = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
+    ways = zip((dist.isend, dist.irecv), (tensor, out), peers, strict=True)
+    return out, Each(dist.batch_isend_irecv([dist.P2POp(*way, group.handle) for way in ways]))
 
 
 def all_to_all_uneven(tensor: Tensor, group: Group, given: list[int], taken: list[int]) -> Tensor:

@@ -285,6 +285,17 @@ class SharedCollectives:
         pairs = zip(self._chunks(own, size), self._chunks(out.view(size, -1), size), strict=True)
         return InChunks([partial(self.all_gather, chunk, row) for chunk, row in pairs])
 
+    def all_to_all_in_chunks(self, tensor: Tensor, out: Tensor) -> InChunks:
+        """Returns the exchange of contiguous (size · n, ...) of any size; see above."""
+        size = self.memory.size
+        rows, outs = (self._chunks(x.view(size, -1), size) for x in (tensor, out))
+        return InChunks([partial(self.all_to_all, *pair) for pair in zip(rows, outs, strict=True)])
+
+    def shift_in_chunks(self, tensor: Tensor, out: Tensor) -> InChunks:
+        """Returns the sending of a contiguous tensor of any size to the next rank; see above."""
+        pairs = zip(self._chunks(tensor.view(-1)), self._chunks(out.view(-1)), strict=True)
+        return InChunks([partial(self.shift, *pair) for pair in pairs])
+
     @staticmethod
     def _chunks(tensor: Tensor, shards: int = 1) -> tuple[Tensor, ...]:
         """Splits the last dimension such that a chunk of each shard fits into one slot."""
@@ -319,6 +330,15 @@ class SharedCollectives:
         def finish() -> None:
             for part, slot in zip(out.chunk(size), slots, strict=True):
                 part.copy_(slot.view_as(part))
+
+        return SharedWork(self, finish)
+
+    def shift(self, tensor: Tensor, out: Tensor) -> SharedWork:
+        """Starts sending `tensor` to the next rank; `out` is what the rank before sends."""
+        slot = self._start(tensor)[self.memory.index - 1]
+
+        def finish() -> None:
+            out.copy_(slot.view_as(out))
 
         return SharedWork(self, finish)
 

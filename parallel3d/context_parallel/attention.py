@@ -1,46 +1,485 @@
-"""Causal attention of a sequence that is split over context-parallel ranks."""
+"""Causal attention of sequences that are split over context-parallel ranks, in three styles.
+
+Bytes that a rank sends a layer and micro-batch, with K = bytes of keys and values of the whole
+padded sequences of one tensor rank in the type of attention, Q = those of queries, and p = cp:
+
+| style  | forward                                 | backward                                |
+|--------|-----------------------------------------|-----------------------------------------|
+| gather | all-gather: (p−1)/p · K                 | all-gather, reduce-scatter:             |
+|        |                                         | 2 · (p−1)/p · K                         |
+| ring   | p−1 sends of K/p: (p−1)/p · K           | the same, and gradients in fp32 or      |
+|        |                                         | better: 2 · (p−1)/p · K in fp32, 3 · in |
+|        |                                         | half precision                          |
+| heads  | all-to-all of q, k, v and of the        | the same                                |
+|        | result: (p−1)/p · (2 · Q + K') / p      |                                         |
+
+K' is K, or with fewer key-value heads than ranks p / heads times as much. Under recomputation of
+attention the forward is repeated; gather then keeps what it has gathered for the backward that
+follows: two all-gathers in all. Attention dropout gathers in one message, reduced likewise, and
+keeps what it has gathered.
+
+gather: K and V of some heads are gathered while attention to those before runs. A query attends to
+consecutive positions, from its document's start on, so documents cost one call each.
+ring: K and V of a rank travel to the next while attention to them runs, and results are merged
+(Liu et al. 2023, Ring Attention). heads: each rank attends with a part of the heads to whole
+sequences (Jacobs et al. 2023, DeepSpeed-Ulysses).
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.group import SINGLE, Group
+from parallel3d.config.sections import AUTO
+from parallel3d.context_parallel.document_attention import (
+    Block,
+    attend_block,
+    differentiate_block,
+    empty_for_blocks,
+    repeated,
+)
 from parallel3d.context_parallel.documents import SequenceShard
+from parallel3d.device.fused import define, differentiate
+
+# Keys and values of a rank that are gathered together: enough to be bound by bandwidth.
+LEAST_BYTES = 4 << 20
+
+_known: WeakValueDictionary[int, ContextParallel] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
-class _Gather(torch.autograd.Function):
+@dataclass(frozen=True)
+class ContextParallel:
+    """How the ranks over which sequences are split attend together.
+
+    Attributes:
+        keeps: the forward is one that is recomputed, which its backward follows at once: what has
+            been gathered is kept for that.
+        handle: number of this object, an int64 scalar on the CPU, for the compiler (see
+            `tensor_parallel.linear_ops.register`).
+    """
+
+    group: Group = SINGLE
+    style: str = "gather"
+    keeps: bool = False
+    handle: Tensor = field(default_factory=lambda: torch.tensor(next(_numbers)), compare=False)
+
+    def __post_init__(self) -> None:
+        _known[int(self.handle)] = self
+
+    def first_head(self, heads: int) -> int:
+        """Returns the first of `heads` heads that this rank attends with."""
+        return heads // self.group.size * self.group.index if self.style == "heads" else 0
+
+
+ONE_RANK = ContextParallel()
+
+
+class _Parts(NamedTuple):
+    """The tensors of a `SequenceShard` that attention reads; m = b · n."""
+
+    order: Tensor
+    places: Tensor
+    table: Tensor
+    calls: Tensor
+    edges: Tensor
+
+    @classmethod
+    def of(cls, shard: SequenceShard) -> _Parts:
+        of = shard.segments
+        return cls(shard.order, shard.places, of.table, of.calls, of.edges)
+
+    def block(self, i: int) -> Block:
+        return Block(self.table[i], self.calls[i], self.edges[i], i == 0)
+
+
+def attend_across(
+    q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, shard: SequenceShard, kernel: str = AUTO
+) -> Tensor:
+    """Attends from this rank's queries to the keys of all ranks, each within its own document.
+
+    By gathered keys, or in a ring. q (b, heads, n, head_dim), k and v with as many heads or fewer.
+    """
+    parts = _Parts.of(shard)
+    if torch.compiler.is_compiling():
+        operator = torch.ops.parallel3d.context_attention
+        return operator(q, k, v, cp.handle, *parts, kernel, cp.keeps)[0]
+    return _Attention.apply(q, k, v, cp, parts, kernel)
+
+
+class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, shard: SequenceShard) -> Tensor:
-        ctx.group, ctx.shard, ctx.shape = group, shard, x.shape
-        tokens = x.transpose(1, 2)  # (b, n, heads, head_dim)
-        gathered = collectives.all_gather(tokens.unsqueeze(0), group)
-        whole = gathered.flatten(0, 2).index_select(0, shard.order)
-        return whole.unflatten(0, (len(x), -1)).transpose(1, 2)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, parts: _Parts, kernel: str
+    ) -> Tensor:
+        ctx.how = cp, parts, kernel
+        out, sums, kept = _forward(q, k, v, *ctx.how)
+        ctx.save_for_backward(q, k, v, out, sums, kept)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        by_rank = grad.transpose(1, 2).flatten(0, 1).index_select(0, ctx.shard.places)
-        b, heads, n, size = ctx.shape
-        own = collectives.reduce_scatter(by_rank.view(-1, b, n, heads, size), ctx.group)
-        return own.squeeze(0).transpose(1, 2), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return *_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None
 
 
-def gather_sequence(x: Tensor, group: Group, shard: SequenceShard) -> Tensor:
-    """All-gathers (b, heads, n, head_dim) to (b, heads, padded, head_dim), in sequence order."""
-    return _Gather.apply(x, group, shard)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, parts: _Parts, kernel: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the result, log Σ exp(scores), and the keys and values that are kept, if any."""
+    out, sums = empty_for_blocks(q)
+    kept = _empty_kept(k, parts.order, cp.keeps)
+    if cp.style == "ring":
+        for i, block in enumerate(_around(_together(k, v), cp.group)):
+            attend_block(out, sums, q, *_apart(block), parts.block(i), kernel)
+    else:
+        to = kept if cp.keeps else None
+        for heads, whole in _gathered(k, v, cp.group, parts.order, to):
+            of = _query_heads(heads, q, k)
+            attend_block(out[:, of], sums[:, of], q[:, of], *_apart(whole), parts.block(0), kernel)
+    return out.to(q.dtype), sums, kept
 
 
-def attend_across(q: Tensor, k: Tensor, v: Tensor, group: Group, shard: SequenceShard) -> Tensor:
-    """Attends from this rank's queries to the keys of all ranks, each within its own document."""
-    k, v = (gather_sequence(x, group, shard) for x in (k, v))
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor,
+    cp: ContextParallel, parts: _Parts, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    of_q = empty_for_blocks(q)[0].zero_()
+    run = _ring_backward if cp.style == "ring" else _gather_backward
+    of_keys = run(of_q, grad, q, k, v, out, sums, kept, cp, parts, kernel)
+    return of_q.to(q.dtype), *_apart(of_keys)
+
+
+def _together(k: Tensor, v: Tensor) -> Tensor:
+    """(b, heads, n, head_dim) twice → contiguous (b, n, 2, heads, head_dim), for a message."""
+    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)), 2)
+
+
+def _apart(both: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = both.transpose(1, 3).unbind(2)
+    return k, v
+
+
+# Gathered keys and values, of some heads after the other
+
+
+def _heads_at_once(k: Tensor) -> int:
+    """Returns how many heads of (b, heads, n, head_dim) are gathered together, a divisor."""
+    heads, of_head = k.shape[1], 2 * k[:, 0].numel() * k.itemsize
+    enough = (n for n in range(1, heads) if heads % n == 0 and n * of_head >= LEAST_BYTES)
+    return next(enough, heads)
+
+
+def _empty_kept(k: Tensor, order: Tensor, keeps: bool) -> Tensor:
+    """Allocates (groups of heads, b · padded, 2, heads, head_dim), or nothing."""
+    if not keeps:
+        return k.new_empty(0)
+    heads = _heads_at_once(k)
+    return k.new_empty(k.shape[1] // heads, len(order), 2, heads, k.shape[-1])
+
+
+def _query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
     times = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(times, 1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    at = torch.arange(k.shape[2], device=q.device)
-    unseen = (at > shard.positions.unsqueeze(-1)) | (at < shard.starts.unsqueeze(-1))
-    return scores.masked_fill(unseen.unsqueeze(1), -torch.inf).softmax(-1) @ v
+    return slice(heads.start * times, heads.stop * times)
+
+
+def _gathered(
+    k: Tensor, v: Tensor, group: Group, order: Tensor, kept: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yields some heads, and their keys and values (b, padded, 2, heads, head_dim).
+
+    Those of the next heads are gathered meanwhile. `kept`: to write them to.
+    """
+    at_once = _heads_at_once(k)
+    parts = [slice(i, i + at_once) for i in range(0, k.shape[1], at_once)]
+    gathered, gathering = _start_gather(k[:, parts[0]], v[:, parts[0]], group)
+    for i, heads in enumerate(parts):
+        gathering.wait()
+        in_rank_order = gathered
+        if i + 1 < len(parts):
+            following = parts[i + 1]
+            gathered, gathering = _start_gather(k[:, following], v[:, following], group)
+        whole = in_sequence_order(in_rank_order, order, None if kept is None else kept[i])
+        yield heads, whole.unflatten(0, (len(k), -1))
+
+
+def _start_gather(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Starts gathering (size, b, n, 2, heads, head_dim)."""
+    own = _together(k, v)
+    gathered = own.new_empty(group.size, *own.shape)
+    gathered[group.index] = own
+    return gathered, collectives.all_gather_bucket(gathered.view(-1), group)
+
+
+def in_sequence_order(gathered: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
+    """(size, b, n, …) of all ranks → (b · padded, …)."""
+    return torch.index_select(gathered.flatten(0, 2), 0, order, out=out)
+
+
+def in_rank_order(whole: Tensor, places: Tensor) -> Tensor:
+    """(b, padded, …) → (size · b · n, …)."""
+    return whole.flatten(0, 1).index_select(0, places)
+
+
+def _gather_backward(
+    of_q: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+    kept: Tensor, cp: ContextParallel, parts: _Parts, kernel: str,
+) -> Tensor:  # fmt: skip
+    """Adds to the gradient of q; returns those of k and v, (b, n, 2, heads, head_dim)."""
+    b, kv_heads, n, size = k.shape
+    of_keys = k.new_empty(b, n, 2, kv_heads, size)
+    wide = torch.promote_types(k.dtype, torch.float32)
+    reducing: _Reducing | None = None
+    for heads, whole in _kept(kept, b) or _gathered(k, v, cp.group, parts.order, None):
+        of_whole = torch.zeros_like(whole, dtype=wide)
+        of = _query_heads(heads, q, k)
+        differentiate_block(
+            of_q[:, of], *_apart(of_whole), grad[:, of], q[:, of], *_apart(whole), out[:, of],
+            sums[:, of], parts.block(0), kernel,
+        )  # fmt: skip
+        started = _Reducing(of_whole, of_keys[:, :, :, heads], parts.places, cp.group)
+        if reducing is not None:  # it was reduced while these gradients were made
+            reducing.wait()
+        reducing = started
+    assert reducing is not None  # there are heads
+    reducing.wait()
+    return of_keys
+
+
+def _kept(kept: Tensor, batch: int) -> Iterator[tuple[slice, Tensor]] | None:
+    """Returns what `_gathered` has yielded in the forward; None if it was not kept."""
+    if not kept.numel():
+        return None
+    heads = kept.shape[3]
+    groups = enumerate(kept.unflatten(1, (batch, -1)).unbind(0))
+    return ((slice(i * heads, (i + 1) * heads), whole) for i, whole in groups)
+
+
+class _Reducing:
+    """Sums gradients of whole sequences (b, padded, …) over the ranks, each for its tokens.
+
+    In the type of `to` (b, n, …), as tensor parallelism's reductions.
+    """
+
+    def __init__(self, whole: Tensor, to: Tensor, places: Tensor, group: Group) -> None:
+        self.to = to
+        by_rank = in_rank_order(whole, places).to(to.dtype)
+        self.own = collectives.own_shard(by_rank, group).view(to.shape)
+        self.work = collectives.reduce_scatter_bucket(by_rank.view(-1), group)
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.to.copy_(self.own)
+
+
+# A ring
+
+
+def _around(own: Tensor, group: Group) -> Iterator[Tensor]:
+    """Yields this rank's block, that of the rank before it, and so on, while the next travels."""
+    block = own
+    for _ in range(group.size - 1):
+        following, arriving = collectives.ring_shift_async(block, group)
+        yield block
+        arriving.wait()
+        block = following
+    yield block
+
+
+def _ring_backward(
+    of_q: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+    _: Tensor, cp: ContextParallel, parts: _Parts, kernel: str,
+) -> Tensor:  # fmt: skip
+    """As `_gather_backward`. Gradients travel a step behind their keys, and end with the owner."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    so_far: tuple[Tensor, Work] | None = None  # on its way here
+    for i, block in enumerate(_around(_together(k, v), cp.group)):
+        of_block = torch.zeros_like(block, dtype=wide)
+        differentiate_block(
+            of_q, *_apart(of_block), grad, q, *_apart(block), out, sums, parts.block(i), kernel
+        )
+        if i == 0:
+            own = of_block
+            continue
+        if so_far is not None:
+            _add(of_block, so_far)
+        so_far = collectives.ring_shift_async(of_block, cp.group)
+    if so_far is not None:
+        _add(own, so_far)
+    return own.to(k.dtype)
+
+
+def _add(gradients: Tensor, others: tuple[Tensor, Work]) -> None:
+    """Adds what ranks have summed that had these keys before."""
+    found, arriving = others
+    arriving.wait()
+    gradients.add_(found)
+
+
+# The operator of both
+
+
+def _operator_forward(
+    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, order: Tensor, places: Tensor, table: Tensor,
+    calls: Tensor, edges: Tensor, kernel: str, keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    parts = _Parts(order, places, table, calls, edges)
+    return _forward(q, k, v, _known[int(handle)], parts, kernel)
+
+
+def _operator_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor,
+    handle: Tensor, order: Tensor, places: Tensor, table: Tensor, calls: Tensor, edges: Tensor,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    parts = _Parts(order, places, table, calls, edges)
+    found = _backward(grad, q, k, v, out, sums, kept, _known[int(handle)], parts, kernel)
+    return found
+
+
+def _forward_shape(q: Tensor, k: Tensor, v: Tensor, _: Tensor, order: Tensor, *more: Any) -> Any:
+    out, sums = empty_for_blocks(q)
+    return out.to(q.dtype), sums, _empty_kept(k, order, more[-1])
+
+
+def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+    return empty_for_blocks(q)[0].to(q.dtype), *_apart(torch.empty_like(_together(k, v)))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    q, k, v, *parts, ctx.kernel, _ = inputs
+    ctx.save_for_backward(q, k, v, *output, *parts)
+
+
+def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple:
+    found = torch.ops.parallel3d.context_attention_backward(grad, *ctx.saved_tensors, ctx.kernel)
+    return *found, *(None,) * 8
+
+
+_PARTS = "Tensor handle, Tensor order, Tensor places, Tensor table, Tensor calls, Tensor edges"
+define(
+    "context_attention",
+    f"(Tensor q, Tensor k, Tensor v, {_PARTS}, str kernel, bool keeps) -> (Tensor, Tensor, Tensor)",
+    _operator_forward,
+    _forward_shape,
+)
+define(
+    "context_attention_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor kept, "
+    f"{_PARTS}, str kernel) -> (Tensor, Tensor, Tensor)",
+    _operator_backward,
+    _backward_shape,
+)
+differentiate("context_attention", _differentiate, _setup_context)
+
+
+# Whole sequences, with all heads or a part of them
+
+
+def gather_sequence(x: Tensor, cp: ContextParallel, shard: SequenceShard) -> Tensor:
+    """All-gathers (b, heads, n, head_dim) to (b, heads, padded, head_dim), in sequence order."""
+    return _exchange(x, cp, shard, "gather")
+
+
+def to_heads(
+    q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, shard: SequenceShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchanges parts of sequences for parts of the heads: (b, heads, n, head_dim) → (b, heads /
+    size, padded, head_dim).
+
+    With fewer key-value heads than ranks each goes to the ranks that have its query heads.
+    """
+    size = cp.group.size
+    parts = [repeated(x, max(x.shape[1], size)).unflatten(1, (size, -1)) for x in (q, k, v)]
+    heads = [x.shape[2] for x in parts]
+    mine = _exchange(torch.cat(parts, 2).flatten(1, 2), cp, shard, "to_heads")
+    q, k, v = mine.split(heads, dim=1)
+    return q, k, v
+
+
+def to_tokens(y: Tensor, cp: ContextParallel, shard: SequenceShard) -> Tensor:
+    """Is the inverse of `to_heads`, for the result of attention."""
+    return _exchange(y, cp, shard, "to_tokens")
+
+
+def _exchange(x: Tensor, cp: ContextParallel, shard: SequenceShard, way: str) -> Tensor:
+    where = shard.order, shard.places
+    if torch.compiler.is_compiling():
+        return torch.ops.parallel3d.exchange_tokens(x, cp.handle, *where, way, cp.group.size)
+    return _Exchange.apply(x, cp.group, *where, way)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, order: Tensor, places: Tensor, way: str
+    ) -> Tensor:
+        ctx.where, ctx.way = (group, order, places), way
+        return _exchanged(x, way, group, order, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return (_exchanged(grad, BACK[ctx.way], *ctx.where), *(None,) * 4)
+
+
+BACK = {"gather": "scatter", "to_heads": "to_tokens", "to_tokens": "to_heads"}
+
+
+def _exchanged(x: Tensor, way: str, group: Group, order: Tensor, places: Tensor) -> Tensor:
+    """(b, heads, n or padded, head_dim) → the same of the other tokens; `scatter` sums."""
+    b, size, tokens = len(x), group.size, x.transpose(1, 2)
+    if way in ("gather", "to_heads"):
+        if way == "gather":
+            by_rank = collectives.all_gather(tokens.unsqueeze(0), group)
+        else:
+            by_rank = collectives.all_to_all(tokens.unflatten(2, (size, -1)).movedim(2, 0), group)
+        return in_sequence_order(by_rank, order).unflatten(0, (b, -1)).transpose(1, 2)
+    by_rank = in_rank_order(tokens, places).unflatten(0, (size, b, -1))
+    if way == "scatter":
+        return collectives.reduce_scatter(by_rank, group).squeeze(0).transpose(1, 2)
+    parts = collectives.all_to_all(by_rank, group)
+    return parts.movedim(0, 2).flatten(2, 3).transpose(1, 2)
+
+
+def _operator_exchange(
+    x: Tensor, handle: Tensor, order: Tensor, places: Tensor, way: str, size: int
+) -> Tensor:
+    return _exchanged(x, way, _known[int(handle)].group, order, places)
+
+
+def _exchange_shape(
+    x: Tensor, handle: Tensor, order: Tensor, places: Tensor, way: str, size: int
+) -> Tensor:
+    b, heads, tokens, head_dim = x.shape
+    heads = {"to_heads": heads // size, "to_tokens": heads * size}.get(way, heads)
+    padded = way in ("gather", "to_heads")
+    tokens = tokens * size if padded else tokens // size
+    return x.new_empty(b, tokens, heads, head_dim).transpose(1, 2)
+
+
+def _exchange_setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, *where, ctx.way, ctx.size = inputs
+    ctx.save_for_backward(*where)
+
+
+def _exchange_differentiate(ctx: Any, grad: Tensor) -> tuple:
+    back = BACK[ctx.way], ctx.size
+    return torch.ops.parallel3d.exchange_tokens(grad, *ctx.saved_tensors, *back), *(None,) * 5
+
+
+define(
+    "exchange_tokens",
+    "(Tensor x, Tensor handle, Tensor order, Tensor places, str way, int size) -> Tensor",
+    _operator_exchange,
+    _exchange_shape,
+)
+differentiate("exchange_tokens", _exchange_differentiate, _exchange_setup_context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ class SequenceSplit:
     Attributes:
         length: tokens of a sequence.
         multiple: divides the tokens of a rank, as tp does under sequence parallelism.
+        ring: attention reads the keys of one rank after the other, not of the whole sequence.
     """
 
     length: int
@@ -39,6 +41,7 @@ class SequenceSplit:
     index: int = 0
     multiple: int = 1
     balanced: bool = False
+    ring: bool = False
 
     @classmethod
     def of_run(cls, config: Config, index: int) -> SequenceSplit:
@@ -47,7 +50,8 @@ class SequenceSplit:
         # With a part of the heads each rank attends to whole sequences: nothing is uneven.
         balanced = context.balance and context.style != "heads"
         multiple = config.rank_multiple
-        return cls(config.model.seq_length, config.cp, index, multiple, balanced)
+        ring = context.style == "ring"
+        return cls(config.model.seq_length, config.cp, index, multiple, balanced, ring)
 
     @property
     def padded(self) -> int:
@@ -123,6 +127,27 @@ def imbalance(held: Ints, starts: Ints) -> float:
 
 
 @dataclass(frozen=True)
+class Segments:
+    """Queries and the keys that they attend to, in blocks of keys; m queries and keys of b samples.
+
+    A segment is consecutive queries of one document. They attend to `before` consecutive keys that
+    come before all of them and, in the first block, each to the keys of the segment up to its own.
+
+    Attributes:
+        table: (blocks, m + 1, 5) int32 on the host. In a block's first row the number of its
+            segments; in the others sample, first query, number of queries, first key, `before`.
+        calls: (blocks, m + 1, 7) int32 on the host: likewise, the calls of a kernel that reads
+            sequences of different lengths (`_Call`).
+        edges: (blocks, 2, 2 · m) int32 on the device: the edges of the sequences, of queries and
+            of keys, of all calls. Without elements on a CPU, which has no such kernel.
+    """
+
+    table: Tensor
+    calls: Tensor
+    edges: Tensor
+
+
+@dataclass(frozen=True)
 class SequenceShard:
     """The tokens of b sequences that one context-parallel rank holds, n of each.
 
@@ -134,10 +159,9 @@ class SequenceShard:
         places: (size · b · n,) int64 on the device, the inverse: of each token in rank order its
             place in the b sequences.
         held: (size, b, n) int32 on the host: the positions that each rank holds.
-        segments: (b · n + 1, 5) int32 on the host: in the first row their number; in the others, of
-            consecutive tokens of one document: sequence of the batch, first token among the n,
-            number, position of the first, start of the document. They attend to all positions from
-            that start up to their own.
+        segments: which queries attend to which keys, a block of keys after the other (see
+            `Segments`): one block of the whole sequence in order; in a ring one of each rank, its
+            own first, then that of the rank before it, and so on.
         index: of this rank.
         imbalance: the work of the slowest rank's attention over the mean, less 1.
     """
@@ -147,7 +171,7 @@ class SequenceShard:
     order: Tensor
     places: Tensor
     held: Tensor
-    segments: Tensor
+    segments: Segments
     index: int
     imbalance: float
 
@@ -216,27 +240,93 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
     def moved(x: np.ndarray) -> Tensor:
         return accelerator.moved(torch.from_numpy(x), device)
 
+    table = _segments(held, starts, split)
+    calls = np.zeros((len(table), mine.size + 1, 7), dtype=np.int32)
+    edges = np.zeros((len(table), 2, 0), dtype=np.int32)
+    if accelerator.is_accelerator(device):
+        edges = np.zeros((len(table), 2, 2 * mine.size), dtype=np.int32)
+        keys = split.local if split.ring else split.padded
+        for i, rows in enumerate(table):
+            _plan_calls(rows, split.local, keys, i == 0, calls[i], edges[i])
     return SequenceShard(
         positions=moved(mine.astype(np.int64)),
         starts=moved(of_mine),
         order=moved(order),
         places=moved(places),
         held=torch.from_numpy(held),
-        segments=torch.from_numpy(_segments(mine, of_mine)),
+        segments=Segments(torch.from_numpy(table), torch.from_numpy(calls), moved(edges)),
         index=split.index,
         imbalance=imbalance(held, starts),
     )
 
 
-def _segments(positions: Ints, starts: Ints) -> Ints:
-    """Returns `SequenceShard.segments` of (b, n) positions."""
+def _segments(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
+    """Returns `Segments.table` of this rank's queries."""
+    positions = held[split.index]
     b, n = positions.shape
+    own_starts = np.take_along_axis(starts, positions, axis=1)
     begins = np.ones((b, n), dtype=bool)
-    begins[:, 1:] = (np.diff(positions) != 1) | (np.diff(starts) != 0)
+    begins[:, 1:] = (np.diff(positions) != 1) | (np.diff(own_starts) != 0)
     row, first = np.nonzero(begins)
-    ends = np.append(row[1:] * n + first[1:], b * n)
-    found = (row, first, ends - (row * n + first), positions[row, first], starts[row, first])
-    segments = np.zeros((b * n + 1, 5), dtype=np.int32)
-    segments[0] = len(row)
-    segments[1 : len(row) + 1] = np.stack(found, axis=1)
-    return segments
+    number = np.diff(np.append(row * n + first, b * n))
+    position, start = positions[row, first], own_starts[row, first]
+    if not split.ring:
+        return _table([np.stack((row, first, number, start, position - start))], b * n)
+    blocks = []
+    for i in range(split.size):
+        # A rank's positions ascend, so those of a document before this segment are consecutive.
+        offsets = np.arange(b)[:, None] * split.padded
+        theirs = (held[(split.index - i) % split.size] + offsets).reshape(-1)
+        key, end = (np.searchsorted(theirs, x + row * split.padded) for x in (start, position))
+        block = np.stack((row, first, number, key - row * n, end - key))
+        blocks.append(block if i == 0 else block[:, end > key])
+    return _table(blocks, b * n)
+
+
+def _table(blocks: Sequence[npt.NDArray], most: int) -> Ints:
+    table = np.zeros((len(blocks), most + 1, 5), dtype=np.int32)
+    for rows, columns in zip(table, blocks, strict=True):
+        rows[0] = columns.shape[1]
+        rows[1 : columns.shape[1] + 1] = columns.T
+    return table
+
+
+@dataclass
+class _Call:
+    """One call of the kernel: consecutive queries and keys of the concatenated samples.
+
+    Its sequences are segments, and keys between them that no query of this call attends to.
+    """
+
+    query: int
+    key: int
+    lengths: list[tuple[int, int]]  # of queries and keys of each sequence
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """First query, queries, first key, keys, sequences, longest queries, longest keys."""
+        queries, keys = zip(*self.lengths, strict=True)
+        counts = (self.query, sum(queries), self.key, sum(keys), len(queries))
+        return *counts, max(queries), max(keys)
+
+
+def _plan_calls(rows: Ints, n: int, keys: int, causal: bool, calls: Ints, edges: Ints) -> None:
+    """Writes the fewest calls, in order of queries, for a block's segments of n-token samples."""
+    planned: list[_Call] = []
+    next_query = next_key = -1
+    for row, first, number, key, before in rows[1 : rows[0, 0] + 1].tolist():
+        query, key = row * n + first, row * keys + key
+        if query != next_query or key < next_key:
+            planned.append(_Call(query, key, []))
+        elif key > next_key:
+            planned[-1].lengths.append((0, key - next_key))
+        count = before + number * causal
+        planned[-1].lengths.append((number, count))
+        next_query, next_key = query + number, key + count
+    calls[0] = len(planned)
+    place = 0
+    for i, call in enumerate(planned, 1):
+        calls[i] = call.row
+        end = place + len(call.lengths)
+        edges[:, place + 1 : end + 1] = np.cumsum(call.lengths, axis=0).T
+        place = end + 1

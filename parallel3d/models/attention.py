@@ -9,19 +9,25 @@ import torch.nn.attention as registry
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import AUTO, FLASH, HALF_PRECISION, MATH, PACKAGES
-from parallel3d.context_parallel.attention import attend_across, gather_sequence
-from parallel3d.context_parallel.documents import Documents
+from parallel3d.context_parallel.attention import (
+    ONE_RANK,
+    ContextParallel,
+    attend_across,
+    gather_sequence,
+    to_heads,
+    to_tokens,
+)
+from parallel3d.context_parallel.document_attention import attend_within, repeated
+from parallel3d.context_parallel.documents import Documents, SequenceShard
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.device.attention_backends import NOT_CUDNN, allowed
 from parallel3d.device.matmul import is_widened
 from parallel3d.device.precision import compute_dtype
 from parallel3d.errors import UserError
 from parallel3d.host.devices import BLACKWELL
-from parallel3d.models.attention_backends import NOT_CUDNN, allowed
-from parallel3d.models.document_attention import attend_within
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.ops import Rotary, split_heads_rotary
 
@@ -121,8 +127,7 @@ def causal_attention(
     samples: Tensor | None = None,
     documents: Documents | None = None,
     kernel: str = AUTO,
-    cp: Group = SINGLE,
-    cp_style: str = "gather",
+    cp: ContextParallel = ONE_RANK,
 ) -> Tensor:
     """Computes softmax(q·kᵀ / sqrt(head_dim) + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -133,7 +138,7 @@ def causal_attention(
         rotary: cos and sin to rotate q and k with; None: no rotation.
         dropout: of the probabilities, if there are `samples`: slower than PyTorch's kernel.
         documents: attention stays within each; None: a sample is one document.
-        cp, cp_style: the ranks over which the sequence is split, and how they attend together.
+        cp: how ranks over which sequences are split attend together, if documents are of a shard.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -142,22 +147,57 @@ def causal_attention(
     else:
         parts = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
         q, k, v = (t.transpose(1, 2) for t in parts)
+    y = attend_split(q, k, v, documents, kernel, cp, dropout, samples)
+    return y.transpose(1, 2).flatten(2)
+
+
+def attend_split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None,
+    kernel: str = AUTO,
+    cp: ContextParallel = ONE_RANK,
+    dropout: Dropout | None = None,
+    samples: Tensor | None = None,
+) -> Tensor:
+    """Is `causal_attention` of q (b, heads, s, head_dim), k and v with as many heads or fewer."""
+    shard = None if documents is None else documents.shard
+    if shard is not None and cp.style == "heads":
+        y = _attended(*to_heads(q, k, v, cp, shard), documents, kernel, dropout, samples)
+        return to_tokens(y, cp, shard)
+    return _attended(q, k, v, documents, kernel, dropout, samples, shard, cp)
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None,
+    kernel: str,
+    dropout: Dropout | None,
+    samples: Tensor | None,
+    shard: SequenceShard | None = None,
+    cp: ContextParallel = ONE_RANK,
+) -> Tensor:
+    """`shard`: the keys of other ranks are missing."""
+    heads, dtype = q.shape[1], q.dtype
     drops = dropout is not None and samples is not None
-    if drops or not kernel_shares_heads(q):
+    if drops and shard is not None:
+        k, v = (gather_sequence(x, cp, shard) for x in (k, v))
+    if drops or (shard is None and not kernel_shares_heads(q)):
         k, v = repeated(k, heads), repeated(v, heads)
     if _is_slow_below_fp32(q):
         q, k, v = q.float(), k.float(), v.float()
     if dropout is not None and samples is not None:
-        if documents is not None and documents.shard is not None:
-            k, v = (gather_sequence(x, cp, documents.shard) for x in (k, v))
         y = attend_dropping(q, k, v, dropout, samples, documents)
-    elif documents is not None and documents.shard is not None:
-        y = attend_across(q, k, v, cp, documents.shard)
     elif documents is None:
         y = attend(q, k, v, is_causal=True, kernel=kernel)
-    else:
+    elif shard is None:
         y = attend_within(q, k, v, documents, kernel)
-    return y.to(qkv.dtype).transpose(1, 2).flatten(2)
+    else:
+        y = attend_across(q, k, v, cp, shard, kernel)
+    return y.to(dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AUTO) -> Tensor:
@@ -172,10 +212,6 @@ def kernel_shares_heads(q: Tensor) -> bool:
     Flash attention and cuDNN do. In fp32 on a GPU PyTorch would fall back to s × s scores.
     """
     return is_on_accelerator(q) and q.dtype in (torch.bfloat16, torch.float16)
-
-
-def repeated(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _is_slow_below_fp32(q: Tensor) -> bool:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from parallel3d.comm.exchange import transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.context_parallel.attention import ContextParallel
+from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.estimate.balance import layers_of_stages
 from parallel3d.estimate.ops import recomputing
@@ -28,7 +30,6 @@ from parallel3d.models.attention import (
     causal_attention,
     choose_kernel,
     kernel_shares_heads,
-    repeated,
 )
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
@@ -106,11 +107,13 @@ class Attention(nn.Module):
         self.kv_heads = model.kv_heads * replicas // ctx.tp.size
         self.recompute, self.kernel = ctx.recompute, ctx.attention_kernel
         self.tp, self.gathers = ctx.tp, ctx.gather_qk and ctx.tp.size > 1
-        self.cp, self.cp_style = ctx.cp, ctx.cp_style
+        recomputed = not ctx.recompute.isdisjoint(("attention", "layer"))
+        self.cp = ContextParallel(ctx.cp, ctx.cp_style, keeps=recomputed)
         prefix = f"layers.{layer}.attention"
         self.dropout = None
         if model.dropout:
-            first, site = self.heads * ctx.tp.index, f"{prefix}.probabilities"
+            first = self.heads * ctx.tp.index + self.cp.first_head(self.heads)
+            site = f"{prefix}.probabilities"
             self.dropout = Dropout(ctx.init.seed, site, model.dropout, first_head=first)
         kv_rows = model.kv_heads * model.head_size
         q_rows = model.num_attention_heads * model.head_size
@@ -158,7 +161,7 @@ class Attention(nn.Module):
             qkv = self.qk_norm(qkv)
         shape, dropout = (self.heads, self.kv_heads, self.head_dim), self.dropout
         given = (qkv, *shape, rotary, dropout, samples, documents)
-        return causal_attention(*given, self.kernel, self.cp, self.cp_style)
+        return causal_attention(*given, self.kernel, self.cp)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).

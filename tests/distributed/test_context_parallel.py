@@ -10,9 +10,11 @@ from tests.distributed.pool import Pool
 
 GPT = Problem("gpt_tiny", "sgd", True, documents=True)
 LLAMA = Problem("llama_tiny", "sgd", False)
+RING, HEADS = ((("context_parallel.style", style),) for style in ("ring", "heads"))
 CASES = {
-    (1, 1, 1, 2): [Case(GPT), Case(LLAMA)],
-    (1, 1, 1, 3): [Case(GPT), Case(LLAMA)],
+    (1, 1, 1, 2): [Case(GPT), Case(LLAMA), Case(GPT, keys=RING), Case(LLAMA, keys=HEADS)],
+    (1, 1, 1, 3): [Case(GPT), Case(LLAMA, keys=RING)],
+    (1, 1, 1, 4): [Case(GPT, keys=HEADS), Case(LLAMA), Case(LLAMA, keys=HEADS)],
     (2, 1, 1, 2): [Case(GPT, sp=True), Case(LLAMA)],
     (1, 2, 1, 2): [Case(GPT, keys=(("zero", 1),)), Case(LLAMA)],
     (1, 1, 2, 2): [Case(GPT, keys=(("zero", 3),)), Case(LLAMA)],

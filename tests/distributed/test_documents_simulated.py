@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from parallel3d.context_parallel.document_attention import attend_within
 from parallel3d.data.documents import Documents, documents_of
 from parallel3d.data.sampler import Sample, document_starts
-from parallel3d.models.document_attention import attend_within
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer

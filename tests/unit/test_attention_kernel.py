@@ -20,10 +20,10 @@ from parallel3d.commands.verify import variants
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import in_other_precision
 from parallel3d.device import accelerator
+from parallel3d.device.attention_backends import NOT_CUDNN, allowed
 from parallel3d.errors import UserError
 from parallel3d.models import attention
 from parallel3d.models.attention import avoids_cudnn, causal_attention, choose_kernel
-from parallel3d.models.attention_backends import NOT_CUDNN, allowed
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.recompute import recomputed
 from parallel3d.models.transformer import Decoder

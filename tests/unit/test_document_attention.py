@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from parallel3d.context_parallel import document_attention
+from parallel3d.context_parallel.document_attention import attend_within
 from parallel3d.data.documents import Documents, documents_of
 from parallel3d.data.sampler import Sample, document_starts
-from parallel3d.models import document_attention
 from parallel3d.models.attention import causal_attention
-from parallel3d.models.document_attention import attend_within
 from parallel3d.models.dropout import Dropout
 
 LENGTH = 150

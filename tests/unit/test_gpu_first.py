@@ -29,8 +29,9 @@ from benchmarks import (
 from benchmarks.gpu_process import ROOT
 from benchmarks.gpu_tasks import Given, Row, Task
 from parallel3d.config.composing import compose
+from parallel3d.context_parallel import document_attention
 from parallel3d.device import accelerator, fused
-from parallel3d.models import document_attention, dropout, ops
+from parallel3d.models import dropout, ops
 from parallel3d.trainer import StepResult
 from tests.e2e.ready import run_command, run_module
 
