@@ -77,6 +77,7 @@ COLOURS = {
     "forward": "#d0d6dc",
     "backward": "#98a2ac",
     "tp": GROUPS["tp"],
+    "cp": GROUPS["cp"],
     "pp": GROUPS["pp"],
     "dp": GROUPS["dp"],
     "model": RAILS[6][0],
@@ -84,9 +85,10 @@ COLOURS = {
     "data": RAILS[5][0],
     "idle": "#ffffff",
 }
-DARK = ("tp", "pp", "dp", "model", "optimizer")
+DARK = ("tp", "cp", "pp", "dp", "model", "optimizer")
 LABELS = {
     "tp": "tp, exposed",
+    "cp": "cp, exposed",
     "pp": "pp, exposed",
     "dp": "dp, exposed",
     "model": "tied table, loss, norm",
