@@ -47,6 +47,8 @@ def _attention(
     """(b, heads, s, d), (b, kv heads, s, d) twice → (b, heads, s, d), stored (b, s, heads, d)."""
     if attn_mask is not None or dropout_p:
         raise NotImplementedError(f"attention with a mask or dropout on the {TYPE} device")
+    if is_causal and query.shape[2] != key.shape[2]:
+        raise NotImplementedError(f"causal attention that is not square on the {TYPE} device")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise RuntimeError("fewer key-value heads than query heads need enable_gqa=True")
     if not _is_supported(query):
@@ -98,7 +100,9 @@ class _Attention(torch.autograd.Function):
         causal, scale = ctx.how
         grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
         if not q.data_.is_meta:
-            found = _gradients(grad.data_, q.data_, k.data_, v.data_, sums.data_, causal, scale)
+            found = _gradients(
+                grad.data_, q.data_, k.data_, v.data_, sums.data_, causal, scale, out.data_
+            )
             for to, value in zip(grads, found, strict=True):
                 to.data_.copy_(value)
         call = (FLASH_BACKWARD, [q.data_, k.data_], {"causal": causal}, None)
@@ -114,20 +118,23 @@ def _scores(
     keys, values = (t.to(wide).repeat_interleave(times, 1) for t in (k, v))
     scores = q.to(wide) @ keys.transpose(-2, -1) * scale
     if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        queries, keys_of_all = scores.shape[-2:]
+        future = torch.ones(queries, keys_of_all, dtype=torch.bool).triu(1 + keys_of_all - queries)
         scores = scores.masked_fill(future, -torch.inf)
     return scores, keys, values
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, causal: bool, scale: float,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k and v (Dao et al. 2022, algorithm 4, in one block)."""
     scores, keys, values = _scores(q, k, v, causal, scale)
     chances = torch.exp(scores - sums.unsqueeze(-1))
     grad = grad.to(chances.dtype)
     of_chances = grad @ values.transpose(-2, -1)
-    of_scores = chances * (of_chances - (of_chances * chances).sum(-1, keepdim=True)) * scale
+    along = (grad * out.to(chances.dtype)).sum(-1, keepdim=True)
+    of_scores = chances * (of_chances - along) * scale
     of_keys = of_scores.transpose(-2, -1) @ q.to(chances.dtype)
     of_values = chances.transpose(-2, -1) @ grad
     shared = (k.shape[1], -1)
@@ -140,57 +147,69 @@ def _gradients(
 
 def _packed_forward(
     _: Any, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor, edges: SimulatedTensor,
-    __: Tensor, longest: int, *how: Any,
+    key_edges: SimulatedTensor, longest: int, longest_keys: int, *how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(tokens, heads, d) → the same, and the logarithms of the sums (heads, tokens)."""
+    """(tokens, heads, d) → the same, and the logarithms of the sums (heads, tokens).
+
+    A causal sequence's last query reads its last key.
+    """
     _check_packed(q, edges, longest)
+    _check_packed(k, key_edges, longest_keys)
     out = simulated(torch.empty_like(q))
     sums = simulated(torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device))
-    for part in _sequences(edges):
-        whole = [_as_one(t.data_[part]) for t in (q, k, v)]
+    for part, keys in _sequences(edges, key_edges):
+        whole = _as_one(q.data_[part]), _as_one(k.data_[keys]), _as_one(v.data_[keys])
         scale = 1.0 / math.sqrt(q.shape[-1])
-        scores, _, values = _scores(whole[0], whole[1], whole[2], how[-2], scale)
+        scores, _, values = _scores(*whole, how[-2], scale)
         out.data_[part] = _from_one(scores.softmax(-1) @ values).to(q.dtype)
         sums.data_[:, part] = scores.logsumexp(-1)[0]
-    launch(FLASH, [q, k, v, edges], [out, sums], _packed_call(FLASH, q, k, edges, how[-2]))
+    call = _packed_call(FLASH, q, k, edges, how[-2])
+    launch(FLASH, [q, k, v, edges, key_edges], [out, sums], call)
     unused = torch.empty(0, device=q.device)
     return out, sums, unused, unused, unused
 
 
 def _packed_backward(
     _: Any, grad: SimulatedTensor, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor,
-    out: Tensor, sums: SimulatedTensor, edges: SimulatedTensor, __: Tensor, longest: int, ___: int,
-    dropout: float, causal: bool, *rest: Any,
+    out: SimulatedTensor, sums: SimulatedTensor, edges: SimulatedTensor,
+    key_edges: SimulatedTensor, longest: int, longest_keys: int, dropout: float, causal: bool,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """The result may be of more keys: `out` and `sums` are of all of them."""
     _check_packed(q, edges, longest)
-    grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
-    for part in _sequences(edges):
-        whole = [_as_one(t.data_[part]) for t in (grad, q, k, v)]
+    _check_packed(k, key_edges, longest_keys)
+    grads = [simulated(torch.zeros_like(t)) for t in (q, k, v)]
+    for part, keys in _sequences(edges, key_edges):
+        of_q, of_out, attended = (_as_one(t.data_[part]) for t in (q, grad, out))
+        whole = of_q, _as_one(k.data_[keys]), _as_one(v.data_[keys])
         scale, logs = 1.0 / math.sqrt(q.shape[-1]), sums.data_[None, :, part]
-        found = _gradients(whole[0], whole[1], whole[2], whole[3], logs, causal, scale)
-        for to, value in zip(grads, found, strict=True):
-            to.data_[part] = _from_one(value).to(to.dtype)
+        found = _gradients(of_out, *whole, logs, causal, scale, attended)
+        for to, place, value in zip(grads, (part, keys, keys), found, strict=True):
+            to.data_[place] = _from_one(value).to(to.dtype)
     call = _packed_call(FLASH_BACKWARD, q, k, edges, causal)
-    launch(FLASH_BACKWARD, [grad, q, k, v, out, sums, edges], grads, call)
+    launch(FLASH_BACKWARD, [grad, q, k, v, out, sums, edges, key_edges], grads, call)
     return tuple(grads)
 
 
-def _check_packed(q: Tensor, edges: SimulatedTensor, longest: int) -> None:
+def _check_packed(x: Tensor, edges: SimulatedTensor, longest: int) -> None:
     """Raises the errors of the CUDA kernels."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if q.shape[-1] % 8:
+    if x.shape[-1] % 8:
         raise RuntimeError("head_size should be a multiple of 8")
     if edges.dtype != torch.int32:
         raise RuntimeError("cu_seqlens_q must have dtype int32")
     known = edges.data_
-    if not known.is_meta and (int(known[-1]) != len(q) or int(known.diff().max()) != longest):
+    if not known.is_meta and (int(known[-1]) != len(x) or int(known.diff().max()) != longest):
         raise RuntimeError("the edges are not those of the tokens")
 
 
-def _sequences(edges: SimulatedTensor) -> Iterator[slice]:
-    if not edges.data_.is_meta:
-        yield from (slice(*ends) for ends in pairwise(edges.data_.tolist()))
+def _sequences(edges: SimulatedTensor, key_edges: SimulatedTensor) -> Iterator[tuple[slice, slice]]:
+    if edges.data_.is_meta:
+        return
+    ends = (pairwise(e.data_.tolist()) for e in (edges, key_edges))
+    for of_queries, of_keys in zip(*ends, strict=True):
+        yield slice(*of_queries), slice(*of_keys)
 
 
 def _packed_call(name: str, q: Tensor, k: Tensor, edges: Tensor, causal: bool) -> Call:

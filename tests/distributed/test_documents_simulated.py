@@ -154,3 +154,20 @@ def test_trains_as_the_reference_does_without_a_wait(
     references: References,
 ) -> None:
     check_cases(sizes, cases, simulated, references, run=run_on_own_device)
+
+
+CONTEXTS = [
+    Case(replace(problem, **changes), keys=(("context_parallel.style", style), *keys))
+    for style in ("gather", "ring", "heads")
+    for problem, changes, keys in (
+        (LLAMA, {}, ()),
+        (LLAMA, {"documents": False}, FULL),
+        (GPT, {"precision": "fp64"}, ()),
+    )
+]
+
+
+def test_split_sequences_train_as_the_reference_does_without_a_wait(
+    simulated: SimulatedPool, references: References
+) -> None:
+    check_cases((1, 1, 1, 2), CONTEXTS, simulated, references, run=run_on_own_device)

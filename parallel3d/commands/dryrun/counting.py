@@ -297,9 +297,10 @@ class StepCounter(Observer):
         if kernel.name in ATTENTION:
             q, k = args
             batch, heads, length, width = q.shape
-            full = 2.0 * ATTENTION[kernel.name] * batch * heads * length * k.shape[-2] * width
-            # A causal kernel skips half of the blocks, those above the diagonal.
-            return "attention", full / (1 + kwargs["causal"]), self.dtypes[q.dtype], width
+            # A causal kernel skips the blocks above the diagonal, which ends at the last key.
+            keys = k.shape[-2] - kwargs["causal"] * length / 2
+            flops = 2.0 * ATTENTION[kernel.name] * batch * heads * length * keys * width
+            return "attention", flops, self.dtypes[q.dtype], width
         packet = operator.overloadpacket
         count = flop_registry.get(_ALIKE.get(packet, packet))
         if count is None:
