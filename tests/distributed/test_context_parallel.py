@@ -10,7 +10,9 @@ from tests.distributed.pool import Pool
 
 GPT = Problem("gpt_tiny", "sgd", True, documents=True)
 LLAMA = Problem("llama_tiny", "sgd", False)
-RING, HEADS = ((("context_parallel.style", style),) for style in ("ring", "heads"))
+GATHER, RING, HEADS = (
+    (("context_parallel.style", style),) for style in ("gather", "ring", "heads")
+)
 CASES = {
     (1, 1, 1, 2): [Case(GPT), Case(LLAMA), Case(GPT, keys=RING), Case(LLAMA, keys=HEADS)],
     (1, 1, 1, 3): [Case(GPT), Case(LLAMA, keys=RING)],
