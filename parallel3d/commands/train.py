@@ -374,6 +374,7 @@ def record_step(
         times=trainer.step_timer.last,
         memory=peak_memory(trainer.device),
         noise=None if result.noise is None else result.noise._asdict(),
+        imbalance=trainer.train_batches.imbalance,
         profiled=is_profiled,
     )
 

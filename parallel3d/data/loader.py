@@ -103,6 +103,7 @@ class Batches:
     def resize(self, num_microbatches: int, stride: int) -> None:
         """Sets the micro-batches of a rank and the samples of all ranks, from the next step on."""
         self._num_microbatches = num_microbatches
+        self._imbalances: dict[int, float] = {}  # by micro-batch of the last step
         if self._reads_ahead:
             share = num_microbatches * self._micro_batch_size
             self._ahead = ReadAhead(self._source, self._dp_rank * share, share, stride)
@@ -129,6 +130,8 @@ class Batches:
             documents = documents_of(samples, indices, self._device, self._split)
         elif self._split is not None:
             documents = whole_samples(len(indices), self._device, self._split)
+        if documents is not None and documents.shard is not None:
+            self._imbalances[m] = documents.shard.imbalance
         if not self._needs_batch:
             return MicroBatch(None, None, None, numbers, documents)
         whole = np.stack([s.tokens for s in samples])
@@ -137,6 +140,12 @@ class Batches:
             parts = [documents.shard.take(part) for part in parts]
         tokens, labels, mask = (self._moved(torch.from_numpy(p.copy(order="C"))) for p in parts)
         return MicroBatch(tokens, labels, mask, numbers, documents)
+
+    @property
+    def imbalance(self) -> float | None:
+        """The mean `SequenceShard.imbalance` of the last step's micro-batches; None without any."""
+        found = self._imbalances.values()
+        return sum(found) / len(found) if found else None
 
     def token_count(self, first: int) -> int:
         """Counts the unmasked tokens of this rank's share of the global batch from `first` on."""

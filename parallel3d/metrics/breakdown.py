@@ -55,15 +55,23 @@ def by_stage(rows: Sequence[RankTimes]) -> dict[int, dict[str, float]]:
     }
 
 
-def summary_of(rows: Sequence[RankTimes]) -> dict[str, Any]:
-    """Returns the entry of summary.json: mean seconds a step by kind, of every rank."""
-    return {
+def summary_of(
+    rows: Sequence[RankTimes], imbalances: float = 0.0, steps: float = 0.0
+) -> dict[str, Any]:
+    """Returns the entry of summary.json: mean seconds a step by kind, of every rank.
+
+    `imbalances`: sum of those of so many `steps`, with context parallelism.
+    """
+    entry: dict[str, Any] = {
         "unit": "seconds a step, mean",
         "ranks": [
             {"rank": row.rank, **row.place._asdict(), **row.seconds, "step": row.step}
             for row in rows
         ],
     }
+    if steps:
+        entry["imbalance"] = imbalances / steps
+    return entry
 
 
 # The picture: stacked bars rank by rank, as in figure 6 of Li et al. 2020

@@ -7,7 +7,8 @@ seconds by kind (`comm.step_timer`; on an accelerator those of the step before, 
 gradients were not finite, or, with a null `loss`, where no token of the global batch was to be
 learned; `profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`, with
 `train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
-(`data_parallel.noise_scale`).
+(`data_parallel.noise_scale`); `imbalance` with context parallelism: by how much the attention of
+the slowest rank of rank 0's group is more work than the mean, as a fraction.
 
 An evaluation's line: `step eval_loss tokens`, the loss null without a token to predict, and
 `eval_losses` of a blend's parts by name, `valid` the figures of `Score.row` of each set of
@@ -52,6 +53,7 @@ class StepRecord(NamedTuple):
     times: Mapping[str, float] | None = None  # seconds by kind, see `comm.step_timer`
     memory: PeakMemory | None = None  # of rank 0's accelerator so far
     noise: Mapping[str, float | None] | None = None  # see `data_parallel.noise_scale`
+    imbalance: float | None = None  # of attention over cp, see `context_parallel.documents`
     profiled: bool = False  # slower than others, and excluded from the run's throughput
 
     @property
@@ -71,6 +73,8 @@ class StepRecord(NamedTuple):
             row["memory"] = self.memory._asdict()
         if self.noise is not None:
             row["noise"] = {part: v for part, v in self.noise.items() if v is not None}
+        if self.imbalance is not None:
+            row["imbalance"] = round(self.imbalance, 4)
         return {key: value for key, value in row.items() if value is not None or key == "loss"}
 
 

@@ -161,6 +161,7 @@ class Recorder:
         self._skipped = self._unlearned = 0
         self._said_unlearned = False
         self._ranks: Sequence[RankTimes] = ()
+        self._imbalances = [0.0, 0.0]  # sum and number
         self._memory: Sequence[PeakMemory] = ()
         self._started_at: str | None = None
         self._error: str | None = None
@@ -227,6 +228,7 @@ class Recorder:
         times: Mapping[str, float] | None = None,
         memory: PeakMemory | None = None,
         noise: Mapping[str, float | None] | None = None,
+        imbalance: float | None = None,
         profiled: bool = False,
     ) -> None:
         """Records optimizer step `step` (counts from 1).
@@ -241,8 +243,10 @@ class Recorder:
         share = mfu(rate, self._flops_per_token, self._peak, self._world_size)
         record = StepRecord(step, loss, grad_norm, lr, self._tokens, rate, share, step_time_s)
         record = record._replace(skipped=skipped, loss_scale=loss_scale, profiled=profiled)
-        record = record._replace(times=times, memory=memory, noise=noise)
+        record = record._replace(times=times, memory=memory, noise=noise, imbalance=imbalance)
         self._count(record)
+        if imbalance is not None:
+            self._imbalances = [self._imbalances[0] + imbalance, self._imbalances[1] + 1]
         if not profiled:
             self._throughput.add(tokens, step_time_s)
         self._curve.add(loss)
@@ -411,7 +415,7 @@ class Recorder:
             "mfu": mfu_with_terms(
                 self._throughput.mean, self._flops_per_token, self._peak, self._world_size
             ),
-            "breakdown": summary_of(self._ranks) if self._ranks else None,
+            "breakdown": summary_of(self._ranks, *self._imbalances) if self._ranks else None,
             "memory": memory_summary_of(self._memory) if self._memory else None,
             "wall_time_s": time.perf_counter() - self._start_time,
             "started": self._started_at,

@@ -188,6 +188,9 @@ def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
     rows = aligned(table)
     if len(rows[0]) > width:
         return ["time by rank is in summary.json and breakdown.svg: this screen is too narrow"]
+    if (imbalance := summary["breakdown"].get("imbalance")) is not None:
+        words = f"{imbalance:.1%} more work than the mean"
+        rows.append(f"attention over cp: the slowest rank has {words}")
     return ["", *rows]
 
 
