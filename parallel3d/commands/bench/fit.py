@@ -149,7 +149,7 @@ class Finding:
 
 def groups_of(layout: Layout, rank: int) -> list[str]:
     """Formats `tp group [4, 5]`, … of a rank, without groups of one."""
-    groups = {dim: layout.group_of(rank, dim) for dim in ("tp", "dp", "pp")}
+    groups = {dim: layout.group_of(rank, dim) for dim in ("tp", "cp", "dp", "pp")}
     return [f"{dim} group {shown(ranks)}" for dim, ranks in groups.items() if len(ranks) > 1]
 
 

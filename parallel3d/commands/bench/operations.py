@@ -108,7 +108,7 @@ REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 PLAIN = ("all_gather", "broadcast", "scatter", "gather", "all_to_all", "send_recv", "barrier")
 # Sent by training's own path: activations and gradients, summed where they are reduced.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-TRAINING = {"tp": COLLECTIVES, "dp": COLLECTIVES, "pp": ("send_recv",)}
+TRAINING = dict.fromkeys(("tp", "cp", "dp", "dp_cp"), COLLECTIVES) | {"pp": ("send_recv",)}
 
 
 class WrongResult(RuntimeError):
