@@ -59,8 +59,8 @@ FABRICS = {
     "edr": 12.5,  # 8 × 100 Gb/s
 }
 _DEFAULTS: dict[str, float] = {
-    "gated": 0, "tied": 1, "head_size": 0, "kv_heads": 0, "cp": 1, "chunks": 1, "zero": 0,
-**recomputed(), "sequence_parallel": 0, "flash": 0,
+    "gated": 0, "tied": 1, "head_size": 0, "kv_heads": 0, "cp": 1, "cp_style": 0, "chunks": 1,
+    "zero": 0, **recomputed(), "sequence_parallel": 0, "flash": 0,
     "dropout": 1, "parallel_block": 0, "overlap_tp": 0, "overlap_pp": 0, "overlap_dp": 0,
     "scatter_gather": 0, "graph": 0, "compiled": 0, "split": 0, "experts": 1,
     "active_experts": 1, "ep": 1, "grad_bytes": 2, "window": math.inf, "gpus_per_node": 8,

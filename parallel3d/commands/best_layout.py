@@ -45,7 +45,7 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
 def _ranks_here(config: Config, keys: set[str]) -> int:
     """Returns as many ranks as this host has GPUs or cores, in multiples of the typed sizes."""
     least = 1
-    for key in ("tp", "pp", "dp"):
+    for key in ("tp", "cp", "pp", "dp"):
         least *= (getattr(config, key) or 1) if key in keys else 1
     kind = choose_device(config.device, 1).kind
     most = cores() if kind == CPU else gpu_count()

@@ -5,6 +5,7 @@ Typed keys of a layout (LAYOUT) are fixed, the others searched. No torch.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,21 +18,12 @@ import numpy as np
 
 from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.config.checks.model import check_model, check_tensor_parallel
-from parallel3d.config.fields import check_fields, show
+from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import least_memory, memories, peak_memory
 from parallel3d.estimate.balance import StageWeights
-from parallel3d.estimate.devices import DEVICES, Device
-from parallel3d.estimate.fitted_cost import (
-    NETWORKS,
-    SPEEDS,
-    StepTime,
-    breakdown,
-    load,
-    range_of_a_new_place,
-    sizes_of_model,
-)
+from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place
 from parallel3d.estimate.ops import flops_per_token
 from parallel3d.estimate.profiled_cost import (
     check_type,
@@ -53,6 +45,7 @@ from parallel3d.estimate.search import (
     layouts,
     price,
     reason,
+    sizes_of,
     works,
 )
 from parallel3d.schedules.costs import RankWork
@@ -93,7 +86,7 @@ UNMEASURED = (
 LAYOUT = [f.name for f in fields(LayoutChoice)]  # columns of the table, and keys that may be typed
 FIGURES = ("step s", "range", "MFU %", "GiB", "why")
 HEAD = ("#", "tp", "pp", "vpp", "dp", "mb", *LAYOUT[5:], *FIGURES)
-ALIGNED = ">>>>>><<>>>>><"
+ALIGNED = ">>>>>><<>>>>>><"
 
 
 @dataclass(frozen=True)
@@ -304,7 +297,6 @@ def _parts(priced: Priced, index: int) -> dict[str, float]:
     return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in parts}
 
 
-TYPES = ("bf16", "fp16", "fp8")
 _MOST_NODES = 1 << 16  # searched for a cluster that the model would fit
 _STILL = 0.98  # of a rank's memory: if twice the nodes still need as much, the search ends
 
@@ -389,7 +381,7 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
     if {"schedule", "vpp"} <= {*fixed}:
         check_vpp(str(name), int(fixed["vpp"]))
     product, of = 1, "GPUs" if config.cluster.file is None else "ranks"
-    for key in ("tp", "pp", "dp"):
+    for key in ("tp", "cp", "pp", "dp"):
         value, others = int(fixed.get(key, 1)), product
         product *= value
         if ranks % product:
@@ -407,54 +399,10 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
         raise UserError(f"pp={pp} must be at most {most}{why}; the nearest is {most}")
 
 
-def card_of(config: Config) -> tuple[str, Device]:
-    """Returns the cluster's GPU among those whose constants are known.
-
-    Raises UserError if the cluster names none, an unknown one, or one without the type.
-    """
-    named, type = (config.cluster.gpu or "null").lower(), config.precision.name
-    found = next((w for w in named.replace("-", " ").split() if w in DEVICES), None)
-    if found is None:
-        raise UserError(
-            f"cluster.gpu={show(config.cluster.gpu)} must be one of {', '.join(DEVICES)}, whose "
-            f"speed is known; the nearest is {nearest(named, DEVICES) or 'h100'}"
-        )
-    known = [t for t in TYPES if t in DEVICES[found].peak]
-    if type not in known:
-        raise UserError(
-            f"precision={type} must be one of {', '.join(known)} on a GPU whose peaks are those of "
-            f"{found}; the nearest is {known[0]}"
-        )
-    return found, DEVICES[found]
-
-
-def sizes_of(config: Config) -> dict[str, float]:
-    """Returns the fields of `StepWork` that no layout changes."""
-    model, cluster, type = config.model, config.cluster, config.precision.name
-    name, card = card_of(config)
-    like = name.replace("b300", "b200")
-    # A card has constants for one of bf16 and fp16, which are equally fast.
-    speed = next(s for s in (f"{like}/{type}", f"{like}/bf16", f"{like}/fp16") if s in SPEEDS)
-    domain = cluster.domain_gpus or cluster.gpus_per_node or 8
-    memory = cluster.gpu_memory_gb * 1e9 if cluster.gpu_memory_gb else card.memory_gib * GIB
-    moved = cluster.gpu_memory_gb_per_s or card.memory_gb_s
-    fabric = "ndr" if cluster.rail_gb_per_s >= 40 else "hdr"
-    return {
-        **sizes_of_model(model),
-        "gpus_per_node": domain, "flash": 1, "dropout": 0, "overlap_tp": 1, "overlap_pp": 1,
-        "overlap_dp": 1, "scatter_gather": 1, "compiled": 1, "fp8": float(type == "fp8"),
-        "grad_bytes": 4,
-        "peak": card.peak[type] * 1e12, "peak_attention": card.peak.get("bf16", 125.0) * 1e12,
-        "memory_bytes": memory, "memory_rate": moved * 1e9, "units": card.units,
-        "link_rate": cluster.nvlink_gb_per_s * 1e9, "fabric_rate": cluster.rail_gb_per_s * 1e9,
-        "speed": SPEEDS.index(speed), "fabric": NETWORKS.index(fabric),
-    }  # fmt: skip
-
-
 def no_layout(config: Config, gpus: int, fixed: Fixed) -> str:
     """Returns the error message for a batch, or a node count, that no layout divides."""
     batch = config.global_batch_size
-    model = int(fixed.get("tp", 1)) * int(fixed.get("pp", 1))
+    model = math.prod(int(fixed.get(key, 1)) for key in ("tp", "cp", "pp"))
     most = gpus // model
     ways = [d for d in divisors(most) if not fixed.get("dp") or d == fixed["dp"]]
     step = int(fixed.get("micro_batch_size", 1)) * min(ways or [1], key=lambda d: abs(d - most))

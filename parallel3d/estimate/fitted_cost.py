@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.config.schema import ModelConfig
+from parallel3d.estimate.context_styles import STYLES, exposed, sends, splits_heads
 from parallel3d.estimate.network import bus_factor
 from parallel3d.estimate.ops import Op, Widths, layer_ops
 from parallel3d.schedules.costs import Costs
@@ -161,6 +162,7 @@ class StepWork:
     pp: Number
     dp: Number
     cp: Number
+    cp_style: Number  # index into STYLES; beyond them: the cheapest
     chunks: Number  # model chunks a rank of the pipeline
     split: Number  # fraction of the bubble that split backwards leave (zero bubble); 0: whole ones
     micro_batch: Number
@@ -244,7 +246,7 @@ def sizes_of_model(model: ModelConfig) -> dict[str, float]:
         "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
         "head_size": model.head_size, "ffn": model.ffn_size,
         "gated": float(model.activation == "swiglu"), "vocab": model.padded_vocab_size,
-        "tied": float(model.tie_embeddings), "seq": model.seq_length, "window": np.inf, "cp": 1,
+        "tied": float(model.tie_embeddings), "seq": model.seq_length, "window": np.inf,
         "experts": 1, "active_experts": 1, "ep": 1,
     }  # fmt: skip
 
@@ -375,7 +377,7 @@ def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number | int)
 
 
 def latency(
-    work: StepWork, c: Constants, ranks: Number, stride: Number | int, steps: Number
+    work: StepWork, c: Constants, ranks: Number, stride: Number | int, steps: Number | int
 ) -> Any:
     """Returns the latency of a collective of `steps` steps over the network."""
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
@@ -397,19 +399,21 @@ def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: N
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
+def pair_rate(work: StepWork, c: Constants, inside: Any) -> Any:
+    """Returns bytes/s from one GPU to another, over the network unless `inside` a node."""
+    fabric = work.fabric_rate * c.of("network", "rate", work.fabric)
+    return np.where(inside, work.link_rate * c["link.rate"], fabric)
+
+
 def hop(work: StepWork, c: Constants) -> Any:
     """Returns seconds of a micro-batch's activations to the next stage, tp × cp × dp ranks away."""
     stride = work.tp * work.cp * work.dp
     bytes = 2 * work.micro_batch * work.seq / work.cp * work.hidden
     inside = stride * work.pp <= work.gpus_per_node
+    rate = pair_rate(work, c, inside)
     cut = np.maximum(work.scatter_gather, work.sequence_parallel)
     share = np.where(cut > 0, work.tp, 1.0)
     # Full copies from every tensor rank share the node's network as slices do.
-    rate = np.where(
-        inside,
-        work.link_rate * c["link.rate"],
-        work.fabric_rate * c.of("network", "rate", work.fabric),
-    )
     software = c.of("engine", "hop_us", work.engine)
     wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
     return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)
@@ -433,7 +437,8 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
             waits = waits + _tensor_parallel(op, work, c, again)
     shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
     waits = shown * waits * (1 - work.parallel_block / 2)
-    parts["tp collectives"] = waits + _context_parallel(work, c) + _experts(work, c)
+    attends = parts["attention"]
+    parts["tp collectives"] = waits + context_parallel(work, c, attends) + _experts(work, c)
     return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
 
 
@@ -491,10 +496,31 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
     )
 
 
-def _context_parallel(work: StepWork, c: Constants) -> Any:
-    """Returns exposed seconds of keys and values over cp, forward and backward."""
-    bytes = 4 * work.micro_batch * work.seq * work.widths.keys
-    return 3 * gather(work, c, bytes, work.cp, work.tp) * c["cp.exposed"]
+def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
+    """Returns exposed seconds of what a layer's attention sends over cp, by the style of `work`.
+
+    `attends`: seconds of attention, forward and backward.
+    """
+    ranks, stride, w = work.cp, work.tp, work.widths
+    rate = pair_rate(work, c, ranks * stride <= work.gpus_per_node)
+    wait = latency(work, c, ranks, stride, 1)
+    again = sum(repeats(op, work) for op in work.ops if op.kind == "attention")
+    found = []
+    for style in STYLES:
+        total: Any = 0.0
+        for sent in sends(style, w, work.tokens, 2, ranks):
+            if sent.op in ("all_gather", "reduce_scatter"):
+                total = total + gather(work, c, sent.nbytes, ranks, stride)
+                continue
+            total = total + sent.times(style, again) * (
+                bus_factor(sent.op, ranks) * sent.nbytes / rate + wait
+            )
+        possible = (style != "heads") | splits_heads(w.heads, w.key_heads, ranks)
+        total = np.where(ranks > 1, exposed(style, total, attends, c["cp.exposed"]), 0.0)
+        found.append(np.where(possible, total, np.inf))
+    return np.choose(
+        work.cp_style.astype(int), np.broadcast_arrays(*found, np.minimum.reduce(found))
+    )
 
 
 def _experts(work: StepWork, c: Constants) -> Any:
@@ -511,7 +537,8 @@ def _host(work: StepWork, c: Constants) -> Any:
     own = c.of("engine", "launch_us", work.engine)
     tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
     tensor = tensor + c.of("engine", "slowest_us", work.engine) * (np.minimum(work.tp, 8) / 8) ** 2
-    spread = (work.pp > 1) & (work.tp > 1) & (work.tp * work.pp * work.dp > work.gpus_per_node)
+    ranks = work.tp * work.cp * work.pp * work.dp
+    spread = (work.pp > 1) & (work.tp > 1) & (ranks > work.gpus_per_node)
     wide = work.tp * np.sqrt(np.maximum(work.tp / work.gpus_per_node, 1.0))
     crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * wide, 0.0)
     host = launches * (own + tensor) + crowd
@@ -596,7 +623,7 @@ def largest_stage(work: StepWork) -> Any:
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     """Returns a layer's time with zero 3: two all-gathers of parameters, one of gradients."""
-    ranks, stride = work.dp, work.tp * work.cp
+    ranks, stride = work.dp * work.cp, work.tp
     one = gather(work, c, 2 * work.parameters, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
     wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))

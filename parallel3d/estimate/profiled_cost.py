@@ -263,7 +263,7 @@ def passes(machine: MeasuredMachine, config: Config, piece: str) -> Passes:
         ratio = layer_flops(model) / layer_flops(here)
     elif piece == "head":
         ratio *= model.padded_vocab_size / here.padded_vocab_size
-    at = config.tp, config.micro_batch_size * model.seq_length
+    at = config.tp, config.micro_batch_size * config.local_seq_length
     return ratio * np.array([machine[f"{piece}.{way}"](*at) for way in WAYS])
 
 
@@ -303,7 +303,7 @@ def shared_clock(
 
     Args:
         costs: seconds of a rank alone; half of the hop is the sender's work, half the receiver's.
-        replicas: ranks that mirror each rank of the pipeline: tp × dp.
+        replicas: ranks that mirror each rank of the pipeline: tp × cp × dp.
         speed: number of busy ranks → speed of each, 1 as if alone.
         ends: seconds of each rank after its order: reductions, the update.
 
@@ -342,8 +342,8 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     """Returns the seconds of a step of a checked configuration on the machine.
 
     What ranks send is `traffic.transfers`, what they compute the measured pieces. Collectives over
-    tp are half of the forward and half of the backward. Raises UserError for an impossible schedule
-    or split.
+    tp and cp are half of the forward and half of the backward. Raises UserError for an impossible
+    schedule or split.
     """
     layout, schedule = layout_of(config), run_schedule(config)
     placement, count, pp = schedule.placement, config.num_microbatches, config.pp
@@ -353,14 +353,14 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
         for sent in transfers(config, layout, rank.index):
             seconds[sent.dim] += sent_seconds(machine, rank, sent)
             crossings += sent.count * (sent.dim == "pp")
-        elements = sum(p.numel for p in rank.parameters) / (layout.dp if config.zero else 1)
+        elements = sum(p.numel for p in rank.parameters) / rank.shards
         seconds["update"] = machine["update"](elements)
         groups.append(seconds)
         for chunk, stage in enumerate(rank.stages):
             number = placement.stage(rank.index, chunk)
             each[number] = stage_passes(machine, rank.config, stage)
-            each[number, :2] += seconds["tp"] / (2 * count * placement.chunks)
-    reduced = [g["dp"] + g["embedding"] for g in groups]
+            each[number, :2] += (seconds["tp"] + seconds["cp"]) / (2 * count * placement.chunks)
+    reduced = [g["dp"] + g["dp_cp"] + g["embedding"] for g in groups]
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]
     held = [[placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(pp)]
     busy = [count * float(each[mine].sum()) for mine in held]
@@ -426,7 +426,7 @@ def price_measured(
         if same in enough or len(enough) >= MOST:
             continue
         try:
-            world = choice.tp * choice.pp * choice.dp
+            world = choice.tp * choice.cp * choice.pp * choice.dp
             checked = check_config(configure(config, choice), world, own_samples=True)
         except UserError as error:
             refused = refused or error

@@ -10,20 +10,36 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from parallel3d.config.checks.model import check_context_parallel
+from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import PARTS, parts_of, spelled
+from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.balance import balance_chunks
+from parallel3d.estimate.context_styles import STYLES, sends
+from parallel3d.estimate.devices import DEVICES, Device
 from parallel3d.estimate.fitted_cost import (
     ENGINES,
+    NETWORKS,
+    SPEEDS,
     Constants,
     Number,
     StepTime,
     StepWork,
+    attention,
+    context_parallel,
+    load,
     share_left,
+    sizes_of_model,
     step,
 )
+from parallel3d.estimate.network import Transfer, price_step
+from parallel3d.estimate.ops import ops_of_run, widths
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
+from parallel3d.topology.cluster.parts import cluster_from_config
+from parallel3d.topology.layout import DEFAULT_ORDER, layout_of
+from parallel3d.topology.tiling import RankMapping, Tiling
 
 GIB = 2.0**30
 Fixed: TypeAlias = Mapping[str, Any]  # what the user typed, by names of `LayoutChoice`
@@ -32,6 +48,7 @@ FULL, NONE = "full", "none"
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
 WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules of whole backwards
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+CP_TOKENS = 8192  # the fewest of a sequence on a context-parallel rank in the search
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 # Largest pipelines in the search. Time grows with the square of the ranks; choosing a pattern of
 # V-Half takes 2 s for 64 ranks.
@@ -53,6 +70,55 @@ class LayoutChoice:
     schedule: str
     recompute: str  # as `config.recompute.spelled`
     zero: int
+    cp: int = 1
+
+
+TYPES = ("bf16", "fp16", "fp8")
+
+
+def card_of(config: Config) -> tuple[str, Device]:
+    """Returns the cluster's GPU among those whose constants are known.
+
+    Raises UserError if the cluster names none, an unknown one, or one without the type.
+    """
+    named, type = (config.cluster.gpu or "null").lower(), config.precision.name
+    found = next((w for w in named.replace("-", " ").split() if w in DEVICES), None)
+    if found is None:
+        raise UserError(
+            f"cluster.gpu={show(config.cluster.gpu)} must be one of {', '.join(DEVICES)}, whose "
+            f"speed is known; the nearest is {nearest(named, DEVICES) or 'h100'}"
+        )
+    known = [t for t in TYPES if t in DEVICES[found].peak]
+    if type not in known:
+        raise UserError(
+            f"precision={type} must be one of {', '.join(known)} on a GPU whose peaks are those of "
+            f"{found}; the nearest is {known[0]}"
+        )
+    return found, DEVICES[found]
+
+
+def sizes_of(config: Config) -> dict[str, float]:
+    """Returns the fields of `StepWork` that no layout changes."""
+    model, cluster, type = config.model, config.cluster, config.precision.name
+    name, card = card_of(config)
+    like = name.replace("b300", "b200")
+    # A card has constants for one of bf16 and fp16, which are equally fast.
+    speed = next(s for s in (f"{like}/{type}", f"{like}/bf16", f"{like}/fp16") if s in SPEEDS)
+    domain = cluster.domain_gpus or cluster.gpus_per_node or 8
+    memory = cluster.gpu_memory_gb * 1e9 if cluster.gpu_memory_gb else card.memory_gib * GIB
+    moved = cluster.gpu_memory_gb_per_s or card.memory_gb_s
+    fabric = "ndr" if cluster.rail_gb_per_s >= 40 else "hdr"
+    return {
+        **sizes_of_model(model),
+        "gpus_per_node": domain, "flash": 1, "dropout": 0, "overlap_tp": 1, "overlap_pp": 1,
+        "overlap_dp": 1, "scatter_gather": 1, "compiled": 1, "fp8": float(type == "fp8"),
+        "grad_bytes": 4,
+        "peak": card.peak[type] * 1e12, "peak_attention": card.peak.get("bf16", 125.0) * 1e12,
+        "memory_bytes": memory, "memory_rate": moved * 1e9, "units": card.units,
+        "link_rate": cluster.nvlink_gb_per_s * 1e9, "fabric_rate": cluster.rail_gb_per_s * 1e9,
+        "speed": SPEEDS.index(speed), "fabric": NETWORKS.index(fabric),
+        "cp_style": [*STYLES, "auto"].index(config.context_parallel.style),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,27 +156,34 @@ def layouts(
     """Yields the layouts of `gpus` GPUs that fit the sizes and the batch; `fixed` by the user.
 
     Tensor parallelism stays inside an NVLink domain of `node` GPUs unless `tp` is fixed; `zeros`:
-    stages of ZeRO unless `zero` is.
+    stages of ZeRO unless `zero` is. Context parallelism leaves each rank CP_TOKENS of a sequence or
+    more, unless `cp` is fixed.
     """
-    for tp in _allowed(fixed, "tp", [t for t in divisors(gpus) if t <= node]):
-        if sizes["heads"] % tp or sizes["ffn"] % tp or gpus % tp:
+    most = max(1, sizes["seq"] // CP_TOKENS)
+    contexts = _allowed(fixed, "cp", (2**i for i in range(int(most).bit_length())))
+    for tp, cp in product(
+        _allowed(fixed, "tp", [t for t in divisors(gpus) if t <= node]), contexts
+    ):
+        if sizes["heads"] % tp or sizes["ffn"] % tp or gpus % (tp * cp):
             continue
-        for pp in _allowed(fixed, "pp", divisors(gpus // tp)):
-            if gpus % (tp * pp) or pp > sizes["layers"] or (pp > MOST_STAGES and "pp" not in fixed):
+        for pp in _allowed(fixed, "pp", divisors(gpus // (tp * cp))):
+            if pp > sizes["layers"] or (pp > MOST_STAGES and "pp" not in fixed):
                 continue
-            dp = gpus // (tp * pp)
+            dp = gpus // (tp * cp * pp)
             if fixed.get("dp", dp) != dp or batch % dp:
                 continue
             mine, layers = batch // dp, sizes["layers"]
-            micro = [b for b in _allowed(fixed, "micro_batch_size", MICRO_BATCHES) if mine % b == 0]
+            # Two sequences over four ranks are one over two, with fewer bytes.
+            counts = _allowed(fixed, "micro_batch_size", MICRO_BATCHES if cp == 1 else [1])
+            micro = [b for b in counts if mine % b == 0]
             even = [v for v in CHUNKS if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
             chunks = [v for v in _allowed(fixed, "vpp", even) if v == 1 or 1 < pp <= layers // v]
             kinds = [spelled(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
-            stages = [z for z in _allowed(fixed, "zero", zeros) if dp > 1 or z == 0]
+            stages = [z for z in _allowed(fixed, "zero", zeros) if dp * cp > 1 or z == 0]
             for v, b, kind, zero in product(chunks, micro, kinds, stages or [0]):
                 if v == 1 or mine // b >= pp:
                     for schedule in schedules(pp, v, zero, fixed.get("schedule")):
-                        yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero)
+                        yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero, cp)
 
 
 def schedules(pp: int, vpp: int, zero: int, typed: str | None = None) -> list[str]:
@@ -137,7 +210,7 @@ def _allowed(fixed: Fixed, key: str, all: Iterable[int]) -> list[int]:
     return [int(fixed[key])] if key in fixed else list(all)
 
 
-_COLUMNS = {"tp": "tp", "pp": "pp", "dp": "dp", "zero": "zero", "chunks": "vpp",
+_COLUMNS = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "zero": "zero", "chunks": "vpp",
             "micro_batch": "micro_batch_size"}  # fmt: skip
 
 
@@ -202,16 +275,23 @@ def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int])
 
 def complexity(choice: LayoutChoice) -> float:
     """Returns a score of the dimensions and switches that a layout has to set up."""
-    found = (choice.tp > 1) + 2 * (choice.pp > 1) + (choice.vpp > 1) + (choice.zero > 0)
+    found = (
+        (choice.tp > 1)
+        + (choice.cp > 1)
+        + 2 * (choice.pp > 1)
+        + (choice.vpp > 1)
+        + (choice.zero > 0)
+    )
     found += (choice.recompute != NONE) + (choice.schedule not in WHOLE) + (choice.zero > 1)
-    return found + np.log2(choice.tp * choice.pp) / 16
+    return found + np.log2(choice.tp * choice.cp * choice.pp) / 16
 
 
 def best(priced: Priced, rows: int) -> list[int]:
-    """Returns the best layout of each (tp, pp), at most `rows`: its variants are one answer."""
-    found: dict[tuple[int, int], int] = {}
+    """Returns the best layout of each (tp, cp, pp), at most `rows`: its variants are one answer."""
+    found: dict[tuple[int, int, int], int] = {}
     for i in priced.order:
-        found.setdefault((priced.choices[i].tp, priced.choices[i].pp), i)
+        choice = priced.choices[i]
+        found.setdefault((choice.tp, choice.cp, choice.pp), i)
     return [*found.values()][:rows]
 
 
@@ -258,3 +338,55 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
     if choice.tp > best.tp:
         return f"tensor-parallel waits and narrower products at tp={choice.tp}"
     return "compute: a fuller slowest stage, or smaller products"
+
+
+def with_style(config: Config) -> Config:
+    """Returns the configuration with the cheapest style in place of context_parallel.style=auto.
+
+    By the planner's prices where they cover the cluster's GPU, else by the network's, with nothing
+    hidden. Equal on all ranks.
+    """
+    if config.cp == 1 or config.context_parallel.style != "auto":
+        return config
+    found: dict[str, Config] = {}
+    for style in STYLES:
+        one = replace(config, context_parallel=replace(config.context_parallel, style=style))
+        try:
+            check_context_parallel(one)
+        except UserError:
+            continue
+        found[style] = one
+    seconds = style_seconds(config)
+    return found[min(found, key=lambda style: seconds[style])]
+
+
+def style_seconds(config: Config) -> dict[str, float]:
+    """Returns seconds that a layer waits for what attention sends over cp, by style."""
+    try:
+        sizes = sizes_of(config)
+    except UserError:
+        return {style: _sent_seconds(config, style) for style in STYLES}
+    names = vars(config) | {"dp": config.dp or 1, "schedule": config.schedule.name}
+    names["recompute"] = spelled(config.recompute)
+    choice = LayoutChoice(**{f.name: names[f.name] for f in fields(LayoutChoice)})
+    work, c = works([choice], sizes, config.global_batch_size), load()
+    attends = sum(attention(work, c))
+    found = {}
+    for i, style in enumerate(STYLES):
+        one = replace(work, cp_style=np.array([i]))
+        found[style] = float(context_parallel(one, c, attends)[0])
+    return found
+
+
+def _sent_seconds(config: Config, style: str) -> float:
+    """Returns the network's price of what a layer's attention sends, without overlap."""
+    layout = layout_of(config)
+    cluster = cluster_from_config(config.cluster, layout.world_size)
+    order = Tiling.from_order(DEFAULT_ORDER, layout)
+    tokens, item = config.micro_batch_size * config.local_seq_length, 2
+    again = any(op.kind == "attention" for op in ops_of_run(config).repeated)
+    sent = [
+        Transfer("cp", s.op, int(s.nbytes), int(s.times(style, again)), s.what)
+        for s in sends(style, widths(config.model, config.tp), tokens, item, config.cp)
+    ]
+    return price_step(RankMapping.tiled(cluster, layout, order), sent).seconds

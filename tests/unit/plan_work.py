@@ -14,8 +14,8 @@ def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: 
     card = DEVICES[device]
     made: dict[str, float] = dict(
         layers=32, hidden=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, gated=1,
-        vocab=128256, tied=0, seq=4096, window=float("inf"), tp=1, pp=1, dp=8, cp=1, chunks=1,
-        micro_batch=1, microbatches=8, gpus_per_node=8, zero=0, **recomputed(),
+        vocab=128256, tied=0, seq=4096, window=float("inf"), tp=1, pp=1, dp=8, cp=1, cp_style=0,
+        chunks=1, micro_batch=1, microbatches=8, gpus_per_node=8, zero=0, **recomputed(),
         sequence_parallel=0, flash=1, dropout=0, parallel_block=0,
         overlap_tp=0, overlap_pp=0, overlap_dp=0, scatter_gather=0, graph=0, compiled=0, fp8=0,
         split=0, experts=1, active_experts=1, ep=1, grad_bytes=4,
