@@ -49,9 +49,7 @@ from parallel3d.context_parallel.document_attention import (
 )
 from parallel3d.context_parallel.documents import SequenceShard
 from parallel3d.device.fused import define, differentiate
-
-# Keys and values of a rank that are gathered together: enough to be bound by bandwidth.
-LEAST_BYTES = 4 << 20
+from parallel3d.estimate.context_styles import heads_at_once
 
 _known: WeakValueDictionary[int, ContextParallel] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -174,9 +172,7 @@ def _apart(both: Tensor) -> tuple[Tensor, Tensor]:
 
 def _heads_at_once(k: Tensor) -> int:
     """Returns how many heads of (b, heads, n, head_dim) are gathered together, a divisor."""
-    heads, of_head = k.shape[1], 2 * k[:, 0].numel() * k.itemsize
-    enough = (n for n in range(1, heads) if heads % n == 0 and n * of_head >= LEAST_BYTES)
-    return next(enough, heads)
+    return heads_at_once(k.shape[1], 2 * k[:, 0].numel() * k.itemsize)
 
 
 def _empty_kept(k: Tensor, order: Tensor, keeps: bool) -> Tensor:

@@ -13,48 +13,59 @@ STYLES = ("gather", "heads", "ring")
 OVERLAPPED = ("gather", "ring")  # attention runs while these send
 
 
-class Sent(NamedTuple):
-    """A kind of calls of one layer and micro-batch on one rank.
+# Bytes of a rank's keys and values that are gathered together: enough to be bound by bandwidth.
+LEAST_BYTES = 4 << 20
 
-    `nbytes`: of one call, the whole buffer, as nccl-tests counts it. `backward`: in the backward.
+
+def heads_at_once(heads: int, of_head: float) -> int:
+    """Returns how many key-value heads are gathered together, a divisor of `heads`.
+
+    `of_head`: bytes of one head's keys and values on a rank.
+    """
+    enough = (n for n in range(1, heads) if heads % n == 0 and n * of_head >= LEAST_BYTES)
+    return next(enough, heads)
+
+
+class Sent(NamedTuple):
+    """Equal calls of one layer and micro-batch on one rank.
+
+    Attributes:
+        nbytes: of one call, the whole buffer, as nccl-tests counts it.
+        count: calls in forward and backward. again: more of them if the backward repeats attention.
     """
 
     op: str
     nbytes: Number
     count: Number
+    again: Number
     what: str
-    backward: bool
-
-    def times(self, style: str, again: Number) -> Number:
-        """Returns the calls if the backward repeats attention (`again` 1) or not (0).
-
-        gather keeps what a repeated forward gathers.
-        """
-        return self.count * (1 + again * (style != "gather" and not self.backward))
 
 
-def sends(style: str, w: Widths, tokens: Number, item: Number, cp: Number) -> Iterator[Sent]:
-    """Yields what a layer's attention sends (context_parallel/attention.py), without recomputation.
+def sends(
+    style: str, w: Widths, tokens: Number, item: Number, cp: Number, drops: bool = False
+) -> Iterator[Sent]:
+    """Yields what a layer's attention sends (context_parallel/attention.py).
 
-    `w`: of one tensor rank. `tokens`: of a micro-batch on one context-parallel rank. `item`: bytes
-    of an element.
+    Args:
+        w: of one tensor rank. tokens: of a micro-batch on one context-parallel rank.
+        item: bytes of an element. drops: with dropout, which gathers keys and values apart.
     """
-    own = 2 * tokens * w.keys * item  # bytes of this rank's keys and values
-    if style == "gather":
-        yield Sent("all_gather", cp * own, 1, "keys and values", False)
-        yield Sent("all_gather", cp * own, 1, "keys and values", True)
-        yield Sent("reduce_scatter", cp * own, 1, "gradients of keys and values", True)
+    own, what = 2 * tokens * w.keys * item, "keys and values"  # of this rank
+    if style == "gather" and drops:
+        yield Sent("all_gather", cp * own / 2, 2, 2, what)
+        yield Sent("reduce_scatter", cp * own / 2, 2, 0, f"gradients of {what}")
+    elif style == "gather":  # a repeated forward keeps for the backward what it gathers
+        yield Sent("all_gather", cp * own, 2, 0, what)
+        yield Sent("reduce_scatter", cp * own, 1, 0, f"gradients of {what}")
     elif style == "ring":
-        yield Sent("send_recv", own, cp - 1, "keys and values", False)
-        yield Sent("send_recv", own, cp - 1, "keys and values", True)
+        yield Sent("send_recv", own, 2 * (cp - 1), cp - 1, what)
         wide = own / item * np.maximum(item, 4)
-        yield Sent("send_recv", wide, cp - 1, "gradients of keys and values", True)
+        yield Sent("send_recv", wide, cp - 1, 0, f"gradients of {what}")
     else:
-        copies = np.maximum(cp / w.key_heads, 1)  # each rank needs one key-value head
+        copies = np.maximum(cp / w.key_heads, 1)  # a rank has one key-value head at least
         queries = tokens * w.queries * item
-        for what, backward in (("heads", False), ("gradients of heads", True)):
-            yield Sent("all_to_all", queries + own * copies, 1, f"{what} to attention", backward)
-            yield Sent("all_to_all", queries, 1, f"{what} from attention", backward)
+        yield Sent("all_to_all", queries + own * copies, 2, 1, "heads of whole sequences")
+        yield Sent("all_to_all", queries, 2, 1, "results of heads")
 
 
 def exposed(style: str, sent: Any, attention: Any, share: float) -> Any:

@@ -512,7 +512,7 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
             if sent.op in ("all_gather", "reduce_scatter"):
                 total = total + gather(work, c, sent.nbytes, ranks, stride)
                 continue
-            total = total + sent.times(style, again) * (
+            total = total + (sent.count + again * sent.again) * (
                 bus_factor(sent.op, ranks) * sent.nbytes / rate + wait
             )
         possible = (style != "heads") | splits_heads(w.heads, w.key_heads, ranks)

@@ -275,13 +275,8 @@ def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int])
 
 def complexity(choice: LayoutChoice) -> float:
     """Returns a score of the dimensions and switches that a layout has to set up."""
-    found = (
-        (choice.tp > 1)
-        + (choice.cp > 1)
-        + 2 * (choice.pp > 1)
-        + (choice.vpp > 1)
-        + (choice.zero > 0)
-    )
+    found = (choice.tp > 1) + (choice.cp > 1) + (choice.vpp > 1) + (choice.zero > 0)
+    found += 2 * (choice.pp > 1)
     found += (choice.recompute != NONE) + (choice.schedule not in WHOLE) + (choice.zero > 1)
     return found + np.log2(choice.tp * choice.cp * choice.pp) / 16
 
@@ -386,7 +381,7 @@ def _sent_seconds(config: Config, style: str) -> float:
     tokens, item = config.micro_batch_size * config.local_seq_length, 2
     again = any(op.kind == "attention" for op in ops_of_run(config).repeated)
     sent = [
-        Transfer("cp", s.op, int(s.nbytes), int(s.times(style, again)), s.what)
+        Transfer("cp", s.op, int(s.nbytes), int(s.count + again * s.again), s.what)
         for s in sends(style, widths(config.model, config.tp), tokens, item, config.cp)
     ]
     return price_step(RankMapping.tiled(cluster, layout, order), sent).seconds

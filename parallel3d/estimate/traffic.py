@@ -14,6 +14,7 @@ from parallel3d.config.schema import Config
 from parallel3d.config.sections import full_shapes_of
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
 from parallel3d.estimate.buckets import assign, compressed_rank, padded_numel
+from parallel3d.estimate.context_styles import heads_at_once, sends
 from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.ops import (
     TABLE,
@@ -28,6 +29,7 @@ from parallel3d.estimate.ops import (
     widths,
 )
 from parallel3d.estimate.optimizer import Home, homes, is_hidden
+from parallel3d.estimate.search import with_style
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.topology.layout import Layout
 
@@ -161,7 +163,7 @@ def pipeline_ranks(
 ) -> list[PipelineRank]:
     """Returns the ranks of a pipeline, or those of the `chosen` indices along pp; tp, cp, pp and dp
     are the layout's."""
-    config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
+    config = with_style(replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp))
     placement, split = placement_of(config), layers_of_stages(config)
     last, layer = placement.stages - 1, ops_of_run(config)
 
@@ -301,11 +303,16 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields what attention sends over cp (context_parallel/attention.py), and sums of gradients
     for the noise scale."""
-    config, layers = rank.config, rank.layer_count * rank.config.num_microbatches
-    keys = widths(config.model, rank.layout.tp).keys
-    nbytes, what = rank.layout.cp * rank.tokens * keys * rank.item, "keys and values"
-    yield Transfer("cp", "all_gather", nbytes, 4 * layers, what)
-    yield Transfer("cp", "reduce_scatter", nbytes, 2 * layers, f"gradients of {what}")
+    config, w = rank.config, widths(rank.config.model, rank.layout.tp)
+    style, drops, heads = config.context_parallel.style, config.model.dropout > 0, int(w.key_heads)
+    repeats = any(op.kind == "attention" for op in rank.layer.repeated)
+    groups = 1  # of heads, which are gathered one after the other
+    if style == "gather" and not drops:
+        groups = heads // heads_at_once(heads, 2 * rank.tokens * w.keys * rank.item / heads)
+    for sent in sends(style, w, rank.tokens, rank.item, config.cp, drops):
+        count = rank.layer_count * sent.count + repeats * rank.recomputed_layers * sent.again
+        count *= config.num_microbatches * groups
+        yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
     if config.train.noise_scale:
         for p in rank.parameters:
             yield Transfer("cp", "all_reduce", p.numel * rank.grad_item, 1, "noise scale")
