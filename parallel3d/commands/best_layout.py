@@ -97,7 +97,7 @@ def _summary(plan: Plan, first: int) -> str:
     )
     for i in best(priced, 3):
         other = priced.choices[i]
-        if (other.tp, other.pp) != (choice.tp, choice.pp):
-            why = reason(priced, i, first, plan.gpus)
-            return line + f"; next tp={other.tp} pp={other.pp} dp={other.dp}: {why}"
+        if (other.tp, other.cp, other.pp) != (choice.tp, choice.cp, choice.pp):
+            why, cp = reason(priced, i, first, plan.gpus), f" cp={other.cp}" * (other.cp > 1)
+            return line + f"; next tp={other.tp}{cp} pp={other.pp} dp={other.dp}: {why}"
     return line

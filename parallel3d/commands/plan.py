@@ -227,7 +227,7 @@ def _sections(plan: Plan) -> Iterable[str]:
         [*map(escape, row), stacked_bar(_parts(priced, i), slowest, "s")]
         for row, i in zip(plan.cells(), plan.rows, strict=True)
     ]
-    words = "One for each pair of tp and pp; of layouts within half a per cent the simpler first. "
+    words = "One for each tp, cp and pp; of layouts within half a per cent the simpler first. "
     shown = bar_key(StepTime.__dataclass_fields__) + html_table((*HEAD, "time"), rows)
     yield section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)

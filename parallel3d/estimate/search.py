@@ -161,13 +161,13 @@ def layouts(
     """
     most = max(1, sizes["seq"] // CP_TOKENS)
     contexts = _allowed(fixed, "cp", (2**i for i in range(int(most).bit_length())))
-    for tp, cp in product(
-        _allowed(fixed, "tp", [t for t in divisors(gpus) if t <= node]), contexts
-    ):
+    tensors = _allowed(fixed, "tp", [t for t in divisors(gpus) if t <= node])
+    for tp, cp in product(tensors, contexts):
         if sizes["heads"] % tp or sizes["ffn"] % tp or gpus % (tp * cp):
             continue
         for pp in _allowed(fixed, "pp", divisors(gpus // (tp * cp))):
-            if pp > sizes["layers"] or (pp > MOST_STAGES and "pp" not in fixed):
+            too_many = pp > sizes["layers"] or (pp > MOST_STAGES and "pp" not in fixed)
+            if too_many or gpus % (tp * cp * pp):
                 continue
             dp = gpus // (tp * cp * pp)
             if fixed.get("dp", dp) != dp or batch % dp:
@@ -318,7 +318,8 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
     causes = {
         "bubble": f"bubble of {choice.pp} stages",
         "messages": f"messages between {choice.pp * choice.vpp} pieces of the model",
-        "gradients": f"sums of gradients over dp={choice.dp}",
+        "gradients": f"sums of gradients over dp={choice.dp}"
+        + f" · cp={choice.cp}" * (choice.cp > 1),
         "optimizer": "the optimizer's pass over its state",
         "fixed": "what a step takes whatever its size",
     }
@@ -330,6 +331,8 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
         return "waiting for parameters that zero=3 gathers"
     if choice.tp > node:
         return f"tensor-parallel waits: tp={choice.tp} leaves the NVLink domain"
+    if choice.cp > best.cp:
+        return f"compute: keys and values of other ranks, and smaller products, at cp={choice.cp}"
     if choice.tp > best.tp:
         return f"tensor-parallel waits and narrower products at tp={choice.tp}"
     return "compute: a fuller slowest stage, or smaller products"

@@ -138,7 +138,7 @@ class PipelineRank:
         """Parameters of embedding and head."""
         return [p for stage in self.stages for p in self.held(stage, range(0))]
 
-    @property
+    @cached_property
     def layer_numel(self) -> int:
         """Elements of one layer."""
         model, tp = self.config.model, self.layout.tp

@@ -36,7 +36,14 @@ BAD = [
     (("tp=2", "pp=2", "global_batch_size=15"), "global_batch_size=15 must be .*nearest is 16"),
     (("model.num_layers=1000000",), "num_layers=1000000 must be .*the nearest is .*=4096"),
     (
-        ("model.seq_length=1000000000", "tp=8", "pp=1", "micro_batch_size=1", "recompute=full"),
+        (
+            "model.seq_length=1000000000",
+            "tp=8",
+            "cp=1",
+            "pp=1",
+            "micro_batch_size=1",
+            "recompute=full",
+        ),
         "cluster.nodes must be larger, none was found up to 4 nodes",
     ),
     (

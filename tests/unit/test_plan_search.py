@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.published_memory import memory
-from parallel3d.estimate.fitted_cost import load, step
+from parallel3d.config.checks.model import check_context_parallel
+from parallel3d.config.engines import ContextParallelConfig
+from parallel3d.config.schema import ClusterConfig, Config, ModelConfig
+from parallel3d.estimate.context_styles import STYLES
+from parallel3d.estimate.fitted_cost import context_parallel, load, step
 from parallel3d.estimate.search import (
     TIGHT,
     LayoutChoice,
@@ -19,8 +24,11 @@ from parallel3d.estimate.search import (
     layouts,
     price,
     reason,
+    style_seconds,
+    with_style,
     works,
 )
+from parallel3d.topology.assumptions import preset
 from tests.unit.plan_work import work
 
 ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, compiled=1)
@@ -103,3 +111,75 @@ def test_sixteen_thousand_gpus_take_no_time() -> None:
     began = time.process_time()
     priced_of(16384, 16384)
     assert time.process_time() - began < 20
+
+
+LONG = SIZES | {"seq": 131072.0}
+
+
+def test_long_sequences_are_split_and_short_ones_are_not() -> None:
+    found = list(layouts(LONG, 128, 8, 64, {}))
+    assert {c.cp for c in found} == {1, 2, 4, 8, 16}
+    assert all(c.tp * c.cp * c.pp * c.dp == 128 for c in found)
+    assert all(c.micro_batch_size == 1 for c in found if c.cp > 1)
+    assert {c.cp for c in layouts(SIZES, 128, 8, 64, {})} == {1}
+    assert {c.cp for c in layouts(SIZES, 128, 8, 64, {"cp": 4})} == {4}
+
+
+def test_split_sequences_share_gradients_with_the_replicas() -> None:
+    """The same ranks along cp as along dp: the same reductions, and shards of the same size."""
+    split, whole = (
+        step(work(dp=dp, cp=cp, zero=1, microbatches=8), load()) for dp, cp in ((2, 4), (8, 1))
+    )
+    assert split.optimizer == whole.optimizer
+    assert split.gradients == pytest.approx(whole.gradients, rel=0.3)  # less backward hides them
+
+
+@pytest.mark.parametrize("style", range(3))
+def test_a_style_waits_less_within_a_node_and_for_shorter_sequences(style: int) -> None:
+    given = {"cp": 8, "seq": 131072, "heads": 64, "kv_heads": 64, "cp_style": style}
+    near, far = (work(**given, gpus_per_node=n) for n in (8, 4))
+    c, alone = load(), np.array(0.0)
+    assert 0 < context_parallel(near, c, alone) < context_parallel(far, c, alone)
+    assert context_parallel(work(**given | {"seq": 32768}), c, alone) < context_parallel(
+        near, c, alone
+    )
+    assert context_parallel(work(**given | {"cp": 1}), c, alone) == 0
+
+
+def test_attention_hides_gathers_and_a_ring_but_no_all_to_all() -> None:
+    c, given = load(), {"cp": 8, "seq": 65536, "heads": 64, "kv_heads": 64}
+    for style, hides in (("gather", True), ("heads", False), ("ring", True)):
+        one = work(**given, cp_style=STYLES.index(style))
+        bare, behind = (float(context_parallel(one, c, np.array(t))) for t in (0.0, 1.0))
+        assert behind == pytest.approx(bare * (c["cp.exposed"] if hides else 1.0))
+    cheapest = float(context_parallel(work(**given, cp_style=3), c, np.array(0.0)))
+    assert cheapest == min(
+        float(context_parallel(work(**given, cp_style=i), c, np.array(0.0))) for i in range(3)
+    )
+
+
+def config_of(cluster: str, **keys: Any) -> Config:
+    model = preset("model", "llama3_8b") | {"seq_length": keys.pop("seq_length", 131072)}
+    config = Config(
+        model=ModelConfig(**model | keys.pop("model", {})),
+        cluster=ClusterConfig(**preset("cluster", cluster)),
+        context_parallel=ContextParallelConfig(style="auto"),
+        micro_batch_size=1, global_batch_size=1, dp=1, **keys,
+    )  # fmt: skip
+    config.precision.name = "bf16"
+    return config
+
+
+def test_the_cheapest_style_is_one_that_the_checks_allow() -> None:
+    few = {"num_attention_heads": 8, "num_query_groups": 8, "head_dim": 128}
+    assert with_style(config_of("dgx_h100", cp=1)).context_parallel.style == "auto"
+    for cluster in ("dgx_h100", "laptop"):  # by the planner's prices, and by the network's alone
+        for model in (few, few | {"dropout": 0.1}, few | {"num_attention_heads": 9}):
+            config = config_of(cluster, cp=8, model=model | {"num_query_groups": None})
+            chosen, seconds = with_style(config), style_seconds(config)
+            check_context_parallel(chosen)
+            allowed = {"gather", "ring", "heads"}
+            allowed -= {"ring"} if "dropout" in model else set()
+            allowed -= {"heads"} if model["num_attention_heads"] == 9 else set()
+            assert chosen.context_parallel.style == min(allowed, key=seconds.__getitem__)
+            assert all(0 < value < float("inf") for value in map(seconds.get, allowed))
