@@ -33,6 +33,7 @@ from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.estimate.balance import layers_of_stages, run_schedule, sends_slices
+from parallel3d.estimate.search import with_style
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
 from parallel3d.metrics.jsonl import Score
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
@@ -125,6 +126,7 @@ class Trainer:
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
         config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
+        config = with_style(config)
         self.step_timer = StepTimer(self.device)
         self.groups = with_timer(self.groups, self.step_timer)
         self.config, groups, model = config, self.groups, config.model

@@ -37,6 +37,7 @@ from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, UserError, print_line
 from parallel3d.estimate.balance import why_chosen
 from parallel3d.estimate.ops import flops_per_token, parameter_count
+from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.hang import HANG_FILE
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog
@@ -190,6 +191,11 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
         print_line("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.schedule.name == "auto":
         print_line(f"schedule=auto: {why_chosen(config)}")
+    if config.cp > 1 and config.context_parallel.style == "auto":
+        seconds = style_seconds(config)
+        waits = ", ".join(f"{style} {1e3 * s:.3g} ms" for style, s in seconds.items())
+        chosen = with_style(config).context_parallel.style
+        print_line(f"context_parallel.style=auto: {chosen}; a layer waits {waits} a micro-batch")
     if avoids_cudnn(config, device):
         print_line(
             "attention_kernel=auto: not cuDNN's, as PyTorch issue 193893 has it wrong on this GPU "

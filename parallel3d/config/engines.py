@@ -37,8 +37,8 @@ class ContextParallelConfig:
         "how attention reads the other ranks' tokens: gather all-gathers keys and values (Llama 3 "
         "report, §3.3.2); heads gives each rank all tokens of a part of the heads by all-to-all "
         "(Ulysses, Jacobs et al. 2023); ring passes keys and values from rank to rank (Liu et al. "
-        "2023)",
-        choices=("gather", "heads", "ring"),
+        "2023); auto takes the one that the planner prices lowest on cluster=",
+        choices=("gather", "heads", "ring", "auto"),
         megatron="--cp-comm-type",
         differs="--cp-comm-type is context_parallel.style: p2p is ring, a2a heads, allgather "
         "gather",

@@ -341,37 +341,44 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
 def with_style(config: Config) -> Config:
     """Returns the configuration with the cheapest style in place of context_parallel.style=auto.
 
-    By the planner's prices where they cover the cluster's GPU, else by the network's, with nothing
-    hidden. Equal on all ranks.
+    Equal on all ranks.
     """
     if config.cp == 1 or config.context_parallel.style != "auto":
         return config
-    found: dict[str, Config] = {}
-    for style in STYLES:
-        one = replace(config, context_parallel=replace(config.context_parallel, style=style))
-        try:
-            check_context_parallel(one)
-        except UserError:
-            continue
-        found[style] = one
     seconds = style_seconds(config)
-    return found[min(found, key=lambda style: seconds[style])]
+    return _of_style(config, min(seconds, key=seconds.__getitem__))
+
+
+def _of_style(config: Config, style: str) -> Config:
+    return replace(config, context_parallel=replace(config.context_parallel, style=style))
 
 
 def style_seconds(config: Config) -> dict[str, float]:
-    """Returns seconds that a layer waits for what attention sends over cp, by style."""
+    """Returns seconds that a layer waits in a micro-batch for what attention sends over cp, by
+    style that the checks allow.
+
+    By the planner's prices where they cover the cluster's GPU, else by the network's, with nothing
+    hidden.
+    """
+    allowed = []
+    for style in STYLES:
+        try:
+            check_context_parallel(_of_style(config, style))
+        except UserError:
+            continue
+        allowed.append(style)
     try:
         sizes = sizes_of(config)
     except UserError:
-        return {style: _sent_seconds(config, style) for style in STYLES}
+        return {style: _sent_seconds(config, style) for style in allowed}
     names = vars(config) | {"dp": config.dp or 1, "schedule": config.schedule.name}
     names["recompute"] = spelled(config.recompute)
     choice = LayoutChoice(**{f.name: names[f.name] for f in fields(LayoutChoice)})
     work, c = works([choice], sizes, config.global_batch_size), load()
     attends = sum(attention(work, c))
     found = {}
-    for i, style in enumerate(STYLES):
-        one = replace(work, cp_style=np.array([i]))
+    for style in allowed:
+        one = replace(work, cp_style=np.array([STYLES.index(style)]))
         found[style] = float(context_parallel(one, c, attends)[0])
     return found
 
