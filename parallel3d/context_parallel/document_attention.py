@@ -213,6 +213,12 @@ def _concatenated(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
+def _viewed(x: Tensor) -> Tensor:
+    """Is `_concatenated` of a tensor to write to; raises if that would be a copy."""
+    tokens = x.transpose(1, 2)
+    return tokens.view(-1, *tokens.shape[2:])
+
+
 def _as_batch(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
@@ -367,7 +373,8 @@ def attend_block(
     (b, fewer or as many heads, keys, head_dim).
     """
     if _uses_varlen_kernel(q, kernel):
-        _attend_sequences(block, *map(_concatenated, (out, sums, q, k, v)))
+        to = _viewed(out), _viewed(sums)
+        _attend_sequences(block, *to, *map(_concatenated, (q, k, v)))
         return
     attended = _cpu_attended if _uses_cpu_kernel(q, kernel) else _plain_attended
     for queries, keys, before in block.segments:
@@ -398,8 +405,8 @@ def differentiate_block(
     `out`, `sums`: of all blocks.
     """
     if _uses_varlen_kernel(q, kernel):
-        tensors = map(_concatenated, (of_q, of_k, of_v, grad, q, k, v, out, sums))
-        _differentiate_sequences(block, *tensors)
+        to = _viewed(of_q), _viewed(of_k), _viewed(of_v)
+        _differentiate_sequences(block, *to, *map(_concatenated, (grad, q, k, v, out, sums)))
         return
     gradients = _cpu_gradients if _uses_cpu_kernel(q, kernel) else _plain_block_gradients
     for queries, keys, before in block.segments:
