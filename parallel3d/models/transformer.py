@@ -410,7 +410,10 @@ def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> 
     """Creates this rank's stage in fp32 (fp64 for a run of that precision), all zero."""
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
     init, kernel = Blank(config.seed, dtype, device), choose_kernel(config, device)
-    context = BuildContext(init, groups.tp, sp=False, attention_kernel=kernel)
+    cp, style = groups.cp, config.context_parallel.style
+    context = BuildContext(
+        init, groups.tp, sp=False, attention_kernel=kernel, cp=cp, cp_style=style
+    )
     layers = layers_of_stages(config)[groups.pp.index]
     return Stage(config.model, layers, groups.is_first_stage, groups.is_last_stage, context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.distributed.pool import Pool
 from tests.huggingface import GROUPED, save_model
 from tests.reference.model import ReferenceModel
 
-LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1))
+LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 2), (2, 2, 1), (1, 2, 1, 2))
 TOKENS = 300
 KINDS = {
     "llama": {"hidden_size": 24, "max_position_embeddings": 24, **GROUPED},
@@ -45,12 +46,14 @@ def requests(seed: int) -> list[Request]:
 
 
 def scored(
-    layouts: list[tuple[int, int, int]], runs: str, batch_tokens: int
+    layouts: list[tuple[int, ...]], runs: str, batch_tokens: int
 ) -> list[dict[tuple[int, int], Likelihood]]:
     found = []
-    for tp, pp, dp in layouts:
-        groups = ProcessGroups.create(Layout(tp, pp, dp), "cpu", timeout_s=300)
-        typed = Config(runs_dir=runs, run="mine", tp=tp, pp=pp, dp=dp)
+    for sizes in layouts:
+        layout = Layout(*sizes)
+        groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
+        dims = {dim: layout.size(dim) for dim in ("tp", "pp", "dp", "cp")}
+        typed = Config(runs_dir=runs, run="mine", **dims)
         typed.eval.batch_tokens = batch_tokens
         config = config_of_run("eval", typed)
         stage = blank_stage(config, groups, torch.device("cpu"))
@@ -100,7 +103,7 @@ def test_likelihoods_are_those_of_another_program(
         for r in requests(4)
     }
     for world in (1, 2, 4):
-        layouts = [sizes for sizes in LAYOUTS if sizes[0] * sizes[1] * sizes[2] == world]
+        layouts = [sizes for sizes in LAYOUTS if math.prod(sizes) == world]
         for rank in pool.run(world, scored, layouts, str(tmp_path / "runs"), 60):
             for sizes, found in zip(layouts, rank, strict=True):
                 assert found.keys() == expected.keys(), sizes

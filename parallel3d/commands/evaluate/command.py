@@ -23,7 +23,18 @@ from parallel3d.errors import UserError
 from parallel3d.files import parse_json, plain
 
 EVAL = "eval"
-MAY_BE_SET = ("run", "runs_dir", "tp", "pp", "dp", "device", "eval.*", "launch.*")
+MAY_BE_SET = (
+    "run",
+    "runs_dir",
+    "tp",
+    "cp",
+    "context_parallel.*",
+    "pp",
+    "dp",
+    "device",
+    "eval.*",
+    "launch.*",
+)
 TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # may be typed without `eval.`
 
 
@@ -36,7 +47,7 @@ def eval_config(config: Config, overrides: Sequence[str], world_size: int | None
     """
     check_overrides(EVAL, overrides, MAY_BE_SET)
     settings = config.eval
-    dp = config.dp or max(1, (world_size or 1) // (config.tp * config.pp))
+    dp = config.dp or max(1, (world_size or 1) // (config.tp * config.pp * config.cp))
     config = config_of_run(EVAL, dataclasses.replace(config, dp=dp), world_size)
     if settings.tasks is None:
         raise UserError(
@@ -158,6 +169,13 @@ class Likelihood(NamedTuple):
     total: float
     tokens: int
     greedy: bool
+
+    def plus(self, other: Likelihood | None) -> Likelihood:
+        """Adds those of other tokens of the continuation, which another rank has."""
+        if other is None:
+            return self
+        greedy = self.greedy and other.greedy
+        return Likelihood(self.total + other.total, self.tokens + other.tokens, greedy)
 
 
 def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Scores the rows of `parallel3d eval` on every rank; tp, pp and dp change nothing but rounding."""
+"""Scores the rows of `parallel3d eval` on every rank; the layout changes nothing but rounding."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from parallel3d.commands.evaluate.command import (
 )
 from parallel3d.commands.generate.sample import load_newest
 from parallel3d.config.schema import Config
+from parallel3d.context_parallel.documents import Documents, SequenceSplit
+from parallel3d.data.documents import whole_samples
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
@@ -81,7 +83,9 @@ def scores_of(
             mine += [(r.row, r.choice, f) for r, f in zip(batch, found, strict=False)]
     own, device = mine if groups.tp.index == 0 else [], next(stage.parameters()).device
     everyones = all_gather_json(own, groups.world.handle, device)
-    scores = {(row, k): Likelihood(*found) for part in everyones for row, k, found in part}
+    scores: dict[tuple[int, int], Likelihood] = {}
+    for row, k, found in (one for part in everyones for one in part):
+        scores[row, k] = Likelihood(*found).plus(scores.get((row, k)))
     if not all(math.isfinite(one.total) for one in scores.values()):
         raise UserError(
             f"run={config.run}: the weights of this checkpoint give log-likelihoods that are not "
@@ -126,36 +130,53 @@ def likelihoods(
     stage: Stage, groups: ProcessGroups, batch: Sequence[Request], hidden: int
 ) -> list[Likelihood]:
     """Returns the likelihoods of a batch on the last stage, an empty list on the others; collective
-    over tp × pp."""
+    over tp × cp × pp. Each context-parallel rank's are of the tokens that it holds."""
     device, length = next(stage.parameters()).device, len(batch[0].tokens) - 1
     padded = [r.tokens + [0] * (length + 1 - len(r.tokens)) for r in batch]
-    tokens = torch.tensor(padded, device=device)
-    x = hidden_states(stage, groups, tokens[:, :-1], hidden)
+    tokens = torch.tensor(padded)
+    given, documents = tokens[:, :-1], None
+    place_of = {position: position for position in range(length)}
+    if groups.cp.size > 1:
+        split = SequenceSplit(length, groups.cp.size, groups.cp.index)
+        documents = whole_samples(len(batch), device, split)
+        assert documents.shard is not None
+        given = torch.from_numpy(documents.shard.take(given.numpy()))
+        held = documents.shard.held[groups.cp.index, 0].tolist()
+        place_of = {position: place for place, position in enumerate(held)}
+    x = hidden_states(stage, groups, given.to(device), hidden, documents)
     if stage.head is None:
         return []
-    scored = [(k, at) for k, r in enumerate(batch) for at in range(r.first - 1, len(r.tokens) - 1)]
-    rows, places = torch.tensor(scored, device=device).unbind(1)
-    x, labels = x[rows, places], tokens[rows, places + 1]
+    scored = [
+        (k, place_of[at], at)
+        for k, r in enumerate(batch)
+        for at in range(r.first - 1, len(r.tokens) - 1)
+        if at in place_of
+    ]
+    rows, places, positions = torch.tensor(scored, dtype=torch.int64).view(-1, 3).unbind(1)
+    x, labels = x[rows, places], tokens[rows, positions + 1].to(device)
     parts = [
         _log_probabilities(stage, groups, x[first : first + LOGIT_TOKENS], part)
         for first, part in zip(
-            range(0, len(scored), LOGIT_TOKENS), labels.split(LOGIT_TOKENS), strict=True
+            range(0, max(1, len(scored)), LOGIT_TOKENS), labels.split(LOGIT_TOKENS), strict=True
         )
     ]
     found, best = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-    counts = [len(r.tokens) - r.first for r in batch]
+    counts = torch.bincount(rows, minlength=len(batch)).tolist()
     return [
         Likelihood(float(one.sum()), len(one), bool(likeliest.all()))
         for one, likeliest in zip(found.split(counts), best.split(counts), strict=True)
     ]
 
 
-def hidden_states(stage: Stage, groups: ProcessGroups, tokens: Tensor, hidden: int) -> Tensor:
+def hidden_states(
+    stage: Stage, groups: ProcessGroups, tokens: Tensor, hidden: int, documents: Documents | None
+) -> Tensor:
     """Returns the last stage's hidden states (b, s, h) of `tokens` (b, s), before the head; on the
     others their own, which they send on. `hidden`: the model's h."""
     pp = groups.pp
+    positions = None if documents is None else documents.positions()
     if stage.embedding is not None:
-        x = stage.embedding(tokens)
+        x = stage.embedding(tokens, positions=positions)
     else:
         example = next(stage.parameters())
         x = torch.empty((*tokens.shape, hidden), dtype=example.dtype, device=example.device)
@@ -163,9 +184,10 @@ def hidden_states(stage: Stage, groups: ProcessGroups, tokens: Tensor, hidden: i
         transfer(dist.irecv, x, pp.ranks[pp.index - 1], pp.handle)
     rotary = stage.rotary
     if rotary is not None:
-        rotary = rotary[0][: tokens.shape[1]], rotary[1][: tokens.shape[1]]
+        read = slice(tokens.shape[1]) if positions is None else positions
+        rotary = rotary[0][read], rotary[1][read]
     for block in stage.blocks.values():
-        x = block(x, rotary)
+        x = block(x, rotary, documents=documents)
     if stage.head is None:
         assert pp.handle is not None
         transfer(dist.isend, x.contiguous(), pp.ranks[pp.index + 1], pp.handle)
