@@ -245,7 +245,8 @@ def judge(
 
 
 def describe(config: Config) -> str:
-    layout = f"tp={config.tp} pp={config.pp} dp={config.dp} sp={str(config.sp).lower()}"
+    context = f"cp={config.cp} " if config.cp > 1 else ""
+    layout = f"tp={config.tp} pp={config.pp} {context}dp={config.dp} sp={str(config.sp).lower()}"
     return (
         f"Verifying {config.model.name} under {layout} schedule={config.schedule.name} "
         f"against one process, {config.verify.steps} steps each"

@@ -47,7 +47,8 @@ def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
     dp = world_size // (config.tp * config.pp * config.cp)
     microbatches = config.global_batch_size // (config.micro_batch_size * dp)
     tokens = config.global_batch_size * model.seq_length
-    context = f"cp {config.cp} × " if config.cp > 1 else ""
+    context = f"cp {config.cp} ({config.context_parallel.style}) × " if config.cp > 1 else ""
+    padding = config.padded_seq_length - model.seq_length
     shape = f"{model.num_layers} layers × {model.hidden_size} · sequence {model.seq_length}"
     decay = optim.lr_decay_style
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
@@ -58,7 +59,9 @@ def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
         "model": f"{model.name} · {si(parameter_count(model))} parameters · {shape}",
         "layout": f"tp {config.tp} × pp {config.pp} × {context}dp {dp} = {ranks}"
         + (f" · {config.schedule.name}" if config.pp > 1 else "")
-        + (" · sequence parallel" if config.sp else ""),
+        + (" · sequence parallel" if config.sp else "")
+        + (f" · sequences end in {padding} tokens of padding" if padding > 1 else "")
+        + (" · sequences end in a token of padding" if padding == 1 else ""),
         "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens{before}",
         "length": length_words(config),
         "data": config.data.path or config.data.name,
