@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -87,3 +90,9 @@ def test_padding_has_no_position_that_the_model_lacks() -> None:
     for index in range(4):
         mine = SequenceSplit(3, 4, index)
         assert make_documents(starts, torch.device("cpu"), mine).positions().max() < 3
+
+
+def test_the_pictures_of_the_page_are_those_of_the_split() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    for name, draw in runpy.run_path(str(docs / "context_parallel.py"))["PICTURES"].items():
+        assert (docs / name).read_text("utf-8") == draw(), "run: python docs/context_parallel.py"
