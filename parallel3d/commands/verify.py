@@ -239,7 +239,7 @@ def judge(
     off = [each for each in found if each.difference > limit]
     for adjective, chosen in (("first", off[:1]), ("worst", sorted(off, reverse=True)[:1])):
         for difference, name, rank in chosen:
-            where = f"rank {rank} ({grid.coordinates(rank)})"
+            where = f"rank {rank} ({grid.named(rank)})"
             parts.append(f"the {adjective} parameter is {name} on {where}, off by {difference:.1e}")
     return f"{moment}, {'; '.join(parts)}" if parts else None
 
@@ -268,7 +268,7 @@ def table(rows: list[Comparison], layout: Layout) -> Table:
         cells += [f"{relative(a.grad_norm, b.grad_norm):.0e}", f"{row.worst.difference:.0e}"]
         result.add_row(*cells, style="bold red" if row.failure else None)
     worst = max((row.worst for row in rows), key=lambda w: w.difference)
-    where = layout.coordinates(worst.rank)
+    where = layout.named(worst.rank)
     result.caption = f"worst: {worst.name} on rank {worst.rank} ({where})" if worst.name else None
     result.caption_justify = "left"
     return result

@@ -107,7 +107,8 @@ LABELS = {
 def breakdown_svg(rows: Sequence[RankTimes], title: str) -> str:
     """Draws a bar for each rank, or for each stage where there are more than `MAX_BARS` ranks."""
     canvas = Canvas()
-    bars = [(f"rank {row.rank} ({row.place})", row.seconds) for row in rows]
+    has_cp = any(row.place.cp for row in rows)
+    bars = [(f"rank {row.rank} ({row.place.named(has_cp)})", row.seconds) for row in rows]
     if len(rows) > MAX_BARS:
         bars = [(f"stage {stage}, mean", times) for stage, times in by_stage(rows).items()]
         bars = bars[:: -(-len(bars) // MAX_BARS)]  # every n-th stage of a deep pipeline

@@ -24,7 +24,7 @@ from parallel3d.files import read_bounded, replace_durably
 from parallel3d.run.directory import FAILURES, discard_unused
 from parallel3d.run.launch import Worker
 from parallel3d.run.rendezvous import RankZerosError
-from parallel3d.topology.layout import Layout
+from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -103,8 +103,8 @@ def full_stop(sentence: str) -> str:
 
 def coordinates_of(config: Config, rank: int) -> str:
     """Returns the place of `rank` in the configured layout: "pp 1, dp 0, tp 3"."""
-    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)
-    return str(layout.coordinates(rank)) if rank < layout.world_size else "outside the layout"
+    layout = layout_of(config)
+    return layout.named(rank) if rank < layout.world_size else "outside the layout"
 
 
 def who(config: Config, rank: int, host: str | None = None) -> str:

@@ -23,9 +23,9 @@ class Coordinates(NamedTuple):
     cp: int
     tp: int
 
-    def __str__(self) -> str:
-        """Formats as `pp 1, dp 0, tp 3`; cp is named only if it is not 0."""
-        cp = f", cp {self.cp}" if self.cp else ""
+    def named(self, has_cp: bool) -> str:
+        """Returns "pp 1, dp 0, tp 3", or "pp 1, dp 0, cp 0, tp 3" of a layout that has cp."""
+        cp = f", cp {self.cp}" if has_cp else ""
         return f"pp {self.pp}, dp {self.dp}{cp}, tp {self.tp}"
 
 
@@ -90,6 +90,10 @@ class Layout:
             raise ValueError(f"rank {rank} is outside of 0..{self.world_size - 1}")
         place = {d: rank // self.stride(d) % self.size(d) for d in DIMENSIONS}
         return Coordinates(**place)
+
+    def named(self, rank: int) -> str:
+        """Returns the coordinates of a rank as text: "pp 1, dp 0, tp 3"."""
+        return self.coordinates(rank).named(self.cp > 1)
 
     def rank(self, place: Coordinates) -> int:
         for dim, index in place._asdict().items():

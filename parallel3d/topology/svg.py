@@ -395,7 +395,7 @@ class _Picture:
     def legend(self, y: float) -> None:
         """Draws the legend of colours and widths."""
         layout, canvas, x = self.placement.layout, self.canvas, 24.0
-        entries = {CHOSEN: f"rank {self.rank} ({layout.coordinates(self.rank)})"}
+        entries = {CHOSEN: f"rank {self.rank} ({layout.named(self.rank)})"}
         for dim, word in GROUP_NAMES.items():
             if layout.size(dim) > 1:
                 entries[dim] = f"its {word} group ({dim}={layout.size(dim)})"

@@ -69,6 +69,7 @@ def heading(facts: Facts, width: int) -> list[str]:
         for dim in DIMENSIONS
         if dim in rank["groups"]
     )
+    place = Coordinates(**rank["coordinates"]).named("cp" in rank["groups"])
     rows = {
         "cluster": f"{cluster['name']}{origin}: {cluster_line(facts)}",
         "wires": f"{wires}; of one GPU, one way"
@@ -78,7 +79,7 @@ def heading(facts: Facts, width: int) -> list[str]:
         and f"{' '.join(facts['assumed'])}, as no others were given",
         "idle": job["idle_gpus"]
         and f"{job['ranks']:,} of {cluster['gpus']:,} GPUs hold ranks, {job['idle_gpus']:,} idle",
-        "rank": f"{rank['rank']} = ({Coordinates(**rank['coordinates'])}) on {rank['gpu']}{groups}",
+        "rank": f"{rank['rank']} = ({place}) on {rank['gpu']}{groups}",
     }
     return [line for label, text in rows.items() if text for line in _labelled(label, text, width)]
 

@@ -55,6 +55,15 @@ def test_default_order_puts_tp_first_and_pp_last() -> None:
     assert layout.group_of(3, "pp") == [3, 9]
     assert layout.group_of(3, "tp", "pp") == [2, 3, 8, 9]
     assert layout.coordinates(9) == Coordinates(pp=1, dp=1, cp=0, tp=1)
+    assert layout.named(9) == "pp 1, dp 1, tp 1"
+
+
+def test_ranks_are_named_with_cp_where_there_is_any() -> None:
+    layout = Layout(tp=2, cp=2)
+    assert [layout.named(rank) for rank in (1, 2)] == [
+        "pp 0, dp 0, cp 0, tp 1",
+        "pp 0, dp 0, cp 1, tp 0",
+    ]
 
 
 def test_model_and_data_groups_complete_the_world() -> None:

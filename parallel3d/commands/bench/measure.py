@@ -79,7 +79,7 @@ class Where:
     def name(self, rank: int) -> str:
         """Formats `rank 5 (pp 1, dp 0, tp 1) on web12 GPU 5, rail 5`, with the host in front if the
         cluster has another name for the node."""
-        place, gpu = self.placement.layout.coordinates(rank), self.gpu(rank)
+        place, gpu = self.placement.layout.named(rank), self.gpu(rank)
         host = self.hosts[rank]
         known = gpu.split(" GPU ")[0].split(".")[0] == host.split(".")[0]
         return (
