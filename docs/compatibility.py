@@ -42,6 +42,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "zero": (1, 2, 3),
     "recompute": ("selective", "full", f"[{','.join(PARTS[:3])}]"),
     "recompute_layers": ([1],),
+    "offload_layers": ([1],),
     "init_from": ("old",),
     "model.dropout": (0.1,),
     "model.num_query_groups": (2,),

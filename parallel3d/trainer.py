@@ -52,6 +52,7 @@ from parallel3d.optim import (
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.sharding import Initializer, Segment
 from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import (
     P2PRoute,
     SharedP2P,
@@ -202,8 +203,15 @@ class Trainer:
         latency = measure_baseline_latency(groups, message, channel)
         self.step_timer.baseline_latency = latency
         links = [outputs] * (schedule.placement.stages - 1)
+        offload = None
+        if any(stage.offloaded for stage in self.stages):
+            offload = ActivationOffload(self.device)
+            for stage in self.stages:
+                stage.offload = offload
         stages = self.data_parallel.callable_stages(self.stages)
-        return Executor(stages, route, links, self.device, channel, self.step_timer)
+        return Executor(
+            stages, route, links, self.device, channel, self.step_timer, offload=offload
+        )
 
     def _open_data(self) -> None:
         parts: Mapping[str, SampleSource] = {}

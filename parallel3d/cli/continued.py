@@ -31,7 +31,7 @@ OF_A_START = (
     *("launch.ranks", "verify.", "topology.", "bench.", "calibrate.", "generate.", "eval."),
     *("dryrun.", "plan."),
 )
-OF_STAGES = ("vpp", "recompute_layers", "schedule.")  # of the same pp alone
+OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # of the same pp alone
 OF_RANKS = ("placement", "rank_file")  # of the same sizes alone
 OF_THE_PLANNER = (*SIZES, *OF_STAGES, "dp", "micro_batch_size", "zero", "recompute")
 MOST_SHOWN = 6

@@ -21,7 +21,12 @@ from parallel3d.config.checks.model import check_model, check_tensor_parallel
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import least_memory, memories, peak_memory
+from parallel3d.estimate.analytic_memory import (
+    host_memory,
+    least_memory,
+    memories,
+    peak_memory,
+)
 from parallel3d.estimate.balance import StageWeights
 from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place
 from parallel3d.estimate.ops import flops_per_token
@@ -157,6 +162,13 @@ class Plan:
         )
         shown = [f" {line}" for line in aligned([HEAD, *self.cells()], ALIGNED)]
         said = self.caution()
+        if config.offload_layers:
+            made = configure(config, self.priced.choices[self.rows[0]])
+            host = max(host_memory(made, index) for index in range(made.pp)) / GIB
+            said = (
+                f"The first keeps up to {host:.1f} GiB a rank in pinned host memory; the time of "
+            )
+            said += f"its copies is not in these figures. {self.caution()}"
         return "\n".join([title, "", *shown, *[said] * bool(said), "", self.command])
 
 

@@ -132,6 +132,13 @@ class Config:
         megatron="--recompute-num-layers",
         differs="one number there, with --recompute-method=block",
     )
+    offload_layers: list[int] | None = key(  # noqa: RUF009
+        None,
+        "how many layers of a stage move what they keep for the backward to pinned host memory, "
+        "its first ones: [8] on every stage, or a number for each; null: none",
+        megatron="--cpu-offloading-num-layers",
+        differs="one number there, with pp=1 alone",
+    )
     micro_batch_size: int = key(
         4, "sequences per forward pass", minimum=1, megatron="--micro-batch-size"
     )

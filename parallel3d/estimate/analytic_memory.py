@@ -129,7 +129,8 @@ def memory_lower_bound(config: Config) -> float:
     """
     [rank] = pipeline_ranks(config, layout_of(config), chosen=[0])
     layers = -(-config.model.num_layers // config.pp)
-    activations = layers * bytes_kept(rank, rank.layer.kept)
+    kept = 0.0 if config.offload_layers else bytes_kept(rank, rank.layer.kept)
+    activations = layers * kept
     return _state(rank, layers * rank.layer_numel).total + activations
 
 
@@ -161,11 +162,13 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     extra = fsdp_memory(rank) if rank.fully_sharded else {}
     end = head.kept + (_cast_table(rank) if extra else 0)  # each forward computes its gradient
     held, waits = [], []
+    output = 0.0 if rank.offloads else stream
     for stage in rank.stages:
-        held.append(_kept(stage, layer, stream) + (end if stage.last else stream))
+        held.append(_kept(rank, stage, layer) + (end if stage.last else output))
         waits.append(len(stage.layers) * layer.deferred)
     slices = rank.layout.tp if rank.sends_slices else 1
-    base = seen.live @ held + seen.deferred @ waits + seen.sent * stream / slices
+    sent = seen.in_flight if rank.offloads else seen.sent
+    base = seen.live @ held + seen.deferred @ waits + sent * stream / slices
     for index, stage in enumerate(rank.stages):
         reads = _OF_TOKEN * rank.tokens if stage.first or stage.last else 0.0
         for kind, begun in product(range(3), (False, True) if extra else (None,)):
@@ -183,11 +186,19 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
                 yield state.plus(most.plus(more), phase)
 
 
-def _kept(stage: LocalStage, layer: LayerBytes, stream: float) -> float:
+def _kept(rank: PipelineRank, stage: LocalStage, layer: LayerBytes) -> float:
     """Returns the activation bytes of a stage's layers between a micro-batch's forward and
-    backward."""
+    backward, on the device."""
     kept = stage.again * layer.kept + (len(stage.layers) - stage.again) * layer.plain
-    return kept - (stream if stage.turns else 0.0)
+    # With offload inputs and outputs are not kept beside what the layers keep.
+    return kept - sum(_moved(stage, layer)) - (rank.stream * (stage.turns and not rank.offloads))
+
+
+def _moved(stage: LocalStage, layer: LayerBytes, turns: bool = False) -> list[float]:
+    """Returns the bytes that each offloaded layer copies to the host; `turns`: the micro-batch's
+    backward follows its forward, and the stage's last layer stays."""
+    away = min(stage.away, len(stage.layers) - turns)
+    return [layer.moved if i < stage.again else layer.moved_plain for i in range(away)]
 
 
 def _temporary(
@@ -195,27 +206,35 @@ def _temporary(
 ) -> Iterator[tuple[str, RankMemory]]:
     """Yields the temporary memory of an action on a stage, by moment."""
     stream, whole, sp, layers = rank.stream, rank.hidden, rank.sp, len(stage.layers)
-    inner = _kept(stage, layer, stream)
+    inner = _kept(rank, stage, layer)
+    # Of offloaded layers the one that computes and its neighbour are on the device, and unless the
+    # backward follows its forward one of the next action.
+    one, whole_stage = max(_moved(stage, layer), default=0.0), stage.away == layers
+    ahead = 0.0 if turns_around(rank, stage) else one
     received = stream if stage.last else 0.0  # computed and kept by the head
     activations = {}
     if kind == 0:
-        activations["forward"] = inner + layer.forward
+        near = one * max(0, min(2, 2 - layers + stage.away, stage.away))
+        activations["forward"] = inner + near + ahead + layer.forward
         if stage.last:
-            activations["cast"] = inner + head.states
-            yield "head", RankMemory(activations=inner + head.states, logits=head.logits)
+            states = inner + one * whole_stage + ahead + head.states
+            activations["cast"] = states
+            yield "head", RankMemory(activations=states, logits=head.logits)
     elif kind == 1:
+        near = one * min(1 + whole_stage, stage.away)
         activations = {
-            "backward": layer.backward + layer.again - received,
-            "matmuls": layer.again - layer.inner + (1 + 2 * sp) * whole,
-            "made": stream - inner / layers,
-            "reduction": stream - inner / layers,
-            "later": stream - min(2, layers) * inner / layers,
+            "backward": near + ahead + layer.backward + layer.again - received,
+            "matmuls": near + ahead + layer.again - layer.inner + (1 + 2 * sp) * whole,
+            "made": near + stream - inner / layers,
+            "reduction": near + stream - inner / layers,
+            "later": near + stream - min(2, layers) * inner / layers,
             "ends": 2 * stream - inner,
             "out": 2 * stream - inner,
         }
     else:
+        near = one * min(1 + whole_stage, stage.away)
         late = (layers - 1) * (layer.deferred - inner / layers)
-        activations["backward"] = layer.halved + layer.again - received + max(late, 0.0)
+        activations["backward"] = near + layer.halved + layer.again - received + max(late, 0.0)
         if stage.first:
             # The look-up's backward, after all layers: gathered, masked, cast to the table's fp32.
             table = stream + sp * whole + whole * (1 + WIDE / rank.item * (rank.item < WIDE))
@@ -311,11 +330,45 @@ def bytes_kept(rank: PipelineRank, ops: Sequence[Op]) -> float:
     return rank.tokens * (rank.item * elements + WIDE * statistics)
 
 
+# Offload: pipeline/offload.py.
+SLAB_BYTES = 16 << 20
+LEAST_BYTES = 1 << 20
+
+
+def bytes_moved(rank: PipelineRank, ops: Sequence[Op]) -> float:
+    """Returns the bytes of `bytes_kept` that are in tensors large enough to be offloaded."""
+    sizes = [rank.tokens * rank.item * op.keeps for op in ops]
+    sizes += [rank.tokens * WIDE * op.statistics for op in ops]
+    return sum(size for size in sizes if size >= LEAST_BYTES)
+
+
+def turns_around(rank: PipelineRank, stage: LocalStage) -> bool:
+    """Whether a micro-batch's backward on the stage follows its forward."""
+    return stage.last and rank.config.schedule.name != "gpipe"
+
+
+def host_memory(config: Config, index: int) -> float:
+    """Returns the bytes of pinned memory that rank `index` along pp offloads activations to."""
+    [rank] = pipeline_ranks(config, layout_of(config), chosen=[index])
+    layer, waiting, running = layer_bytes(rank), [], []
+    for stage in rank.stages:
+        turns = turns_around(rank, stage)
+        slabs = [math.ceil(n / SLAB_BYTES) for n in _moved(stage, layer, turns)]
+        waiting.append(sum(slabs))
+        # Meanwhile one layer of the next action is on its way back.
+        running.append(sum(slabs if turns else slabs[1:]))
+    name, count = config.schedule.name, config.num_microbatches
+    seen = moments(name, config.pp, len(rank.stages), count, index)
+    runs = np.where(seen.kind == 0, np.array(running)[seen.chunk], 0)
+    return SLAB_BYTES * float((seen.live @ waiting + runs).max())
+
+
 class LayerBytes(NamedTuple):
     """Bytes of one layer and micro-batch.
 
     Attributes:
         kept: from its forward to its backward; plain: of a layer that repeats nothing.
+        moved, moved_plain: of these, what is offloaded.
         deferred: of deferred weight gradients, from I to W (`parameters/gradients.py`).
         forward, backward, halved: temporary, at the peak of the stage's last layer: in the forward,
             in a whole backward, and in I.
@@ -325,6 +378,8 @@ class LayerBytes(NamedTuple):
 
     kept: float
     plain: float
+    moved: float
+    moved_plain: float
     deferred: float
     forward: float
     backward: float
@@ -369,8 +424,9 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
     )
     halved = max(first, (whole if sp else 0.0) + inner + up)
     kept, plain = bytes_kept(rank, layer.kept), bytes_kept(rank, layer.plain)
+    moved = bytes_moved(rank, layer.kept), bytes_moved(rank, layer.plain)
     backwards = stream + first, stream + halved
-    return LayerBytes(kept, plain, deferred, forward, *backwards, again, inner)
+    return LayerBytes(kept, plain, *moved, deferred, forward, *backwards, again, inner)
 
 
 class HeadBytes(NamedTuple):
@@ -422,7 +478,8 @@ class Moments:
     Attributes:
         kind: index into F, B, I, W. chunk: of the action.
         live: by chunk, micro-batches between their forward and their backward (or I).
-        deferred: by chunk, micro-batches between I and W. sent: sends that alone hold their tensor.
+        deferred: by chunk, micro-batches between I and W.
+        in_flight: sends. sent: of these, those that alone hold their tensor without offload.
         begun: whether a backward of this step is done.
     """
 
@@ -430,6 +487,7 @@ class Moments:
     chunk: NDArray[np.int64]
     live: NDArray[np.float64]
     deferred: NDArray[np.float64]
+    in_flight: NDArray[np.float64]
     sent: NDArray[np.float64]
     begun: NDArray[np.bool_]
 
@@ -459,7 +517,8 @@ def moments(name: str, pp: int, vpp: int, microbatches: int, rank: int) -> Momen
     for step in made.orders[rank]:
         kind, chunk, mb = step.kind, step.chunk, step.microbatch
         lone = sum(m < 0 or (c, m) in done for c, m in in_flight)
-        seen.add((_KINDS.index(kind), chunk, lone, bool(done), *live, *deferred))
+        state = _KINDS.index(kind), chunk, len(in_flight), lone, bool(done), *live, *deferred
+        seen.add(state)
         _, before, after = around[chunk]
         if kind == Kind.W:
             deferred[chunk] -= 1
@@ -473,5 +532,6 @@ def moments(name: str, pp: int, vpp: int, microbatches: int, rank: int) -> Momen
         if reader is not None and reader[0] != rank:
             in_flight.append((chunk, mb if forward else -1))
     rows = np.array(sorted(seen))
-    sent, counts = rows[:, 2].astype(float), rows[:, 4:].astype(float)
-    return Moments(rows[:, 0], rows[:, 1], counts[:, :vpp], counts[:, vpp:], sent, rows[:, 3] > 0)
+    sends, counts = rows[:, 2:4].astype(float), rows[:, 5:].astype(float)
+    lives, waits, begun = counts[:, :vpp], counts[:, vpp:], rows[:, 4] > 0
+    return Moments(rows[:, 0], rows[:, 1], lives, waits, sends[:, 0], sends[:, 1], begun)

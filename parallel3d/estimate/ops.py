@@ -314,8 +314,13 @@ def parameter_count(model: ModelConfig) -> int:
 
 def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
     """Returns how many of a stage's `layers` layers recompute, by `recompute_layers`."""
+    return offloading(given, stage, layers) if given else layers
+
+
+def offloading(given: Sequence[int] | None, stage: int, layers: int) -> int:
+    """Returns how many of a stage's `layers` layers are offloaded, by `offload_layers`."""
     if not given:
-        return layers
+        return 0
     return min(layers, given[0] if len(given) == 1 else given[stage])
 
 

@@ -22,6 +22,7 @@ from parallel3d.estimate.ops import (
     LayerOps,
     LocalParameter,
     loss_chunk_counts,
+    offloading,
     ops_of_run,
     recomputing,
     split_counts,
@@ -51,11 +52,13 @@ class LocalStage(NamedTuple):
 
     Attributes:
         again: its layers, the first ones, whose backward repeats a part of the forward.
+        away: its layers, the first ones, that are offloaded.
         turns: its input is the output of the rank's stage before, as in a V.
     """
 
     layers: range
     again: int
+    away: int
     first: bool
     last: bool
     turns: bool
@@ -112,6 +115,10 @@ class PipelineRank:
             self.tokens, self.columns, self.config.loss.chunk_tokens, item=self.item,
             on_accelerator=self.on_accelerator,
         )  # fmt: skip
+
+    @property
+    def offloads(self) -> bool:
+        return any(stage.away for stage in self.stages)
 
     @property
     def is_tied_to_another(self) -> bool:
@@ -171,8 +178,9 @@ def pipeline_ranks(
         number, before, _ = placement.around(index)[chunk]
         layers = split[number]
         again = recomputing(config.recompute_layers, number, len(layers)) if layer.repeated else 0
+        away = offloading(config.offload_layers, number, len(layers))
         turns = before is not None and before[0] == index
-        return LocalStage(layers, again, number == 0, number == last, turns)
+        return LocalStage(layers, again, away, number == 0, number == last, turns)
 
     return [
         PipelineRank(

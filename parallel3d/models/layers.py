@@ -30,6 +30,7 @@ class BuildContext:
     sp: bool
     recompute: frozenset[str] = frozenset()  # parts of a layer: see `recompute.py`
     recompute_layers: tuple[int, ...] = ()  # of each stage, or one for all; (): all layers
+    offload_layers: tuple[int, ...] = ()  # the same; (): none
     loss: LossConfig = field(default_factory=LossConfig)
     half_loss: bool = False  # see `tensor_parallel.loss.Objective`
     chunks: int = 1  # in which sequence parallelism communicates
@@ -48,6 +49,7 @@ class BuildContext:
             config.sp,
             parts_of(config.recompute),
             tuple(config.recompute_layers or ()),
+            tuple(config.offload_layers or ()),
             config.loss,
             config.precision.lm_cross_entropy == "fp16",
             config.tensor_parallel.chunks,

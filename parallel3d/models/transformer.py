@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -24,7 +25,7 @@ from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.estimate.balance import layers_of_stages
-from parallel3d.estimate.ops import recomputing
+from parallel3d.estimate.ops import offloading, recomputing
 from parallel3d.models.attention import (
     attend,
     causal_attention,
@@ -42,6 +43,7 @@ from parallel3d.models.recompute import (
     without_inplace_reuse,
 )
 from parallel3d.parameters.sharding import Initializer, ShardSpec, state_of
+from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.linear_ops import register
@@ -255,6 +257,7 @@ class Stage(nn.Module):
         pre_forward: hook called before the forward reads the parameters of "embedding", "layers.3"
             or "head"; sharded parameters are all-gathered (unsharded) there.
         tied_table: local name of the word embedding that another rank holds too, if any.
+        offload, offloaded: by what, and how many of the first layers are offloaded.
     """
 
     def __init__(
@@ -273,6 +276,8 @@ class Stage(nn.Module):
         self.first, self.last, self.uses_dropout = first, last, model.dropout > 0
         self.pre_forward: Callable[[str], None] = lambda part: None
         self.run_blocks = _run_blocks
+        self.offload: ActivationOffload | None = None
+        self.offloaded = 0
         self.tied_table: str | None = None
         if model.tie_embeddings and (first or last) and not first_and_last_share_rank:
             self.tied_table = "embedding.word.weight" if first else "head.table"
@@ -333,11 +338,20 @@ class Stage(nn.Module):
             x = self.embedding(tokens, samples, positions, documents)
         assert x is not None  # only the first stage has no hidden states
         blocks = list(self.blocks.items())
-        for i in range(0, len(blocks), GRAPH_BLOCKS):
-            graph = blocks[i : i + GRAPH_BLOCKS]
+        shared = (*(rotary or ()), samples, *(vars(documents).values() if documents else ()))
+        # Layers that are offloaded come and go one by one.
+        cuts = [*range(self.offloaded), *range(self.offloaded, len(blocks), GRAPH_BLOCKS)]
+        for i, end in zip(cuts, [*cuts[1:], len(blocks)], strict=False):
+            graph = blocks[i:end]
             for name, _ in graph:
                 self.pre_forward(f"layers.{name}")
-            x = self.run_blocks([block for _, block in graph], x, rotary, samples, documents)
+            last, stays = end == len(blocks), i >= self.offloaded
+            with (
+                self.offload.layer(graph[0][1], shared, stays=stays, is_last=last)
+                if self.offload is not None
+                else nullcontext()
+            ):
+                x = self.run_blocks([block for _, block in graph], x, rotary, samples, documents)
         if self.head is None:
             return x
         self.pre_forward("head")
@@ -359,9 +373,9 @@ def stages_of_rank(
     for i in held:
         first_stage = stages[0] if i == last and share_rank and stages else None
         count = recomputing(ctx.recompute_layers, i, len(layers[i]))
-        stages.append(
-            Stage(model, layers[i], i == 0, i == last, ctx, first_stage, share_rank, count)
-        )
+        stage = Stage(model, layers[i], i == 0, i == last, ctx, first_stage, share_rank, count)
+        stage.offloaded = offloading(ctx.offload_layers, i, len(layers[i]))
+        stages.append(stage)
     return stages
 
 

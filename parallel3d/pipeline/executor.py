@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.parameters.sharding import DeferredGradient, WeightGradients, state_of
+from parallel3d.pipeline.offload import ActivationOffload, Place
 from parallel3d.pipeline.p2p import (
     P2PRoute,
     PendingTransfer,
@@ -31,7 +32,6 @@ from parallel3d.schedules.actions import Action, Kind, Step
 
 Measured = tuple[str, float, float]  # an action as text, start and end in seconds
 Loader = Callable[[int], tuple[Any, ...]]  # micro-batch number → arguments of a stage
-Place = tuple[int, int]  # micro-batch and chunk
 T = TypeVar("T")
 # Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
 SENDS = 8
@@ -125,20 +125,54 @@ class ActionTimes:
 
 
 class _Start(torch.autograd.Function):
-    """Starts a backward from tensors with the gradients `grads`.
+    """Starts a backward from tensors with the gradients `grads`, which a list may get later.
 
     `torch.autograd.backward(ys, grads)` does the same, but imports sympy to compare the shapes, a
     tenth of a CPU rank's start.
     """
 
     @staticmethod
-    def forward(ctx: Any, grads: Values, *ys: Tensor) -> Tensor:
+    def forward(ctx: Any, grads: Values | list[Tensor], *ys: Tensor) -> Tensor:
         ctx.grads = grads
         return ys[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.grads
+
+
+class _End(torch.autograd.Function):
+    """Ends a backward: puts the gradients of the inputs in the list `grads`.
+
+    Unlike leaves of autograd, inputs of this node are not kept. `anchor` requires a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], anchor: Tensor, *xs: Tensor) -> Values:
+        ctx.grads = grads
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        ctx.grads += grads
+        return None, None, *(None for _ in grads)
+
+
+@dataclass
+class _Live:
+    """What a backward needs of its forward.
+
+    Attributes:
+        xs, ys: inputs, leaves of autograd, and outputs. With offload neither is kept: `_End` fills
+            `grads`, and the one of `ys` is the result of `_Start`.
+        given: gradients of the outputs. grads: those of the inputs.
+    """
+
+    offloads: bool
+    xs: Values = ()
+    ys: Values = ()
+    given: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
 
 
 class Executor:
@@ -151,6 +185,8 @@ class Executor:
         channel: the group's shared memory, if it has any.
         keeps_failures: an exception of a stage is kept in `failure` instead of raised. This rank
             goes on with zeros to the end of the step, so that its neighbours do not wait for it.
+        offload: of what the stages keep for the backward. Their inputs and outputs are not kept
+            either.
     """
 
     def __init__(
@@ -162,16 +198,16 @@ class Executor:
         channel: SharedP2P | None = None,
         step_timer: StepTimer | None = None,
         keeps_failures: bool = False,
+        offload: ActivationOffload | None = None,
     ) -> None:
         self.stages, self.route, self.links, self.device = stages, route, links, device
         self.channel, self.step_timer = channel, step_timer or StepTimer()
         if channel is not None:
             channel.step_timer = self.step_timer
-        self.keeps_failures = keeps_failures
+        self.keeps_failures, self.offload = keeps_failures, offload
         self.failure: StageFailure | None = None
         self.last_stage = route.placement.stages - 1
-        # Input and output of forwards, from F to B or I.
-        self.live: dict[Place, tuple[Values, Values]] = {}
+        self.live: dict[Place, _Live] = {}  # from F to B or I
         # Deferred weight gradients, from I to W.
         self.deferred: dict[Place, list[DeferredGradient]] = {}
         self.outbox: dict[Action, Tensor] = {}  # from the compute to its send
@@ -220,11 +256,19 @@ class Executor:
         computes = [step for step in plan if isinstance(step, Action)]
         batches = MicroBatches(load, (step.microbatch for step in computes if step.kind == Kind.F))
         last = next((step for step in reversed(computes) if step.kind in (Kind.B, Kind.I)), None)
+        following = iter([*computes[1:], None])
         for step in plan:
             if not isinstance(step, Action):
                 self._communicate(step)
-            elif step.kind == Kind.F:
-                total += self._forward(step, batches, loss_scale)
+                continue
+            after = next(following)
+            before_backward = (
+                after if after is not None and after.kind in (Kind.B, Kind.I) else None
+            )
+            if self.offload is not None and before_backward is not None:
+                self.offload.prefetch(_place(before_backward))
+            if step.kind == Kind.F:
+                total += self._forward(step, batches, loss_scale, before_backward)
             elif step.kind == Kind.W:
                 self._weights(step)
             else:
@@ -232,6 +276,8 @@ class Executor:
                     before_last_backward()
                 self._backward(step, loss_scale)
         self._finish_sends(0)
+        if self.offload is not None:
+            self.offload.boundary()
         return total
 
     def _stage(self, action: Action) -> int:
@@ -318,17 +364,31 @@ class Executor:
             return None
 
     def _forward(
-        self, step: Action, batches: MicroBatches, loss_scale: Tensor | None
+        self,
+        step: Action,
+        batches: MicroBatches,
+        loss_scale: Tensor | None,
+        before_backward: Action | None,
     ) -> Tensor | float:
+        """Runs F; `before_backward`: the next computation if that is a backward."""
         number = self._stage(step)
+        offload = self.offload if loss_scale is not None else None
+        live = _Live(offload is not None)
         xs: Values = ()
         if number > 0:
             xs = self._received(Kind.RECV_F, step)
-            for x in xs:
-                x.requires_grad_(torch.is_grad_enabled())
+            if offload is not None:
+                anchor = torch.zeros((), device=self.device, requires_grad=True)
+                xs = _End.apply(live.grads, anchor, *xs)
+            else:
+                live.xs = tuple(x.requires_grad_(torch.is_grad_enabled()) for x in xs)
         with self.step_timer.within("data"):
             args = (*batches.take(), loss_scale)
-        with self._computing("forward", step):
+        turns = before_backward is not None and _place(before_backward) == _place(step)
+        with (
+            self._computing("forward", step),
+            nullcontext() if offload is None else offload.forward(_place(step), turns),
+        ):
             ys = self._attempt(step, partial(self._outputs, step, xs, args))
         if ys is None:
             last = (torch.zeros((), device=self.device),)
@@ -337,7 +397,8 @@ class Executor:
             with self.step_timer.within("data"):
                 batches.look_ahead()
         if loss_scale is not None:
-            self.live[step.microbatch, step.chunk] = xs, ys
+            live.ys = ys if offload is None else (_Start.apply(live.given, *ys),)
+            self.live[_place(step)] = live
         if number == self.last_stage:
             return ys[0].detach().double()
         self._hand_off(Kind.SEND_F, step, tuple(y.detach() for y in ys))
@@ -357,35 +418,44 @@ class Executor:
 
     def _backward(self, step: Action, loss_scale: Tensor | None) -> None:
         """Runs B, or I, which leaves deferred weight gradients for W."""
-        place = (step.microbatch, step.chunk)
-        xs, ys = self.live.pop(place)
+        place = _place(step)
+        live = self.live.pop(place)
+        if self.offload is not None:
+            self.offload.backward(place)
         if self._stage(step) < self.last_stage:
             grads = self._received(Kind.RECV_B, step)
         else:
             assert loss_scale is not None  # an evaluation has no backward
-            grads = (loss_scale.to(ys[0].dtype),)
-        differentiate = partial(self._attempt, step, partial(_differentiate, ys, grads))
+            grads = (loss_scale.to(live.ys[0].dtype),)
+        differentiate = partial(self._attempt, step, partial(_differentiate, live, grads))
         with self._computing("backward", step):
             if step.kind == Kind.I:
                 with self.weight_gradients.deferred() as self.deferred[place]:
                     differentiate()
             else:
                 differentiate()
-        if xs:  # without a gradient: the stage does not use it, or has failed
-            grads = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in xs)
-            self._hand_off(Kind.SEND_B, step, grads)
+        for x in live.xs:  # without a gradient: the stage does not use it, or has failed
+            live.grads.append(torch.zeros_like(x) if x.grad is None else x.grad)
+        if live.grads:
+            self._hand_off(Kind.SEND_B, step, tuple(live.grads))
 
     @torch.no_grad()
     def _weights(self, step: Action) -> None:
         """Runs W: computes the deferred weight gradients."""
-        queue = self.deferred.pop((step.microbatch, step.chunk))
+        queue = self.deferred.pop(_place(step))
         with self._computing("backward", step):
             self._attempt(step, partial(_run_deferred, queue))
 
 
-def _differentiate(ys: Values, grads: Values) -> None:
-    if any(y.requires_grad for y in ys):
-        _Start.apply(grads, *ys).backward()
+def _place(action: Action) -> Place:
+    return action.microbatch, action.chunk
+
+
+def _differentiate(live: _Live, grads: Values) -> None:
+    if any(y.requires_grad for y in live.ys):
+        live.given += grads
+        start = live.ys[0] if live.offloads else _Start.apply(live.given, *live.ys)
+        start.backward()
 
 
 def _run_deferred(queue: list[DeferredGradient]) -> None:

@@ -539,8 +539,21 @@ class SimulatedMachine:
         most = min(data.numel() * data.itemsize, where[1] - where[0])
         return Use(self.block_of(data, device), where, most if nbytes is None else nbytes)
 
-    def launch(self, kernel: Kernel) -> None:
-        """Records a kernel, which has run already. Raises Race."""
+    def pinned(self, tensor: Tensor) -> tuple[AllocatorBlock, Range]:
+        """Returns pinned host memory that a copy uses."""
+        storage: Any = tensor.untyped_storage()
+        with self.lock:
+            if not hasattr(storage, "memory"):
+                storage.memory = self.races.memory(storage.nbytes(), 0)
+        return storage.memory, extent(tensor)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        host_reads: Sequence[tuple[AllocatorBlock, Range]] = (),
+        host_writes: Sequence[tuple[AllocatorBlock, Range]] = (),
+    ) -> None:
+        """Records a kernel, which has run already, and its use of pinned memory. Raises Race."""
         if self.thread.fused is not None:
             self.thread.fused.add(kernel)
             return
@@ -550,7 +563,8 @@ class SimulatedMachine:
             if self.checks_races:
                 reads = [(use.block.memory, use.where) for use in kernel.reads]
                 writes = [(use.block.memory, use.where) for use in kernel.writes]
-                self.races.launch(kernel.name, kernel.stream, reads, writes)
+                uses = [*reads, *host_reads], [*writes, *host_writes]
+                self.races.launch(kernel.name, kernel.stream, *uses)
 
     @contextmanager
     def fused_kernel(self, name: str) -> Iterator[None]:

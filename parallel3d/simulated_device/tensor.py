@@ -228,16 +228,24 @@ def _kernel(
 
 
 def launch(
-    name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor], call: Call | None = None
+    name: str,
+    inputs: Iterable[Tensor],
+    outputs: Iterable[Tensor],
+    call: Call | None = None,
+    *,
+    host_reads: Iterable[Tensor] = (),
+    host_writes: Iterable[Tensor] = (),
 ) -> None:
-    """Reports a kernel that is no operator of PyTorch's; tensors are simulated ones."""
+    """Reports a kernel that is no operator of PyTorch's; tensors are simulated ones, but for
+    pinned memory that it reads or writes."""
     machine = this_machine()
     read, written = [simulated(t) for t in inputs], [simulated(t) for t in outputs]
     reads, writes = (
         [machine.use(t.data_, t.device_index) for t in tensors] for tensors in (read, written)
     )
     stream = machine.stream_of((read or written)[0].device_index)
-    machine.launch(Kernel(name, stream, reads, writes, call))
+    pinned = [[machine.pinned(t) for t in tensors] for tensors in (host_reads, host_writes)]
+    machine.launch(Kernel(name, stream, reads, writes, call), *pinned)
 
 
 def poison(data: Tensor) -> None:
@@ -269,20 +277,40 @@ def _copy(operator: Any, target: Tensor, source: Tensor, non_blocking: bool = Fa
 
 
 def _to_device(target: SimulatedTensor, source: Tensor, non_blocking: bool) -> None:
-    machine = this_machine()
-    target.data_.copy_(source)
-    launch("copy to the device", [], [target])
+    machine, pinned = this_machine(), is_pinned(source)
+    late = getattr(source.untyped_storage(), "late", [])
+    target.data_.copy_(_with(late, source) if late else source)
+    launch("copy to the device", [], [target], host_reads=[source] if pinned else [])
     stream = machine.stream_of(target.device_index)
-    if not (non_blocking and is_pinned(source)):
+    if not (non_blocking and pinned):
         # Copies from pageable memory wait in the driver, unseen by PyTorch's debug mode.
         why = "a copy from memory that is not pinned, or that waits"
         machine.wait_for_stream(stream, why, is_detected=not non_blocking)
     elif machine.data == "cpu":
-        before = source.detach().clone()
-        machine.once_known(stream, lambda: _check_unchanged(source, before))
+        before, copies = target.data_.detach().clone().to(source.dtype), _copies_into(source)
+        machine.once_known(stream, lambda: _check_unchanged(source, before, copies))
 
 
-def _check_unchanged(source: Tensor, before: Tensor) -> None:
+def _with(late: Sequence[tuple[Tensor, Tensor]], source: Tensor) -> Tensor:
+    """Returns pinned memory as the device sees it, with copies that the host has not waited for."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()).clone()
+
+    def same(t: Tensor) -> Tensor:
+        return whole.view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+    for into, values in late:
+        same(into).copy_(values)
+    return same(source)
+
+
+def _copies_into(pinned: Tensor) -> int:
+    """Counts the copies from the device into a storage so far."""
+    return getattr(pinned.untyped_storage(), "copies", 0)
+
+
+def _check_unchanged(source: Tensor, before: Tensor, copies: int) -> None:
+    if _copies_into(source) != copies:  # since then by the device, in an order that `Races` checks
+        return
     if not torch.equal(source.detach().view(torch.uint8), before.view(torch.uint8)):
         raise RuntimeError(
             "pinned memory was overwritten before its copy to the device was known to be done"
@@ -290,20 +318,29 @@ def _check_unchanged(source: Tensor, before: Tensor) -> None:
 
 
 def _to_host(target: Tensor, source: SimulatedTensor, non_blocking: bool) -> None:
-    machine = this_machine()
-    launch("copy to the host", [source], [])
+    machine, pinned = this_machine(), is_pinned(target)
+    launch("copy to the host", [source], [], host_writes=[target] if pinned else [])
     stream = machine.stream_of(source.device_index)
-    waits = not (non_blocking and is_pinned(target))
+    waits = not (non_blocking and pinned)
     if machine.data == "meta":
         target.zero_()
     elif waits:
         target.copy_(source.data_)
     else:
-        now = source.data_.detach().clone()
+        storage: Any = target.untyped_storage()
+        storage.copies = _copies_into(target) + 1
+        storage.late = getattr(storage, "late", [])
+        copy = target, source.data_.detach().clone()
+        storage.late.append(copy)
         poison(target)
-        machine.once_known(stream, lambda: target.copy_(now))
+        machine.once_known(stream, lambda: _settle(storage.late, copy))
     if waits:
         machine.wait_for_stream(stream, "a copy to the host", is_detected=not non_blocking)
+
+
+def _settle(late: list[tuple[Tensor, Tensor]], copy: tuple[Tensor, Tensor]) -> None:
+    late[:] = [other for other in late if other is not copy]
+    copy[0].copy_(copy[1])
 
 
 def _foreach_copy(operator: Any, targets: list, sources: list, non_blocking: bool = False) -> None:

@@ -36,7 +36,7 @@ MADE_BY = "parallel3d dryrun"
 ASSUMED_CLUSTER = "dgx_h100"
 ROW = (
     *("rank", "stage", "stages", "peak_bytes", "peak_in", "between_steps_bytes"),
-    *("start_peak_bytes", "launches", "flops", "seconds"),
+    *("start_peak_bytes", "host_bytes", "launches", "flops", "seconds"),
 )
 SETTINGS = (
     *("zero", "vpp", "sp", "recompute"),
@@ -219,6 +219,10 @@ def print_report(facts: Facts, stream: TextIO) -> None:
         console.print()
         console.print(table)
     console.print()
+    if facts["offloaded"]:
+        sizes = [_unit(n, *SIZES) for n in facts["offloaded"].values()]
+        amounts = zip(sizes, facts["offloaded"].items(), strict=True)
+        log("Offload: " + ", ".join(f"{u(n)} {u.name} by {name}" for u, (name, n) in amounts))
     log(_waits(facts))
     log("Times assume shares of the datasheet's peaks, and communication hidden: docs/dryrun.md")
 
@@ -296,7 +300,8 @@ def _tables(facts: Facts) -> Iterator[tuple[str, list[str], list[list[str]]]]:
         f"Memory of rank {facts['rank']}, which peaks in: {facts['peak_in']}",
         ["", f"{memory.name} at the peak", f"{memory.name} between steps"],
         [[kind, memory(peak), memory(live)] for kind, (peak, live) in kinds.items() if peak or live]
-        + [["most while the trainer is built", memory(facts["start_peak_bytes"]), ""]],
+        + [["most while the trainer is built", memory(facts["start_peak_bytes"]), ""]]
+        + [["pinned host memory", memory(n), memory(n)] for n in [facts["host_bytes"]] if n],
     )
     rows = []
     for name, label in PART_LABELS.items():

@@ -111,6 +111,7 @@ def gpu_of(config: Config) -> Gpu:
 BLOCKS, LOSS, OPTIMIZER, OTHER, SHARDING = "blocks", "loss", "optimizer", "other", "sharding"
 PARTS = ("gemm_layers", "gemm_head", "attention", BLOCKS, LOSS, OPTIMIZER, SHARDING, OTHER)
 COMMUNICATION = "communication"
+OFFLOAD, COPIES = "offload", ("copy to the host", "copy to the device")
 KINDS = RankMemory._fields[:-1]
 OF_KERNELS = ("launches", "bytes", "flops", "seconds")
 ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # GEMMs over the s × t scores (Dao et al. 2022)
@@ -126,7 +127,8 @@ class Counts(Counter[tuple[str, str]]):
     """Counts of one rank and step.
 
     (one of `OF_KERNELS`, part of the step); ("sent", group): bytes that this rank sends; ("calls",
-    group): collectives and messages; ("waits", "why (file:line)"): waits of the host.
+    group): collectives and messages; ("waits", "why (file:line)"): waits of the host; ("copied",
+    one of `COPIES`): bytes of offloaded activations.
     """
 
     def of(self, what: str) -> dict[str, float]:
@@ -274,6 +276,11 @@ class StepCounter(Observer):
         if not self.counting:
             self._settle()
             return
+        if kernel.name in COPIES and part_of_step() == OFFLOAD:  # on a stream of their own
+            self._settle()
+            nbytes = sum(use.nbytes for use in (*kernel.reads, *kernel.writes))
+            self.counts["copied", kernel.name] += nbytes
+            return
         part, flops, dtype, head_dim = self._sort(kernel)
         if part == BLOCKS and self.fused is not None:
             self.fused.add(kernel)
@@ -288,7 +295,7 @@ class StepCounter(Observer):
         """Returns the part of the step, FLOPs, their type, and the width of attention's heads."""
         if kernel.name in COLLECTIVES and kernel.call is None:
             return COMMUNICATION, 0.0, "", 0
-        if kernel.name in ("copy to the device", "copy to the host"):
+        if kernel.name in COPIES:
             return OTHER, 0.0, "", 0
         part = part_of_step()
         if kernel.call is None:
@@ -360,6 +367,7 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     (_FSDP_PARAM, "to_accumulated_grad_if_needed", SHARDING, "gradients", None),
     (_FSDP_PARAM, None, SHARDING, "parameters", None),  # gathered
     (_FSDP, None, SHARDING, "buffers", None),
+    ("/parallel3d/pipeline/offload.py", None, OFFLOAD, "activations", None),
     (_EXECUTOR, "_forward", OTHER, "activations", "forward"),
     (_EXECUTOR, "_backward", OTHER, "activations", "backward"),
     (_EXECUTOR, "_weights", OTHER, "activations", "weight gradients"),

@@ -123,7 +123,7 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     counts = counted(few)
     counts = Counts({key: n + more * (two[key] - one[key]) for key, n in counts.items()})
     counter.machine.collect()
-    placement = trainer.schedule.placement
+    placement, offload = trainer.schedule.placement, trainer.executor.offload
     parts = {
         part: {what: counts[what, part] for what in OF_KERNELS} for part in (*PARTS, COMMUNICATION)
     }
@@ -137,6 +137,8 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
         "live_bytes": dict(counter.live),
         "between_steps_bytes": sum(counter.live.values()),
         "start_peak_bytes": start_peak,
+        "host_bytes": 0 if offload is None else offload.host.nbytes,
+        "offloaded": counts.of("copied"),
         **{what: counts.sum(what) for what in OF_KERNELS},
         "bytes": counts.sum("bytes") - parts[COMMUNICATION]["bytes"],
         "host_syncs": counts.sum("waits"),

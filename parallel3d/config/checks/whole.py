@@ -173,7 +173,7 @@ def _check_schedule(config: Config) -> None:
     sizes = config.pp, config.num_microbatches, config.vpp
     if keys.name == "auto":  # `sizes.run_schedule` later finds what fits the model
         check_search(*sizes, 1.0 if keys.memory is None else keys.memory)
-        _check_recomputed(config, 1)  # the number of stages is not known yet
+        _check_layers(config, 1)  # the number of stages is not known yet
         given = len(keys.layers_per_stage or ()) // config.pp
         _check_stages(
             config, StageAssignment(config.pp, given if given in (1, 2, config.vpp) else 1)
@@ -192,34 +192,37 @@ def check_work(config: Config) -> None:
         )
 
 
-def _check_recomputed(config: Config, stages: int) -> None:
-    """Checks `recompute_layers` against the layers of stages; raises UserError."""
-    given, layers = config.recompute_layers, config.model.num_layers
+def _check_layers(config: Config, stages: int) -> None:
+    """Checks `recompute_layers` and `offload_layers` against the stages; raises UserError."""
+    if config.recompute_layers is not None and not parts_of(config.recompute):
+        raise UserError(
+            f"recompute_layers={show(config.recompute_layers)} says how many layers recompute, but "
+            "recompute=none; the nearest is recompute_layers=null, or recompute=full."
+        )
+    for key in ("recompute_layers", "offload_layers"):
+        _check_counts(config, key, stages)
+
+
+def _check_counts(config: Config, key: str, stages: int) -> None:
+    given, layers = getattr(config, key), config.model.num_layers
     if given is None:
         return
-    name = f"recompute_layers={show(given)}"
-    if not parts_of(config.recompute):
-        raise UserError(
-            f"{name} says how many layers recompute, but recompute=none; the nearest is "
-            "recompute_layers=null, or recompute=full."
-        )
+    name = f"{key}={show(given)}"
     if not given or min(given) < 0 or max(given) > layers:
         near = [min(max(0, count), layers) for count in given] or [layers]
         raise UserError(
             f"{name} must be numbers of layers, from 0 to model.num_layers={layers}; the nearest "
-            f"is recompute_layers={show(near)}."
+            f"is {key}={show(near)}."
         )
     if len(given) not in (1, stages):
         each = f" for all stages or {stages}, one a stage" if stages > 1 else ""
-        raise UserError(
-            f"{name} must have 1 entry{each}; the nearest is recompute_layers={show(given[:1])}."
-        )
+        raise UserError(f"{name} must have 1 entry{each}; the nearest is {key}={show(given[:1])}.")
 
 
 def _check_stages(config: Config, placement: StageAssignment) -> None:
     pp, layers, given = config.pp, config.model.num_layers, config.schedule.layers_per_stage
     stages, chunks = placement.stages, placement.chunks
-    _check_recomputed(config, stages)
+    _check_layers(config, stages)
     times = f"pp={pp}" if chunks == 1 else f"pp={pp} times {chunks} chunks of a rank (vpp)"
     if stages > layers:
         near = f"pp={max(1, layers // chunks)}"

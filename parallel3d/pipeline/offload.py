@@ -1,0 +1,279 @@
+"""Keeps in host memory what layers save for their backward, until the pipeline program reads it.
+
+    forward of a layer    saved tensors are collected; at its end they are copied to pinned slabs
+    next boundary         the compute stream waits for the copies, and the tensors are freed
+    action before the     the newest layer of the micro-batch is copied back
+      backward
+    backward of a layer   the compute stream waits for its copies; the layer before is copied back
+
+All copies are queued on one stream, so a slab is free for the next copy as soon as its last one is
+queued, and the host never waits. On a CPU they are plain copies. Two layers' tensors are on the
+device beside what was not offloaded: of the layer that computes, and of the one that is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from parallel3d.device import accelerator
+
+Place = tuple[int, int]  # micro-batch and chunk
+
+SLAB_BYTES = 16 << 20  # a power of two, to which PyTorch's allocator of pinned memory rounds
+# Smaller tensors (statistics, norm weights) stay: a copy of 1 MiB takes some 20 µs by PCIe 5.
+LEAST_BYTES = 1 << 20
+
+
+class HostSlabs:
+    """Lends pinned slabs of equal size; they are reused, and never returned to the system.
+
+    Attributes:
+        count: slabs that exist. free: those that are not lent.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = accelerator.is_accelerator(device)
+        self.place = "cpu" if accelerator.has_values(device) else "meta"
+        self.count = 0
+        self.free: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * SLAB_BYTES
+
+    def take(self) -> Tensor:
+        if self.free:
+            return self.free.pop()
+        self.count += 1
+        return torch.empty(SLAB_BYTES, dtype=torch.uint8, device=self.place, pin_memory=self.pinned)
+
+    def give(self, slabs: list[Tensor]) -> None:
+        """Takes slabs back whose last copy is queued, and empties the list."""
+        self.free += slabs
+        slabs.clear()
+
+
+class _Stored:
+    """The bytes of one storage.
+
+    Attributes:
+        flat: on the device; None while they are in slabs alone.
+        saved: bytes of its views that were saved.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.nbytes, self.saved = flat.numel(), 0
+        self.flat: Tensor | None = flat
+
+
+@dataclass(eq=False)
+class _Layer:
+    """What one layer keeps of one micro-batch.
+
+    Attributes:
+        earlier: the layer before it, which is read after it.
+        storages: by identity; none once they are on the way back, so that each is freed with the
+            autograd nodes that read it.
+        slabs: their bytes, one storage behind the other. copied, returned: events.
+    """
+
+    host: HostSlabs
+    earlier: _Layer | None
+    storages: dict[int, _Stored] = field(default_factory=dict)
+    slabs: list[Tensor] = field(default_factory=list)
+    copied: Any = None
+    returned: Any = None
+    fetched: bool = False
+    entered: bool = False
+
+    def __del__(self) -> None:
+        self.host.give(self.slabs)  # of a backward that did not run
+
+    def pieces(self) -> Iterator[tuple[_Stored, slice, Tensor]]:
+        """Yields (storage, range of its bytes, these bytes in a slab)."""
+        at = 0
+        for stored in self.storages.values():
+            done = 0
+            while done < stored.nbytes:
+                index, start = divmod(at, SLAB_BYTES)
+                size = min(stored.nbytes - done, SLAB_BYTES - start)
+                yield stored, slice(done, done + size), self.slabs[index][start : start + size]
+                done, at = done + size, at + size
+
+
+class _View(NamedTuple):
+    """A saved tensor: a view of a storage."""
+
+    layer: _Layer
+    stored: _Stored
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class ActivationOffload:
+    """Moves the saved tensors of layers to host memory and back; the executor says when.
+
+    A storage is copied once and whole, however many views of it are saved. Those below LEAST_BYTES,
+    or of which less than half is saved, parameters, and what all layers share stay on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.host = device, HostSlabs(device)
+        self.stream: Any = None  # created by the first copy
+        self.place: Place | None = None  # of the forward that runs
+        self.turns = False  # its backward comes next
+        self.newest: dict[Place, _Layer] = {}  # of micro-batches that wait for their backward
+        # Layers whose copies are queued and whose tensors are still on the device.
+        self.leaving: list[_Layer] = []
+
+    @contextmanager
+    def forward(self, place: Place, turns: bool) -> Iterator[None]:
+        """Offloads the layers inside; `turns`: the backward of `place` is the next action."""
+        self.place, self.turns = place, turns
+        try:
+            yield
+        finally:
+            self.place = None
+
+    @contextmanager
+    def layer(
+        self, module: nn.Module, shared: tuple[Any, ...], *, stays: bool, is_last: bool
+    ) -> Iterator[None]:
+        """Runs the forward of a layer, whose saved tensors are offloaded.
+
+        Args:
+            shared: tensors that other layers read too; other objects are ignored.
+            stays: the layer is not offloaded.
+            is_last: the stage's last layer, whose backward is the first.
+        """
+        if self.place is None or stays or (is_last and self.turns):
+            yield
+            self.boundary()
+            return
+        layer = _Layer(self.host, self.newest.get(self.place))
+        resident: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor | _View:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < LEAST_BYTES or tensor.device != self.device:
+                return tensor
+            if not resident:  # not before: FSDP2 gathers parameters inside
+                tensors = [*module.parameters(), *(t for t in shared if isinstance(t, Tensor))]
+                resident.update(t.untyped_storage()._cdata for t in tensors)
+            if storage._cdata in resident:
+                return tensor
+            stored = layer.storages.get(storage._cdata)
+            if stored is None:
+                count = storage.nbytes() // tensor.itemsize
+                flat = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+                stored = layer.storages[storage._cdata] = _Stored(flat)
+            stored.saved += tensor.nbytes
+            how = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            return _View(layer, stored, tensor.dtype, *how)
+
+        with saved_tensors_hooks(pack, self._unpack):
+            yield
+        for key, stored in list(layer.storages.items()):
+            if 2 * stored.saved < stored.nbytes:
+                del layer.storages[key]
+        self.boundary()
+        if layer.storages:
+            self._send(layer)
+            self.newest[self.place] = layer
+
+    def prefetch(self, place: Place) -> None:
+        """Starts to bring back what the backward of `place` reads first."""
+        if place in self.newest:
+            self._fetch(self.newest[place])
+
+    def backward(self, place: Place) -> None:
+        """Is called before the backward of `place`."""
+        self.prefetch(place)
+        self.newest.pop(place, None)
+
+    def boundary(self) -> None:
+        """Frees the tensors whose copies were queued a layer or more ago."""
+        for layer in self.leaving:
+            self._wait_for(layer.copied)
+            for stored in layer.storages.values():
+                stored.flat = None
+        self.leaving.clear()
+
+    def _send(self, layer: _Layer) -> None:
+        """Queues the copies of a layer to the host."""
+        total = sum(stored.nbytes for stored in layer.storages.values())
+        layer.slabs += [self.host.take() for _ in range(math.ceil(total / SLAB_BYTES))]
+        with self._copying():
+            for stored, where, in_slab in layer.pieces():
+                assert stored.flat is not None  # it has just been saved
+                in_slab.copy_(stored.flat[where], non_blocking=True)
+            layer.copied = self._event()
+        self.leaving.append(layer)
+
+    def _fetch(self, layer: _Layer) -> None:
+        """Queues the copies of a layer back to the device, unless it has not left."""
+        if layer.fetched:
+            return
+        layer.fetched = True
+        if layer in self.leaving:
+            # The tensors are freed by autograd, so the compute stream must not pass the copies.
+            self.leaving.remove(layer)
+            layer.returned = layer.copied
+        else:
+            self.boundary()
+            for stored in layer.storages.values():  # memory of the compute stream
+                stored.flat = torch.empty(stored.nbytes, dtype=torch.uint8, device=self.device)
+            with self._copying():
+                for stored, where, in_slab in layer.pieces():
+                    assert stored.flat is not None
+                    stored.flat[where].copy_(in_slab, non_blocking=True)
+                layer.returned = self._event()
+        layer.storages.clear()
+        self.host.give(layer.slabs)
+
+    def _unpack(self, saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        layer = saved.layer
+        if not layer.entered:  # its backward begins
+            layer.entered = True
+            self._fetch(layer)
+            self._wait_for(layer.returned)
+            if layer.earlier is not None:
+                self._fetch(layer.earlier)
+            layer.earlier = None
+            self.boundary()
+        assert saved.stored.flat is not None
+        flat = saved.stored.flat.view(saved.dtype)
+        return flat.as_strided(saved.shape, saved.stride, saved.offset)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Queues the copies inside behind all that is queued so far."""
+        if not accelerator.is_accelerator(self.device):
+            yield
+            return
+        module = accelerator.module(self.device)
+        if self.stream is None:
+            self.stream = module.Stream(device=self.device)
+        self.stream.wait_stream(module.current_stream(self.device))
+        with accelerator.on_stream(self.stream):
+            yield
+
+    def _event(self) -> Any:
+        return None if self.stream is None else self.stream.record_event()
+
+    def _wait_for(self, event: Any) -> None:
+        """Lets the compute stream wait for copies."""
+        if event is not None:
+            accelerator.module(self.device).current_stream(self.device).wait_event(event)

@@ -1,0 +1,298 @@
+"""Activation offload: the bits of a run without it, slabs that come back, and planted mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.device import accelerator
+from parallel3d.pipeline import offload
+from parallel3d.pipeline.offload import ActivationOffload, HostSlabs
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import digests, make_trainer, plain_groups
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.simulated import SimulatedPool, here
+from tests.distributed.simulated_runs import one_wait_a_step
+from tests.kernels import no_kernels
+
+Sizes = tuple[int, int, int]
+Mutation = Callable[[], AbstractContextManager[Any]]
+Keys = tuple[tuple[str, Any], ...]
+STEPS = 2
+
+LLAMA = Problem("llama_tiny", "sgd", True, layers=4, batch=12)
+GPT = Problem(
+    "gpt_tiny", "sgd", False, layers=3, batch=12
+)  # q, k and v are views of the projection
+PACKED = replace(LLAMA, precision="bf16", documents=True)
+V: Keys = (("vpp", 2),)
+
+
+@contextmanager
+def tiny_slabs() -> Iterator[None]:
+    """Offloads tensors of tiny models, each into many slabs; on the CPU freed slabs are poisoned.
+
+    On the simulated device the host may not write what a queued copy reads.
+    """
+    give = HostSlabs.give
+
+    def poisoned(self: HostSlabs, slabs: list[Tensor]) -> None:
+        if not self.pinned:
+            for slab in slabs:
+                slab.fill_(0xFF)  # NaN in every floating-point type
+        give(self, slabs)
+
+    with (
+        patch.object(offload, "LEAST_BYTES", 100),
+        patch.object(offload, "SLAB_BYTES", 4001),  # cuts through numbers of 2 bytes
+        patch.object(HostSlabs, "give", poisoned),
+    ):
+        yield
+
+
+class Run(NamedTuple):
+    """What one rank saw: losses and norms, digests of the weights; slabs in all, and free ones."""
+
+    steps: list[tuple[float | None, float]]
+    weights: dict[str, str]
+    slabs: tuple[int, int]
+
+
+def run(case: Case, groups: ProcessGroups) -> Run:
+    trainer = make_trainer(case, groups)
+    trainer.evaluate()
+    found = trainer.executor.offload
+    assert found is None or found.host.count == 0  # an evaluation keeps nothing
+    waits = one_wait_a_step() if accelerator.is_accelerator(here()) else nullcontext()
+    with waits:
+        results = [trainer.train_step() for _ in range(STEPS)]
+    assert found is None or not (found.newest or found.leaving)
+    slabs = (0, 0) if found is None else (found.host.count, len(found.host.free))
+    steps = [(r.loss, r.grad_norm) for r in results]
+    return Run(steps, digests(trainer.full_parameters()), slabs)
+
+
+def run_both(
+    sizes: Sizes, cases: Sequence[tuple[Case, list[int]]], mutation: Mutation = nullcontext
+) -> list[tuple[Run, Run]]:
+    """Each case without and with `offload_layers`."""
+    groups, found = plain_groups(Layout(*sizes)), []
+    with tiny_slabs(), mutation():
+        for case, layers in cases:
+            away = replace(case, keys=(*case.keys, ("offload_layers", layers)))
+            with no_kernels() if case.compile else nullcontext():
+                found.append((run(case, groups), run(away, groups)))
+    groups.close()
+    return found
+
+
+def check(by_rank: list[list[tuple[Run, Run]]]) -> None:
+    for plain, offloaded in (pair for found in by_rank for pair in found):
+        assert offloaded.steps == plain.steps
+        assert offloaded.weights == plain.weights
+        assert offloaded.slabs[0] == offloaded.slabs[1]
+    # The first stage's layers always wait for a backward or for those behind them.
+    assert all(offloaded.slabs[0] > 0 for _, offloaded in by_rank[0])
+
+
+CASES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
+    (
+        (1, 1, 1),
+        [
+            (Case(GPT), [3]),
+            (Case(PACKED, keys=(("recompute", "[norm,mlp]"),)), [2]),
+            # One graph, as with layers between those that are offloaded would not be.
+            (Case(replace(LLAMA, layers=1), "gpipe", compile=True), [1]),
+        ],
+    ),
+    (
+        (2, 2, 1),
+        [
+            (Case(replace(LLAMA, precision="bf16"), "zb_h1", sp=True, microbatches=4), [2]),
+            (Case(LLAMA, "zbv", microbatches=3, keys=(*V, ("recompute", "full"))), [1, 1, 0, 1]),
+            (Case(GPT, keys=(("recompute", "selective"),)), [2, 0]),
+        ],
+    ),
+    (
+        (1, 2, 2),
+        [
+            (Case(replace(LLAMA, precision="fp16"), keys=(("zero", 3),)), [2]),
+            (Case(LLAMA, "interleaved", microbatches=2, keys=(*V, ("zero", 2))), [1]),
+        ],
+    ),
+]
+ON_DEVICES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
+    ((1, 2, 1), [(Case(replace(LLAMA, precision="bf16"), "zb_h1", microbatches=3), [2])]),
+    (
+        (1, 2, 1),
+        [
+            (
+                Case(
+                    replace(GPT, layers=4), "zbv", microbatches=2, keys=(*V, ("recompute", "full"))
+                ),
+                [1],
+            )
+        ],
+    ),
+    ((1, 1, 2), [(Case(GPT, keys=(("zero", 3),)), [3])]),
+]
+
+
+def named(runs: list[tuple[Sizes, list[tuple[Case, list[int]]]]]) -> list[str]:
+    return ["tp{}-pp{}-dp{}".format(*sizes) + f"-{cases[0][0].schedule}" for sizes, cases in runs]
+
+
+@pytest.mark.parametrize(("sizes", "cases"), CASES, ids=named(CASES))
+def test_bits_are_those_without_offload(
+    sizes: Sizes, cases: list[tuple[Case, list[int]]], pool: Pool
+) -> None:
+    check(pool.run(sizes[0] * sizes[1] * sizes[2], run_both, sizes, cases, timeout_s=900))
+
+
+@pytest.mark.parametrize(("sizes", "cases"), ON_DEVICES, ids=named(ON_DEVICES))
+def test_no_access_on_the_device_is_unordered(
+    sizes: Sizes, cases: list[tuple[Case, list[int]]], simulated: SimulatedPool
+) -> None:
+    """Races and copies of pinned memory that is written too early raise; the host waits once."""
+    check(simulated.run(sizes[0] * sizes[1] * sizes[2], run_both, sizes, cases, timeout_s=900))
+
+
+def slabs_over(steps: int) -> list[tuple[int, int]]:
+    """Slabs that exist and are free after each step."""
+    case = Case(replace(LLAMA, layers=2, batch=2), keys=(("offload_layers", [2]),))
+    found = []
+    with tiny_slabs():
+        trainer = make_trainer(case, plain_groups(Layout()))
+        pool = trainer.executor.offload.host
+        for _ in range(steps):
+            trainer.train_step()
+            found.append((pool.count, len(pool.free)))
+    return found
+
+
+def test_no_slab_leaks(pool: Pool) -> None:
+    (found,) = pool.run(1, slabs_over, 200)
+    assert set(found) == {found[0]} and found[0][0] == found[0][1] > 0
+
+
+# --- what is copied ---------------------------------------------------------------------------
+
+
+def copied() -> tuple[list[int], int]:
+    """Of one layer's forward: how often each storage is copied, and how many of those are
+    parameters or rotary tables."""
+    case = Case(LLAMA, microbatches=1, keys=(("offload_layers", [1]),))
+    sent: list[int] = []
+    with tiny_slabs(), patch.object(offload, "LEAST_BYTES", 1):
+        trainer = make_trainer(case, plain_groups(Layout()))
+        plain = ActivationOffload._send
+
+        def send(self: ActivationOffload, layer: Any) -> None:
+            sent.extend(stored.flat.data_ptr() for stored in layer.storages.values())
+            plain(self, layer)
+
+        with patch.object(ActivationOffload, "_send", send):
+            trainer.train_step()
+    tables = trainer.stages[0].rotary or ()
+    resident = {t.data_ptr() for t in (*trainer.stages[0].parameters(), *tables)}
+    return [sent.count(address) for address in set(sent)], len(resident & set(sent))
+
+
+def test_a_storage_is_copied_once_and_parameters_never(pool: Pool) -> None:
+    ((counts, resident),) = pool.run(1, copied)
+    assert resident == 0
+    assert len(counts) > 5 and set(counts) == {1}
+
+
+# --- planted mistakes -------------------------------------------------------------------------
+
+
+@contextmanager
+def slabs_are_freed_with_the_copy_to_them() -> Iterator[None]:
+    plain = ActivationOffload._send
+
+    def send(self: ActivationOffload, layer: Any) -> None:
+        plain(self, layer)
+        self.host.give(list(layer.slabs))
+
+    with patch.object(ActivationOffload, "_send", send):
+        yield
+
+
+@contextmanager
+def nothing_waits_for_copies_back() -> Iterator[None]:
+    plain = ActivationOffload._fetch
+
+    def fetch(self: ActivationOffload, layer: Any) -> None:
+        plain(self, layer)
+        layer.returned = None
+
+    with patch.object(ActivationOffload, "_fetch", fetch):
+        yield
+
+
+@contextmanager
+def tensors_are_freed_before_they_are_copied() -> Iterator[None]:
+    plain = ActivationOffload._send
+
+    def send(self: ActivationOffload, layer: Any) -> None:
+        plain(self, layer)
+        layer.copied = None
+
+    with patch.object(ActivationOffload, "_send", send):
+        yield
+
+
+@contextmanager
+def copies_do_not_wait_for_what_they_copy() -> Iterator[None]:
+    plain = ActivationOffload._copying
+
+    @contextmanager
+    def copying(self: ActivationOffload) -> Iterator[None]:
+        if self.stream is None:
+            self.stream = accelerator.module(self.device).Stream(device=self.device)
+        with patch.object(type(self.stream), "wait_stream", lambda *_: None), plain(self):
+            yield
+
+    with patch.object(ActivationOffload, "_copying", copying):
+        yield
+
+
+@contextmanager
+def views_forget_where_they_begin() -> Iterator[None]:
+    plain = ActivationOffload._unpack
+
+    def unpack(self: ActivationOffload, saved: Any) -> Tensor:
+        return plain(self, saved if isinstance(saved, Tensor) else saved._replace(offset=0))
+
+    with patch.object(ActivationOffload, "_unpack", unpack):
+        yield
+
+
+@pytest.mark.parametrize(
+    "mutation", [slabs_are_freed_with_the_copy_to_them, views_forget_where_they_begin]
+)
+def test_mistakes_that_change_bits(mutation: Mutation, pool: Pool) -> None:
+    ((found,),) = pool.run(1, run_both, (1, 1, 1), [(Case(GPT), [3])], mutation)
+    assert found[0].steps != found[1].steps and found[0].weights != found[1].weights
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        nothing_waits_for_copies_back,
+        tensors_are_freed_before_they_are_copied,
+        copies_do_not_wait_for_what_they_copy,
+    ],
+)
+def test_mistakes_that_race(mutation: Mutation, simulated: SimulatedPool) -> None:
+    with pytest.raises(WorkerFailure, match=r"Race: .* nothing orders the two"):
+        simulated.run(1, run_both, (1, 1, 1), [(Case(GPT), [3])], mutation)
