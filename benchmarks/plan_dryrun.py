@@ -24,7 +24,7 @@ from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import peak_memory
+from parallel3d.estimate.analytic_memory import host_memory, peak_memory
 from parallel3d.estimate.launches import launches
 from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.traffic import group_size, transfers
@@ -37,7 +37,7 @@ PRESETS += ("qwen2_5_0_5b", "megatron_1t")
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp, pp
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
 RECOMPUTE = ("none", "selective", "full", "[norm,activation]", "[mlp]", "[norm,attention,mlp]")
-NAMES = ("memory", "launches", "bytes sent")
+NAMES = ("memory", "launches", "bytes sent", "pinned memory")
 Keys = dict[str, Any]
 
 
@@ -88,7 +88,7 @@ def compare(keys: Keys) -> dict[str, tuple[float, float]]:
     config = configured(keys)
     facts, layout = find_facts(config), layout_of(config)
     where = layout.coordinates(facts["rank"])
-    played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]))
+    played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]), facts["host_bytes"])
     sent = sum(
         wire_bytes(t, group_size(t.dim, layout))
         for t in transfers(config, layout, where.pp, where.dp)
@@ -97,6 +97,7 @@ def compare(keys: Keys) -> dict[str, tuple[float, float]]:
         peak_memory(config, where.pp).total,
         sum(launches(config, where.pp, where.dp).values()),
         sent,
+        host_memory(config, where.pp),
     )
     return dict(zip(NAMES, zip(played, said, strict=True), strict=True))
 
@@ -133,8 +134,8 @@ def main(words: Sequence[str] | None = None) -> int:
     found = sample(options.seed, options.layers)
     cases = [json.loads(case) for case in options.case]
     cases = cases or [next(found) for _ in range(options.cases)]
-    print("| model | layout | GB | launches | memory % | launches % | bytes sent % |")
-    print("|---|---|---|---|---|---|---|")
+    print("| model | layout | GB | launches | memory % | launches % | bytes sent % | pinned % |")
+    print("|---|---|---|---|---|---|---|---|")
     errors = []
     for keys in cases:
         row, off_by = _row(keys)

@@ -355,11 +355,12 @@ def host_memory(config: Config, index: int) -> float:
         turns = turns_around(rank, stage)
         slabs = [math.ceil(n / SLAB_BYTES) for n in _moved(stage, layer, turns)]
         waiting.append(sum(slabs))
-        # Meanwhile one layer of the next action is on its way back.
-        running.append(sum(slabs if turns else slabs[1:]))
+        # Of F, B, I and W: one layer of the backward, or of the next action, is on its way back.
+        back = -max(slabs, default=0)
+        running.append((sum(slabs) + back * (not turns), back, back, 0))
     name, count = config.schedule.name, config.num_microbatches
     seen = moments(name, config.pp, len(rank.stages), count, index)
-    runs = np.where(seen.kind == 0, np.array(running)[seen.chunk], 0)
+    runs = np.array(running)[seen.chunk, seen.kind]
     return SLAB_BYTES * float((seen.live @ waiting + runs).max())
 
 

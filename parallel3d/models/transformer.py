@@ -338,7 +338,7 @@ class Stage(nn.Module):
             x = self.embedding(tokens, samples, positions, documents)
         assert x is not None  # only the first stage has no hidden states
         blocks = list(self.blocks.items())
-        shared = (*(rotary or ()), samples, *(vars(documents).values() if documents else ()))
+        shared = rotary, samples, documents
         # Layers that are offloaded come and go one by one.
         cuts = [*range(self.offloaded), *range(self.offloaded, len(blocks), GRAPH_BLOCKS)]
         for i, end in zip(cuts, [*cuts[1:], len(blocks)], strict=False):

@@ -147,12 +147,12 @@ class ActivationOffload:
 
     @contextmanager
     def layer(
-        self, module: nn.Module, shared: tuple[Any, ...], *, stays: bool, is_last: bool
+        self, module: nn.Module, shared: Any, *, stays: bool, is_last: bool
     ) -> Iterator[None]:
         """Runs the forward of a layer, whose saved tensors are offloaded.
 
         Args:
-            shared: tensors that other layers read too; other objects are ignored.
+            shared: tensors that other layers read too, or tuples and objects that hold some.
             stays: the layer is not offloaded.
             is_last: the stage's last layer, whose backward is the first.
         """
@@ -168,7 +168,7 @@ class ActivationOffload:
             if storage.nbytes() < LEAST_BYTES or tensor.device != self.device:
                 return tensor
             if not resident:  # not before: FSDP2 gathers parameters inside
-                tensors = [*module.parameters(), *(t for t in shared if isinstance(t, Tensor))]
+                tensors = (*module.parameters(), *_tensors_of(shared))
                 resident.update(t.untyped_storage()._cdata for t in tensors)
             if storage._cdata in resident:
                 return tensor
@@ -277,3 +277,11 @@ class ActivationOffload:
         """Lets the compute stream wait for copies."""
         if event is not None:
             accelerator.module(self.device).current_stream(self.device).wait_event(event)
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)) or hasattr(value, "__dict__"):
+        for part in value if isinstance(value, (list, tuple)) else vars(value).values():
+            yield from _tensors_of(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
+from parallel3d.estimate import analytic_memory
 from parallel3d.pipeline import offload
 from parallel3d.pipeline.offload import ActivationOffload, HostSlabs
 from parallel3d.topology.layout import Layout
@@ -23,7 +25,7 @@ from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import one_wait_a_step
 from tests.kernels import no_kernels
 
-Sizes = tuple[int, int, int]
+Sizes = tuple[int, ...]
 Mutation = Callable[[], AbstractContextManager[Any]]
 Keys = tuple[tuple[str, Any], ...]
 STEPS = 2
@@ -121,6 +123,7 @@ CASES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
             (Case(GPT, keys=(("recompute", "selective"),)), [2, 0]),
         ],
     ),
+    ((1, 2, 1, 2), [(Case(replace(LLAMA, documents=True), microbatches=3), [2])]),
     (
         (1, 2, 2),
         [
@@ -143,18 +146,19 @@ ON_DEVICES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
         ],
     ),
     ((1, 1, 2), [(Case(GPT, keys=(("zero", 3),)), [3])]),
+    ((1, 1, 1, 2), [(Case(PACKED), [4])]),
 ]
 
 
 def named(runs: list[tuple[Sizes, list[tuple[Case, list[int]]]]]) -> list[str]:
-    return ["tp{}-pp{}-dp{}".format(*sizes) + f"-{cases[0][0].schedule}" for sizes, cases in runs]
+    return [f"{'-'.join(map(str, sizes))}-{cases[0][0].schedule}" for sizes, cases in runs]
 
 
 @pytest.mark.parametrize(("sizes", "cases"), CASES, ids=named(CASES))
 def test_bits_are_those_without_offload(
     sizes: Sizes, cases: list[tuple[Case, list[int]]], pool: Pool
 ) -> None:
-    check(pool.run(sizes[0] * sizes[1] * sizes[2], run_both, sizes, cases, timeout_s=900))
+    check(pool.run(math.prod(sizes), run_both, sizes, cases, timeout_s=900))
 
 
 @pytest.mark.parametrize(("sizes", "cases"), ON_DEVICES, ids=named(ON_DEVICES))
@@ -162,7 +166,7 @@ def test_no_access_on_the_device_is_unordered(
     sizes: Sizes, cases: list[tuple[Case, list[int]]], simulated: SimulatedPool
 ) -> None:
     """Races and copies of pinned memory that is written too early raise; the host waits once."""
-    check(simulated.run(sizes[0] * sizes[1] * sizes[2], run_both, sizes, cases, timeout_s=900))
+    check(simulated.run(math.prod(sizes), run_both, sizes, cases, timeout_s=900))
 
 
 def slabs_over(steps: int) -> list[tuple[int, int]]:
@@ -181,6 +185,11 @@ def slabs_over(steps: int) -> list[tuple[int, int]]:
 def test_no_slab_leaks(pool: Pool) -> None:
     (found,) = pool.run(1, slabs_over, 200)
     assert set(found) == {found[0]} and found[0][0] == found[0][1] > 0
+
+
+def test_the_estimate_knows_the_sizes() -> None:
+    known = analytic_memory.SLAB_BYTES, analytic_memory.LEAST_BYTES
+    assert known == (offload.SLAB_BYTES, offload.LEAST_BYTES)
 
 
 # --- what is copied ---------------------------------------------------------------------------

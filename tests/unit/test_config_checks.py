@@ -139,6 +139,11 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["recompute_layers=[]", "must be numbers of layers", "recompute_layers=[4]"],
     ),
     (
+        {"offload_layers": [5]},
+        1,
+        ["offload_layers=[5]", "from 0 to model.num_layers=4", "offload_layers=[4]"],
+    ),
+    (
         {"recompute": "full", "recompute_layers": [2, 1, 0], "pp": 2},
         None,
         ["recompute_layers=[2,1,0]", "1 entry for all stages or 2", "recompute_layers=[2]"],

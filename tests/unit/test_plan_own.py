@@ -43,6 +43,8 @@ PLAYED = (
      "global_batch_size": 16, "state": "bf16"},
     {"model": "gpt3_175b", "layers": 2, "tp": 4, "dp": 8, "zero": 2, "micro_batch_size": 1,
      "global_batch_size": 16},
+    {"model": "llama3_8b", "layers": 12, "pp": 4, "dp": 1, "micro_batch_size": 1,
+     "global_batch_size": 8, "offload_layers": [3]},
 )  # fmt: skip
 
 
