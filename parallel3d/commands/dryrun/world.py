@@ -102,7 +102,7 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     trainer.rebuilds_buckets = False  # ready order would need timings
     counter.machine.collect()
     start_peak, counter.building = counter.peak, False
-    kinds = ("world", "embedding", "pp", "dp", "dp_cp", "dp_inner", "dp_outer", "cp", "tp")
+    kinds = ("world", "embedding", "pp", "dp_cp", "dp", "dp_inner", "dp_outer", "cp", "tp")
     counter.names = {groups.pp_backward.handle: "pp"}  # counted as pp
     counter.names |= {getattr(groups, kind).handle: kind for kind in kinds}
     stage = groups.coordinates.pp
