@@ -102,7 +102,7 @@ def recipe(name: str) -> Config:
 def row(name: str) -> tuple[str, ...]:
     """Returns the cells of a recipe under HEAD."""
     config = recipe(name)
-    sizes = {key: getattr(config, key) for key in ("tp", "pp", "vpp", "dp")}
+    sizes = {key: getattr(config, key) for key in ("tp", "cp", "pp", "vpp", "dp")}
     gpus = config.tp * config.pp * config.cp * (config.dp or 1)
     layout = [f"{key}={size}" for key, size in sizes.items() if size > 1]
     layout += [f"zero={config.zero}"] if config.zero else []

@@ -178,7 +178,9 @@ def _packed_backward(
     """The result may be of more keys: `out` and `sums` are of all of them."""
     _check_packed(q, edges, longest)
     _check_packed(k, key_edges, longest_keys)
-    grads = [simulated(torch.zeros_like(t)) for t in (q, k, v)]
+    grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
+    for to in grads:
+        to.data_.zero_()  # as the kernel does where keys have no queries
     for part, keys in _sequences(edges, key_edges):
         of_q, of_out, attended = (_as_one(t.data_[part]) for t in (q, grad, out))
         whole = of_q, _as_one(k.data_[keys]), _as_one(v.data_[keys])

@@ -37,8 +37,8 @@ def small(name: str) -> Config:
     """A recipe with a narrow, short model, each dimension of its layout cut to at most two ranks,
     and the rest of four given to dp: its precision, schedule, ZeRO and recomputation stay."""
     config = recipe(name)
-    tp, pp, vpp = (min(2, size) for size in (config.tp, config.pp, config.vpp))
-    dp = RANKS // (tp * pp)
+    tp, cp, pp, vpp = (min(2, size) for size in (config.tp, config.cp, config.pp, config.vpp))
+    dp = RANKS // (tp * cp * pp)
     model = dataclasses.replace(
         config.model,
         **TINY_SIZES,
@@ -50,7 +50,9 @@ def small(name: str) -> Config:
     )
     optim = dataclasses.replace(config.optim, lr_warmup_steps=1, lr_warmup_fraction=0.0)
     train = dataclasses.replace(config.train, steps=STEPS, epochs=None, tokens=None)
-    changed = dict(tp=tp, pp=pp, vpp=vpp, dp=dp, micro_batch_size=1, global_batch_size=4 * dp)
+    changed = dict(
+        tp=tp, cp=cp, pp=pp, vpp=vpp, dp=dp, micro_batch_size=1, global_batch_size=4 * dp
+    )
     config = dataclasses.replace(config, **changed, model=model, optim=optim, train=train)
     return check_config(config, RANKS, own_samples=True)
 
@@ -64,7 +66,7 @@ def train_all(configs: list[Config]) -> list[Trained]:
     """On each rank: three steps of each configuration."""
     found = []
     for config in configs:
-        layout = Layout(config.tp, config.pp, config.dp or 1)
+        layout = Layout(config.tp, config.pp, config.dp or 1, config.cp)
         groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
         source = source_of(config)
         device = torch.device("cpu")

@@ -104,7 +104,8 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     start_peak, counter.building = counter.peak, False
     kinds = ("world", "embedding", "pp", "dp_cp", "dp", "dp_inner", "dp_outer", "cp", "tp")
     counter.names = {groups.pp_backward.handle: "pp"}  # counted as pp
-    counter.names |= {getattr(groups, kind).handle: kind for kind in kinds}
+    of_kinds = (getattr(groups, kind) for kind in kinds)
+    counter.names |= {group.handle: group.name for group in of_kinds}  # dp_cp may be dp
     stage = groups.coordinates.pp
     few = _fewest(config, stage)
     more = config.num_microbatches - few
