@@ -1,4 +1,4 @@
-"""parallel3d: transformer training with tensor, pipeline and data parallelism.
+"""parallel3d: transformer training with tensor, pipeline, data and context parallelism.
 
 The names below are imported when first used: `import parallel3d` alone imports no torch.
 docs/library.md trains a model with them. Everything else is private.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from parallel3d.data.sampler import Sample
     from parallel3d.data_parallel.ddp import DistributedDataParallel
     from parallel3d.errors import UserError
+    from parallel3d.parallel.context_parallel import SplitSequences, context_parallel_attention
     from parallel3d.parallel.grad_norm import clip_grad_norm_
     from parallel3d.parallel.groups import init
     from parallel3d.parallel.pipeline import Pipeline
@@ -42,6 +43,7 @@ __all__ = [
     "ProcessGroups",
     "RowParallelLinear",
     "Sample",
+    "SplitSequences",
     "Trainer",
     "UserError",
     "VocabParallelEmbedding",
@@ -51,6 +53,7 @@ __all__ = [
     "check_replicated",
     "clip_grad_norm_",
     "compose",
+    "context_parallel_attention",
     "full_state_dict",
     "init",
     "load",
@@ -70,6 +73,7 @@ _HOME = {
     "ProcessGroups": "parallel3d.comm.process_groups",
     "RowParallelLinear": "parallel3d.tensor_parallel.layers",
     "Sample": "parallel3d.data.sampler",
+    "SplitSequences": "parallel3d.parallel.context_parallel",
     "Trainer": "parallel3d.trainer",
     "UserError": "parallel3d.errors",
     "VocabParallelEmbedding": "parallel3d.tensor_parallel.embedding",
@@ -78,6 +82,7 @@ _HOME = {
     "check_replicated": "parallel3d.parallel.replicated",
     "clip_grad_norm_": "parallel3d.parallel.grad_norm",
     "compose": "parallel3d.config.composing",
+    "context_parallel_attention": "parallel3d.parallel.context_parallel",
     "full_state_dict": "parallel3d.parallel.state_dicts",
     "init": "parallel3d.parallel.groups",
     "load": "parallel3d.parallel.training_state",

@@ -33,12 +33,13 @@ def init(
     pp: int | None = 1,
     dp: int | None = None,
     *,
+    cp: int | None = 1,
     device: str = "auto",
     order: str = DEFAULT_ORDER,
     timeout_s: float = 600.0,
     shared_memory: bool = True,
 ) -> ProcessGroups:
-    """Returns this process's groups in the grid tp × pp × dp, under torchrun, under srun or alone.
+    """Returns this process's groups in the grid tp × cp × pp × dp, under torchrun, srun or alone.
 
     Uses the default process group if torch.distributed is initialised already. Otherwise runs the
     launcher's rendezvous, and closes the groups when the script ends. On a host with GPUs each
@@ -46,7 +47,7 @@ def init(
     Collective over the world.
 
     Args:
-        tp, pp, dp: sizes; one of them may be None: the rest of the world.
+        tp, pp, dp, cp: sizes; one of them may be None: the rest of the world.
         device: cpu, cuda or auto: GPUs if there is one for each rank of the host.
         order: the dimensions, from the one whose ranks are adjacent on.
         timeout_s: of a collective.
@@ -58,7 +59,7 @@ def init(
     """
     own = not dist.is_initialized()
     here = _join_world(device, timeout_s) if own else device_of_world()
-    layout = _agreed_layout(tp, pp, dp, order, here)
+    layout = _agreed_layout({"pp": pp, "tp": tp, "cp": cp, "dp": dp}, order, here)
     launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
     groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
     if own:
@@ -100,16 +101,12 @@ def device_of_world() -> torch.device:
     return current(kind)
 
 
-def _agreed_layout(
-    tp: int | None, pp: int | None, dp: int | None, order: str, device: torch.device
-) -> Layout:
-    request = {"tp": tp, "pp": pp, "dp": dp, "order": order}
-    check_agreement("init", request, dist.group.WORLD, device)
-    return _layout(dist.get_world_size(), tp, pp, dp, order)
+def _agreed_layout(sizes: dict[str, int | None], order: str, device: torch.device) -> Layout:
+    check_agreement("init", {**sizes, "order": order}, dist.group.WORLD, device)
+    return _layout(dist.get_world_size(), sizes, order)
 
 
-def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: str) -> Layout:
-    sizes = {"pp": pp, "tp": tp, "dp": dp}
+def _layout(world: int, sizes: dict[str, int | None], order: str) -> Layout:
     for key, value in sizes.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and (not whole or value < 1):
@@ -123,12 +120,13 @@ def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: s
             f"{free[0]}=1"
         )
     left = world
+    others = "tp × pp" if sizes["cp"] == 1 else "tp × cp × pp"
     for key, size in sizes.items():
         if size is None:
             continue
         if not free and key == "dp" and size != left:
             raise UserError(
-                f"init(dp={size}) must be {left}, since the world has {world} ranks and tp × pp "
+                f"init(dp={size}) must be {left}, since the world has {world} ranks and {others} "
                 f"is {world // left}; the nearest is dp={left}"
             )
         if left % size:

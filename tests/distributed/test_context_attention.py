@@ -6,23 +6,28 @@ import math
 from dataclasses import replace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import parallel3d as p3d
+from parallel3d.comm.collectives import all_reduce
 from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import LoggedOperation, OperationLog
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.context_parallel import attention
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import SequenceSplit, make_documents
+from parallel3d.estimate import context_styles
 from parallel3d.models.attention import attend_split
 from parallel3d.models.recompute import recomputed
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.unit.test_context_attention import PACKS, explicit, random_inputs
 from tests.unit.test_context_split import starts_of
+from tests.unit.test_document_attention import square
 
 STYLES = ("gather", "ring", "heads")
 HEADS, KV_HEADS = 12, {2: 4, 3: 1, 4: 2}  # by the number of ranks: also fewer than ranks
@@ -57,7 +62,7 @@ def attended(
     """By style: its name, the largest error, and what was sent over what the formula says."""
     launch = LaunchConfig(shared_memory=shared_memory)
     groups = ProcessGroups.create(Layout(1, 1, 1, size), "cpu", 300, launch)
-    with patch.object(attention, "LEAST_BYTES", least_bytes):
+    with patch.object(context_styles, "LEAST_BYTES", least_bytes):
         found = [(style, *attended_by(style, groups.cp, again)) for style in STYLES]
     groups.close()
     return found
@@ -112,3 +117,73 @@ def test_styles_attend_alike_and_send_what_their_formula_says(
         for style, error, bytes in rank:
             assert error < 1e-12, (style, error)
             assert bytes == pytest.approx(1, rel=1e-12), style
+
+
+LENGTHS = [[13, 1, 1, 5, 21], [41]]
+
+
+def of_a_model_of_ones_own(size: int) -> tuple[float, list[str]]:
+    """The largest error beside PyTorch's attention, and what a user's mistakes are told."""
+    groups = p3d.init(cp=size, dp=1)
+    split = p3d.SplitSequences(LENGTHS, groups.cp, balanced=True)
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(2, 41, heads, 8) for heads in (6, 3, 3, 6)]
+    *whole, grad = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    whole = [x.requires_grad_() for x in whole]
+    q, k, v = (x.transpose(1, 2) for x in whole)
+    seen = square([np.cumsum(row)[:-1].tolist() for row in LENGTHS], 41)
+    expected = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True).transpose(1, 2)
+    theirs = [split.take(expected), *torch.autograd.grad(expected, whole, grad)]
+    error = 0.0
+    parts = [split.take(x).transpose(1, 2) for x in whole]
+    for style in STYLES if size == 3 else ("gather", "ring"):
+        how = {"documents": split, "style": style}
+        out = p3d.context_parallel_attention(*parts, groups.cp, **how).transpose(1, 2)
+        real = split.take(torch.ones(2, 41))[:, :, None, None]
+        out = out * real  # whatever the padding attends to
+        grads = torch.autograd.grad(out, whole, split.take(grad), retain_graph=True)
+        ours = [out, *(all_reduce(x.contiguous(), groups.cp) for x in grads)]
+        off = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
+        error = max(error, *off)
+    positions = torch.cat([torch.arange(n) for row in LENGTHS for n in row]).view(2, 41)
+    assert torch.equal(split.take(positions), split.positions * real[:, :, 0, 0])
+    said = []
+    short = [x[:, :, 1:] for x in parts]
+    for call in (
+        lambda: p3d.SplitSequences([[4, 0], [4]], groups.cp),
+        lambda: p3d.SplitSequences([[4], [5]], groups.cp),
+        lambda: split.take(torch.ones(2, 40)),
+        lambda: p3d.context_parallel_attention(*parts, groups.cp, documents=split, style="rings"),
+        lambda: p3d.context_parallel_attention(*parts, groups.tp, documents=split),
+        lambda: p3d.context_parallel_attention(*short, groups.cp, documents=split),
+        lambda: p3d.context_parallel_attention(
+            parts[0], parts[1][:, :2], parts[2], groups.cp, documents=split
+        ),
+        lambda: p3d.context_parallel_attention(
+            *(x[:, :1] for x in parts), groups.cp, documents=split, style="heads"
+        ),
+    ):
+        with pytest.raises(p3d.UserError) as raised:
+            call()
+        said.append(str(raised.value))
+    groups.close()
+    return error, said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_model_of_ones_own_attends_as_pytorch_does(size: int, pool: Pool) -> None:
+    for error, said in pool.run(size, of_a_model_of_ones_own, size):
+        assert error < 1e-12
+        begins = [
+            "SplitSequences(lengths=[[4, 0], [4]]) must have a list of whole numbers from 1 on",
+            "SplitSequences(lengths=…) must be of equally long sequences, not of 4 and 5 tokens",
+            "take(x) of shape [2, 40] must begin with 2 sequences of 41 tokens",
+            "context_parallel_attention(style='rings') must be gather, heads or ring; the nearest "
+            "is style='ring'",
+            "context_parallel_attention(group=…) of ranks [",
+            "context_parallel_attention(q) of shape [2, 6, ",
+            "context_parallel_attention(k, v) of 2 and 3 heads must have as many heads each",
+            f"context_parallel_attention(style='heads') over {size} ranks must divide 1 query",
+        ]
+        for sentence, begin in zip(said, begins, strict=True):
+            assert sentence.startswith(begin) and ("give" in sentence or "nearest" in sentence)

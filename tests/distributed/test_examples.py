@@ -49,6 +49,7 @@ ALONE = [
     ("mlp_tensor_parallel.py",),
     ("cnn_pipeline.py",),
     ("all_three.py",),
+    ("long_sequence.py",),
 ]
 TOGETHER = {
     2: [
@@ -56,7 +57,10 @@ TOGETHER = {
         ("mlp_tensor_parallel.py",),
         ("cnn_pipeline.py", "zb_h1"),
         ("all_three.py", "2", "1"),
+        ("long_sequence.py", "gather"),
+        ("long_sequence.py", "heads"),
     ],
+    3: [("long_sequence.py", "ring")],
     4: [("image_classifier_ddp.py",), ("mlp_tensor_parallel.py",), ("all_three.py", "1", "2")],
     8: [("all_three.py", "2", "2")],
 }

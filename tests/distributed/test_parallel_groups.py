@@ -17,6 +17,8 @@ BAD = (
     ({"tp": 0}, {}, "init(tp=0) must be a whole number from 1 on; the nearest is tp=1"),
     ({"pp": "two"}, {}, "init(pp='two') must be a whole number from 1 on; the nearest is pp=1"),
     ({"order": "tp-pp"}, {}, "init(order='tp-pp') must name each of tp, cp, dp and pp once"),
+    ({"cp": 3}, {}, "init(cp=3) must divide the world's 4 ranks; the nearest is cp=2"),
+    ({"cp": 2, "dp": 4}, {}, "init(dp=4) must be 2, since the world has 4 ranks and tp × cp × pp "),
     ({"tp": 2}, {"tp": 4}, "init(tp=4) on rank 1 must be tp=2 as on rank 0: "),
 )
 
@@ -29,6 +31,12 @@ def grids() -> tuple[list, list[str]]:
         sums = [int(all_reduce(torch.tensor([rank]), g)) for g in (groups.tp, groups.pp, groups.dp)]
         found.append([(groups.tp.ranks, groups.pp.ranks, groups.dp.ranks), sums])
         groups.close()
+    groups = p3d.init(cp=2)
+    split = (groups.cp.ranks, groups.dp.ranks, groups.dp_cp.ranks)
+    sizes = groups.mesh["cp"].size(), groups.mesh["dp"].size()
+    assert split == (((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2], (0, 1, 2, 3))
+    assert sizes == (2, 2) and groups.mesh["cp"].get_local_rank() == groups.cp.index == rank % 2
+    groups.close()
     for words, of_rank_1, _ in BAD:
         try:
             p3d.init(**(words | of_rank_1 if rank == 1 else words))
