@@ -42,7 +42,14 @@ from benchmarks.kills import Result, one_run, plan
 from tests.e2e.command import Shell
 from tests.e2e.private_slurm import Slurm
 
-LAYOUTS = (("tp=2",), ("pp=2",), ("dp=2",), ("dp=2", "zero=1"), ("tp=2", "checkpoint.async=false"))
+LAYOUTS = (  # the first is that of tests/e2e/test_faults.py
+    ("cp=2", "zero=1"),
+    ("tp=2",),
+    ("pp=2",),
+    ("dp=2",),
+    ("dp=2", "zero=1"),
+    ("tp=2", "checkpoint.async=false"),
+)
 LAUNCHERS: dict[str, type[Command]] = {
     "ours": Command,
     "forked": ForkedCommand,

@@ -20,12 +20,13 @@ HOST = re.escape(socket.gethostname())
 WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
 WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"
 STOPPED = "stop:1:3"  # cannot report itself: test_watchdog does
+AWAY = "away:1:3"  # in the middle of a step, with context parallelism
 HANGS = {
     STOPPED: rf"hang: {WHO} is stopped \(SIGSTOP\): "
     r"rank 0 waits in all_reduce \d+ of dp \(float64\[\]\) in train step 3, for \d+ s",
-    "hang:1:3": rf"hang: {WHO} is in train step 3 at parallel3d/commands/train\.py:\d+, "
-    r"in no operation: "
-    r"rank 0 waits in all_reduce \d+ of dp \(float64\[\]\) in train step 3, for \d+ s",
+    AWAY: rf"hang: rank 1 \(pp 0, dp 0, cp 1, tp 0\) on {HOST} is in train step 3 at "
+    r"parallel3d/context_parallel/attention\.py:\d+, in no operation: "
+    r"rank 0 waits in all_gather \d+ of cp \(float32\[\d+\]\) in train step 3, for \d+ s",
     "skip:1:3": rf"hang: {WHO} left out all_reduce of world \(float64\[4\]\) and waits in "
     r"all_reduce \d+ of dp \(float64\[\]\) in train step 4: "
     rf"rank 0 waits in {WORLD} in train step 3, for \d+ s",
@@ -40,16 +41,17 @@ HANGS = {
 def test_hang_names_the_rank_at_fault(shell: Shell, fault: str) -> None:
     seconds = WATCHDOG_S * pace()  # a rank that is only slow must not be called a hang
     watchdog = f"recovery.watchdog_s={seconds:.1f}"
+    layout = "cp=2" if fault == AWAY else "dp=2"
     ended = shell.run(
-        *PARALLEL3D, *words(shell, "dp=2", LONG, watchdog), **shell.failing(fault), timeout_s=90
+        *PARALLEL3D, *words(shell, layout, LONG, watchdog), **shell.failing(fault), timeout_s=90
     )
     assert in_time(shell.seconds_since_failure() - seconds, 10)
     assert ended.code == 1
     assert re.fullmatch(rf"parallel3d: {HANGS[fault]}( \(\w+: \S+\))?", ended.errors[-1])
     run = shell.cwd / "runs" / "mine"
-    if fault == "hang:1:3":
-        assert "in _fail" not in (run / "rank-0.stacks.txt").read_text()
-        assert "in _fail" in (run / "rank-1.stacks.txt").read_text()
+    if fault == AWAY:
+        assert "in _stay_away" not in (run / "rank-0.stacks.txt").read_text()
+        assert "in _stay_away" in (run / "rank-1.stacks.txt").read_text()
 
 
 def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) -> None:

@@ -12,14 +12,14 @@ from tests.e2e.command import PARALLEL3D, Shell
 from tests.e2e.test_failures import words
 
 HOST = re.escape(socket.gethostname())
-SETTINGS = ("dp=2", "checkpoint.every=2", "recovery.max_skipped=2")
+SETTINGS = ("checkpoint.every=2", "recovery.max_skipped=2")
 pytestmark = pytest.mark.at_once(2)
 
 
 def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) -> None:
     shell.environ = shell.failing("nan:1:5")
     large = "model.vocab_size=25800"  # for bytes: told at the start, by one rank
-    ended = shell.run(*PARALLEL3D, *words(shell, *SETTINGS, "train.steps=20", large))
+    ended = shell.run(*PARALLEL3D, *words(shell, "dp=2", *SETTINGS, "train.steps=20", large))
     assert ended.code == 1
     assert ended.err.count("defaults for one of 859 k: data=text (bytes); parallel3d recipes") == 1
     assert "restart" not in ended.err  # it would happen again
@@ -35,7 +35,7 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) 
 def test_run_goes_back_over_bad_steps_and_a_drifted_replica_is_named(shell: Shell) -> None:
     more = ("recovery.after_skipped=rollback", "recovery.drift_every=1", "train.steps=12")
     shell.environ = shell.failing("nan:1:5,flip:1:10")
-    ended = shell.run(*PARALLEL3D, *words(shell, *SETTINGS, *more))
+    ended = shell.run(*PARALLEL3D, *words(shell, "cp=2", *SETTINGS, *more))
     assert ended.code == 0, ended.err
     back = [e for e in ended.errors if "rollback" in e]
     assert len(back) == 1
@@ -44,8 +44,8 @@ def test_run_goes_back_over_bad_steps_and_a_drifted_replica_is_named(shell: Shel
     assert [r["step"] for r in rows] == list(range(1, 13))
     drifted = [e for e in ended.errors if "drifted" in e]
     assert re.fullmatch(
-        rf"parallel3d: step 10: rank 0 \(.*\) on {HOST} and rank 1 \(.*\) on {HOST} drifted apart: "
-        r"they hold different \S+, replicated over dp",
+        rf"parallel3d: step 10: rank 0 \(.*cp 0.*\) on {HOST} and rank 1 \(.*cp 1.*\) on {HOST} "
+        r"drifted apart: they hold different \S+, replicated over dp_cp",
         drifted[0],
     )
     assert len(drifted) == 3  # steps 10, 11 and 12: nobody repairs it

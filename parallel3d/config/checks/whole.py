@@ -274,7 +274,7 @@ def _data_parallel_size(config: Config, world_size: int | None) -> int:
 
 
 def _fitting_sizes(config: Config, world_size: int) -> list[str]:
-    """Returns the changes of dp, tp or pp alone that make the product `world_size`."""
+    """Returns the changes of one size alone that make the product `world_size`."""
     tp, pp, cp, dp = config.tp, config.pp, config.cp, config.dp
     splits = tp_splits(config)
 
@@ -286,9 +286,9 @@ def _fitting_sizes(config: Config, world_size: int) -> list[str]:
         choices.append(f"dp={world_size // (tp * pp * cp)}")
     near_tp = closest(tp, lambda n: splits(n) and fits(n * pp * cp), world_size)
     near_pp = closest(pp, lambda n: fits(tp * n * cp), min(world_size, config.model.num_layers))
-    choices += [f"tp={near_tp}"] if near_tp else []
-    choices += [f"pp={near_pp}"] if near_pp else []
-    return choices
+    near_cp = closest(cp, lambda n: fits(tp * pp * n), world_size) if cp > 1 else None
+    sizes = {"tp": near_tp, "pp": near_pp, "cp": near_cp}
+    return choices + [f"{name}={size}" for name, size in sizes.items() if size]
 
 
 def _check_batch(config: Config, dp: int) -> None:

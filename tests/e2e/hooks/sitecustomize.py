@@ -2,7 +2,7 @@
 
 FAIL=how:rank:step, with how one of raise, stop (SIGSTOP to itself), hang; several are joined by
 commas. Two more spoil the step's sum over the world: skip (the rank goes on without it) and shape
-(it brings a longer tensor); nan makes a gradient of three steps not a number, flip a bit of a
+(it brings a longer tensor); away hangs where attention over split sequences gathers, nan makes a gradient of three steps not a number, flip a bit of a
 parameter another one. The moment is written to FAILED_AT. parallel3d itself knows nothing of this:
 its trainer is patched as it is imported.
 """
@@ -54,6 +54,9 @@ def _fail(how: str, module: ModuleType, trainer) -> None:
     if how in ("skip", "shape"):
         _spoil(how, module.collectives)
         return
+    if how == "away":
+        module.collectives.all_gather_bucket = _stay_away
+        return
     if how == "nan":
         _spoil_gradients(trainer, steps=3)
         return
@@ -79,6 +82,10 @@ def _spoil(how: str, collectives: ModuleType) -> None:
         return tensor if how == "skip" else right(tensor.repeat(3), group)[: len(tensor)]
 
     setattr(collectives, name, wrong)
+
+
+def _stay_away(*_):
+    time.sleep(3600)
 
 
 def _spoil_gradients(trainer, steps: int) -> None:
