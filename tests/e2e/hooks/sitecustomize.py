@@ -2,9 +2,9 @@
 
 FAIL=how:rank:step, with how one of raise, stop (SIGSTOP to itself), hang; several are joined by
 commas. Two more spoil the step's sum over the world: skip (the rank goes on without it) and shape
-(it brings a longer tensor); away hangs where attention over split sequences gathers, nan makes a gradient of three steps not a number, flip a bit of a
-parameter another one. The moment is written to FAILED_AT. parallel3d itself knows nothing of this:
-its trainer is patched as it is imported.
+(it brings a longer tensor); away hangs where attention over split sequences gathers, nan makes a
+gradient of three steps not a number, flip a bit of a parameter another one. The moment is written
+to FAILED_AT. parallel3d itself knows nothing of this: its trainer is patched as it is imported.
 """
 
 from __future__ import annotations
