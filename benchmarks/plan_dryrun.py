@@ -25,6 +25,7 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import host_memory, peak_memory
+from parallel3d.estimate.context_styles import STYLES
 from parallel3d.estimate.launches import launches
 from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.traffic import group_size, transfers
@@ -46,7 +47,8 @@ def configured(keys: Keys) -> Config:
     keys = dict(keys)
     model = preset("model", keys.pop("model"))
     model["num_layers"] = keys.pop("layers", model["num_layers"])
-    model["norm"] = keys.pop("norm", model["norm"])
+    for key in {"norm", "seq_length"} & {*keys}:
+        model[key] = keys.pop(key)
     config = Config(
         cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
         model=ModelConfig(**model),
@@ -54,6 +56,7 @@ def configured(keys: Keys) -> Config:
     )
     config.precision.name = "bf16"
     config.schedule.name = keys.pop("schedule", "1f1b")
+    config.context_parallel.style = keys.pop("style", "gather")
     config.optim.state = keys.pop("state", "fp32")
     config.optim.ema_decay = keys.pop("ema_decay", None)
     return check_config(dataclasses.replace(config, **keys), own_samples=True)
@@ -66,15 +69,21 @@ def sample(seed: int, layers: int) -> Iterator[Keys]:
         tp, pp = chance.choice(LAYOUTS)
         schedule = chance.choice(SCHEDULES if pp > 1 else ("1f1b",))
         vpp = 2 if schedule in (*V_SHAPED, *LOOPED) else 1
-        dp, batch = chance.choice((1, 2, 8)), chance.choice((1, 1, 2))
+        dp, batch, cp = (
+            chance.choice((1, 2, 8)),
+            chance.choice((1, 1, 2)),
+            chance.choice((1, 1, 2, 4)),
+        )
         count = pp * chance.choice((1, 2, 3))
         keys = {
             "model": chance.choice(PRESETS), "layers": layers * pp * vpp, "tp": tp, "pp": pp,
-            "vpp": vpp, "dp": dp, "sp": chance.random() < 0.6 and tp > 1, "schedule": schedule,
-            "zero": chance.choice((0, 1, 2, 3)) if dp > 1 else 0,
+            "vpp": vpp, "dp": dp, "cp": cp,
+            "style": chance.choice(STYLES if cp > 1 else STYLES[:1]),
+            "sp": chance.random() < 0.6 and tp > 1, "schedule": schedule,
+            "zero": chance.choice((0, 1, 2, 3)) if dp * cp > 1 else 0,
             "recompute": chance.choice(RECOMPUTE), "micro_batch_size": batch,
             "global_batch_size": batch * dp * count,
-            "rank": chance.choice((0, pp // 2, pp - 1)) * tp * dp,
+            "rank": chance.choice((0, pp // 2, pp - 1)) * tp * cp * dp,
         }  # fmt: skip
         try:
             configured(keys)
@@ -88,14 +97,14 @@ def compare(keys: Keys) -> dict[str, tuple[float, float]]:
     config = configured(keys)
     facts, layout = find_facts(config), layout_of(config)
     where = layout.coordinates(facts["rank"])
+    shard = where.dp * layout.cp + where.cp
     played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]), facts["host_bytes"])
     sent = sum(
-        wire_bytes(t, group_size(t.dim, layout))
-        for t in transfers(config, layout, where.pp, where.dp)
+        wire_bytes(t, group_size(t.dim, layout)) for t in transfers(config, layout, where.pp, shard)
     )
     said = (
         peak_memory(config, where.pp).total,
-        sum(launches(config, where.pp, where.dp).values()),
+        sum(launches(config, where.pp, shard).values()),
         sent,
         host_memory(config, where.pp),
     )
@@ -115,6 +124,7 @@ def _row(keys: Keys) -> tuple[str, list[float]]:
     found = compare(keys)
     errors = [off(*found[name]) for name in NAMES]
     plain = {"sp": False, "vpp": 1, "zero": 0, "recompute": "none", "dp": 1, "rank": 0}
+    plain |= {"cp": 1, "style": "gather"}
     words = [f"{k}={v}" for k, v in keys.items() if plain.get(k) != v and k != "model"]
     played = f"{found['memory'][0] / 1e9:.2f} | {found['launches'][0]:,.0f}"
     cells = " | ".join(f"{error:+.2f}" for error in errors)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from parallel3d.config.schema import Config
 from parallel3d.estimate.balance import layers_of_stages, placement_of
-from parallel3d.estimate.ops import TABLE, Op, kept
+from parallel3d.estimate.ops import TABLE, Op, kept, widths
 from parallel3d.estimate.optimizer import PIECE
 from parallel3d.estimate.search import LayoutChoice, configure
 from parallel3d.estimate.traffic import LocalStage, PipelineRank, flat_shards, pipeline_ranks
@@ -136,7 +136,7 @@ def memory_lower_bound(config: Config) -> float:
 
 def _state(rank: PipelineRank, numel: int) -> RankMemory:
     """Returns the memory between steps of `numel` elements, and during them under zero 0 and 1."""
-    config, item, wide, dp = rank.config, rank.item, rank.grad_item, rank.layout.dp
+    config, item, wide, dp = rank.config, rank.item, rank.grad_item, rank.replicas
     cut, spread = dp if config.zero > 0 else 1, dp if config.zero > 1 else 1
     moments_ = {"adamw": 2, "sgd": 1}.get(config.optim.name, 2)
     moment = 2 if config.optim.state == "bf16" else wide
@@ -259,7 +259,7 @@ def _cast_table(rank: PipelineRank) -> float:
 def fsdp_memory(rank: PipelineRank) -> dict[str, RankMemory]:
     """Returns FSDP2's bytes by moment on a rank of one stage; "begun": those that are held after
     the step's first backward."""
-    config, item, dp, layers = rank.config, rank.item, rank.layout.dp, rank.layer_count
+    config, item, dp, layers = rank.config, rank.item, rank.replicas, rank.layer_count
     one, ends, first = rank.layer_numel, rank.end_numel, rank.first
     up, down = (
         item * op.inputs * op.outputs
@@ -425,9 +425,60 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
     )
     halved = max(first, (whole if sp else 0.0) + inner + up)
     kept, plain = bytes_kept(rank, layer.kept), bytes_kept(rank, layer.plain)
-    moved = bytes_moved(rank, layer.kept), bytes_moved(rank, layer.plain)
-    backwards = stream + first, stream + halved
-    return LayerBytes(kept, plain, *moved, deferred, forward, *backwards, again, inner)
+    moved = [bytes_moved(rank, layer.kept), bytes_moved(rank, layer.plain)]
+    first, halved = stream + first, stream + halved
+    if rank.config.cp > 1:
+        split = context_bytes(rank)
+        at = next(i for i, op in enumerate(layer.ops) if op.kind == "attention")
+        qkv, later = row * layer.ops[at].inputs, layer.ops[at + 1 :]
+        if "attention.out" in twice:
+            forward = max(forward, stream + 2 * qkv + split.forward)
+            here = stream + split.backward - bytes_kept(rank, later)
+            again += split.gathered + split.kept
+        else:
+            free = bytes_kept(rank, [op for op in later if op in layer.kept])
+            forward = max(forward, split.forward - free)
+            before = [op for op in layer.repeated if op.name.startswith("attention")]
+            here = stream + split.backward + split.gathered - free - again
+            here += bytes_kept(rank, before) + qkv * bool(before)
+        first, halved = max(first, here), max(halved, here)
+        plain += split.kept
+        kept += split.kept * ("attention" not in twice)
+    return LayerBytes(kept, plain, *moved, deferred, forward, first, halved, again, inner)
+
+
+class ContextBytes(NamedTuple):
+    """Bytes of one layer's attention over context-parallel ranks (context_parallel/attention.py).
+
+    Attributes:
+        kept: more than one rank's attention from its forward to its backward.
+        gathered: keys and values that a repeated forward keeps for the backward.
+        forward, backward: temporary; without `gathered` in the backward.
+    """
+
+    kept: float
+    gathered: float
+    forward: float
+    backward: float
+
+
+def context_bytes(rank: PipelineRank) -> ContextBytes:
+    config, w, wide = rank.config, widths(rank.config.model, rank.layout.tp), max(WIDE, rank.item)
+    token = rank.tokens * rank.item
+    queries, own, times = token * w.queries, 2 * token * w.keys, wide / rank.item
+    result = times * queries + wide * rank.tokens * w.heads  # merged in fp32 or better
+    if config.context_parallel.style == "heads":  # kept with parts of the heads too
+        copies = max(config.cp / w.key_heads, 1)
+        return ContextBytes(queries + (copies - 1) * own, 0.0, 3 * queries, 3 * queries)
+    if config.context_parallel.style == "ring":
+        return ContextBytes(0.0, 0.0, result + 3 * own, result + queries + 3 * (1 + times) * own)
+    some, several = config.cp * own / rank.head_groups, rank.head_groups > 1
+    keeps = any(op.kind == "attention" for op in rank.layer.repeated)
+    gathered = config.cp * own * keeps
+    forward = result + gathered + (2 + 2 * several - keeps) * some
+    # Some in rank order, the next, some in order, their gradients, and those in rank order.
+    backward = (1 + several + 2 * times + (2 + several) * (not keeps)) * some
+    return ContextBytes(0.0, gathered, forward, result + queries + own + backward)
 
 
 class HeadBytes(NamedTuple):

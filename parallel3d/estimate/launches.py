@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from parallel3d.config.schema import Config
-from parallel3d.estimate.ops import NORMS, LocalParameter, Op
+from parallel3d.estimate.ops import NORMS, Op, widths
 from parallel3d.estimate.optimizer import PIECE
 from parallel3d.estimate.traffic import (
     FlatShard,
@@ -25,17 +25,18 @@ _LISTS = {"norm": 110, "adamw": 36, "sgd": 48, "ema": 64}  # tensors of one mult
 
 
 def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]:
-    """Returns launches of rank `index` along pp, with tp rank 0, by the parts of `dryrun`.
+    """Returns launches of rank `index` along pp, with tp and cp rank 0, by the parts of `dryrun`.
 
     `config` is checked. Launches of dropout, label smoothing and z-loss are not counted.
     """
     layout = layout_of(config)
     [rank] = pipeline_ranks(config, layout, data_rank, [index])
     count, copies, sharded = config.num_microbatches, int(rank.copies), rank.fully_sharded
+    calls = _calls(rank)
     found = {
         "gemm_layers": count * _of_layers(rank, "gemm", forward=1, backward=2),
-        "attention": count * _of_layers(rank, "attention", forward=1, backward=1),
-        "blocks": count * _blocks(rank, copies),
+        "attention": count * _of_layers(rank, "attention", forward=calls, backward=calls),
+        "blocks": count * (_blocks(rank, copies) + _split_attention(rank)),
         "other": _other(rank, copies),
         "optimizer": _optimizer(rank),
         "communication": sum(
@@ -51,12 +52,52 @@ def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]
     return {name: float(value) for name, value in found.items()}
 
 
+def _calls(rank: PipelineRank) -> int:
+    """Counts calls of the kernel in one forward of a layer's attention.
+
+    Of consecutive queries whose keys do not overlap: those of a sequence's second part, and of the
+    next one's first.
+    """
+    config = rank.config
+    style = config.context_parallel.style
+    if config.cp == 1 or style == "heads":
+        return 1
+    first = config.micro_batch_size + 1
+    if style == "ring":
+        return first + (config.cp - 1) * config.micro_batch_size
+    return first * rank.head_groups
+
+
+def _split_attention(rank: PipelineRank) -> int:
+    """Counts launches around these calls of one micro-batch: copies for the other ranks and into
+    the order of positions, results that are merged, and positions."""
+    config, style, calls = rank.config, rank.config.context_parallel.style, _calls(rank)
+    if config.cp == 1:
+        return 0
+    repeats, kept = any(op.kind == "attention" for op in rank.layer.repeated), 0
+    if style == "gather":
+        forward = 3 * rank.head_groups + 2 * calls + 1
+        backward = 7 * rank.head_groups + 8 * calls + 2
+        kept = 3 * rank.head_groups
+    elif style == "ring":
+        more = (config.cp - 1) * config.micro_batch_size  # merged
+        forward, backward = 2 * calls + 7 * more + 2, 8 * calls + 2 * config.cp + 4
+    else:
+        key_heads, several = widths(config.model, config.tp).key_heads, config.micro_batch_size > 1
+        forward = 5 + 2 * (key_heads < config.cp) + several
+        backward = 10 + 2 * (key_heads != config.cp) + 2 * several
+    again = rank.recomputed_layers * repeats * (forward - kept)
+    positions = 1 + 2 * (config.model.position_embedding == "rope")
+    return rank.layer_count * (forward + backward) + again + positions * len(rank.stages)
+
+
 def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> int:
     """Counts launches of GEMMs or attention of one micro-batch, given those of one operation."""
     every, again = (
         sum(op.kind == kind for op in ops) for ops in (rank.layer.ops, rank.layer.repeated)
     )
-    return rank.layer_count * every * (forward + backward) + rank.recomputed_layers * again
+    repeated = rank.recomputed_layers * again * forward
+    return rank.layer_count * every * (forward + backward) + repeated
 
 
 def _blocks(rank: PipelineRank, copies: int) -> int:
@@ -66,7 +107,7 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
     found = more * (_forward(layer.ops, copies) + _backward(layer.ops, copies) + again)
     plain = _forward(layer.plain, copies) + _backward(layer.plain, copies)
     found += (rank.layer_count - more) * plain
-    learned, (_, _, forward, backward, _) = model.position_embedding == "learned", NORMS[model.norm]
+    learned, (_, _, forward, backward, _) = _adds_positions(rank.config), NORMS[model.norm]
     last = forward + backward + rank.fully_sharded  # the head's norm
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
@@ -83,6 +124,7 @@ def _other(rank: PipelineRank, copies: int) -> int:
     """Counts launches of batch, embedding, executor and trainer."""
     config, learned = rank.config, rank.config.model.position_embedding == "learned"
     each = 3 * len(rank.stages) + 2 * rank.last + (4 if rank.first or rank.last else 1)
+    each += (7 + 9 * learned * rank.first) * (config.cp > 1)
     if rank.first:
         each += 10 + learned + 2 * copies
     if rank.sends_slices:
@@ -113,7 +155,8 @@ def _optimizer(rank: PipelineRank) -> int:
     replicated = sum(s.replicated for s in segments)
     if rank.fully_sharded:
         return found + 1 + rank.sp * (1 + replicated)
-    by_autograd = sum(not _is_added_in_place(p) for p in rank.parameters)
+    in_place = (p.columns > 1 for p in rank.parameters)  # by its matmul or look-up
+    by_autograd = len(rank.parameters) - sum(in_place) + rank.first * _adds_positions(config)
     copies = len(segments) if rank.item < rank.grad_item else 0
     found += len(buckets_of(rank)) + copies + config.num_microbatches * by_autograd
     return found + (1 + replicated if rank.sp and replicated else 0)
@@ -147,6 +190,6 @@ def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
     return max(-(-len(kept) // tensors_a_launch), -(-chunks // _CHUNKS))
 
 
-def _is_added_in_place(p: LocalParameter) -> bool:
-    """Whether its matmul adds to the bucket in place (linear layers and word embedding)."""
-    return p.columns > 1 and p.name != "embedding.position"
+def _adds_positions(config: Config) -> bool:
+    """Whether learned positions are added as they are, which with cp are looked up."""
+    return config.model.position_embedding == "learned" and config.cp == 1

@@ -116,6 +116,13 @@ class PipelineRank:
             on_accelerator=self.on_accelerator,
         )  # fmt: skip
 
+    @cached_property
+    def head_groups(self) -> int:
+        """Sets of key-value heads that context parallelism by gathering takes one by one."""
+        w = widths(self.config.model, self.layout.tp)
+        of_head = 2 * self.tokens * self.config.model.head_size * self.item
+        return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
+
     @property
     def offloads(self) -> bool:
         return any(stage.away for stage in self.stages)
@@ -312,11 +319,9 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields what attention sends over cp (context_parallel/attention.py), and sums of gradients
     for the noise scale."""
     config, w = rank.config, widths(rank.config.model, rank.layout.tp)
-    style, drops, heads = config.context_parallel.style, config.model.dropout > 0, int(w.key_heads)
+    style, drops = config.context_parallel.style, config.model.dropout > 0
     repeats = any(op.kind == "attention" for op in rank.layer.repeated)
-    groups = 1  # of heads, which are gathered one after the other
-    if style == "gather" and not drops:
-        groups = heads // heads_at_once(heads, 2 * rank.tokens * w.keys * rank.item / heads)
+    groups = rank.head_groups if style == "gather" and not drops else 1
     for sent in sends(style, w, rank.tokens, rank.item, config.cp, drops):
         count = rank.layer_count * sent.count + repeats * rank.recomputed_layers * sent.again
         count *= config.num_microbatches * groups

@@ -109,8 +109,8 @@ class Attention(nn.Module):
         self.kv_heads = model.kv_heads * replicas // ctx.tp.size
         self.recompute, self.kernel = ctx.recompute, ctx.attention_kernel
         self.tp, self.gathers = ctx.tp, ctx.gather_qk and ctx.tp.size > 1
-        recomputed = not ctx.recompute.isdisjoint(("attention", "layer"))
-        self.cp = ContextParallel(ctx.cp, ctx.cp_style, keeps=recomputed)
+        keeps = ctx.cp_style == "gather" and not ctx.recompute.isdisjoint(("attention", "layer"))
+        self.cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
         prefix = f"layers.{layer}.attention"
         self.dropout = None
         if model.dropout:

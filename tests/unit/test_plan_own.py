@@ -27,18 +27,19 @@ ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size":
 PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
 
 # One of each kind: presets, types of moments, tp with and without sp, every schedule, stages of
-# zero, recompute.
+# zero, recompute, context parallelism.
 PLAYED = (
     {"model": "gpt2_124m", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 2,
-     "global_batch_size": 4, "recompute": "full", "state": "bf16", "ema_decay": 0.9},
+     "global_batch_size": 4, "recompute": "full", "cp": 2, "state": "bf16", "ema_decay": 0.9},
     {"model": "qwen3_8b", "layers": 8, "pp": 4, "dp": 2, "zero": 1, "schedule": "zb_h1", "tp": 2,
-     "sp": True, "micro_batch_size": 1, "global_batch_size": 10, "rank": 4,
+     "sp": True, "micro_batch_size": 1, "global_batch_size": 10, "rank": 8, "cp": 2,
      "recompute": "[norm,mlp]"},
     {"model": "llama3_70b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "interleaved",
-     "tp": 8, "sp": True, "micro_batch_size": 1, "global_batch_size": 4,
+     "tp": 8, "sp": True, "micro_batch_size": 1, "global_batch_size": 4, "cp": 4, "style": "ring",
      "recompute": "[norm,activation,attention]"},
     {"model": "llama3_8b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "zbv",
-     "micro_batch_size": 1, "global_batch_size": 4, "rank": 1},
+     "cp": 8, "style": "heads", "seq_length": 65536, "micro_batch_size": 1,
+     "global_batch_size": 4, "rank": 8},
     {"model": "llama3_8b", "layers": 4, "dp": 8, "zero": 3, "micro_batch_size": 1,
      "global_batch_size": 16, "state": "bf16"},
     {"model": "gpt3_175b", "layers": 2, "tp": 4, "dp": 8, "zero": 2, "micro_batch_size": 1,
@@ -56,6 +57,22 @@ def test_dry_runs_play_what_is_said_within_three_per_cent() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^\| \w+ \| ", done.stdout, re.M)) == len(PLAYED) + 1
     assert all(f"{name}: median" in done.stdout for name in NAMES)
+
+
+@pytest.mark.parametrize("style", ["gather", "heads", "ring"])
+def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(style: str) -> None:
+    keys = {"model": "llama3_8b", "layers": 4, "dp": 1, "micro_batch_size": 1}
+    keys |= {"global_batch_size": 1, "recompute": "full", "seq_length": 131072}
+    split, part = (
+        configured(keys | more) for more in ({"cp": 8, "style": style}, {"seq_length": 131072 // 8})
+    )
+    found, least = (peak_memory(config, 0) for config in (split, part))
+    assert found.parameters == least.parameters and found.logits == least.logits
+    more = found.activations - least.activations
+    # Keys and values of a layer, of all tokens; with heads the results of attention by heads.
+    assert more == {"gather": 2 * 2 * 131072 * 1024, "heads": 2 * 16384 * 4096, "ring": 0}[style]
+    zero = [peak_memory(configured(keys | {"cp": 8, "zero": z}), 0).optimizer for z in (0, 1)]
+    assert zero[1] == zero[0] / 8
 
 
 def test_state_and_activations_by_hand() -> None:
