@@ -425,7 +425,7 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
     )
     halved = max(first, (whole if sp else 0.0) + inner + up)
     kept, plain = bytes_kept(rank, layer.kept), bytes_kept(rank, layer.plain)
-    moved = [bytes_moved(rank, layer.kept), bytes_moved(rank, layer.plain)]
+    moved, moved_plain = bytes_moved(rank, layer.kept), bytes_moved(rank, layer.plain)
     first, halved = stream + first, stream + halved
     if rank.config.cp > 1:
         split = context_bytes(rank)
@@ -442,9 +442,12 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
             here = stream + split.backward + split.gathered - free - again
             here += bytes_kept(rank, before) + qkv * bool(before)
         first, halved = max(first, here), max(halved, here)
-        plain += split.kept
-        kept += split.kept * ("attention" not in twice)
-    return LayerBytes(kept, plain, *moved, deferred, forward, first, halved, again, inner)
+        plain, moved_plain = plain + split.kept, moved_plain + split.kept
+        if "attention" not in twice:
+            kept, moved = kept + split.kept, moved + split.kept
+    return LayerBytes(
+        kept, plain, moved, moved_plain, deferred, forward, first, halved, again, inner
+    )
 
 
 class ContextBytes(NamedTuple):

@@ -77,15 +77,16 @@ def _split_attention(rank: PipelineRank) -> int:
     repeats, kept = any(op.kind == "attention" for op in rank.layer.repeated), 0
     if style == "gather":
         forward = 3 * rank.head_groups + 2 * calls + 1
-        backward = 7 * rank.head_groups + 8 * calls + 2
+        backward = 7 * rank.head_groups + 5 * calls + 2
         kept = 3 * rank.head_groups
     elif style == "ring":
         more = (config.cp - 1) * config.micro_batch_size  # merged
-        forward, backward = 2 * calls + 7 * more + 2, 8 * calls + 2 * config.cp + 4
+        forward, backward = 2 * calls + 7 * more + 2, 5 * calls + 2 * config.cp + 4
     else:
         key_heads, several = widths(config.model, config.tp).key_heads, config.micro_batch_size > 1
-        forward = 5 + 2 * (key_heads < config.cp) + several
-        backward = 10 + 2 * (key_heads != config.cp) + 2 * several
+        repeats_heads = key_heads < config.cp
+        forward = 5 + 2 * repeats_heads + several
+        backward = 8 if repeats_heads else 7 + 2 * (key_heads > config.cp) + 2 * several
     again = rank.recomputed_layers * repeats * (forward - kept)
     positions = 1 + 2 * (config.model.position_embedding == "rope")
     return rank.layer_count * (forward + backward) + again + positions * len(rank.stages)
