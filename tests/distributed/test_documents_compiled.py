@@ -43,6 +43,18 @@ def test_compiled_blocks_keep_documents_apart(pool: Pool, references: References
     check_cases((2, 1, 1), cases, pool, references, no_kernels)
 
 
+def test_compiled_blocks_attend_across_split_sequences(pool: Pool, references: References) -> None:
+    """Gathered keys are kept by the recomputed forward; heads are exchanged around dropout."""
+    cases = [
+        replace(case, keys=(*case.keys, ("context_parallel.style", style)))
+        for case, style in (
+            (compiled(GPT, recompute="full"), "gather"),
+            (compiled(DROPS), "heads"),
+        )
+    ]
+    check_cases((1, 1, 1, 2), cases, pool, references, no_kernels)
+
+
 def test_compiled_stages_put_weight_gradients_off(pool: Pool, references: References) -> None:
     """What a weight gradient still has to read is not written again, nor are the documents of a
     micro-batch between its forwards and backwards."""
