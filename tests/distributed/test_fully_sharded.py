@@ -102,7 +102,7 @@ def test_sharded_training_is_the_reference(
 
 
 def test_copies_over_two_ranks_each_are_the_reference(pool: Pool, references: References) -> None:
-    check_cases((1, 1, 4), COPIES, pool, references, nullcontext, with_copies_of_two)
+    check_cases((1, 1, 2, 2), COPIES, pool, references, nullcontext, with_copies_of_two)
 
 
 def test_all_dimensions_together_are_the_reference(pool: Pool, references: References) -> None:

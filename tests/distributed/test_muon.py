@@ -45,13 +45,13 @@ def sharded(problem: Problem, zero: int, **way: Any) -> Case:
     [
         ((1, 1, 2), [sharded(TREATED, 1), sharded(GPT, 2), sharded(ORIGINAL, 3)]),
         ((2, 1, 2), [sharded(GPT, 1, **CUT), sharded(ONE_HEAD, 1, sp=True), Case(ONE_HEAD)]),
-        ((1, 1, 2), [Case(GPT, keys=(("ddp.bucket_order", "measured"),), **CUT)]),
+        ((1, 1, 1, 2), [Case(GPT, keys=(("ddp.bucket_order", "measured"),), **CUT)]),
         ((4, 1, 1), [Case(ONE_HEAD), Case(ROUNDED, sp=True)]),
     ],
     ids=["zero", "tp-and-dp", "measured", "tp"],
 )
 def test_sharded_matrices_step_as_whole_ones(
-    sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
+    sizes: tuple[int, ...], cases: list[Case], pool: Pool, references: References
 ) -> None:
     outcomes = check_cases(sizes, cases, pool, references)
     assert [found[0].replicas[0] for found in outcomes] == [0.0] * len(cases)  # equal bits
