@@ -20,6 +20,7 @@ FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
     *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
     *("attention_kernel", "recompute", "recompute_layers", "offload_layers"),
+    "mlp_chunk_tokens",
     *("train.progress", "train.log_every"),
     *("train.save_weights", "train.noise_scale", "loss.chunk_tokens"),
     *("schedule.", "tensor_parallel.", "context_parallel.", "ddp.", "cluster.", "launch."),

@@ -132,6 +132,12 @@ class Config:
         megatron="--recompute-num-layers",
         differs="one number there, with --recompute-method=block",
     )
+    mlp_chunk_tokens: int | None = key(
+        None,
+        "where the MLP is recomputed: tokens of a micro-batch whose MLP runs at a time, so that its "
+        "inner activations never exist for all; null: all",
+        minimum=1,
+    )
     offload_layers: list[int] | None = key(  # noqa: RUF009
         None,
         "how many layers of a stage move what they keep for the backward to pinned host memory, "
@@ -257,6 +263,12 @@ class Config:
     def rank_multiple(self) -> int:
         """Divides the tokens of a sample on a context-parallel rank."""
         return self.tp * self.tensor_parallel.chunks if self.sp else 1
+
+    @property
+    def mlp_chunks(self) -> int:
+        """Chunks in which a recomputed MLP runs."""
+        most = self.mlp_chunk_tokens
+        return 1 if most is None else -(-self.micro_batch_size * self.local_seq_length // most)
 
     @property
     def num_microbatches(self) -> int:

@@ -34,6 +34,7 @@ class BuildContext:
     loss: LossConfig = field(default_factory=LossConfig)
     half_loss: bool = False  # see `tensor_parallel.loss.Objective`
     chunks: int = 1  # in which sequence parallelism communicates
+    mlp_chunks: int = 1  # in which a recomputed MLP runs
     gather_qk: bool = False  # see `Attention.project`
     attention_kernel: str = AUTO  # see `attention_backends`
     cp: Group = SINGLE
@@ -53,6 +54,7 @@ class BuildContext:
             config.loss,
             config.precision.lm_cross_entropy == "fp16",
             config.tensor_parallel.chunks,
+            config.mlp_chunks,
             gather_qk=config.tensor_parallel.attention == "gather_qk",
             attention_kernel=choose_kernel(config, init.device),
             cp=cp,

@@ -60,6 +60,7 @@ class MLP(nn.Module):
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.activation, self.recompute = model.activation, ctx.recompute
+        self.chunks = ctx.mlp_chunks if "mlp" in ctx.recompute else 1
         prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
         names = ("gate", "up") if self.activation == "swiglu" else ("up",)
         split = ctx.split | {"bias": model.bias}
@@ -76,15 +77,24 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         if {"mlp", "norm"} <= self.recompute:
-            return checkpoint_up_to_linear(
-                self.down, lambda x: self.inner(norm(x)), x, recompute=True
-            )
+            return self.in_chunks(lambda x: self.inner(norm(x)), x)
         if "mlp" in self.recompute:
-            return checkpoint_up_to_linear(self.down, self.inner, norm(x), recompute=True)
+            return self.in_chunks(self.inner, norm(x))
         x = checkpoint_up_to_linear(self.up, norm, x, recompute="norm" in self.recompute)
         return checkpoint_up_to_linear(
             self.down, self.activate, x, recompute="activation" in self.recompute
         )
+
+    def in_chunks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Returns down(function(x)), recomputed in the backward, a chunk of the tokens at a time."""
+        chunks = min(self.chunks, x.shape[1])
+        for linear in (self.up, self.down):
+            state_of(linear.weight).parts = chunks
+        parts = [
+            checkpoint_up_to_linear(self.down, function, part, recompute=True)
+            for part in x.tensor_split(chunks, dim=1)
+        ]
+        return parts[0] if chunks == 1 else torch.cat(parts, dim=1)
 
     def inner(self, x: Tensor) -> Tensor:
         return self.activate(self.up(x))

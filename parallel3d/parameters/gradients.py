@@ -41,7 +41,9 @@ def add_weight_gradient(
             add_gradient(weight, matmul(grad.t(), rows))
         else:
             add_matmul(main_grad, grad, rows)
-            state.register_grad_ready()
+            state.added = (state.added + 1) % state.parts
+            if state.added == 0:
+                state.register_grad_ready()
 
     if queue is None:
         add()

@@ -74,6 +74,7 @@ def check_config(
     _check_given(config)
     check_model(config.model)
     check_tensor_parallel(config)
+    _check_mlp_chunks(config)
     _check_pipeline(config)
     dp = _data_parallel_size(config, world_size)
     _check_batch(config, dp)
@@ -189,6 +190,28 @@ def check_work(config: Config) -> None:
         raise UserError(
             f"schedule.costs={show(costs)} must be three positive numbers: forward, gradient of "
             "the input, gradient of the weights; the default is schedule.costs=[1.0,1.0,1.0]."
+        )
+
+
+def _check_mlp_chunks(config: Config) -> None:
+    """Checks `mlp_chunk_tokens` against what it cannot go with; raises UserError."""
+    if config.mlp_chunk_tokens is None:
+        return
+    name = f"mlp_chunk_tokens={config.mlp_chunk_tokens}"
+    if "mlp" not in parts_of(config.recompute):
+        raise UserError(
+            f"{name} cuts an MLP that the backward makes again, and needs mlp in recompute, not "
+            f"recompute={spelled(config.recompute)}; the nearest is recompute=[norm,attention,mlp]."
+        )
+    if config.tensor_parallel.chunks > 1:
+        raise UserError(
+            f"{name} cuts the sequence, as tensor_parallel.chunks={config.tensor_parallel.chunks} "
+            "does inside of each GEMM; the nearest is tensor_parallel.chunks=1."
+        )
+    if config.compile:
+        raise UserError(
+            f"{name} must be null with compile=true, whose graphs hold a whole layer; the nearest "
+            "is compile=false."
         )
 
 
