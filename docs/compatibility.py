@@ -43,6 +43,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "recompute": ("selective", "full", f"[{','.join(PARTS[:3])}]"),
     "recompute_layers": ([1],),
     "offload_layers": ([1],),
+    "mlp_chunk_tokens": (1024,),
     "init_from": ("old",),
     "model.dropout": (0.1,),
     "model.num_query_groups": (2,),
@@ -74,6 +75,7 @@ MUON = {"optim.name": "muon", **MOMENTUM}
 BRINGS: dict[str, dict[str, Any]] = {
     "sp=true": {"tp": 2},
     "recompute_layers=[1]": {"recompute": "full"},
+    "mlp_chunk_tokens=1024": {"recompute": "[norm,attention,mlp]"},
     "tensor_parallel.chunks=2": {"tp": 2, "sp": True},
     "tensor_parallel.attention=gather_qk": {"tp": 2},
     **{f"context_parallel.style={style}": {"cp": 2} for style in ("heads", "ring", "auto")},

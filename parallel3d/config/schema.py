@@ -134,8 +134,8 @@ class Config:
     )
     mlp_chunk_tokens: int | None = key(
         None,
-        "where the MLP is recomputed: tokens of a micro-batch whose MLP runs at a time, so that its "
-        "inner activations never exist for all; null: all",
+        "where the MLP is recomputed: tokens of a micro-batch whose MLP runs at a time, so that "
+        "its inner activations never exist for all; null: all",
         minimum=1,
     )
     offload_layers: list[int] | None = key(  # noqa: RUF009

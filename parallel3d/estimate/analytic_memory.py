@@ -424,6 +424,16 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
         (stream * copies + (2 + copies) * whole + stream) * sp - inner,
     )
     halved = max(first, (whole if sp else 0.0) + inner + up)
+    if rank.mlp_chunks > 1 and rank.config.recompute_layers is None:
+        # Results, or gradients, of all chunks beside one chunk's tensors; or attention's q, k, v,
+        # result and all of their gradients.
+        sizes = {op.name: row * op.outputs for op in layer.plain}
+        attention = 2 * (sizes["attention.qkv"] + sizes["attention"])
+        whole_again = again
+        again, first, inner, made = (n / rank.mlp_chunks for n in (again, first, inner, made))
+        forward = max(3 * stream, 2 * stream + made, stream + attention / 2)
+        first = max(stream + first, attention - again)
+        halved += whole_again - again  # deferred weight gradients keep those of all chunks
     kept, plain = bytes_kept(rank, layer.kept), bytes_kept(rank, layer.plain)
     moved, moved_plain = bytes_moved(rank, layer.kept), bytes_moved(rank, layer.plain)
     first, halved = stream + first, stream + halved

@@ -124,6 +124,12 @@ class PipelineRank:
         return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
 
     @property
+    def mlp_chunks(self) -> int:
+        """Chunks in which the MLP of a recomputed layer runs."""
+        length = self.config.local_seq_length // (self.layout.tp if self.sp else 1)
+        return -(-length // -(-length // self.config.mlp_chunks))
+
+    @property
     def offloads(self) -> bool:
         return any(stage.away for stage in self.stages)
 
@@ -220,19 +226,26 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
         twice = recomputed * any(op.name == "attention.qkv" for op in rank.layer.repeated)
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
         yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
+    cut = rank.mlp_chunks
+    apart = recomputed if cut > 1 else 0  # MLPs whose two GEMMs communicate in chunks
     if not rank.sp:
-        sums = (columns + rows) * layers + rows_again * recomputed
+        sums = (columns + rows) * layers + rows_again * recomputed - 2 * apart
         yield Transfer("tp", "all_reduce", whole, sums, what)
+        if apart:
+            yield Transfer("tp", "all_reduce", whole // cut, 2 * apart * cut, what)
         return
+    if apart:
+        yield Transfer("tp", "all_gather", whole // cut, 4 * apart * cut, what)
+        yield Transfer("tp", "reduce_scatter", whole // cut, 2 * apart * cut, what)
     # The backward of a column-parallel GEMM gathers the saved shard and scatters its gradient
     # whole.
-    yield Transfer("tp", "all_gather", whole, columns * layers, what)
-    yield Transfer("tp", "reduce_scatter", whole, columns * layers, what)
+    yield Transfer("tp", "all_gather", whole, columns * layers - apart, what)
+    yield Transfer("tp", "reduce_scatter", whole, columns * layers - apart, what)
     # The others are split into chunks that overlap with the GEMM.
     chunks = rank.config.tensor_parallel.chunks
     split = whole // chunks
-    gathers = (columns + rows) * layers + columns_again * recomputed
-    scatters = rows * layers + rows_again * recomputed
+    gathers = (columns + rows) * layers + columns_again * recomputed - 3 * apart
+    scatters = rows * layers + rows_again * recomputed - apart
     yield Transfer("tp", "all_gather", split, chunks * gathers, what)
     yield Transfer("tp", "reduce_scatter", split, chunks * scatters, what)
 

@@ -86,15 +86,14 @@ class MLP(nn.Module):
         )
 
     def in_chunks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Returns down(function(x)), recomputed in the backward, a chunk of the tokens at a time."""
-        chunks = min(self.chunks, x.shape[1])
+        """Returns down(function(x)), recomputed in the backward, for chunks of tokens."""
+        if self.chunks == 1:
+            return checkpoint_up_to_linear(self.down, function, x, recompute=True)
+        parts = x.chunk(self.chunks, dim=1)
         for linear in (self.up, self.down):
-            state_of(linear.weight).parts = chunks
-        parts = [
-            checkpoint_up_to_linear(self.down, function, part, recompute=True)
-            for part in x.tensor_split(chunks, dim=1)
-        ]
-        return parts[0] if chunks == 1 else torch.cat(parts, dim=1)
+            state_of(linear.weight).parts = len(parts)
+        run = partial(checkpoint_up_to_linear, self.down, function, recompute=True)
+        return torch.cat([run(part) for part in parts], dim=1)
 
     def inner(self, x: Tensor) -> Tensor:
         return self.activate(self.up(x))

@@ -23,6 +23,7 @@ GPT = Problem("gpt_tiny", "sgd", tied=True)
 LLAMA = Problem("llama_tiny", "adamw", tied=False)
 SMOOTHED = (("label_smoothing", 0.1), ("z_loss", 0.01))
 CHUNKS = (("loss.chunk_tokens", 7),)
+MLP_CHUNKS = (("mlp_chunk_tokens", 50),)  # which do not divide what they cut
 # Key-value heads on two or all of the ranks.
 PAIRS = replace(LLAMA, model=(("num_query_groups", 2),))
 ONE_HEAD = replace(LLAMA, optimizer="sgd", tied=True, model=(("num_query_groups", 1),))
@@ -69,7 +70,7 @@ CASES = [
             Case(GPT_DROPS, sp=True),
             Case(LLAMA_DROPS, keys=(("recompute", "[norm,activation,attention]"),)),
             Case(GPT_DROPS, sp=True, keys=GATHER_QK),
-            Case(QWEN3, sp=True, keys=(("recompute", "[norm,attention,mlp]"),)),
+            Case(QWEN3, sp=True, keys=(("recompute", "[norm,attention,mlp]"), *MLP_CHUNKS)),
             Case(replace(QWEN3, optimizer="sgd"), keys=(("recompute", "full"),)),
             Case(QWEN3_ONE_HEAD, bucket_cap_mb=0.02),
             Case(QWEN2, sp=True),
@@ -107,7 +108,7 @@ CASES = [
             Case(replace(PAIRS, model=ONE_HEAD.model), sp=True, keys=ZERO1),
             Case(QWEN3_ONE_HEAD, keys=ZERO1),
             Case(QWEN3, sp=True, keys=ZERO2),
-            Case(QWEN3_ONE_HEAD, keys=(*ZERO3, ("recompute", "[norm,mlp]"))),
+            Case(QWEN3_ONE_HEAD, keys=(*ZERO3, ("recompute", "[norm,mlp]"), *MLP_CHUNKS)),
         ],
     ),
     (
@@ -115,7 +116,7 @@ CASES = [
         [
             Case(replace(LLAMA, loss=SMOOTHED[:1]), keys=(*CHUNKS, *ZERO1)),
             Case(GPT_DROPS),
-            Case(replace(QWEN3, tied=True), keys=ZERO1),
+            Case(replace(QWEN3, tied=True), keys=(*ZERO1, ("recompute", "[mlp]"), *MLP_CHUNKS)),
         ],
     ),
     ((1, 4, 1), [Case(replace(GPT_DROPS, layers=5), microbatches=4)]),

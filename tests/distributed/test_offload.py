@@ -120,7 +120,7 @@ CASES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
         [
             (Case(replace(LLAMA, precision="bf16"), "zb_h1", sp=True, microbatches=4), [2]),
             (Case(LLAMA, "zbv", microbatches=3, keys=(*V, ("recompute", "full"))), [1, 1, 0, 1]),
-            (Case(GPT, keys=(("recompute", "selective"),)), [2, 0]),
+            (Case(GPT, "zb_h1", keys=(("recompute", "[mlp]"), ("mlp_chunk_tokens", 9))), [2, 0]),
         ],
     ),
     ((1, 2, 1, 2), [(Case(replace(LLAMA, documents=True), microbatches=3), [2])]),

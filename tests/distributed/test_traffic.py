@@ -123,6 +123,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.sp, config.zero = changes.get("sp", False), changes.get("zero", 0)
     config.recompute, config.compile = changes.get("recompute", "none"), "compile" in changes
     config.recompute_layers = changes.get("recompute_layers")
+    config.mlp_chunk_tokens = changes.get("mlp_chunk_tokens")
     config.tensor_parallel.chunks = changes.get("chunks", 1)
     config.precision.name = changes.get("precision", "fp32")
     config.ddp.reduce_every_microbatch = changes.get("every")
@@ -194,6 +195,16 @@ CASES = [
         Layout(tp=2),
         {"sp": True, "recompute": "[norm,activation,attention]"},
         id="tp2 sp no collective repeated",
+    ),
+    pytest.param(
+        Layout(tp=2),
+        {"recompute": "[mlp]", "mlp_chunk_tokens": 8},
+        id="tp2 an MLP in chunks",
+    ),
+    pytest.param(
+        Layout(tp=2, pp=2),
+        {"recompute": "[mlp]", "recompute_layers": [1, 0], "sp": True, "mlp_chunk_tokens": 8},
+        id="tp2 pp2 sp, an MLP in chunks in a layer",
     ),
     pytest.param(Layout(tp=2), {"sp": True, "chunks": 2}, id="tp2 sp in two pieces"),
     pytest.param(

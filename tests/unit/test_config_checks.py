@@ -139,6 +139,16 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["recompute_layers=[]", "must be numbers of layers", "recompute_layers=[4]"],
     ),
     (
+        {"mlp_chunk_tokens": 8, "recompute": "full"},
+        1,
+        ["mlp_chunk_tokens=8", "recompute=full", "recompute=[norm,attention,mlp]"],
+    ),
+    (
+        {"mlp_chunk_tokens": 8, "recompute": "[mlp]", "compile": True},
+        1,
+        ["mlp_chunk_tokens=8", "compile=true", "nearest is compile=false"],
+    ),
+    (
         {"offload_layers": [5]},
         1,
         ["offload_layers=[5]", "from 0 to model.num_layers=4", "offload_layers=[4]"],
