@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # of the tests, whose cases say what is proven
 from parallel3d.config.checks.whole import check_config  # noqa: E402
 from parallel3d.config.fields import Key, all_keys, refusal, spell, typed_name  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
-from parallel3d.config.sections import NARROW, PARTS, spelled  # noqa: E402
+from parallel3d.config.sections import NARROW, spelled  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
 from parallel3d.topology.layout import Layout  # noqa: E402
 from tests.distributed.exact_cases import exact_cases  # noqa: E402
@@ -40,7 +40,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "dp": (2,),
     "cp": (2,),
     "zero": (1, 2, 3),
-    "recompute": ("selective", "full", f"[{','.join(PARTS[:3])}]"),
+    "recompute": ("selective", "full", "[norm,attention,mlp]"),
     "recompute_layers": ([1],),
     "offload_layers": ([1],),
     "mlp_chunk_tokens": (1024,),
