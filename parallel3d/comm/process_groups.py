@@ -286,7 +286,9 @@ class _Maker:
         """Returns settings that need groups apart from others of the same ranks; None for none."""
         if self.splits is not None:
             settings = nccl_settings(kind, self.launch)
-            if kind == BACKWARD:
+            # What travels beside operations of the same ranks: gradients that are sent back, and
+            # those that are reduced while cp gathers keys.
+            if kind in (BACKWARD, "dp_cp"):
                 return kind, settings
             return None if settings == DEFAULTS else settings
         # Kinds with interfaces of their own are separate from the world's group.

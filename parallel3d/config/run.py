@@ -271,7 +271,7 @@ class LaunchConfig:
         True, "CPU ranks of one host exchange through shared memory; false: through the network"
     )
     nccl_high_priority: list[str] = key(  # noqa: RUF009
-        ["tp", "pp"],
+        ["tp", "cp", "pp"],
         "kinds of groups whose kernels get high-priority streams",
         megatron="--high-priority-stream-groups",
     )

@@ -87,13 +87,13 @@ class Backend:
         self.options = Options()
 
 
-def test_tensor_and_pipeline_groups_get_priority_streams_unless_told_otherwise() -> None:
+def test_groups_of_a_models_parts_get_priority_streams_unless_told_otherwise() -> None:
     found = {}
-    for kind in ("tp", "pp", "dp", "embedding"):
+    for kind in ("tp", "cp", "pp", "dp", "dp_cp", "embedding"):
         chosen = Options()
         set_nccl_options(chosen, kind, LaunchConfig())
         found[kind] = chosen.is_high_priority_stream
-    assert found == {"tp": True, "pp": True, "dp": False, "embedding": False}
+    assert [kind for kind, has_priority in found.items() if has_priority] == ["tp", "cp", "pp"]
 
 
 def test_settings_reach_the_groups_of_their_kind_alone() -> None:
@@ -234,6 +234,9 @@ def test_a_backend_that_does_not_split_gets_its_groups_one_by_one(
         (Layout(dp=8), LaunchConfig(nccl_settings=["dp.max_ctas:8"]), ["dp"]),
         (Layout(dp=8), LaunchConfig(nccl_high_priority=["dp"]), ["dp"]),
         (Layout(tp=8), LaunchConfig(nccl_high_priority=[]), []),
+        # Gradients of the same ranks do not wait for keys that are gathered.
+        (Layout(cp=8), LaunchConfig(), ["cp", "dp_cp"]),
+        (Layout(tp=2, cp=4), LaunchConfig(nccl_high_priority=[]), ["tp", "cp", "dp_cp"]),
         # The two ends of two stages are the pipeline: one communicator does, unless they ask.
         (Layout(pp=2, dp=4), LaunchConfig(), ["dp", "pp", "pp_backward"]),
         (
