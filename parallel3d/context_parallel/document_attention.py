@@ -455,8 +455,9 @@ def _cpu_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_all = (grad, q, *(repeated(x, q.shape[1]) for x in (k, v)), out, sums)
     dq, *of_keys = aten._scaled_dot_product_flash_attention_for_cpu_backward(*of_all, 0.0, causal)
-    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in of_keys)
-    return dq, dk, dv
+    if k.shape[1] < q.shape[1]:
+        of_keys = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in of_keys]
+    return dq, of_keys[0], of_keys[1]
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:

@@ -143,9 +143,10 @@ def parts_have_the_positions_of_the_first() -> Iterator[None]:
         tokens: Tensor,
         samples: Tensor | None,
         positions: Tensor,
+        documents: Documents | None,
     ) -> Tensor:
         first_part = positions.chunk(self.tp.size, dim=1)[0]
-        return sound(self, tokens, samples, first_part.repeat(1, self.tp.size))
+        return sound(self, tokens, samples, first_part.repeat(1, self.tp.size), documents)
 
     with patch.object(embedding_and_head.Embedding, "forward", forward):
         yield
