@@ -510,11 +510,10 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
         total: Any = 0.0
         for sent in sends(style, w, work.tokens, 2, ranks):
             if sent.op in ("all_gather", "reduce_scatter"):
-                total = total + gather(work, c, sent.nbytes, ranks, stride)
-                continue
-            total = total + (sent.count + again * sent.again) * (
-                bus_factor(sent.op, ranks) * sent.nbytes / rate + wait
-            )
+                one = gather(work, c, sent.nbytes, ranks, stride)
+            else:
+                one = bus_factor(sent.op, ranks) * sent.nbytes / rate + wait
+            total = total + (sent.count + again * sent.again) * one
         possible = (style != "heads") | splits_heads(w.heads, w.key_heads, ranks)
         total = np.where(ranks > 1, exposed(style, total, attends, c["cp.exposed"]), 0.0)
         found.append(np.where(possible, total, np.inf))

@@ -13,7 +13,7 @@ from parallel3d.config.checks.model import check_context_parallel
 from parallel3d.config.engines import ContextParallelConfig
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig
 from parallel3d.estimate.context_styles import STYLES
-from parallel3d.estimate.fitted_cost import context_parallel, load, step
+from parallel3d.estimate.fitted_cost import StepWork, context_parallel, load, step
 from parallel3d.estimate.search import (
     TIGHT,
     LayoutChoice,
@@ -146,12 +146,25 @@ def test_a_style_waits_less_within_a_node_and_for_shorter_sequences(style: int) 
     assert context_parallel(work(**given | {"cp": 1}), c, alone) == 0
 
 
+def sent_in_a_layer(one: StepWork, style: str) -> float:
+    """Seconds of the formulas of context_parallel/attention.py over NVLink."""
+    whole = 2 * 2 * one.seq * one.kv_heads * one.head_size  # K, in bf16
+    queries, p = 2 * one.seq * one.heads * one.head_size, one.cp
+    nbytes = {
+        "gather": 3 * whole,
+        "ring": (1 + 1 + 4 / 2) * whole,
+        "heads": 2 * (2 * queries + whole) / p,
+    }[style]
+    return (p - 1) / p * nbytes / (one.link_rate * load()["link.rate"])
+
+
 def test_attention_hides_gathers_and_a_ring_but_no_all_to_all() -> None:
     c, given = load(), {"cp": 8, "seq": 65536, "heads": 64, "kv_heads": 64}
     for style, hides in (("gather", True), ("heads", False), ("ring", True)):
         one = work(**given, cp_style=STYLES.index(style))
         bare, behind = (float(context_parallel(one, c, np.array(t))) for t in (0.0, 1.0))
         assert behind == pytest.approx(bare * (c["cp.exposed"] if hides else 1.0))
+        assert bare == pytest.approx(float(sent_in_a_layer(one, style)), rel=0.03)  # and latency
     cheapest = float(context_parallel(work(**given, cp_style=3), c, np.array(0.0)))
     assert cheapest == min(
         float(context_parallel(work(**given, cp_style=i), c, np.array(0.0))) for i in range(3)
