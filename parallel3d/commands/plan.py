@@ -365,6 +365,8 @@ def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
                 f"cluster.nodes={config.cluster.nodes} must be 1 with cluster={file}, in which no "
                 "network was measured; the nearest is cluster.nodes=1"
             )
+    if config.tensor_parallel.attention == "gather_qk":  # which reads whole sequences
+        fixed = {"cp": 1, **fixed}
     sizes = sizes_of(config) if file is None else measured_sizes(config, machine, ranks)
     zeros = (0, 1, 2, 3) if file is None else (0, 1)  # 2 and 3 are priced only roughly
     choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed, zeros))

@@ -210,8 +210,8 @@ class Config:
     layout: str = key(
         "given",
         "train: auto takes the planner's best layout that fits, by what cluster= tells of the "
-        "machine; what is typed of tp, pp, dp, vpp, micro_batch_size, schedule, recompute and zero "
-        "holds",
+        "machine; what is typed of tp, cp, pp, dp, vpp, micro_batch_size, schedule, recompute and "
+        "zero holds",
         choices=("given", "auto"),
     )
     placement: str = key(
