@@ -225,6 +225,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         2,
         ["zero=2", "schedule=auto", "nearest is zero=1, or schedule=1f1b"],
     ),
+    ({"schedule.name": "auto", "zero": 2, "cp": 2}, 2, ["zero=2", "schedule=auto", "zero=1"]),
     (
         {"schedule.name": "auto", "schedule.costs": [1.0, 0.0, 1.0]},
         None,

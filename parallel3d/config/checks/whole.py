@@ -165,7 +165,7 @@ def _check_pipeline(config: Config) -> None:
 def _check_schedule(config: Config) -> None:
     """Checks search, file and ZeRO against the schedule; raises UserError."""
     keys, zero = config.schedule, config.zero
-    if zero > 1 and (config.dp or 1) > 1 and keys.name == "auto":
+    if zero > 1 and (config.dp or 1) * config.cp > 1 and keys.name == "auto":
         raise UserError(
             f"zero={zero} reduces gradients within whole backwards, and schedule=auto must split "
             "them to be what it is chosen for; the nearest is zero=1, or schedule=1f1b."
