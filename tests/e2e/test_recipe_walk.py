@@ -21,7 +21,8 @@ TEMPLATE = (
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
 # What the copy is given for this host instead of eight H100 and 8 B parameters.
 EDITS = {
-    "dp": 2,
+    "dp": 1,
+    "cp": 2,
     "micro_batch_size": 1,
     "global_batch_size": 4,
     "model": {
