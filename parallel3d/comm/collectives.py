@@ -172,9 +172,10 @@ class Then:
 
 @dataclass
 class Each:
-    """Handle of several operations."""
+    """Handle of several operations, which keeps their tensors until they have ended."""
 
     works: list[dist.Work]
+    tensors: tuple[Tensor, ...]
 
     def wait(self) -> None:
         for work in self.works:
@@ -340,7 +341,8 @@ def ring_shift_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
         return out, PairExchange(tensor, out, group)
     peers = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
     ways = zip((dist.isend, dist.irecv), (tensor, out), peers, strict=True)
-    return out, Each(dist.batch_isend_irecv([dist.P2POp(*way, group.handle) for way in ways]))
+    operations = [dist.P2POp(*way, group.handle) for way in ways]
+    return out, Each(dist.batch_isend_irecv(operations), (tensor, out))
 
 
 def all_to_all_uneven(tensor: Tensor, group: Group, given: list[int], taken: list[int]) -> Tensor:

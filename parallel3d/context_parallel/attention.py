@@ -15,11 +15,10 @@ padded sequences of one tensor rank in the type of attention, Q = those of queri
 
 K' is K, or with fewer key-value heads than ranks p / heads times as much. Under recomputation of
 attention the forward is repeated; gather then keeps what it has gathered for the backward that
-follows: two all-gathers in all. Attention dropout gathers in one message, reduced likewise, and
-keeps what it has gathered.
+follows: two all-gathers in all. With attention dropout K and V are gathered apart, whole, and kept.
 
 gather: K and V of some heads are gathered while attention to those before runs. A query attends to
-consecutive positions, from its document's start on, so documents cost one call each.
+consecutive positions, from its document's start on, so a document costs a call of the kernel.
 ring: K and V of a rank travel to the next while attention to them runs, and results are merged
 (Liu et al. 2023, Ring Attention). heads: each rank attends with a part of the heads to whole
 sequences (Jacobs et al. 2023, DeepSpeed-Ulysses).
