@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.distributed.pool import Pool
 
 STEPS = 4
 EMPTY = 2  # the step, from 0, whose samples are all masked
-SIZES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1)]
+SIZES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1), (1, 1, 1, 2)]
 
 
 class Masked:
@@ -34,7 +35,7 @@ class Masked:
 
 
 def masked_run(
-    sizes: tuple[int, int, int], zero: int = 0, precision: str = "fp64"
+    sizes: tuple[int, ...], zero: int = 0, precision: str = "fp64"
 ) -> tuple[list[Any], float | None]:
     """Of each step its loss, norm, whether it was skipped, whether parameters and optimizer state
     stayed as they were, and the updates so far; and the loss of masked held-out samples."""
@@ -68,8 +69,8 @@ def test_a_step_without_a_token_is_no_update_on_any_layout(pool: Pool, zero: int
     assert [step[2:] for step in expected] == [
         (False, False, 1), (False, False, 2), (True, True, 2), (False, False, 3)
     ]  # fmt: skip
-    for sizes in SIZES if not zero else [(1, 1, 2), (1, 2, 2)]:
-        ranks = pool.run(sizes[0] * sizes[1] * sizes[2], masked_run, sizes, zero)
+    for sizes in SIZES if not zero else [(1, 1, 1, 2), (1, 2, 2)]:
+        ranks = pool.run(math.prod(sizes), masked_run, sizes, zero)
         for rank, (seen, evaluation) in enumerate(ranks):
             assert evaluation is None, f"{sizes} rank {rank}"
             for step, (found, wanted) in enumerate(zip(seen, expected, strict=True)):
