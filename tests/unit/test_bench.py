@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parallel3d.commands.bench.comm import duration, size, table
 from parallel3d.commands.bench.fit import FITTED, Finding, Judging, MeasuredOperation, fit
-from parallel3d.commands.bench.measure import Where
+from parallel3d.commands.bench.measure import Where, dimensions
 from parallel3d.commands.bench.operations import (
     BenchOperation,
     CallCounts,
@@ -85,6 +85,16 @@ def test_patterns_tell_members_and_places_apart() -> None:
         ("min", [1, 2]),
     ):
         assert reduced(reduction, 3, 2).tolist() == expected
+
+
+def test_every_kind_of_group_is_measured_or_has_a_reason() -> None:
+    every = {"tp", "dp", "pp", "world"}
+    for layout in (Layout(tp=2, dp=2), Layout(cp=2), Layout(cp=2, dp=2), Layout(tp=2, cp=2, pp=2)):
+        measured, left_out = dimensions(layout)
+        assert not left_out.keys() & set(measured)
+        kinds = every | ({"cp", "dp_cp"} if layout.cp > 1 else set())
+        assert left_out.keys() | set(measured) == kinds
+    assert dimensions(Layout(cp=2, dp=2))[0] == ["cp", "dp_cp"]
 
 
 # --- the fit ---------------------------------------------------------------------------------
