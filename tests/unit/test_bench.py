@@ -75,6 +75,15 @@ def test_the_slowest_rank_of_each_call_counts_and_of_the_calls_the_median() -> N
 # --- what is compared ------------------------------------------------------------------------
 
 
+def test_the_groups_of_training_are_measured() -> None:
+    dims = [dimensions(Layout(**sizes))[0] for sizes in (
+        {"tp": 2, "dp": 2}, {"tp": 2, "cp": 2, "dp": 2}, {"cp": 2, "pp": 2}, {"cp": 4},
+    )]  # fmt: skip
+    assert dims == [
+        ["tp", "dp", "world"], ["tp", "cp", "dp_cp", "world"], ["cp", "pp", "world"], ["cp"],
+    ]  # fmt: skip
+
+
 def test_patterns_tell_members_and_places_apart() -> None:
     assert pattern(2, 3).tolist() == [3, 6, 9]
     assert pattern(0, 3, start=250).tolist() == [251, 1, 2]

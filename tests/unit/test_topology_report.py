@@ -48,6 +48,7 @@ def config(cluster: ClusterConfig, **more) -> Config:
 CASES = {
     "h100": config(preset("dgx_h100", nodes=16), tp=8, pp=4),
     "h100 tp4": config(preset("dgx_h100", nodes=4), tp=4, pp=2),
+    "long": config(preset("dgx_h100", nodes=4), tp=4, cp=2, pp=2),
     "tp leaves": config(preset("dgx_h100", nodes=4), tp=16),
     "six": config(preset("rails_3x2"), tp=2, pp=3),
     "nvl72": config(preset("gb200_nvl72", nodes=36), tp=4, pp=8),
@@ -72,6 +73,24 @@ def one_line(report: TopologyReport) -> str:
 
 
 # --- what is said ----------------------------------------------------------------------------
+
+
+def test_context_parallel_groups_are_shown_with_what_they_send() -> None:
+    report = made("long")
+    text = one_line(report)
+    assert "tp=4 cp=2 pp=2 dp=2" in text and "cp group 0 4" in text
+    groups = {group["dim"]: group for group in facts_of(report, "test")["groups"]}
+    assert groups["cp"]["pairs"] == {"nvlink": 16} and groups["cp"]["size"] == 2
+    sent = {(t["op"], t["what"]) for t in groups["cp"]["transfers"]}
+    assert sent == {
+        ("all_gather", "keys and values"),
+        ("reduce_scatter", "gradients of keys and values"),
+    }
+    # Gradients go over both; along dp alone a count of tokens.
+    assert groups["dp_cp"]["size"] == 4 and groups["dp_cp"]["pairs"] == {"nvlink": 16, "spine": 16}
+    assert [t["bytes"] for t in groups["dp"]["transfers"]] == [8]
+    assert any("dp_cp=4 alternates between" in warning for warning in report.warnings)
+    assert not any(warning.startswith("dp=") for warning in report.warnings)
 
 
 @pytest.mark.parametrize("name", CASES)
