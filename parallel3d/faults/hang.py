@@ -417,7 +417,17 @@ def diagnose_queues(states: Mapping[int, RankState]) -> Diagnosis | None:
     """Returns None where no device waits. The queues of all `states` must be known."""
     if all(state.stuck is None for state in states.values()):
         return None
-    return _other_tensor(states) or _absent(states)
+    if (diagnosis := _other_tensor(states)) is not None:
+        return diagnosis
+    longest = max(states.values(), key=lambda s: (s.stuck is not None, s.waited_s))
+    found = _absent(states, longest)
+    # In a ring not every rank that waits leads to the one that is missing: a neighbour does, and
+    # beyond both messages of a batch meet their peers.
+    for state in states.values():
+        if found.kind == "unknown" and state.stuck is not None and state.stuck.peer is not None:
+            other = _absent(states, state)
+            found = found if other.kind == "unknown" else other
+    return found
 
 
 def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
@@ -449,9 +459,9 @@ def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
     return None
 
 
-def _absent(states: Mapping[int, RankState]) -> Diagnosis:
+def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis:
     """Follows from a device that waits to a rank that has not come, and on to whom that awaits."""
-    path = [max(states.values(), key=lambda s: (s.stuck is not None, s.waited_s))]
+    path = [first]
     while path[-1].stuck is not None and path[-1] not in path[:-1]:
         state = path[-1]
         members = (states[rank] for rank in sorted(state.awaited) if rank in states)

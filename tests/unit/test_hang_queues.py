@@ -106,6 +106,27 @@ def test_the_rank_that_is_late_is_found_over_devices_that_only_wait_for_their_tu
         assert diagnose(states, {}).ranks == (2,)
 
 
+def test_rank_that_is_missing_in_a_ring_is_found_though_most_have_met_their_neighbours() -> None:
+    """Rank 2 computes. Ranks 1 and 3 wait for it, and rank 0, a round further on, for those."""
+    ring = {"cp": (0, 1, 2, 3)}
+
+    def round_of(number: int, rank: int) -> tuple[Queued, Queued]:
+        sent = LoggedOperation("cp", number, "send", (8,), "float32", (rank + 1) % 4)
+        return open_(sent), open_(sent._replace(name="receive", peer=(rank - 1) % 4))
+
+    for longest in (0, 1, 3):
+        states = {
+            rank: on_device(
+                rank, *round_of(number, rank), ranks=ring, waited_s=float(rank == longest)
+            )
+            for rank, number in ((0, 6), (1, 5), (3, 5))
+        }
+        states[2] = on_device(2, ranks=ring, waits=False)
+        verdict = diagnose(states, {})
+        assert (verdict.kind, verdict.ranks) == ("missing", (2,))
+        assert verdict.sentence.startswith("rank 2 has not queued send to rank 2 of cp")
+
+
 def test_message_of_a_batch_is_met_by_the_peers_batch_and_not_by_a_later_one() -> None:
     """Stage 1 still waits for stage 0, who computes; its message to stage 2 is queued behind."""
 
@@ -120,7 +141,9 @@ def test_message_of_a_batch_is_met_by_the_peers_batch_and_not_by_a_later_one() -
     }
     assert diagnose(states, {}).ranks == (0,)
     states[1] = on_device(1, message("receive", 4, 0), message("send", 4, 2), ranks=pp)
-    assert diagnose(states, {}).kind == "unknown"  # both ends are in it
+    assert diagnose(states, {}).ranks == (0,)  # rank 2 has met its peer, rank 1 not all of its own
+    states[0] = on_device(0, message("send", 4, 1), ranks=pp)
+    assert diagnose(states, {}).kind == "unknown"  # all ends are in it
 
 
 def test_all_in_one_operation_is_nobodys_fault_that_we_know_of() -> None:
