@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
+from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
@@ -328,8 +329,15 @@ def full_values(
             first = starts[s.name] + s.start
             flat[first : first + values.numel()] = values
     if shards is not None:
-        for flat in found.values():
-            collectives.all_reduce(flat, shards)  # disjoint slices, zeros elsewhere
+        # A rank may have no slice of some kind, or have the kinds in another order.
+        mine = {kind: str(flat.dtype).removeprefix("torch.") for kind, flat in found.items()}
+        device = next(iter(parameters.values())).device
+        for kinds in all_gather_json(mine, shards.handle, device):
+            for kind, dtype in kinds.items():
+                if kind not in found:
+                    found[kind] = torch.zeros(total, dtype=getattr(torch, dtype), device=device)
+        for kind in sorted(found):
+            collectives.all_reduce(found[kind], shards)  # disjoint slices, zeros elsewhere
     return {
         kind: {name: flat[starts[name] :][: p.numel()] for name, p in parameters.items()}
         for kind, flat in found.items()

@@ -70,11 +70,16 @@ class Problem:
     batch: int = GLOBAL_BATCH
     batches: tuple[tuple[int, int], ...] = ()  # train.batch_schedule
     documents: bool = False  # samples are packs of documents that do not see each other
+    ranks: int = 1  # over which samples are split, as their documents and masks know
+
+    @property
+    def seq_length(self) -> int:
+        return dict(self.model).get("seq_length", TINY_SIZES["seq_length"])
 
     @property
     def tokens(self) -> int:
         """Read in a step, masked ones included."""
-        return self.batch * TINY_SIZES["seq_length"]
+        return self.batch * self.seq_length
 
     def tokens_of(self, step: int) -> int:
         """Read in a step that counts from 0, by the schedule of the batch if there is one."""
@@ -82,13 +87,14 @@ class Problem:
         for _ in range(step + 1):
             batch = [size for first, size in entries if first <= samples][-1]
             samples += batch
-        return batch * TINY_SIZES["seq_length"]
+        return batch * self.seq_length
 
     def __str__(self) -> str:
         changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim + self.loss)
         tied = "tied" if self.tied else "untied"
         words = f"{self.preset} {self.layers} layers {tied} {self.optimizer} {self.precision}"
         packs = "documents" if self.documents else ""
+        packs += f" for {self.ranks} ranks" if self.ranks > 1 else ""
         batches = f"batches {dict(self.batches)}" if self.batches else ""
         return " ".join(f"{words} {changes} {packs} {batches}".split())
 
@@ -182,18 +188,24 @@ class Case:
 class UnequalMasks:
     """Random tokens; samples differ much in how many of theirs count, some have one or none.
 
-    With `documents` they are packs of them (see `_pack`).
+    With `documents` they are packs of them (see `_pack`); with `ranks` > 1 documents and masks meet
+    the cuts at which context parallelism splits samples over so many (see `_begins_at_cuts` and
+    `_mask_by_rank`).
     """
 
-    def __init__(self, vocab_size: int, seq_length: int, documents: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, seq_length: int, documents: bool = False, ranks: int = 1
+    ) -> None:
         self.vocab_size = vocab_size
         self.seq_length = seq_length
-        self.documents = documents
+        self.documents, self.ranks = documents, ranks
         self.windows: int | None = None  # of a validation set, which has an end
 
     def sample(self, i: int) -> Sample:
         sample = _sample(self.vocab_size, self.seq_length, i)
-        return _pack(sample, i) if self.documents else sample
+        if self.ranks > 1:
+            sample = sample._replace(loss_mask=_mask_by_rank(sample.loss_mask, i, self.ranks))
+        return _pack(sample, i, self.ranks) if self.documents else sample
 
 
 @functools.cache
@@ -221,14 +233,44 @@ def _begins(length: int, i: int) -> tuple[int, ...]:
     return tuple(turns[i % len(turns)])
 
 
-def _pack(sample: Sample, i: int) -> Sample:
+def _piece(length: int, ranks: int) -> int:
+    """Tokens of a piece, of which each rank has two."""
+    return -(-length // (2 * ranks))
+
+
+@functools.cache
+def _begins_at_cuts(length: int, i: int, ranks: int) -> tuple[int, ...]:
+    """As `_begins`: by turns all documents end on cuts; one does; one token on each side of every
+    cut is a document; a document begins or ends one token before or behind a cut; else no cut is
+    looked at."""
+    piece = _piece(length, ranks)
+    cuts = list(range(piece, length, piece))
+    one = cuts[i // 4 % len(cuts)] if cuts else 1
+    turns: list[list[int]] = [
+        *(cuts, [one], [cut + by for cut in cuts for by in (-1, 0, 1)]),
+        [one - 1, one + 1],
+    ]
+    found = turns[i // 2 % 4] if i % 2 else list(_begins(length, i // 2))
+    return tuple(sorted({begin for begin in found if 0 < begin < length}))
+
+
+def _mask_by_rank(mask: np.ndarray, i: int, ranks: int) -> np.ndarray:
+    """By turns nothing is learned from the tokens of one rank, or from those of all others."""
+    whose = np.arange(len(mask)) // _piece(len(mask), ranks)
+    whose = np.minimum(whose, 2 * ranks - 1 - whose)
+    if i % 3 == 0:
+        return mask & (whose != i // 3 % ranks)
+    return mask & (whose == i // 3 % ranks) if i % 6 == 4 else mask
+
+
+def _pack(sample: Sample, i: int, ranks: int = 1) -> Sample:
     """`sample` in documents; in every fifth what is behind the last whole one is padding, which
     nobody learns from. Of every seventh nothing is said: it is one document."""
     length = len(sample.loss_mask)
     if i % 7 == 5:
         return sample
     starts = np.zeros(length, dtype=np.int32)
-    for begin in _begins(length, i):
+    for begin in _begins(length, i) if ranks == 1 else _begins_at_cuts(length, i, ranks):
         starts[begin:] = begin
     mask = sample.loss_mask.copy()
     if i % 5 == 0:

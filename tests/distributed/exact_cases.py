@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from tests.distributed import (
+    test_context_parallel,
     test_documents,
     test_engines,
     test_exactness,
@@ -18,18 +19,21 @@ from tests.distributed import (
     test_simulated_exactness,
 )
 from tests.distributed.cases import Case
-
-Sizes = tuple[int, int, int]
+from tests.distributed.harness import Sizes
 
 
 def exact_cases() -> Iterator[tuple[Sizes, Case]]:
-    """Yields (tp, pp, dp) and the case. `test_precision`'s are compared by losses and norms."""
+    """Yields (tp, pp, dp), or (tp, pp, dp, cp), and the case.
+
+    Those of `test_precision` are compared by losses and norms.
+    """
     for sizes in test_exactness.LAYOUTS:
         yield from ((sizes, case) for case in test_exactness.all_cases(*sizes))
     for sizes in test_precision.LAYOUTS:
         yield from ((sizes, case) for case in test_precision.low_precision_cases(*sizes))
     yield from test_engines.all_cases()
     yield from ((sizes, test_hierarchical.CASE) for sizes in test_hierarchical.LAYOUTS)
+    yield from map(test_context_parallel.sizes_and_case, test_context_parallel.chosen_levels())
     for module in (test_schedules, test_documents):
         yield from ((levels.layout, levels.case()) for levels in module.chosen_levels())
     listed: Iterable[tuple[Sizes, list[Case]]] = [

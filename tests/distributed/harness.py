@@ -32,6 +32,7 @@ from tests.distributed.simulated import here
 from tests.reference.train import ReferenceRun, batch_loss, build, is_frozen, train_reference
 
 T = TypeVar("T")
+Sizes = tuple[int, ...]  # tp, pp and dp, and cp where it is not 1
 
 
 class Step(NamedTuple):
@@ -73,7 +74,7 @@ def array(weight: Tensor) -> np.ndarray:
 def source_of(problem: Problem, config: Config) -> UnequalMasks:
     """The samples of a problem."""
     model = config.model
-    return UnequalMasks(model.vocab_size, model.seq_length, problem.documents)
+    return UnequalMasks(model.vocab_size, model.seq_length, problem.documents, problem.ranks)
 
 
 def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
@@ -116,12 +117,12 @@ def plain_groups(layout: Layout) -> ProcessGroups:
 
 
 def run_cases(
-    sizes: tuple[int, int, int],
+    sizes: Sizes,
     cases: Sequence[Case],
     mutation: Callable[[], AbstractContextManager[None]] = nullcontext,
     make_groups: Callable[[Layout], ProcessGroups] = plain_groups,
 ) -> list[Outcome]:
-    """On every rank: train each case under Layout(tp, pp, dp) = `sizes`, inside `mutation`."""
+    """On every rank: train each case under Layout(*sizes), inside `mutation`."""
     layout = Layout(*sizes)
     groups = make_groups(layout)
     outcomes = []
@@ -187,7 +188,7 @@ class References:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._known: dict[Problem, Expected] = {}
-        self.sound: set[tuple[Pool, tuple[int, int, int], Case]] = set()  # agreed with them
+        self.sound: set[tuple[Pool, Sizes, Case]] = set()  # agreed with them
 
     def of(self, problem: Problem) -> Expected:
         """The reference's run, in which all weights are asserted to move."""
@@ -289,7 +290,7 @@ def differences(
 
 
 def check_cases(
-    sizes: tuple[int, int, int],
+    sizes: Sizes,
     cases: Sequence[Case],
     pool: Pool,
     references: References,
@@ -344,14 +345,14 @@ def worst_weight(
 
 def check_caught(
     mutation: Callable[[], AbstractContextManager[None]],
-    sizes: tuple[int, int, int],
+    sizes: Sizes,
     case: Case,
     told_by: set[str],
     pool: Pool,
     references: References,
 ) -> None:
     """The sound run agrees with the reference; with a planted bug exactly `told_by` tell."""
-    world = sizes[0] * sizes[1] * sizes[2]
+    world = math.prod(sizes)
     expected = references.of(case.problem)
     if (pool, sizes, case) not in references.sound:
         sound = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case])]

@@ -14,9 +14,14 @@ from torch import nn
 
 from parallel3d.comm import collectives
 from parallel3d.config.schema import OptimConfig
-from parallel3d.data_parallel.engine import BucketedDataParallel, agreed_order, rebuild_buckets
+from parallel3d.data_parallel.engine import (
+    BucketedDataParallel,
+    agreed_order,
+    full_values,
+    rebuild_buckets,
+)
 from parallel3d.estimate.buckets import MIB
-from parallel3d.optim import Optimizer
+from parallel3d.optim import Optimizer, ParameterSlice
 from parallel3d.parameters.sharding import ParameterSpec, state_of
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
@@ -120,6 +125,42 @@ def orders(sizes: tuple[int, int, int]) -> list[str]:
 def test_all_ranks_of_a_stage_take_the_order_of_its_first(pool: Pool) -> None:
     assert pool.run(4, orders, (2, 1, 2)) == [["x", "y", "z"]] * 4
     assert pool.run(4, orders, (1, 2, 2)) == [["x", "y", "z"]] * 2 + [["z", "x", "y"]] * 2
+
+
+def moved_values(rank_has: list[dict[str, dict[str, torch.dtype]]]) -> dict[str, Any]:
+    """What `full_values` makes of slices of which each rank has kinds of its own, in its order."""
+    groups = plain_groups(Layout(dp=2))
+    parameters = {name: nn.Parameter(torch.empty(3)) for name in "ab"}
+    spec = ParameterSpec((3,), (), replicated=True)
+    slices = [
+        ParameterSlice(
+            name, spec, 0,
+            {kind: torch.full((3,), len(kind), dtype=dtype) for kind, dtype in kinds.items()},
+            (0, 1),
+        )
+        for name, kinds in rank_has[groups.rank].items()
+    ]  # fmt: skip
+    found = full_values(slices, parameters, groups.dp)
+    groups.close()
+    return {
+        kind: [(str(x.dtype), x.tolist()) for x in values.values()]
+        for kind, values in sorted(found.items())
+    }
+
+
+def test_state_is_moved_by_kind_whatever_kinds_a_rank_has_and_in_whichever_order(
+    pool: Pool,
+) -> None:
+    """As Muon beside AdamW has them, with groups of parameters by name."""
+    wide, half = torch.float32, torch.bfloat16
+    first = {"a": {"parameter": wide, "momentum": half}}
+    second = {"b": {"exp_avg": half, "parameter": wide}}
+    for rank in pool.run(2, moved_values, [first, second]):
+        assert rank == {
+            "exp_avg": [("torch.bfloat16", [0.0] * 3), ("torch.bfloat16", [7.0] * 3)],
+            "momentum": [("torch.bfloat16", [8.0] * 3), ("torch.bfloat16", [0.0] * 3)],
+            "parameter": [("torch.float32", [9.0] * 3)] * 2,
+        }
 
 
 def model_order(sizes: tuple[int, int, int]) -> tuple[list[str], list[str]]:
