@@ -100,7 +100,7 @@ def the_ring_drops_gradients() -> Iterator[None]:
 
 @contextmanager
 def parts_merged_without_rescaling() -> Iterator[None]:
-    """Results of several blocks of keys are averaged as if their sums of exponentials were equal."""
+    """Results of several blocks of keys are averaged, whatever their sums of exponentials."""
 
     def merge(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:
         out.add_(part).mul_(0.5)
@@ -205,8 +205,8 @@ def dropout_by_local_position() -> Iterator[None]:
 
 @contextmanager
 def the_diagonal_at_the_first_key() -> Iterator[None]:
-    """The causal mask of fewer queries than keys is aligned at the top left: a segment's first query
-    sees the first key of its document, its second two, and so on."""
+    """The causal mask of fewer queries than keys is aligned at the top left: a segment's first
+    query sees the first key of its document, its second two, and so on."""
     sound = documents._segments
 
     def segments(*given: Any) -> np.ndarray:
