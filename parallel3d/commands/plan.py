@@ -17,7 +17,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
-from parallel3d.config.checks.model import check_model, check_tensor_parallel
+from parallel3d.config.checks.model import (
+    check_context_parallel,
+    check_model,
+    check_tensor_parallel,
+)
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
@@ -365,13 +369,12 @@ def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
                 f"cluster.nodes={config.cluster.nodes} must be 1 with cluster={file}, in which no "
                 "network was measured; the nearest is cluster.nodes=1"
             )
-    if config.tensor_parallel.attention == "gather_qk":  # which reads whole sequences
-        fixed = {"cp": 1, **fixed}
     sizes = sizes_of(config) if file is None else measured_sizes(config, machine, ranks)
     zeros = (0, 1, 2, 3) if file is None else (0, 1)  # 2 and 3 are priced only roughly
     choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed, zeros))
     if not choices:
         raise UserError(no_layout(config, ranks, fixed))
+    choices = of_the_style(config, choices)
     if file is not None:
         priced = price_measured(choices, sizes, config, machine)
     else:
@@ -380,6 +383,22 @@ def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
     found = Plan(config, priced, sizes, ranks)
     if not priced.order:
         raise UserError(fits_nowhere(found, fixed))
+    return found
+
+
+def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
+    """Returns the layouts whose cp the style and the model allow. Raises UserError if none is."""
+    allowed: dict[tuple[int, int], UserError | None] = {}
+    for pair in dict.fromkeys((c.tp, c.cp) for c in choices):
+        try:
+            check_context_parallel(replace(config, tp=pair[0], cp=pair[1]))
+            allowed[pair] = None
+        except UserError as error:
+            allowed[pair] = error
+    found = [c for c in choices if allowed[c.tp, c.cp] is None]
+    refused = next(iter(allowed.values()))
+    if not found and refused is not None:
+        raise refused
     return found
 
 

@@ -260,7 +260,7 @@ def stage_parameters(
 
 def _layer(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
     w, hidden = widths(model, tp), model.hidden_size
-    for op in layer_ops(w):
+    for op in _layer_ops(w, frozenset()).plain:
         if op.kind == "gemm":
             sharded, numel = op.split == "column", op.inputs * op.outputs
             rows = 2 * w.keys if op.name == "attention.qkv" and tp > model.kv_heads else 0

@@ -50,6 +50,12 @@ BAD = [
         ("model.vocab_size=99999999999", "tp=8", "pp=1", "micro_batch_size=1", "recompute=full"),
         "cluster.nodes must be larger, none was found up to 128 nodes",
     ),
+    (
+        ("model=gpt2_124m", "cp=8", "context_parallel.style=heads"),
+        "style=heads needs cp=8 to divide the 12 heads .*the nearest is",
+    ),
+    (("cp=2", "context_parallel.style=ring", "model.dropout=0.1"), "nearest is .*style=gather"),
+    (("cp=2", "tensor_parallel.attention=gather_qk"), "the nearest is .*attention=heads"),
     (("model=llama3_405b",), "fits no layout .*misses by .* GiB .*cluster.nodes=16"),
 ]
 
