@@ -61,9 +61,14 @@ class Interfaces:
     def of_group(self, ranks: Sequence[int], rank: int) -> str | None:
         """Returns the interface of member `rank` of a group, or None. Raises UserError."""
         cluster, slots = self.placement.cluster, self.placement.slots
-        inside = np.unique(cluster.domain[slots[list(ranks)]]).size == 1
+        members = slots[list(ranks)]
+        inside = np.unique(cluster.domain[members]).size == 1
         key, pattern = ("nvlink", self.nvlink) if inside else ("rail", self.rail)
-        if pattern is None:
+        # Without a spine nothing joins the rails: such a group meets where the world does.
+        is_joined = (
+            inside or cluster.oversubscription or np.unique(cluster.rail_of[members]).size == 1
+        )
+        if pattern is None or not is_joined:
             return None
         names = [name for _, name in socket.if_nameindex()]
         fitting = sorted(fnmatch.filter(names, pattern), key=natural)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,15 @@ def test_groups_inside_a_domain_take_nvlink_and_others_their_own_rail(nics: None
     assert interfaces.of_group([0, 2], 0) == "rail0"
     assert interfaces.of_group([1, 3], 3) == "rail1"
     assert Interfaces(placement(rails=1), None, "rail*").of_group([1, 3], 3) == "rail0"
+
+
+def test_a_group_over_rails_that_nothing_joins_is_the_systems_choice(nics: None) -> None:
+    """Such as that of dp × cp, which has a part of each rail."""
+    joined = placement()
+    assert Interfaces(joined, None, "rail*").of_group([0, 1, 2, 3], 0) == "rail0"
+    apart = replace(joined, cluster=replace(joined.cluster, oversubscription=None))
+    assert Interfaces(apart, None, "rail*").of_group([0, 1, 2, 3], 0) is None
+    assert Interfaces(apart, None, "rail*").of_group([1, 3], 3) == "rail1"
 
 
 def test_a_kind_without_a_key_is_the_systems_choice(nics: None) -> None:
