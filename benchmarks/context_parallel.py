@@ -172,13 +172,14 @@ def attention_on_ranks(tokens: int, rounds: int) -> None:
     def one_process(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    half = tokens // 2
+    half, split = tokens // 2, p3d.SplitSequences([[tokens]], groups.cp)
+
+    def ours(style: str) -> Callable[..., Tensor]:
+        how = {"documents": split, "style": style}
+        return lambda q, k, v: p3d.context_parallel_attention(q, k, v, groups.cp, **how)
+
     ways: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-        style: (
-            lambda q, k, v, s=style: p3d.context_parallel_attention(q, k, v, groups.cp, style=s),
-            random(half),
-        )
-        for style in STYLES
+        style: (ours(style), random(half)) for style in STYLES
     }
     ways["plain ring"] = (PlainRing.apply, random(half, repeat=True))
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -190,7 +191,7 @@ def attention_on_ranks(tokens: int, rounds: int) -> None:
             begun = time.perf_counter()
             one_process(*random(tokens, repeat=True)).sum().backward()
             alone.append(time.perf_counter() - begun)
-    said = torch_context_parallel(tokens, random(half, repeat=True))
+    said = torch_context_parallel(random(tokens, repeat=True))
     if groups.rank == 0:
         one = statistics.median(alone)
         print(f"{tokens:,} tokens, {HEADS} heads of {HEAD_DIM}, fp32, forward and backward")
@@ -201,7 +202,7 @@ def attention_on_ranks(tokens: int, rounds: int) -> None:
         print(f"PyTorch {torch.__version__}: {said}")
 
 
-def torch_context_parallel(tokens: int, inputs: list[Tensor]) -> str:
+def torch_context_parallel(inputs: list[Tensor]) -> str:
     """Returns the time of PyTorch's own context parallelism, or what it raises."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -210,8 +211,10 @@ def torch_context_parallel(tokens: int, inputs: list[Tensor]) -> str:
 
         mesh = init_device_mesh("cpu", (2,))
         begun = time.perf_counter()
-        with context_parallel(mesh, buffers=inputs, buffer_seq_dims=[2, 2, 2]):
-            F.scaled_dot_product_attention(*inputs, is_causal=True).sum().backward()
+        whole = [x.detach() for x in inputs]  # which it splits in place
+        with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]):
+            leaves = [x.requires_grad_() for x in whole]
+            F.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
         return f"{1000 * (time.perf_counter() - begun):.0f} ms"
     except Exception as error:  # any of them is the answer
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
