@@ -2,7 +2,6 @@
 
     python -m benchmarks.context_parallel steps [--tokens 16384] [--rounds 5]
     python -m benchmarks.context_parallel attention [--tokens 16384] [--rounds 5]
-    python -m benchmarks.context_parallel memory [--tokens 32768] [--ranks 1 2 4]
 
 `steps`: seconds of a training step of a small Llama, a thread a rank, one process and cp=2 in every
 style in turns; the median of each run's steps after the first three, the median over the rounds,
@@ -11,8 +10,6 @@ and how many times faster than one process.
 `attention`: forward and backward of one layer's attention on two ranks, by
 `parallel3d.context_parallel_attention`, by a ring of blocking sends and receives that is written
 here, by PyTorch's own context parallelism (or what it says), and on one process.
-
-`memory`: the largest resident set that a step adds to what a rank had before it, by cp.
 """
 
 from __future__ import annotations
@@ -80,16 +77,6 @@ def steps(tokens: int, rounds: int) -> None:
         middle = statistics.median(found)
         spread = f"{min(found):.2f}–{max(found):.2f}"
         print(f"| {name} | {middle:.2f} | {spread} | {one / middle:.2f} | {losses[name]:.6f} |")
-
-
-def memory(tokens: int, ranks: list[int]) -> None:
-    print("| cp | style | MB that a step adds to a rank, the most of all |")
-    print("|---|---|---|")
-    for cp in ranks:
-        for style in STYLES if cp > 1 else STYLES[:1]:
-            words = (f"cp={cp}", f"context_parallel.style={style}", f"model.seq_length={tokens}")
-            first, *_ = trained((*words, "train.steps=2"))
-            print(f"| {cp} | {style if cp > 1 else '–'} | {first['memory']} |")
 
 
 # One layer's attention
@@ -212,7 +199,8 @@ def torch_context_parallel(inputs: list[Tensor]) -> str:
         mesh = init_device_mesh("cpu", (2,))
         begun = time.perf_counter()
         whole = [x.detach() for x in inputs]  # which it splits in place
-        with context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]):
+        kept = {"buffer_seq_dims": [2, 2, 2], "no_restore_buffers": set(whole)}
+        with context_parallel(mesh, buffers=whole, **kept):
             leaves = [x.requires_grad_() for x in whole]
             F.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
         return f"{1000 * (time.perf_counter() - begun):.0f} ms"
@@ -222,15 +210,12 @@ def torch_context_parallel(inputs: list[Tensor]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("steps", "attention", "memory", "rank"))
+    parser.add_argument("what", choices=("steps", "attention", "rank"))
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     given = parser.parse_args()
     if given.what == "steps":
         steps(given.tokens or 16384, given.rounds)
-    elif given.what == "memory":
-        memory(given.tokens or 32768, given.ranks)
     elif given.what == "rank":
         attention_on_ranks(given.tokens, given.rounds)
     else:
