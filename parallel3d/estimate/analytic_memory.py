@@ -81,6 +81,7 @@ def least_memory(
     return found
 
 
+LOOKUP_TOKENS = 1 << 16  # tensor_parallel/embedding.py
 WIDE = 4  # bytes of statistics and sums: fp32
 _OF_TOKEN = 17  # bytes of a token's ids, labels and mask on the device
 PHASES = ("forward", "backward", "backward")  # of F, B and I; no W is a peak
@@ -224,7 +225,9 @@ def _temporary(
         near = one * min(1 + whole_stage, stage.away)
         activations = {
             "backward": near + ahead + layer.backward + layer.again - received,
-            "matmuls": near + ahead + layer.again - layer.inner + (1 + 2 * sp) * whole,
+            # FSDP2's alone: elsewhere a weight's gradient is added in place.
+            "matmuls": (near + ahead + layer.again - layer.inner + (1 + 2 * sp) * whole)
+            * rank.fully_sharded,
             "made": near + stream - inner / layers,
             "reduction": near + stream - inner / layers,
             "later": near + stream - min(2, layers) * inner / layers,
@@ -235,10 +238,12 @@ def _temporary(
         near = one * min(1 + whole_stage, stage.away)
         late = (layers - 1) * (layer.deferred - inner / layers)
         activations["backward"] = near + layer.halved + layer.again - received + max(late, 0.0)
-        if stage.first:
-            # The look-up's backward, after all layers: gathered, masked, cast to the table's fp32.
-            table = stream + sp * whole + whole * (1 + WIDE / rank.item * (rank.item < WIDE))
-            activations["ends"] = layers * layer.deferred - inner + table
+    if kind > 0 and stage.first:
+        # The look-up's backward, after all layers: gathered; of a part of the tokens masked, and
+        # cast to the table's fp32.
+        part = min(1.0, LOOKUP_TOKENS / rank.tokens)
+        table = stream + sp * whole + part * whole * (1 + WIDE / rank.item * (rank.item < WIDE))
+        activations["look-up"] = layers * layer.deferred * (kind == 2) - inner + table
     for moment, nbytes in activations.items():
         yield moment, RankMemory(activations=nbytes)
 
@@ -426,12 +431,13 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
     halved = max(first, (whole if sp else 0.0) + inner + up)
     if rank.mlp_chunks > 1 and rank.config.recompute_layers is None:
         # Results, or gradients, of all chunks beside one chunk's tensors; or attention's q, k, v,
-        # result and all of their gradients.
+        # result and all of their gradients, or that of its input, gathered and not yet reduced.
         sizes = {op.name: row * op.outputs for op in layer.plain}
-        attention = 2 * (sizes["attention.qkv"] + sizes["attention"])
+        qkv, gathering = sizes["attention.qkv"], ((2 + copies) * whole + stream) * sp
+        attention = max(2 * (qkv + sizes["attention"]), qkv + gathering)
         whole_again = again
         again, first, inner, made = (n / rank.mlp_chunks for n in (again, first, inner, made))
-        forward = max(3 * stream, 2 * stream + made, stream + attention / 2)
+        forward = max(3 * stream, 2 * stream + made, stream + attention / 2, ending)
         first = max(stream + first, attention - again)
         halved += whole_again - again  # deferred weight gradients keep those of all chunks
     kept, plain = bytes_kept(rank, layer.kept), bytes_kept(rank, layer.plain)

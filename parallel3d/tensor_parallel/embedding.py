@@ -24,6 +24,10 @@ from parallel3d.tensor_parallel.mappings import (
     scatter_to_sequence,
 )
 
+# Whose gradients are in the table's type at a time: of a long sequence all would be the largest
+# tensor of a step.
+LOOKUP_TOKENS = 1 << 16
+
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
@@ -37,15 +41,17 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         ids, outside, weight = ctx.saved_tensors
-        grad = grad.masked_fill(outside.unsqueeze(-1), 0.0).flatten(0, -2)
         state = state_of(weight)
-        if state.main_grad is None:
-            table = torch.zeros_like(weight)
-            add_rows(table, ids.flatten(), grad, ctx.deterministic)
-            return None, table, None
         # Straight into the bucket: autograd would allocate a dense table per micro-batch.
-        rows = grad.to(state.main_grad.dtype)
-        add_rows(state.main_grad, ids.flatten(), rows, ctx.deterministic)
+        table = torch.zeros_like(weight) if state.main_grad is None else state.main_grad
+        parts = (
+            x.split(LOOKUP_TOKENS) for x in (grad.flatten(0, -2), ids.flatten(), outside.flatten())
+        )
+        for rows, numbers, without in zip(*parts, strict=True):
+            rows = rows.masked_fill(without.unsqueeze(-1), 0.0).to(table.dtype)
+            add_rows(table, numbers, rows, ctx.deterministic)
+        if state.main_grad is None:
+            return None, table, None
         state.register_grad_ready()
         return None, None, None
 

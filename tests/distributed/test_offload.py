@@ -17,6 +17,7 @@ from parallel3d.device import accelerator
 from parallel3d.estimate import analytic_memory
 from parallel3d.pipeline import offload
 from parallel3d.pipeline.offload import ActivationOffload, HostSlabs
+from parallel3d.tensor_parallel import embedding
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import digests, make_trainer, plain_groups
@@ -190,6 +191,7 @@ def test_no_slab_leaks(pool: Pool) -> None:
 def test_the_estimate_knows_the_sizes() -> None:
     known = analytic_memory.SLAB_BYTES, analytic_memory.LEAST_BYTES
     assert known == (offload.SLAB_BYTES, offload.LEAST_BYTES)
+    assert analytic_memory.LOOKUP_TOKENS == embedding.LOOKUP_TOKENS
 
 
 # --- what is copied ---------------------------------------------------------------------------

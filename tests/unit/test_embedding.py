@@ -48,3 +48,13 @@ def test_ranks_that_nothing_makes_equal_add_in_a_fixed_order(
     how, own = gradient(group, sp, bucket)
     assert ("index_add_" in how) != alike and how[0].strip("_").startswith("index")
     torch.testing.assert_close(own, plain)
+
+
+@pytest.mark.parametrize("bucket", [True, False])
+def test_the_tokens_of_a_long_sequence_are_added_a_part_at_a_time(
+    bucket: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, whole = gradient(SINGLE, False, bucket)
+    monkeypatch.setattr(embedding, "LOOKUP_TOKENS", 15)
+    how, parts = gradient(SINGLE, False, bucket)
+    assert how == ["index_add_"] * 5 and torch.equal(parts, whole)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from benchmarks.longest import WAYS, row
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
 from parallel3d.estimate.analytic_memory import (
     enough_microbatches,
@@ -23,6 +25,7 @@ from parallel3d.schedules.schedule import make
 from parallel3d.topology.layout import layout_of
 from tests.e2e.ready import run_module
 
+ROOT = Path(__file__).parents[2]
 ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
 PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
 
@@ -149,6 +152,14 @@ def test_equal_seeds_sample_equal_cases_and_errors_have_a_sign() -> None:
     assert [next(first) for _ in range(3)] == [next(again) for _ in range(3)]
     assert off(100.0, 103.0) == pytest.approx(3) and off(100.0, 97.0) == pytest.approx(-3)
     assert off(0.0, 0.0) == 0 and off(0.0, 1.0) == float("inf")
+
+
+def test_the_longest_sequences_of_the_page() -> None:
+    page = (ROOT / "docs" / "long_context.md").read_text(encoding="utf-8")
+    base = {"model": "llama3_8b", "tp": 8, "sp": True, "dp": 1, "micro_batch_size": 1}
+    for way in (WAYS[4], WAYS[-1]):
+        line = row(base | way | {"global_batch_size": 4}, 81.5e9, plays=False)
+        assert f"` | {line} |\n" in page
 
 
 def test_a_wrong_formula_is_told() -> None:
