@@ -162,7 +162,7 @@ class ProcessGroups:
         maker = _Maker(
             torch.device(device_type), datetime.timedelta(seconds=timeout_s), launch, interfaces
         )
-        kinds = ["tp", "cp", "dp", "dp_cp"] if layout.cp > 1 else ["tp", "dp"]
+        kinds = ["tp", "cp", "dp", *["dp_cp"] * (layout.cp > 1)]
         made = {kind: maker.group(kind, layout.groups(kind)) for kind in kinds}
         pp = maker.group("pp", layout.groups("pp"))
         back = maker.group(BACKWARD, layout.groups("pp"))

@@ -22,10 +22,12 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_cases
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import run_on_own_device, waits
-from tests.distributed.test_context_parallel import GATHER, HEADS, RING
 from tests.unit import test_context_attention
 from tests.unit.test_context_attention import by_ranks, random_inputs
 
+GATHER, HEADS, RING = (
+    (("context_parallel.style", style),) for style in ("gather", "heads", "ring")
+)
 LENGTH = 24
 BEGINS = ((), (1, 2, 3, 23), (11,), (5, 8))
 LENGTHS = [np.diff((0, *begins, LENGTH)).tolist() for begins in BEGINS]

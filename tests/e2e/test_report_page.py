@@ -58,7 +58,7 @@ def runs(shell: Shell) -> Path:
     recorder = begin(config, whole, 1)
     steps(recorder, 1, STEPS, 6.0)
     times = {kind: 0.01 for kind in ("forward", "backward", "tp", "idle")}
-    times |= dict.fromkeys(("pp", "dp", "model", "optimizer", "data"), 0.0)
+    times |= dict.fromkeys(("cp", "pp", "dp", "model", "optimizer", "data"), 0.0)
     ranks = [RankTimes(rank, Coordinates(0, 0, 0, rank), times) for rank in range(2)]
     recorder.breakdown(ranks, [PeakMemory(3 * 10**9, 4 * 10**9)] * 2)
     recorder.finish()

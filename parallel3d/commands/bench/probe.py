@@ -159,9 +159,8 @@ def _rounds(
 
 def _group_with(peer: int, groups: ProcessGroups) -> Group:
     """Returns the smallest group of this rank and `peer`, which may have its own wires."""
-    return next(
-        g for g in (groups.tp, groups.cp, groups.dp, groups.pp, groups.world) if peer in g.ranks
-    )
+    dims = (groups.tp, groups.cp, groups.dp, groups.pp, groups.world)
+    return next(g for g in dims if g.size > 1 and peer in g.ranks)
 
 
 def _pings(finish: Callable[[], None], ping: Callable[[], object]) -> Iterator[float]:
