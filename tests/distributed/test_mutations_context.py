@@ -129,7 +129,7 @@ def norm_over_dp_alone() -> Iterator[None]:
 
 @contextmanager
 def gradients_over_dp_alone() -> Iterator[None]:
-    """The ranks of a cp group keep the gradients of their own tokens."""
+    """The ranks of a cp group keep the gradients, and ZeRO's shards, of their own tokens."""
     sound = parallelize.data_parallel_engine
 
     def engine(
@@ -186,6 +186,21 @@ def labels_of_another_rank() -> Iterator[None]:
         if calls[0] % 3 == 2:  # tokens, labels, mask
             self = replace(self, index=(self.index + 1) % len(self.held))
         return sound(self, x)
+
+    with patch.object(SequenceShard, "take", take):
+        yield
+
+
+@contextmanager
+def halves_of_tokens_exchanged() -> Iterator[None]:
+    """Tokens of pieces r and 2 · cp − 1 − r change places, their labels do not."""
+    sound = SequenceShard.take
+    calls = [0]
+
+    def take(self: SequenceShard, x: np.ndarray) -> np.ndarray:
+        calls[0] += 1
+        found = sound(self, x)
+        return np.roll(found, found.shape[1] // 2, axis=1) if calls[0] % 3 == 1 else found
 
     with patch.object(SequenceShard, "take", take):
         yield
@@ -306,11 +321,22 @@ PLANTED: list[Any] = [
     pytest.param(
         gradients_over_dp_alone, TWO, Case(LLAMA), ALL_NUMBERS | {"replicas"}, id="grads-over-dp"
     ),
+    *(
+        pytest.param(
+            gradients_over_dp_alone,
+            (1, 1, 2, 2),
+            Case(LLAMA, keys=(("zero", zero),)),
+            ALL_NUMBERS | {"replicas"},
+            id=f"zero{zero}-over-dp",
+        )
+        for zero in (1, 3)
+    ),
     pytest.param(
         loss_divided_by_local_tokens, TWO, Case(LLAMA), ALL_NUMBERS, id="local-token-count"
     ),
     pytest.param(labels_of_the_next_local_token, TWO, Case(GPT), ALL_NUMBERS, id="labels-at-cut"),
     pytest.param(labels_of_another_rank, TWO, Case(GPT), ALL_NUMBERS, id="others-labels"),
+    pytest.param(halves_of_tokens_exchanged, TWO, Case(GPT), ALL_NUMBERS, id="halves-exchanged"),
     pytest.param(
         dropout_by_local_position, TWO, Case(DROPS), ALL_NUMBERS, id="dropout-by-local-position"
     ),
