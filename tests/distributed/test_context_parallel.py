@@ -36,8 +36,7 @@ BY_NAME = (
 CHUNKS = {"interleaved": 2, "interleaved_zb": 2, "zbv": 2}
 # Query heads, key-value heads, and the rest of a model.
 MODELS: Mapping[str, tuple[str, int, int, tuple[tuple[str, Any], ...]]] = {
-    "gpt": ("gpt_tiny", 8, 8, (("max_position_embeddings", 24),)),
-    "gpt of 12 heads": ("gpt_tiny", 12, 12, (("head_dim", 4),)),
+    "gpt": ("gpt_tiny", 12, 12, (("head_dim", 4), ("max_position_embeddings", 24))),
     "llama": ("llama_tiny", 8, 2, (("rotary_percent", 0.5),)),
     "qwen": (
         "llama_tiny", 12, 1,
@@ -54,13 +53,13 @@ FACTORS: Levels = {
     "zero": (0, 1, 2, 3),
     "sp": ("no", "whole", "in pieces"),
     "recompute": ("none", "[norm,activation,attention]", "full"),
-    "schedule": ("1f1b", "interleaved", "zb_h1", "zbv"),
+    "schedule": ("1f1b", "interleaved", "zbv"),
     "model": tuple(MODELS),
     "optimizer": ("sgd", "adamw", "muon"),
     "tied": (True, False),
     "documents": (True, False),
     "balance": (False, True),
-    "length": (24, 13, 15, 17),
+    "length": (24, 13, 15),
     "dropout": (0.0, 0.2),
     "microbatch": (1, 3),
     "buckets": ("overlap", "alone", "measured"),
