@@ -92,7 +92,7 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, shard: SequenceShard) -> _Parts:
-        of = shard.segments
+        of = shard.blocks
         return cls(shard.order, shard.places, of.table, of.calls, of.edges)
 
     def block(self, i: int) -> Block:

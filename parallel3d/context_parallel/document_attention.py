@@ -104,7 +104,7 @@ def _joined(
     """Yields queries, the keys at their places, and the number of keys before those.
 
     Neighbours of one length without keys before them are joined. `segments`: rows of
-    `Segments.table`.
+    `AttentionBlocks.table`.
     """
     run: tuple[_EqualDocuments, _EqualDocuments, int] | None = None
     for row, first, number, key, before in segments:
@@ -329,7 +329,7 @@ def _plain_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
 
 @dataclass(frozen=True)
 class Block:
-    """A block of keys, and what queries read of it: see `Segments`, of which this is one."""
+    """A block of keys, and what queries read of it: see `AttentionBlocks`, of which this is one."""
 
     table: Tensor
     calls: Tensor

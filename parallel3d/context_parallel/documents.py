@@ -127,7 +127,7 @@ def imbalance(held: Ints, starts: Ints) -> float:
 
 
 @dataclass(frozen=True)
-class Segments:
+class AttentionBlocks:
     """Queries and the keys that they attend to, in blocks of keys; m queries and keys of b samples.
 
     A segment is consecutive queries of one document. They attend to `before` consecutive keys that
@@ -159,9 +159,9 @@ class SequenceShard:
         places: (size · b · n,) int64 on the device, the inverse: of each token in rank order its
             place in the b sequences.
         held: (size, b, n) int32 on the host: the positions that each rank holds.
-        segments: which queries attend to which keys, a block of keys after the other (see
-            `Segments`): one block of the whole sequence in order; in a ring one of each rank, its
-            own first, then that of the rank before it, and so on.
+        blocks: which queries attend to which keys, a block of keys after the other (see
+            `AttentionBlocks`): one block of the whole sequence in order; in a ring one of each
+            rank, its own first, then that of the rank before it, and so on.
         index: of this rank.
         imbalance: the work of the slowest rank's attention over the mean, less 1.
     """
@@ -171,7 +171,7 @@ class SequenceShard:
     order: Tensor
     places: Tensor
     held: Tensor
-    segments: Segments
+    blocks: AttentionBlocks
     index: int
     imbalance: float
 
@@ -254,14 +254,14 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
         order=moved(order),
         places=moved(places),
         held=torch.from_numpy(held),
-        segments=Segments(torch.from_numpy(table), torch.from_numpy(calls), moved(edges)),
+        blocks=AttentionBlocks(torch.from_numpy(table), torch.from_numpy(calls), moved(edges)),
         index=split.index,
         imbalance=imbalance(held, starts),
     )
 
 
 def _segments(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
-    """Returns `Segments.table` of this rank's queries."""
+    """Returns `AttentionBlocks.table` of this rank's queries."""
     positions = held[split.index]
     b, n = positions.shape
     own_starts = np.take_along_axis(starts, positions, axis=1)

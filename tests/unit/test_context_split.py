@@ -63,7 +63,7 @@ def test_segments_are_the_runs_of_a_document() -> None:
     starts = split.pad_starts(starts_of([5, 1, 5], padded=11))
     shard = make_documents(starts, torch.device("cpu"), split).shard
     assert shard is not None
-    (table,) = shard.segments.table.tolist()
+    (table,) = shard.blocks.table.tolist()
     assert table[1 : table[0][0] + 1] == [[0, 0, 2, 0, 3], [0, 2, 1, 5, 0], [0, 3, 3, 6, 0]]
     assert shard.positions.tolist() == [[3, 4, 5, 6, 7, 8]]
     whole = torch.arange(12)
