@@ -22,7 +22,7 @@ from parallel3d.config.checks.model import (
     check_model,
     check_tensor_parallel,
 )
-from parallel3d.config.fields import check_fields
+from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import (
@@ -413,6 +413,13 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
         )
     if {"schedule", "vpp"} <= {*fixed}:
         check_vpp(str(name), int(fixed["vpp"]))
+    for key in ("recompute_layers", "offload_layers"):
+        given, stages = getattr(config, key) or [], pp * int(fixed.get("vpp", 0))
+        if len(given) > 1 and len(given) != stages:
+            raise UserError(
+                f"{key}={show(given)} must have 1 entry in a plan, which chooses the stages unless "
+                f"pp and vpp are typed; the nearest is {key}={show(given[:1])}"
+            )
     product, of = 1, "GPUs" if config.cluster.file is None else "ranks"
     for key in ("tp", "cp", "pp", "dp"):
         value, others = int(fixed.get(key, 1)), product

@@ -76,6 +76,7 @@ class FullyShardedDataParallel:
         hybrid = groups.dp_inner.size > 1
         shards, replicas = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp_cp, SINGLE)
         mesh, self.zero, self.every_microbatch = _mesh(groups), zero, every_microbatch
+        self.reduces_each = every_microbatch  # backward of this step
         for module in (*units, root):  # drawn and sharded one after the other
             if initializer.deferred:
                 _draw_own_rows(module, initializer, shards)
@@ -153,6 +154,10 @@ class FullyShardedDataParallel:
     def start_step(self, microbatches: int) -> None:
         self.gradients.zero_()
         self.without_gradient = set(self.parameters)
+        # Reduced once, gradients of the ends of a rank's two chunks meet: those of the first
+        # backward in fp32, those of the last in the compute type, which FSDP2 refuses, unless
+        # every parameter has had a backward before.
+        self.reduces_each = self.every_microbatch or microbatches == 1
         self._last_backward(False)
 
     def start_last_microbatch(self) -> None:
@@ -161,7 +166,7 @@ class FullyShardedDataParallel:
 
     def _last_backward(self, last: bool) -> None:
         # Of several chunks the last backward of all: behind it FSDP2 reduces what the others left.
-        self.root.set_requires_gradient_sync(last or self.every_microbatch)
+        self.root.set_requires_gradient_sync(last or self.reduces_each)
         self.root.set_is_last_backward(last)
         self.root.set_reshard_after_backward(last, recurse=self.zero == 2)
 

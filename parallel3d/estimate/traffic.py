@@ -533,7 +533,8 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     for unit, numel in numels.items():
         times = 2 * microbatches if config.zero == 3 and unit != "rest" else 1
         yield Transfer(dim, "all_gather", numel * rank.item, times, "parameters")
-        apart = unit == "rest" and config.ddp.reduces_every_microbatch(config.zero)
+        # Of a single micro-batch each backward's are reduced too (data_parallel/fully_sharded.py).
+        apart = unit == "rest" and every == microbatches
         for reduced in _ends_of_stages(rank) if apart else [numel]:
             yield Transfer(dim, "reduce_scatter", reduced * rank.grad_item, every, "gradients")
 

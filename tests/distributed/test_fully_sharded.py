@@ -77,6 +77,8 @@ CASES = {
         chunked(3, "v_half", problem=replace(FIVE, tied=False)),
         chunked(3, "zbv", problem=replace(FIVE, optimizer="muon")),
         chunked(3, "zbv", ONCE, problem=replace(FIVE, precision="fp32")),
+        # A single micro-batch, in which only the head's gradient waits for the embedding's.
+        replace(chunked(2, "zbv", problem=replace(FIVE, precision="bf16")), microbatches=1),
     ],
     (2, 1, 2): [
         zero(2, embedding="replicated", sp=True),

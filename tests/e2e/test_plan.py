@@ -31,6 +31,7 @@ def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture
 BAD = [
     (("cluster.gpu=H900",), "cluster.gpu=H900 must be one of .*the nearest is"),
     (("precision=fp32",), "precision=fp32 must be one of bf16"),
+    (("offload_layers=[3,1]",), r"must have 1 entry in a plan.*nearest is offload_layers=\[3\]"),
     (("tp=3",), "tp=3 must divide the 16 GPUs .*the nearest is 2"),
     (("pp=64", "cluster.nodes=64"), "pp=64 must be at most .*the nearest is 32"),
     (("tp=2", "pp=2", "global_batch_size=15"), "global_batch_size=15 must be .*nearest is 16"),
