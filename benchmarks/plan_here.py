@@ -163,14 +163,14 @@ def measure(
     work: list[list[float]] = [[] for _ in configs]
     for _ in range(rounds):
         for i, config in enumerate(configs):
-            world = config.tp * config.pp * (config.dp or 1)
+            world = config.world_size
             ran = pool.run(world, run_steps, config, steps, timeout_s=300)
             wall[i] += [max(each) for each in zip(*(r.wall for r in ran), strict=True)]
             work[i] += [sum(each) for each in zip(*(r.work for r in ran), strict=True)]
     rows = []
     for config, seconds, cores in zip(configs, wall, work, strict=True):
         parts = step_time(config, machine)
-        world = config.tp * config.pp * (config.dp or 1)
+        world = config.world_size
         figures = (parts.total, min(seconds), parts.core, min(cores))
         rows.append(Row(named(config), world, *figures))
     return rows

@@ -28,9 +28,8 @@ def for_gpus() -> list[str]:
 
 def counted(name: str, config: Config) -> list[str]:
     """The cells that need no dry run."""
-    gpus = config.tp * config.pp * config.cp * (config.dp or 1)
     tokens = config.global_batch_size * config.model.seq_length
-    return [f"`{name}`", f"{gpus} × {config.cluster.gpu}", f"{tokens:,}"]
+    return [f"`{name}`", f"{config.world_size} × {config.cluster.gpu}", f"{tokens:,}"]
 
 
 def estimated(facts: dict[str, Any]) -> list[str]:

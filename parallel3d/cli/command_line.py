@@ -299,7 +299,7 @@ def _refuse_launched(place: RankAssignment | None) -> None:
 def _start(app: str, config: Config, line: str | None) -> int:
     """Logs `line` and runs `app` with this process as the launcher of the layout's ranks."""
     number = HydraConfig.get().job.num if is_sweep() else None
-    world_size = config.tp * config.pp * config.cp * (config.dp or 1)
+    world_size = config.world_size
     may_go_on = app in CAN_GO_ON
     with _time_limit(config):
         check_run(config, number, may_go_on=may_go_on)

@@ -21,7 +21,7 @@ from parallel3d.config.checks.parallelism import parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import natural
-from parallel3d.topology.layout import Layout
+from parallel3d.topology.layout import DIMENSIONS, Layout
 from parallel3d.topology.tiling import RankMapping
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Interfaces:
 
     def check(self, layout: Layout, rank: int) -> None:
         """Raises UserError unless this host has the interfaces of this rank's groups."""
-        for dim in ("tp", "cp", "dp", "pp"):
+        for dim in DIMENSIONS:
             ranks = layout.group_of(rank, dim)
             if len(ranks) > 1:
                 self.of_group(ranks, rank)

@@ -20,6 +20,7 @@ from parallel3d.host.devices import CPU, choose_device, device_name, gpu_count
 from parallel3d.host.memory import cores
 from parallel3d.run.launch import RankAssignment
 from parallel3d.topology.assumptions import chosen_keys
+from parallel3d.topology.layout import DIMENSIONS
 
 
 def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment | None) -> Config:
@@ -45,7 +46,7 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
 def _ranks_here(config: Config, keys: set[str]) -> int:
     """Returns as many ranks as this host has GPUs or cores, in multiples of the typed sizes."""
     least = 1
-    for key in ("tp", "cp", "pp", "dp"):
+    for key in DIMENSIONS:
         least *= (getattr(config, key) or 1) if key in keys else 1
     kind = choose_device(config.device, 1).kind
     most = cores() if kind == CPU else gpu_count()

@@ -103,12 +103,11 @@ def row(name: str) -> tuple[str, ...]:
     """Returns the cells of a recipe under HEAD."""
     config = recipe(name)
     sizes = {key: getattr(config, key) for key in ("tp", "cp", "pp", "vpp", "dp")}
-    gpus = config.tp * config.pp * config.cp * (config.dp or 1)
     layout = [f"{key}={size}" for key, size in sizes.items() if size > 1]
     layout += [f"zero={config.zero}"] if config.zero else []
     tokens = config.global_batch_size * config.model.seq_length
     return (
-        *(name, config.model.name, f"{gpus} ({config.cluster.name})"),
+        *(name, config.model.name, f"{config.world_size} ({config.cluster.name})"),
         *(" ".join(layout), si(tokens).strip(), config.precision.name),
     )
 

@@ -250,6 +250,16 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
+    def replica_size(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run; of one replica while dp is null."""
+        return self.replica_size * (self.dp or 1)
+
+    @property
     def padded_seq_length(self) -> int:
         """Tokens of a sample with the padding that context parallelism needs."""
         return padded_length(self.model.seq_length, self.cp, self.rank_multiple)

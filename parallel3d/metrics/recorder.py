@@ -97,7 +97,7 @@ def held_out(evaluations: Sequence[Evaluation], reads_bytes: bool) -> dict[str, 
 
 
 def layout_of(config: Config, world_size: int) -> dict[str, int]:
-    dp = world_size // (config.tp * config.pp * config.cp)
+    dp = world_size // config.replica_size
     sizes = {"tp": config.tp, "pp": config.pp, "dp": dp, "cp": config.cp}
     return sizes | {"world_size": world_size}
 

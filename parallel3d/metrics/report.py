@@ -44,7 +44,7 @@ SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "optim"}
 def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
     """Returns the header's rows from the configuration: label to text."""
     model, optim = config.model, config.optim
-    dp = world_size // (config.tp * config.pp * config.cp)
+    dp = world_size // config.replica_size
     microbatches = config.global_batch_size // (config.micro_batch_size * dp)
     tokens = config.global_batch_size * model.seq_length
     context = f"cp {config.cp} ({config.context_parallel.style}) × " if config.cp > 1 else ""

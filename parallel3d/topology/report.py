@@ -300,7 +300,7 @@ def make_report(
     cluster = the_cluster(config, environ)
     dp = _data_parallel(config, cluster)
     config, more = assume_batch(config, dp, typed)
-    config = check_config(config, config.tp * config.pp * config.cp * dp, own_samples=True)
+    config = check_config(config, config.replica_size * dp, own_samples=True)
     layout = layout_with_loops(config)
     if config.topology.rank >= layout.world_size:
         raise UserError(
@@ -324,13 +324,13 @@ def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
     """Returns the cluster as configured or, with another `cluster.source`, as discovered here."""
     world = None
     if config.dp is not None:
-        world = config.tp * config.pp * config.cp * config.dp
+        world = config.world_size
     return discover(config.cluster, environ, run_command, world)
 
 
 def _data_parallel(config: Config, cluster: Cluster) -> int:
     """Returns dp as given, or as many replicas as fit; raises UserError if none does."""
-    replica = config.tp * config.pp * config.cp
+    replica = config.replica_size
     factors = f"tp={config.tp} · pp={config.pp} · cp={config.cp}"
     if replica * (config.dp or 1) <= cluster.size:
         return config.dp or cluster.size // replica

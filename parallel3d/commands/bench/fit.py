@@ -12,7 +12,7 @@ import numpy.typing as npt
 from parallel3d.commands.bench.measure import Where
 from parallel3d.estimate.network import ring_time
 from parallel3d.topology.cluster.parts import Link, LinkClass
-from parallel3d.topology.layout import Layout
+from parallel3d.topology.layout import DIMENSIONS, Layout
 
 LIMIT = 30.0  # natural logarithm of microseconds, or ns a byte, that no link exceeds
 
@@ -149,7 +149,7 @@ class Finding:
 
 def groups_of(layout: Layout, rank: int) -> list[str]:
     """Formats `tp group [4, 5]`, … of a rank, without groups of one."""
-    groups = {dim: layout.group_of(rank, dim) for dim in ("tp", "cp", "dp", "pp")}
+    groups = {dim: layout.group_of(rank, dim) for dim in DIMENSIONS}
     return [f"{dim} group {shown(ranks)}" for dim, ranks in groups.items() if len(ranks) > 1]
 
 

@@ -24,7 +24,7 @@ from parallel3d.commands.bench.fit import Finding, Judging, Pair, Seconds
 from parallel3d.commands.bench.measure import Where
 from parallel3d.commands.bench.operations import finisher
 from parallel3d.device import accelerator
-from parallel3d.topology.layout import Layout
+from parallel3d.topology.layout import DIMENSIONS, Layout
 
 ROUNDS = 3  # over all pairs
 PINGS = 5  # exchanges of a pair in one round
@@ -60,7 +60,7 @@ def pairs_to_probe(layout: Layout) -> list[Pair]:
     """Returns all pairs of groups up to ALL_PAIRS ranks, and ring neighbours of larger ones and the
     world."""
     found = set(_ring(list(range(layout.world_size))))
-    for dim in ("tp", "cp", "dp", "pp"):
+    for dim in DIMENSIONS:
         for ranks in layout.groups(dim):
             small = len(ranks) <= ALL_PAIRS
             found.update(itertools.combinations(ranks, 2) if small else _ring(ranks))

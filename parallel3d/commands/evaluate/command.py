@@ -47,7 +47,7 @@ def eval_config(config: Config, overrides: Sequence[str], world_size: int | None
     """
     check_overrides(EVAL, overrides, MAY_BE_SET)
     settings = config.eval
-    dp = config.dp or max(1, (world_size or 1) // (config.tp * config.pp * config.cp))
+    dp = config.dp or max(1, (world_size or 1) // config.replica_size)
     config = config_of_run(EVAL, dataclasses.replace(config, dp=dp), world_size)
     if settings.tasks is None:
         raise UserError(

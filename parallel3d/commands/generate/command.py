@@ -60,7 +60,7 @@ def start_generate(config: Config, overrides: Sequence[str], prompt: str | None)
 def run_on_checkpoint(app: str, config: Config) -> int:
     """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
     checkpoints_of(config)
-    world_size = config.tp * config.pp * config.cp * (config.dp or 1)
+    world_size = config.world_size
     device = choose_device(config.device, world_size)
     # Failures go to a folder of their own: nothing is added to the run.
     folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))

@@ -93,7 +93,7 @@ def check_config(
     check_precision(config)
     check_data_parallel(config, dp)
     is_known = world_size is not None or config.dp is not None
-    check_profile(config, config.tp * config.pp * config.cp * dp if is_known else None)
+    check_profile(config, config.replica_size * dp if is_known else None)
     check_run_name(config)
     check_groups(config)
     config = with_derived_keys(config)
@@ -134,7 +134,7 @@ def _check_communication(config: Config, world_size: int | None) -> Config:
     dp = _data_parallel_size(config, world_size)
     check_run_name(config)
     check_groups(config)
-    if config.tp * config.pp * config.cp * dp == 1:
+    if config.replica_size * dp == 1:
         raise UserError(
             f"tp={config.tp}, pp={config.pp} and dp={dp} are one rank, and one rank sends nothing; "
             "bench comm needs at least 2, as in dp=2."
@@ -282,7 +282,7 @@ def _data_parallel_size(config: Config, world_size: int | None) -> int:
             f"a world size of {show(world_size)} must be a whole number, at least 1 and of 64 "
             "bits; the nearest is 1."
         )
-    replica = config.tp * config.pp * config.cp
+    replica = config.replica_size
     if world_size == replica * (config.dp or max(1, world_size // replica)):
         return world_size // replica
     factors = f"tp={config.tp}, pp={config.pp}, cp={config.cp}"
