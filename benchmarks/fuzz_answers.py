@@ -30,7 +30,7 @@ from benchmarks.fuzz_words import Drawn
 from parallel3d.cli import command_line, hydra_run
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import all_keys
-from parallel3d.config.overrides import explain_override_error, groups, presets
+from parallel3d.config.overrides import composing_error, groups, presets
 from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
 from parallel3d.errors import UserError, readable
 from parallel3d.run.failure import full_stop
@@ -108,7 +108,7 @@ def outcome(drawn: Drawn, compose_words: Callable[[Sequence[str]], DictConfig]) 
         try:
             config = OmegaConf.to_object(compose_words(drawn.words))
         except Exception as error:
-            raise explain_override_error(error, drawn.words) from None
+            raise composing_error(error, drawn.words) from None
         return Outcome(TAKEN, config=check_config(config, drawn.world_size))
 
     return judged(checked, drawn.words)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # of the tests, whose cases say what is proven
 
 from parallel3d.config.checks.whole import check_config  # noqa: E402
-from parallel3d.config.fields import Key, all_keys, refusal, spell, typed_name  # noqa: E402
+from parallel3d.config.fields import Key, all_keys, spell, typed_name  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.config.sections import NARROW, spelled  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
@@ -155,7 +155,7 @@ def _values(key: Key) -> tuple[Any, ...]:
         return ()
     values = key.meta["choices"] or ((True, False) if key.kind is bool else ())
     off = (key.default, False) if key.optional and key.kind is bool else (key.default,)
-    return tuple(v for v in values if v not in off and not refusal(key.name, v))
+    return tuple(v for v in values if v not in off)
 
 
 @functools.cache

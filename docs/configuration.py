@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 from parallel3d.config.fields import (
-    NOT_YET,
     Key,
     all_keys,
     allowed,
     megatron_flags,
-    refusal,
     show,
     typed_name,
 )
@@ -53,12 +51,6 @@ The key that means the same as a flag of a Megatron-LM launch. Flags that are no
 have no counterpart.
 """
 
-NOT_YET_INTRO = """\
-## Not yet
-
-These values are known and refused, each with its sentence, until their engine is there.
-"""
-
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
@@ -70,15 +62,14 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _allowed(key: Key) -> str:
-    """What a key takes, with the choices that are refused for now apart."""
+    """What a key takes."""
     choices = key.meta["choices"]
     if not choices:
         return allowed(key)
-    later = [choice for choice in choices if refusal(key.name, choice)]
-    text = ", ".join(f"`{choice}`" for choice in choices if choice not in later)
+    text = ", ".join(f"`{choice}`" for choice in choices)
     if key.meta["list_of"]:
         text += f" or a list of {', '.join(f'`{word}`' for word in key.meta['list_of'])}"
-    return f"{text}; not yet: {', '.join(later)}" if later else text
+    return text
 
 
 def _keys_table(keys: list[Key]) -> str:
@@ -129,46 +120,18 @@ def _sections() -> str:
     return "\n".join(parts)
 
 
-def _refused_example(key: Key, flag: str = "") -> str | None:
-    """The sentence for the value that `flag` stands for, or for the first value refused."""
-    values = key.meta["choices"] or ((0.1,) if key.kind is float else (1, 2))
-    named = [value for value in values if str(value) in flag]
-    sentences = (refusal(key.name, value) for value in named or values)
-    return next((sentence for sentence in sentences if sentence), None)
-
-
 def _megatron_table() -> str:
-    rows = []
-    for key in all_keys().values():
-        for flag in megatron_flags(key):
-            notes = [key.meta["differs"], _refused_example(key, flag)]
-            note = "; refused for now: ".join(note for note in notes if note)
-            if notes[1] and not notes[0]:
-                note = f"refused for now: {note}"
-            rows.append((f"`{flag}`", f"`{typed_name(key.name)}`", note))
+    rows = [
+        (f"`{flag}`", f"`{typed_name(key.name)}`", key.meta["differs"] or "")
+        for key in all_keys().values()
+        for flag in megatron_flags(key)
+    ]
     return _table(("Megatron-LM flag", "parallel3d key", "note"), rows)
-
-
-def _not_yet_table() -> str:
-    rows = []
-    for label, row in NOT_YET.items():
-        key = all_keys()[row.key]
-        sentence = _refused_example(key, label if key.meta["choices"] else "")
-        rows.append((f"`{label}`", sentence or ""))
-    return _table(("value", "sentence"), rows)
 
 
 def configuration_page() -> str:
     """The whole text of docs/configuration.md."""
-    parts = [
-        INTRO,
-        _sections(),
-        MEGATRON_INTRO,
-        _megatron_table(),
-        NOT_YET_INTRO,
-        _not_yet_table(),
-    ]
-    return "\n".join(parts)
+    return "\n".join([INTRO, _sections(), MEGATRON_INTRO, _megatron_table()])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.commands.verify import verify
     from parallel3d.config.checks.whole import check_config
-    from parallel3d.config.composing import compose
+    from parallel3d.config.overrides import compose
     from parallel3d.config.schema import Config
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
@@ -81,7 +81,7 @@ _HOME = {
     "check_config": "parallel3d.config.checks.whole",
     "check_replicated": "parallel3d.parallel.replicated",
     "clip_grad_norm_": "parallel3d.parallel.grad_norm",
-    "compose": "parallel3d.config.composing",
+    "compose": "parallel3d.config.overrides",
     "context_parallel_attention": "parallel3d.parallel.context_parallel",
     "full_state_dict": "parallel3d.parallel.state_dicts",
     "init": "parallel3d.parallel.groups",

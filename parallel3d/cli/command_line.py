@@ -54,11 +54,7 @@ from parallel3d.commands.report.command import REPORT, report
 from parallel3d.config.checks.run import check_loggers, check_precision_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
-from parallel3d.config.overrides import (
-    check_filled,
-    explain_override_error,
-    typed_alternatives,
-)
+from parallel3d.config.overrides import check_filled, composing_error, typed_alternatives
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
@@ -180,8 +176,6 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
             raise SystemExit(code)
 
     try:
-        hydra_run.take_own_folder(arguments)
-        hydra_run.check_shown(arguments, conf_dir())
         hydra_run.run(job, arguments, conf_dir())
     except Exception as error:
         # Hydra also raises errors of Python's conversions of a value, such as OverflowError.
@@ -189,7 +183,7 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
             raise
         if wants_traceback:
             traceback.print_exc()
-        raise explain_override_error(error, arguments) from None
+        raise composing_error(error, arguments) from None
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)
@@ -251,7 +245,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         # Not resolved: an interpolation that fails would fail in the overrides as well.
         arguments = OmegaConf.to_container(HydraConfig.get().overrides.task)
         assert isinstance(arguments, list)
-        return _refuse(explain_override_error(error, arguments), place)
+        return _refuse(composing_error(error, arguments), place)
 
 
 def _with_earlier(
@@ -268,9 +262,9 @@ def _with_earlier(
         there = config_there(named, directory)
         if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
             there = replace(there, data=replace(there.data, tokenizer=None))
-        return continued(config, there, given_by(typed), world_size)
+        return continued(config, there, given_by(typed, OwnFolder.path), world_size)
     if config.init_from is not None and not goes_on:
-        return begun_from(config, given_by(typed).__contains__)
+        return begun_from(config, given_by(typed, OwnFolder.path).__contains__)
     return config, None
 
 

@@ -6,22 +6,18 @@ configuration of the run's last start; the defaults.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from parallel3d.config.checks.whole import with_derived_keys
-from parallel3d.config.fields import show
-from parallel3d.config.overrides import ALTERNATIVES, groups
-from parallel3d.config.schema import SECTIONS, Config, conf_dir
+from parallel3d.config.fields import show, values_of, with_values
+from parallel3d.config.identity import flat
+from parallel3d.config.overrides import ALTERNATIVES, experiment_files, groups
+from parallel3d.config.schema import SECTIONS, Config
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
@@ -53,37 +49,19 @@ class Given:
         return _is_among(str(key), self.keys | {f"{section}." for section in self.presets})
 
 
-def given_by(words: Sequence[str]) -> Given:
-    """Returns what overrides give."""
-    names = {word: word.lstrip("+~").partition("=")[0].partition("@")[0] for word in words}
-    chosen = [word.lstrip("+") for word, name in names.items() if name in groups()]
-    keys = {f"{n}." if n in SECTIONS else n for n in names.values() if n not in groups()}
-    if not chosen:
-        return Given(keys, set())
-    own, choices = _composed_over_nothing(chosen)
-    presets = {g: choice for g, choice in choices.items() if choice and g in SECTIONS}
-    theirs, _ = _composed_over_nothing([f"{g}={choice}" for g, choice in presets.items()])
-    keys |= {k for k, v in own.items() if v != MISSING and (k not in theirs or theirs[k] != v)}
-    return Given(keys, {*presets})
-
-
-def _composed_over_nothing(words: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the keys in the files of presets and an experiment, and each group's choice."""
-    nothing: list[Any] = [{group: None} for group in groups() if group != EXPERIMENT]
-    node = {"defaults": [*nothing, "_self_", {EXPERIMENT: None}]}
-    ConfigStore.instance().store(name="given", node=node)
-    where = str(conf_dir())  # but inside a job, whose --config-dir counts
-    inside_job = GlobalHydra.instance().is_initialized()
-    with nullcontext() if inside_job else initialize_config_dir(where, version_base="1.3"):
-        composed = compose("given", overrides=words, return_hydra_config=True)
-    choices = OmegaConf.to_container(composed.hydra.runtime.choices)
-    tree = OmegaConf.to_container(composed)
-    assert isinstance(tree, dict) and isinstance(choices, dict)
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        inside = {f"{name}.{k}": v for k, v in value.items()} if name in SECTIONS else {}
-        found |= inside or {str(name): value}
-    return found, {str(group): choice for group, choice in choices.items()}
+def given_by(words: Sequence[str], own: Path | None = None) -> Given:
+    """Returns what overrides give; `own`: the folder of --config-dir."""
+    pairs = [word.lstrip("+~").partition("=")[::2] for word in words]
+    keys = {f"{n}." if n in SECTIONS else n for n, _ in pairs if n not in groups()}
+    presets = {name for name, _ in pairs if name in groups() and name in SECTIONS}
+    for file in experiment_files(dict(pairs).get(EXPERIMENT), own):
+        for entry in file.pop("defaults", ()):
+            if isinstance(entry, DictConfig):  # override /model: llama_1b
+                presets |= {str(name).rpartition("/")[2] for name in entry}
+        tree = OmegaConf.to_container(file)
+        assert isinstance(tree, dict)  # as `file` is
+        keys |= {key for key, value in flat(tree).items() if value != MISSING}
+    return Given(keys, presets)
 
 
 def _is_among(key: str, keys: Collection[str]) -> bool:
@@ -105,7 +83,7 @@ def continued(
         there: the configuration of the run's last start.
         given: what is typed.
     """
-    old, new = _keys(there), _keys(config)
+    old, new = values_of(with_derived_keys(there)), values_of(with_derived_keys(config))
     left = {*OF_A_START, *OF_THE_PLANNER} if "layout" in given else {*OF_A_START}
     # Another preset than that of the last start replaces its whole section; the same one nothing.
     left |= {f"{s}." for s in given.presets if new[f"{s}.name"] != old[f"{s}.name"]}
@@ -130,7 +108,7 @@ def continued(
     more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""
     shown = f"{', '.join(changed[:MOST_SHOWN])}{more}"
     line = f"run={there.run}: what is not typed is as at its last start: {shown}"
-    return with_keys(config, taken), line
+    return with_values(config, taken), line
 
 
 def _sizes(
@@ -151,26 +129,3 @@ def _sizes(
 
 def _ranks(config: Config) -> int:
     return math.prod(getattr(config, size) or 1 for size in (*SIZES, "dp"))
-
-
-def _keys(config: Config) -> dict[str, Any]:
-    """Returns every key's value by dotted name, with what `check_config` derives."""
-    config = with_derived_keys(config)
-    found: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if f.name in SECTIONS:
-            inside = dataclasses.fields(value)
-            found |= {f"{f.name}.{i.name}": getattr(value, i.name) for i in inside}
-        else:
-            found[f.name] = value
-    return found
-
-
-def with_keys(config: Config, values: Mapping[str, Any]) -> Config:
-    """Returns the configuration with these values, by dotted name."""
-    top: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
-    for section in SECTIONS:
-        inside = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{section}.")}
-        top[section] = replace(getattr(config, section), **inside)
-    return replace(config, **top)

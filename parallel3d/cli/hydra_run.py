@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -18,18 +18,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
 from hydra.version import setbase
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from parallel3d.commands.evaluate.command import EVAL, TYPED
 from parallel3d.config.fields import unknown_key
-from parallel3d.config.overrides import (
-    check_length,
-    explain_override_error,
-    groups,
-    presets,
-)
+from parallel3d.config.overrides import check_overrides
 from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 
@@ -81,13 +75,18 @@ def is_sweep() -> bool:
 
 
 def order_arguments(arguments: list[str]) -> list[str]:
-    """Puts flags first, as argparse needs. Raises UserError for unknown or contradicting flags."""
+    """Puts flags first, as argparse needs. Raises UserError for what cannot work.
+
+    So are refused: an unknown flag, two that contradict each other, and overrides that Hydra would
+    take and that would change nothing.
+    """
     parser = get_args_parser()
     parser.error = _raise_argument_error  # type: ignore[method-assign]
     known, rest = parser.parse_known_args(arguments)
     for word in rest:
         if word.startswith("-"):
-            raise explain_override_error(f"unrecognized arguments: {word}")
+            name, _, value = word.partition("=")
+            raise UserError(unknown_key(name, value or None))
     commands = ("run", "multirun", "cfg", "info", "shell_completion")
     given = [f"--{name.replace('_', '-')}" for name in commands if getattr(known, name)]
     if len(given) > 1:
@@ -99,56 +98,42 @@ def order_arguments(arguments: list[str]) -> list[str]:
             f"--config-path={known.config_path} would take the place of all presets; "
             f"--config-dir={known.config_path} adds a folder of your own to them instead."
         )
+    _take_own_folder(known.config_dir, known.config_name)
     overrides = [*known.overrides, *rest]
+    sweeps = known.multirun or "hydra.mode=multirun" in map(str.lower, overrides)
+    for word in overrides:
+        _check_has_effect(word, overrides, sweeps)
+    if not known.shell_completion:  # whose words are query=… and install=…
+        check_overrides(overrides, OwnFolder.path, sweeps)
     flags = list(arguments)
     for word in overrides:
-        check_length(word)
-        _check_has_effect(word)
         flags.remove(word)
-    _check_logs(overrides, known.multirun or "hydra.mode=multirun" in map(str.lower, overrides))
     return [*flags, *overrides]
 
 
-def _check_has_effect(word: str) -> None:
-    """Raises UserError for arguments that Hydra accepts but that parallel3d would ignore."""
-    name, _, value = word.partition("=")
-    if name.lstrip("+") == "hydra.run.dir":
-        raise UserError(f"{word} has no effect; give runs_dir={value} instead.")
-    if name.lstrip("+") == "hydra.job.chdir" and value.lower() == "true":
-        raise UserError(f"{word} must be false: a run stays in the folder it was started in.")
-    if name.startswith("~") and name[1:] in groups():
-        raise UserError(
-            f"{word} has no effect: {name[1:]} must be one of {', '.join(presets(name[1:]))}."
-        )
+def _check_has_effect(word: str, overrides: Sequence[str], sweeps: bool) -> None:
+    """Raises UserError for an override of Hydra's that would change nothing.
 
-
-def _check_logs(overrides: Sequence[str], sweeps: bool) -> None:
-    """Raises UserError for an override of Hydra's logging that would change nothing.
-
-    parallel3d does not use Python's logging, and Hydra does not configure its ranks' processes:
-    only Hydra's own lines about a sweep can be logged.
+    parallel3d chooses the folders, does not use Python's logging, and Hydra does not configure its
+    ranks' processes: only Hydra's own lines about a sweep can be logged.
     """
-    loud = {}
-    for word in overrides:
-        key, _, value = word.partition("=")
-        if value.lower() not in QUIET:
-            loud[key.lstrip("+~")] = word
-    for key, word in loud.items():
-        if key == "hydra/job_logging" or key.startswith("hydra.job_logging"):
-            raise UserError(
-                f"{word} has no effect, for parallel3d logs nothing through Python's logging: "
-                "hydra/job_logging must be none; a run's figures are in its metrics.jsonl."
-            )
-        if key == "hydra/hydra_logging" and not sweeps:
-            raise UserError(
-                f"{word} has no effect on a single run: it must be none, or go with --multirun, "
-                "of whose jobs Hydra then tells."
-            )
-        if key == "hydra.verbose" and not (sweeps and "hydra/hydra_logging" in loud):
-            raise UserError(
-                f"{word} has no effect: it must be false, or go with --multirun and "
-                "hydra/hydra_logging=default, for Hydra's own lines about a sweep."
-            )
+    name, _, value = word.lstrip("+~").partition("=")
+    logs = any(w.startswith("hydra/hydra_logging=") for w in overrides)
+    reason = None
+    if name == "hydra.run.dir":
+        reason = f"give runs_dir={value} instead"
+    elif name == "hydra.job.chdir" and value.lower() == "true":
+        reason = "it must be false, as a run stays in the folder it was started in"
+    elif value.lower() in QUIET:
+        reason = None
+    elif re.match(r"hydra[./]job_logging", name):
+        reason = "hydra/job_logging must be none; a run's figures are in its metrics.jsonl"
+    elif name == "hydra/hydra_logging" and not sweeps:
+        reason = "it must be none, or go with --multirun, of whose jobs Hydra then tells"
+    elif name == "hydra.verbose" and not (sweeps and logs):
+        reason = "it must be false, or go with --multirun and hydra/hydra_logging=default"
+    if reason:
+        raise UserError(f"{word} has no effect: {reason}.")
 
 
 def _raise_argument_error(message: str) -> NoReturn:
@@ -168,18 +153,17 @@ class OwnFolder(SearchPathPlugin):
             search_path.prepend("own", f"file://{self.path}", SearchPathQuery("main"))
 
 
-def take_own_folder(arguments: Sequence[str]) -> None:
+def _take_own_folder(given: str | None, config_name: str | None) -> None:
     """Sets the folder of --config-dir for what is composed next. Raises UserError for a bad one."""
     OwnFolder.path = None
     Plugins.instance().register(OwnFolder)
-    known = get_args_parser().parse_known_args(arguments)[0]
-    if known.config_dir is None:
+    if given is None:
         return
-    folder, typed = Path(known.config_dir).absolute(), f"--config-dir={known.config_dir}"
+    folder, typed = Path(given).absolute(), f"--config-dir={given}"
     if not folder.is_dir():
         raise UserError(f"{typed} is not a folder; give one with experiment/, model/, … inside")
     primary = folder / f"{NAME}.yaml"
-    if primary.exists() and not folder.samefile(conf_dir()) and known.config_name in (None, NAME):
+    if primary.exists() and not folder.samefile(conf_dir()) and config_name in (None, NAME):
         raise UserError(
             f"{typed}: {primary.name} in it would take the place of all defaults; rename it, as to "
             "experiment/mine.yaml, which experiment=mine takes"
@@ -223,44 +207,6 @@ def run(job: Callable[[DictConfig], None], arguments: Sequence[str], conf: Path)
     hydra.main(version_base=VERSION, config_path=str(conf), config_name=NAME)(job)()
 
 
-def check_shown(arguments: Sequence[str], conf: Path) -> None:
-    """Raises UserError where `--cfg` or `--info` would print keys that a run refuses.
-
-    Hydra prints the composed configuration without calling the job, which checks the keys:
-    `+new.key=1` adds any. Values are not checked, as one may come from a sweep.
-    """
-    asked = get_args_parser().parse_args(arguments)
-    if asked.cfg is None and asked.info not in ("all", "config"):
-        return
-    setbase(VERSION)
-    search_path = create_automatic_config_search_path(None, None, str(conf))
-    try:
-        hydra = Hydra.create_main_hydra2(NAME, search_path)
-        composed = hydra.compose_config(asked.config_name or NAME, asked.overrides, RunMode.RUN)
-        HydraConfig.instance().set_config(composed)  # for `${hydra:…}`
-        _check_keys(hydra.get_sanitized_cfg(composed, "job"), "")
-    finally:
-        GlobalHydra.instance().clear()
-
-
-def _check_keys(section: DictConfig, prefix: str) -> None:
-    """Raises UserError for the key that `config.fields.check_fields` would refuse in a run."""
-    type = OmegaConf.get_type(section)
-    if not dataclasses.is_dataclass(type):
-        return
-    known = {f.name for f in dataclasses.fields(type)}
-    for name in map(str, section):
-        if name not in known:
-            value = section[name]
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True)
-            raise UserError(unknown_key(prefix + name, value))
-    for name in known:
-        inside = None if OmegaConf.is_missing(section, name) else section._get_node(name)
-        if isinstance(inside, DictConfig) and not inside._is_none():
-            _check_keys(inside, f"{prefix}{name}.")
-
-
 def _is_hydras(word: str) -> bool:
     """Returns whether a word may be Hydra's: a flag, its key, or several values (1,2, range())."""
     return word.startswith("-") or "hydra" in word or bool(set(",(") & set(word))
@@ -268,16 +214,13 @@ def _is_hydras(word: str) -> bool:
 
 def _ran_single(job: Callable[[DictConfig], None], arguments: Sequence[str], conf: Path) -> bool:
     """Runs a single job; False, with nothing run, where a file of `conf` asks for a sweep."""
-    begun, collects = False, gc.isenabled()
+    begun = False
 
     def told(composed: DictConfig) -> None:
         nonlocal begun
         begun = True
-        if collects:
-            gc.enable()
         job(composed)
 
-    gc.disable()  # composing makes little garbage, and collections add a fifth to its time
     setbase(VERSION)
     search_path = create_automatic_config_search_path(None, None, str(conf))
     try:
@@ -287,7 +230,5 @@ def _ran_single(job: Callable[[DictConfig], None], arguments: Sequence[str], con
             raise
         return False
     finally:
-        if collects:
-            gc.enable()
         GlobalHydra.instance().clear()
     return True

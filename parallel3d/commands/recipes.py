@@ -10,9 +10,8 @@ from pathlib import Path
 
 from parallel3d.commands.verbs import Verb, choose, parse, refusing
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.composing import composed
 from parallel3d.config.fields import show
-from parallel3d.config.overrides import left_open, presets
+from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.metrics.text import encodable, si

@@ -270,7 +270,7 @@ class PrecisionConfig:
     name: str = key(
         "fp32",
         "compute type",
-        choices=("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"),
+        choices=("fp64", "fp32", "tf32", "bf16", "fp16"),
         megatron="--fp16",
         differs="--fp16 is precision=fp16 and --bf16 is precision=bf16",
     )

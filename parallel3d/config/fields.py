@@ -7,8 +7,9 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from parallel3d.config.schema import SECTIONS, Config
@@ -32,24 +33,6 @@ class Key:
         return self.name.rpartition(".")[2]
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """A value that the schema has and a later version implements."""
-
-    key: str
-    predicate: Callable[[Any], bool]
-    instead: str
-
-    def sentence(self, value: Any) -> str:
-        """Returns the sentence that refuses the value."""
-        return f"{spell(self.key, value)} comes with a later version of parallel3d; {self.instead}."
-
-
-# Removing a row enables the value. The documentation lists the names of the rows.
-NOT_YET: dict[str, NotYet] = {
-    "precision=fp8": NotYet("precision.name", lambda v: v == "fp8", "precision=bf16 works"),
-}
-
 # Keys of earlier versions, by their new names.
 RENAMED = {"trace": "schedule.timeline"}
 
@@ -67,14 +50,6 @@ REMOVED = {
     "topology.width": "text is as wide as the terminal, or as COLUMNS says",
     "tensor_parallel.symmetric_memory": "tensor_parallel.chunks overlaps the same communication",
 }
-
-
-def refusal(name: str, value: Any) -> str | None:
-    """Returns the sentence that refuses `value` of key `name` for now; None if it works."""
-    for row in NOT_YET.values():
-        if row.key == name and row.predicate(value):
-            return row.sentence(value)
-    return None
 
 
 def renamed_value(name: str, value: Any) -> str | None:
@@ -152,6 +127,21 @@ def _walk(cls: type, prefix: str) -> Iterator[Key]:
         )
 
 
+def values_of(config: Config) -> dict[str, Any]:
+    """Returns the value of every key, by dotted name."""
+    return {name: attrgetter(name)(config) for name in all_keys()}
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Returns the configuration with these values, by dotted name."""
+    changed: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
+    for section in SECTIONS:
+        inside = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{section}.")}
+        if inside:
+            changed[section] = dataclasses.replace(getattr(config, section), **inside)
+    return dataclasses.replace(config, **changed)
+
+
 def megatron_flags(key: Key) -> list[str]:
     """Returns the flags of Megatron-LM with a key's meaning."""
     return (key.meta["megatron"] or "").split()
@@ -191,8 +181,6 @@ def nearest_key(given: str) -> str | None:
 
 def unknown_key(given: str, value: Any = None) -> str:
     """Returns the sentence for a key that does not exist, with the nearest one."""
-    if given.startswith("hydra."):
-        return f"{given} is not a key of Hydra's; parallel3d train --cfg hydra lists them."
     typed = given if value is None else f"{given}={show(value)}"
     if given in RENAMED:
         return f"{typed}: {given} is now {RENAMED[given]}."
@@ -208,6 +196,8 @@ def unknown_key(given: str, value: Any = None) -> str:
         close = f"the nearest is {typed_name(name)}"
         if differs and given.strip("-").replace("_", "-") in flags:
             close += f" ({differs})"
+    if given.startswith("-"):
+        close += ", and keys are written without dashes, as KEY=VALUE"
     return f"{typed}: {given} is not a key of the configuration; {close}."
 
 
@@ -252,9 +242,9 @@ def _has_type(value: Any, kind: type) -> bool:
 def _nearest_in_range(key: Key, value: Any) -> str:
     """Returns "; " with the bound that was passed, if that is allowed, else with the default."""
     low, high = key.meta.get("minimum"), key.meta.get("maximum")
-    if low is not None and value < low and not refusal(key.name, low):
+    if low is not None and value < low:
         return f"; the nearest is {spell(key.name, low)}"
-    if high is not None and value > high and not refusal(key.name, high):
+    if high is not None and value > high:
         return f"; the nearest is {spell(key.name, high)}"
     return _default(key)
 
@@ -302,18 +292,11 @@ def _nearest_to(key: Key, value: Any) -> str | None:
     return None if inside else _nearest_in_range(key, value)
 
 
-def check_fields(config: Config, without_engine: tuple[str, ...] = ()) -> None:
-    """Checks each key alone: it exists, has its type and range, and is implemented.
-
-    `without_engine` names keys that need not be implemented. Raises UserError for the first error.
-    """
+def check_fields(config: Config) -> None:
+    """Checks each key alone: it exists, and has its type and range; raises UserError."""
     _check_section(config, "")
-    for key in all_keys().values():
-        value = functools.reduce(getattr, key.name.split("."), config)
-        _check_value(key, value)
-        sentence = refusal(key.name, value)
-        if sentence and key.name not in without_engine:
-            raise UserError(sentence)
+    for name, value in values_of(config).items():
+        _check_value(all_keys()[name], value)
 
 
 def _check_section(section: Any, prefix: str) -> None:

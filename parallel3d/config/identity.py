@@ -8,10 +8,10 @@ another run name.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from parallel3d.config.fields import all_keys, values_of
 from parallel3d.config.schema import Config
 
 # Keys, or sections with a trailing dot. The longest match decides; unmatched keys are reported.
@@ -41,8 +41,6 @@ REPORTED = (
     *("model.dropout", "data.blend", "data.blend_stages"),
     *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
 )
-# Keys whose values have names of their own.
-BRACES = ("blend", "blend_stages", "valid", "groups", "batch_schedule")
 # Keys that older checkpoints lack, with their values there.
 LATER = {
     "data.packing": "concat",
@@ -78,7 +76,7 @@ class ConfigChange(NamedTuple):
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     """Returns every differing key that both configurations have, or that came `LATER`; `there` is
     nested dicts. For `train.eval_only`, which reads no training sample, neither data nor seed."""
-    old, new = LATER | flat(there), flat(dataclasses.asdict(here))
+    old, new = LATER | flat(there), values_of(here)
     common = sorted(old.keys() & new.keys())
     if here.train.eval_only:
         common = [key for key in common if key != "seed" and not key.startswith("data.")]
@@ -87,11 +85,10 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
     """Returns the keys that all ranks must have alike; paths may differ between hosts."""
-    keys = flat(dataclasses.asdict(config))
     decisive = (*LAYOUT, "cp", "recompute", "init_optimizer")
     return {
         key: value
-        for key, value in keys.items()
+        for key, value in values_of(config).items()
         if key in decisive
         or key.startswith("schedule.")
         or (_kind(key) != "free" and not key.startswith("data."))
@@ -159,11 +156,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dicts by dotted names."""
+    """Flattens nested dicts by dotted names; values in braces stay whole."""
     found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and key not in BRACES:
-            found |= flat(value, f"{prefix}{key}.")
+    for name, value in tree.items():
+        key = all_keys().get(f"{prefix}{name}")
+        if isinstance(value, Mapping) and (key is None or key.kind is not dict):
+            found |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{key}"] = value
+            found[f"{prefix}{name}"] = value
     return found

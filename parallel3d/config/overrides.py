@@ -1,28 +1,45 @@
-"""Turns Hydra's and OmegaConf's errors about an override into one sentence.
+"""Reads what is typed: checks each override before Hydra composes them, and composes.
 
-They are recognised by their text: Hydra wraps OmegaConf's errors, and `@hydra.main`, `compose` and
-the argument parser word the same mistake differently.
+So a mistake is one sentence with the key, its value, what is allowed and the nearest choice. What
+is wrong in a file of the user's own shows when Hydra composes it, and is told in Hydra's words.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import (
+    BooleanNode,
+    DictConfig,
+    FloatNode,
+    IntegerNode,
+    ListConfig,
+    OmegaConf,
+    StringNode,
+    ValidationError,
+)
+from yaml.error import MarkedYAMLError
+
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import (
     Key,
     all_keys,
     allowed,
     nearest_key,
-    refusal,
+    show,
     spell,
     unknown_key,
+    with_values,
 )
-from parallel3d.config.schema import Config, conf_dir
-from parallel3d.errors import UserError, nearest, nearest_hint, readable
+from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
+from parallel3d.errors import UserError, nearest_hint, readable
 
 # Keys of which one is given.
 ALTERNATIVES = (
@@ -30,21 +47,44 @@ ALTERNATIVES = (
     {"optim.lr_warmup_fraction", "optim.lr_warmup_steps"},
 )
 MOST_ENTRIES = 1000  # of a list: Hydra parses a thousand in a quarter of a second
+_NODES = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 
 
-def check_length(override: str) -> None:
-    """Raises UserError for a list that would take long to parse."""
-    key, _, value = override.partition("=")
-    if value.count(",") > MOST_ENTRIES and not value.startswith(("'", '"')):
-        raise UserError(
-            f"{key}={value}: {key} is given {value.count(',') + 1} entries, and must have at most "
-            f"{MOST_ENTRIES}."
-        )
+def compose(*overrides: str, world_size: int | None = None) -> Config:
+    """Returns the checked configuration that `parallel3d train` makes of the same overrides.
+
+    Args:
+        overrides: as typed: "tp=2", "model=llama_tiny", "train.steps=100".
+        world_size: number of ranks, from which `dp` follows; None: as many as the layout has, with
+            one replica unless `dp` is given.
+
+    Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
+    """
+    config = composed(overrides)
+    check_filled(config, overrides)
+    return check_config(config, world_size)
 
 
-def presets(group: str) -> list[str]:
-    """Returns the options of a config group: the files of `conf/<group>/`, sorted."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+def composed(overrides: Sequence[str]) -> Config:
+    """Returns the configuration before its checks. Raises UserError if it cannot be composed."""
+    register_schema()
+    check_overrides(overrides)
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = OmegaConf.to_object(hydra.compose("config", overrides=list(overrides)))
+    except Exception as error:  # Hydra passes on errors of Python's conversions too
+        raise composing_error(error, overrides) from None
+    assert isinstance(config, Config)
+    return typed_alternatives(config, overrides)
+
+
+def presets(group: str, own: Path | None = None) -> list[str]:
+    """Returns the options of a config group: the files of `conf/<group>/`, sorted.
+
+    `own`: the folder of --config-dir, which has more.
+    """
+    folders = [folder / group for folder in (conf_dir(), own) if folder is not None]
+    return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
 
 
 def groups() -> list[str]:
@@ -60,11 +100,7 @@ def typed_alternatives(config: Config, overrides: Sequence[str]) -> Config:
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     for keys in ALTERNATIVES:
         if any(attrgetter(key)(config) for key in keys & typed):
-            for key in keys - typed:
-                section, _, leaf = key.partition(".")
-                changed = {leaf: all_keys()[key].default}
-                changed = {section: dataclasses.replace(getattr(config, section), **changed)}
-                config = dataclasses.replace(config, **changed)
+            config = with_values(config, {k: all_keys()[k].default for k in keys - typed})
     return config
 
 
@@ -93,217 +129,121 @@ def check_filled(config: Config, overrides: Sequence[str], own: Path | None = No
 
 
 def left_open(experiment: str | None, own: Path | None = None) -> list[str]:
-    """Returns the keys of `???` in an experiment's file and in those that its defaults name."""
+    """Returns the keys of `???` in the files of an experiment."""
+    missing = [OmegaConf.missing_keys(values) for values in experiment_files(experiment, own)]
+    return [key for key in all_keys() if any(key in keys for keys in missing)]
+
+
+def experiment_files(experiment: str | None, own: Path | None = None) -> list[DictConfig]:
+    """Returns what stands in the file of an experiment, and in those that its defaults name."""
     folders = [folder for folder in (own, conf_dir()) if folder is not None]
     paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
-    if experiment is None or path is None:
-        return []
-    from omegaconf import DictConfig, OmegaConf  # absent where the trainer alone is used
-
-    values = OmegaConf.load(path)
+    values = None if path is None else OmegaConf.load(path)
     if not isinstance(values, DictConfig):
         return []
-    found = [key for key in all_keys() if key in OmegaConf.missing_keys(values)]
+    found = [values]
     for entry in values.get("defaults", ()):
         if isinstance(entry, str) and entry not in ("_self_", experiment):
-            found += left_open(entry.removeprefix("/experiment/"), own)
-    return list(dict.fromkeys(found))
+            found += experiment_files(entry.removeprefix("/experiment/"), own)
+    return found
 
 
-def explain_override_error(error: BaseException | str, overrides: Sequence[str] = ()) -> UserError:
-    """Returns a UserError for an error of Hydra or OmegaConf.
-
-    It names the key, the value, what is allowed and the nearest key or preset. An unknown error
-    keeps its own words, on one line.
+def check_overrides(words: Sequence[str], own: Path | None = None, sweeps: bool = False) -> None:
+    """Raises UserError for the first override that cannot work. Those of Hydra's own pass.
 
     Args:
-        error: the exception, or its printed text.
-        overrides: as typed, for errors that do not quote the override.
+        words: KEY=VALUE, as typed.
+        own: the folder of --config-dir.
+        sweeps: several values for a key are a run each.
     """
-    if isinstance(error, UserError):
-        return error
-    from yaml.error import MarkedYAMLError  # as above
-
-    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
-        return UserError(
-            readable(
-                f"{mark.name}, line {mark.line + 1}, must be YAML: {error.problem}; a line of it "
-                "is written KEY: VALUE, with the keys of a section indented below its name."
+    for word in words:
+        name, _, value = word.partition("=")
+        if value.count(",") > MOST_ENTRIES and not value.startswith(("'", '"')):
+            raise UserError(
+                f"{word}: {name} is given {value.count(',') + 1} entries, and must have at most "
+                f"{MOST_ENTRIES}."
             )
-        )
-    text = str(error)
-    override = getattr(error, "override", None)
-    if isinstance(error, BaseException) and error.__cause__ is not None:
-        text += f"\n{error.__cause__}"
-    explained = (
-        _own_file(error, text, overrides)
-        or _unknown_key(text)
-        or _unknown_preset(text)
-        or _ambiguous(text)
-        or _twice(text)
-        or _deleted(text)
-        or _value(text, overrides)
-        or _too_long_a_number(text, overrides)
-        or _syntax(text, override)
-        or _not_a_preset(text, overrides)
-        or _no_key(overrides)
-    )
-    return UserError(readable(explained or f"The configuration cannot be read: {_one_line(text)}."))
-
-
-def _own_file(error: BaseException | str, text: str, overrides: Sequence[str]) -> str | None:
-    """Explains what a preset of the user's own says wrongly, by its file."""
-    where = re.search(r"In '(?!hydra/)([^']+/[^']+)': (.*)", text, re.DOTALL)
-    if where:
-        group, file, said = where[1].partition("/")[0], f"{where[1]}.yaml", where[2]
-        unknown = re.match(r"Could not override '([^']*)'", said)
-        if f"Key '{group}' not in 'Config'" in said or (unknown and "@" in unknown[1]):
-            return (
-                f"{file}: its first line must be '# @package _global_', as those of all "
-                "experiments; give comments below it."
+        try:
+            parsed = OverridesParser.create().parse_override(word)
+        except (HydraException, ValueError):  # ValueError: more digits than Python reads
+            raise UserError(_not_read(word)) from None
+        if not parsed.key_or_group:
+            raise UserError(_not_read(word))
+        if re.match("hydra([./]|$)", parsed.key_or_group):
+            continue
+        if not parsed.is_sweep_override():
+            _check_override(word, parsed, own)
+        elif not sweeps:
+            also = "" if "(" in value else f", or a list as {name}=[{value}]"
+            raise UserError(
+                f"{word} is several values for one key; give --multirun to run each of them{also}."
             )
-        if unknown:
-            hint = nearest_hint(unknown[1], groups())
-            return f"{file}: override {unknown[1]} must be of {', '.join(groups())}{hint}."
-        reason = _one_line(said.partition("config:")[2] or said)
-        return f"{file}: {_value(text, overrides) or f'{reason}; it must be keys and values.'}"
-    twice = re.search(r"Multiple values for (\S+)\. To override a value use 'override", text)
-    if twice:
-        return (
-            f"the defaults of an experiment give {twice[1]} anew, which must be written: "
-            f"override /{twice[1]}: …."
-        )
-    if isinstance(error, RecursionError):
-        typed = [word for word in overrides if word.partition("=")[0].lstrip("+") in groups()]
-        return (
-            f"{' '.join(typed)}: a file's defaults must not come back to the file itself; give it "
-            "another name than that of the file that it starts from."
-        )
-    return None
+        elif parsed.is_choice_sweep():
+            name = parsed.get_key_element()
+            check_overrides([f"{name}={each}" for each in parsed.sweep_string_iterator()], own)
 
 
-def _no_key(overrides: Sequence[str]) -> str | None:
-    """Returns the sentence for the first override of an unknown key, as a last resort."""
-    for override in overrides:
-        name, equals, value = override.lstrip("+~").partition("=")
-        if equals and name not in all_keys() and not re.match("-|hydra[./]", name):
-            return unknown_key(name, value)
-    return None
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).rstrip(".")
-
-
-def _unknown_key(text: str) -> str | None:
-    found = re.search(r"Could not override '([^']*)'", text)
-    if not found:
-        return None
-    name = found[1]
-    typed = re.search(rf"use \+{re.escape(name)}=(.*)", text)
-    return unknown_key(name, typed[1].strip() if typed else None)
-
-
-def _unknown_preset(text: str) -> str | None:
-    found = re.search(r"Could not (?:find|load) '([^']*)/([^'/]*)'", text)
-    if not found:
-        return None
-    listed = re.search(r"Available options in '[^']*':\n((?:\t\S+\n?)+)", text)  # own ones too
-    return _wrong_preset(found[1], found[2], listed[1].split() if listed else None)
-
-
-def _wrong_preset(group: str, option: str, listed: list[str] | None = None) -> str:
-    if group.startswith("hydra/"):
-        kind = group.removeprefix("hydra/")
-        if kind not in ("launcher", "sweeper"):
-            return f"{group}={option} is not installed here; the nearest is {group}=default."
-        return (
-            f"{group}={option} is no plugin that is installed here; its package is most likely "
-            f"hydra-{option.partition('_')[0]}-{kind}, and the nearest is {group}=basic."
-        )
-    first, _, rest = group.partition("/")
-    if first in groups():  # model=./my.yaml
-        group, option = first, f"{rest}/{option}" if rest else option
-    if option.endswith((".yaml", ".yml")) or "/" in option:
-        name = option.rpartition("/")[2].partition(".")[0]
-        return (
-            f"{group}={option} must be one of {', '.join(presets(group))}, or {group}={name} for "
-            f"{group}/{name}.yaml in a folder of yours that --config-dir=FOLDER names."
-        )
-    key = all_keys().get(f"{group}.name")
-    later = refusal(key.name, option) if key else None
-    if later:
-        return later
-    known = listed or presets(group)
-    if not known:
-        close = nearest(group, groups())
-        hint = f"the nearest is {close}" if close else f"there are {', '.join(groups())}"
-        return f"{group}={option}: {group} is not a group of presets; {hint}."
-    hint = nearest_hint(option, known, f"{group}=")
-    return f"{group}={option} must be one of {', '.join(known)}{hint}."
-
-
-def _ambiguous(text: str) -> str | None:
-    found = re.search(r"Ambiguous value for argument '([^=']*)=(.*)'", text) or re.search(
-        r"Sweep parameters '([^=']*)=(.*)' requires --multirun", text
-    )
-    if not found:
-        return None
-    name, value = found[1], found[2]
-    also = "" if "(" in value else f", or a list as {name}=[{value}]"
-    several = f"{name}={value} is several values for one key"
-    return f"{several}; give --multirun to run each of them{also}."
-
-
-def _twice(text: str) -> str | None:
-    there = re.search(r"Could not append to config\. An item is already at '([^']*)'", text)
-    if there:
-        name = there[1]
-        return f"+{name}=… adds a key, and {name} is there already; the nearest is {name}=…."
-    name, twice, _ = text.partition(" appears more than once in the final defaults list")
-    if not twice:
-        return None
-    name = name.split()[-1]
-    return f"+{name}=… adds a preset beside the one chosen already; write {name}=… instead."
-
-
-def _deleted(text: str) -> str | None:
-    found = re.search(r"Could not delete (?:from config\. )?'([^\n]+)'(?: does|\. No)", text)
-    return unknown_key(found[1]) if found else None
-
-
-def _value(text: str, overrides: Sequence[str]) -> str | None:
-    """Explains an existing key with an invalid value."""
-    found = re.search(r"full_key: (\S+)", text)
-    if not found:
-        return None
-    name = re.sub(r"\[\d+\]$", "", found[1])
+def _check_override(word: str, parsed: Override, own: Path | None) -> None:
+    """Raises UserError for an unknown key or preset, and for a value that Hydra would not take."""
+    name, value = parsed.key_or_group, parsed.value()
+    if name in groups():
+        known = presets(name, own)
+        if parsed.is_delete():
+            raise UserError(f"{word} has no effect: {name} must be one of {', '.join(known)}.")
+        if parsed.is_add() and name != "experiment":
+            raise UserError(
+                f"+{name}=… adds a preset beside the one chosen already; write {name}=… instead."
+            )
+        for option in value if isinstance(value, list) else [value]:
+            if option is not None and option not in known:
+                raise UserError(_wrong_preset(name, show(option), known, word))
+        return
     key = all_keys().get(name)
-    if key is None:
-        inside = [known for known in all_keys() if known.startswith(f"{name}.")]
-        if inside:
-            return f"{name} is a group of keys, not one; set one of them, as {inside[0]}=…."
-        return unknown_key(name)
-    default = spell(name, key.default)
-    if "does not support deletion" in text:
-        return f"~{name} cannot be deleted; set it, for example to its default, {default}."
-    if "missing mandatory value" in text:
-        return f"{name} has no value; it must be {allowed(key)}, and the default is {default}."
-    missing = re.search(r"Interpolation key '([^']*)' not found", text)
-    if missing:
-        close = nearest_key(missing[1])
-        hint = f"the nearest is ${{{close}}}" if close else f"the default is {default}"
-        return f"{name}=${{{missing[1]}}}: {missing[1]} is not a key of the configuration; {hint}."
-    if "nterpolation" in text:
-        return _unresolved(key, text, overrides)
-    merged = re.search(rf"Error merging override \+*({re.escape(name)}\S*?)=([^\n]*)", text)
-    bad = re.search(r"Value '([^\n]*)' (?:of type|is not)", text) or re.search(
-        r"value: ([^\n]*)", text
-    )
-    value = merged[2] if merged else bad[1] if bad else _typed(name, overrides)
-    typed = f"{merged[1] if merged else name}={value}" if value is not None else name
-    return _not_allowed(typed, key)
+    if name in SECTIONS:
+        if not isinstance(value, dict):
+            inside = next(key for key in all_keys() if key.startswith(f"{name}."))
+            raise UserError(
+                f"{word}: {name} is a group of keys, not one; set one of them, as {inside}=…."
+            )
+    elif key is None or parsed.package is not None:
+        raise UserError(unknown_key(name, value))
+    elif parsed.is_delete():
+        raise UserError(
+            f"~{name} cannot be deleted; set it, for example to its default, "
+            f"{spell(name, key.default)}."
+        )
+    elif parsed.is_add():
+        raise UserError(
+            f"+{name}=… adds a key, and {name} is there already; the nearest is {name}=…."
+        )
+    elif value == "???":
+        raise UserError(
+            f"{name} has no value; it must be {allowed(key)}, and the default is "
+            f"{spell(name, key.default)}."
+        )
+    elif "${" in word:
+        for other in re.findall(r"\$\{([\w.]+)\}", word):
+            if other not in all_keys() and other not in SECTIONS:
+                close = nearest_key(other)
+                hint = f"the nearest is ${{{close}}}" if close else f"give a value, {allowed(key)}"
+                raise UserError(f"{word}: {other} is not a key of the configuration; {hint}.")
+    elif not _converts(key, value):
+        raise UserError(_not_allowed(word, key))
+
+
+def _converts(key: Key, value: object) -> bool:
+    """Returns whether OmegaConf converts a value to the type of a key, as it composes."""
+    if key.kind is dict or key.meta["list_of"]:  # checked whole, by `config.fields`
+        return True
+    try:
+        if key.item is not None:
+            ListConfig(value, element_type=key.item, is_optional=key.optional)
+        else:
+            _NODES[key.kind](value, is_optional=key.optional)
+    except (ValidationError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _not_allowed(typed: str, key: Key) -> str:
@@ -311,81 +251,82 @@ def _not_allowed(typed: str, key: Key) -> str:
     return f"{typed}: {key.name} must be {allowed(key)}; the default is {default}."
 
 
-def _unresolved(key: Key, text: str, overrides: Sequence[str]) -> str:
-    """Explains `${…}` without its value, which may be a secret of the environment."""
-    typed = f"{key.name}={_typed(key.name, overrides) or '${…}'}"
-    if "While dereferencing" in text:
-        return _not_allowed(f"{typed} comes to what it cannot be", key)
-    reason = _one_line(text.partition("full_key:")[0])
-    return _not_allowed(f"{typed} cannot be resolved ({reason})", key)
-
-
-def _typed(name: str, overrides: Sequence[str]) -> str | None:
-    """Returns the last value typed for a key."""
-    values = (override.lstrip("+").partition("=") for override in overrides)
-    return next((value for key, _, value in reversed(list(values)) if key == name), None)
-
-
-def _too_long_a_number(text: str, overrides: Sequence[str]) -> str | None:
-    """Explains Python's limit on digits, whose error names no key."""
-    if "for integer string conversion" not in text:
-        return None
-    left, _, value = max(overrides, key=len, default="").partition("=")
-    key = all_keys().get(left.lstrip("+"))
-    return _not_allowed(f"{left}={value}", key) if key else unknown_key(left, value)
-
-
-def _syntax(text: str, override: str | None) -> str | None:
-    """Explains what is not KEY=VALUE: a flag, a missing or second equals sign, a quote."""
-    quoted = re.search(r"Error parsing override '([^\n]*)'", text)
-    lexed = re.search(r"LexerNoViableAltException: ([^\n]*)", text)
-    flags = re.search(r"unrecognized arguments: (\S+)", text)
-    merged = re.search(r"Error merging override ([^\n]*)", text)
-    known = quoted or lexed or flags or merged
-    typed = override or (known[1] if known else None)
-    if typed is None and text.startswith("-") and "\n" not in text:
-        typed = text
-    if typed is None:
-        return None
-    if typed.startswith("-"):
-        left, _, value = typed.partition("=")
-        sentence = unknown_key(left.split()[0], value or None)
-        return f"{sentence[:-1]}, and keys are written without dashes, as KEY=VALUE."
-    left, equals, value = typed.partition("=")
-    left, value = left.strip(), value.strip()
-    if not equals or not left:
+def _not_read(word: str) -> str:
+    """Returns the sentence for what Hydra cannot read as KEY=VALUE."""
+    left, equals, value = (part.strip() for part in word.partition("="))
+    if left.startswith("-"):
+        return unknown_key(left, value or None)
+    if not equals or not left.strip("+~"):
         name = nearest_key(left or value) or "tp"
         return (
-            f"{_one_line(typed) or repr(typed)} is not of the form KEY=VALUE; the nearest is "
+            f"{word.strip() or repr(word)} is not of the form KEY=VALUE; the nearest is "
             f"{spell(name, all_keys()[name].default) if name in all_keys() else f'{name}=…'}."
         )
     key = all_keys().get(left.lstrip("+"))
-    if value.startswith("="):
-        advice = f"the nearest is {left}={value.lstrip('=')}"
-    elif re.search(r"\s\S+=", value):
-        advice = f"the nearest is {_one_line(typed)} without quotes around it, as two overrides"
-    elif key is None and left not in groups():
-        return unknown_key(left.strip("+~"), _one_line(value))
-    elif key is not None and key.kind in (bool, int, float):
-        return _not_allowed(_one_line(typed), key)
-    elif key is not None and value.startswith("{"):
-        plain = value.replace('"', "").replace("'", "")
+    if key is None and left not in groups():
+        return unknown_key(left.strip("+~"), value)
+    if key is not None and key.kind in (bool, int, float):
+        return _not_allowed(word, key)
+    plain = value.replace('"', "").replace("'", "")
+    advice = f"a value with special characters is quoted twice, as '{left}=\"{plain}\"'"
+    if value.startswith("{"):
         advice = f"names in braces stand without quotes, the nearest is '{left}={plain}'"
+    return f"{word} is not of the form KEY=VALUE; {advice}."
+
+
+def _wrong_preset(group: str, option: str, known: Sequence[str], word: str | None = None) -> str:
+    typed = word or f"{group}={option}"
+    if option.endswith((".yaml", ".yml")) or "/" in option:
+        name = option.rpartition("/")[2].partition(".")[0]
+        return (
+            f"{typed} must be one of {', '.join(known)}, or {group}={name} for "
+            f"{group}/{name}.yaml in a folder of yours that --config-dir=FOLDER names."
+        )
+    return f"{typed} must be one of {', '.join(known)}{nearest_hint(option, known, f'{group}=')}."
+
+
+def composing_error(error: BaseException, overrides: Sequence[str] = ()) -> UserError:
+    """Returns a UserError for an error of Hydra or OmegaConf in checked overrides.
+
+    It is about a file of the user's own, or about what `${…}` comes to; its value is not repeated,
+    as it may be a secret of the environment.
+    """
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        return UserError(
+            readable(
+                f"{mark.name}, line {mark.line + 1}, must be YAML: {error.problem}; a line of it "
+                "is written KEY: VALUE, with the keys of a section indented below its name."
+            )
+        )
+    if isinstance(error, RecursionError):
+        return UserError(
+            f"{' '.join(overrides)}: a file's defaults must not come back to the file itself; give "
+            "it another name than that of the file that it starts from."
+        )
+    text = str(error)
+    file = re.search(r"In '(?!hydra/)(([^'/]+)/[^']+)': (.*)", text, re.DOTALL)
+    if file:
+        text = file[3]
+    said = re.sub(r"^\w+ raised while composing config:", "", text)
+    said = " ".join(re.split("Config search path:|full_key:", said)[0].split()).rstrip(".")
+    name = re.sub(r"\[\d+\]$", "", (re.findall(r"full_key: (\S+)", text) or [""])[0])
+    missing = re.search(r"Could not find '([^']*)/([^'/]*)'", text)
+    if missing:
+        listed = re.search(r"Available options in '[^']*':\n((?:\t\S+\n?)+)", text)
+        explained = _wrong_preset(missing[1], missing[2], listed[1].split() if listed else [])
+    elif file and (name == file[2] or "@" in said):
+        explained = (
+            "its first line must be '# @package _global_', as those of all experiments; give "
+            "comments below it."
+        )
+    elif name in all_keys():
+        words = [word for word in overrides if word.lstrip("+").startswith(f"{name}=")]
+        why = "it comes to another type" if "While dereferencing" in said else said
+        explained = _not_allowed(f"{(words or [name])[-1]}: {why}", all_keys()[name])
     else:
-        plain = value.replace('"', "").replace("'", "")
-        advice = f"a value with special characters is quoted twice, as '{left}=\"{plain}\"'"
-    return f"{_one_line(typed)} is not of the form KEY=VALUE; {advice}."
-
-
-def _not_a_preset(text: str, overrides: Sequence[str]) -> str | None:
-    """Explains a group whose value is no name (`model=3`), for which Hydra quotes no override."""
-    for override in overrides:
-        name, _, value = override.lstrip("+~").partition("=")
-        if not name.strip():
-            typed = override if override.strip() else repr(override)
-            return f"{typed} is not of the form KEY=VALUE; the nearest is tp={value or 1}."
-        if name in groups() and value not in presets(name):
-            return _wrong_preset(name, value)
-    if "Config group override must be" not in text:
-        return None
-    return "A group of presets takes the name of one; the nearest is model=gpt_tiny."
+        explained = (
+            unknown_key(name) if name else f"{said}; docs/own_configuration.md shows what works."
+        )
+    return UserError(readable((f"{file[1]}.yaml: " if file else "") + explained))

@@ -38,7 +38,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.config import identity
 from parallel3d.config.checks.run import check_plain
-from parallel3d.config.fields import REMOVED, RENAMED
+from parallel3d.config.fields import REMOVED, RENAMED, values_of
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, no_link, replace_durably
@@ -170,11 +170,11 @@ NOT_IDENTITY = ("run", "runs_dir", "train.progress", "launch.", "logger.")
 
 def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
     """Returns keys in which two runs differ, with both values: (key, there, here)."""
-    old, new = (identity.flat(dataclasses.asdict(config)) for config in (there, here))
+    old, new = values_of(there), values_of(here)
     return [
-        (key, old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if not identity.same(old.get(key), new.get(key)) and not _is_outside_identity(key)
+        (key, old[key], new[key])
+        for key in sorted(old)
+        if not identity.same(old[key], new[key]) and not _is_outside_identity(key)
     ]
 
 

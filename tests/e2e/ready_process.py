@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.composing import compose
+from parallel3d.config.overrides import compose
 from tests.e2e.namespaces import LIBC, enter
 from tests.garbage import collect_seldom
 

@@ -80,12 +80,10 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param("--multirun --cfg job", ["--multirun", "--cfg"], id="two flags"),
         pytest.param("run=a/b", ["a/b"], id="run name"),
         pytest.param(
-            "hydra/launcher=joblib", ["hydra-joblib-launcher", "launcher=basic"], id="plugin"
+            "hydra/launcher=joblib", ["launcher=joblib must be one of basic, submitit"], id="plugin"
         ),
-        pytest.param(
-            "hydra/sweeper=optuna", ["hydra-optuna-sweeper", "sweeper=basic"], id="sweeper"
-        ),
-        pytest.param("hydra.launcher.n_jobs=2", ["--cfg hydra"], id="key of Hydra's"),
+        pytest.param("hydra/sweeper=optuna", ["sweeper=optuna must be one of basic"], id="sweeper"),
+        pytest.param("hydra.launcher.n_jobs=2", ["hydra.launcher.n_jobs"], id="key of Hydra's"),
         pytest.param("model=./my.yaml", ["model=my ", "--config-dir"], id="file for a preset"),
         pytest.param("model=my.yaml", ["model=my ", "--config-dir"], id="file beside it"),
         pytest.param("-cp mine", ["--config-dir=mine"], id="config path"),
@@ -95,7 +93,7 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param("~logger", ["~logger", "none, tensorboard, wandb"], id="group taken away"),
         pytest.param("hydra.run.dir=here", ["runs_dir=here"], id="Hydra's folder"),
         pytest.param("hydra.job.chdir=true", ["hydra.job.chdir=true"], id="Hydra's chdir"),
-        pytest.param("+new.key=1 --cfg job", ["new={key:1}", "not a key"], id="unknown key shown"),
+        pytest.param("+new.key=1 --cfg job", ["new.key=1", "not a key"], id="unknown key shown"),
         pytest.param(
             "--config-dir=nowhere tp=1",
             ["--config-dir=nowhere is not a folder", "give one"],
@@ -106,7 +104,7 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param("hydra/job_logging=default", ["job_logging=default", "none"], id="job log"),
         pytest.param("hydra/job_logging=colorlog", ["job_logging=colorlog", "none"], id="color"),
         pytest.param("hydra/hydra_logging=default", ["none", "--multirun"], id="Hydra's own log"),
-        pytest.param("-m hydra/hydra_logging=colorlog", ["hydra_logging=default"], id="no log"),
+        pytest.param("-m hydra/hydra_logging=colorlog", ["must be one of default"], id="no log"),
         pytest.param("data=text data.path=empty.txt", ["empty.txt"], id="empty data"),
         pytest.param("data=text data.path=short.txt", ["short.txt", "seq_length"], id="short data"),
     ],
@@ -223,7 +221,7 @@ def test_taken_run_is_refused_and_left_alone(
 
 
 def test_user_who_asks_for_hydras_traceback_gets_it(shell: Shell) -> None:
-    ended = shell.run(*PARALLEL3D, "train", "tpp=2", HYDRA_FULL_ERROR="1")
+    ended = shell.run(*PARALLEL3D, "train", "hydra/launcher=x", HYDRA_FULL_ERROR="1")
     assert ended.code == 2
     assert "Traceback" in ended.err
 

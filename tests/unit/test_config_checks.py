@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config import fields
-from parallel3d.config.checks.whole import NOT_YET, check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.sections import parts_of
@@ -247,7 +246,6 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["schedule.file=plan.csv", "schedule=1f1b", "nearest is schedule=file"],
     ),
-    # engines of later versions
     (
         {"cp": 2, "tensor_parallel.attention": "gather_qk"},
         None,
@@ -263,7 +261,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["context_parallel.style=heads", "cp=3", "context_parallel.style=gather"],
     ),
-    ({"precision.name": "fp8"}, None, ["precision=fp8", "later version", "precision=bf16"]),
+    ({"precision.name": "fp8"}, None, ["precision.name=fp8", "bf16", "nearest is precision=fp64"]),
     (
         {"precision.loss_scale": 8.0},
         None,
@@ -510,23 +508,6 @@ def test_a_bad_configuration_ends_in_one_sentence_with_key_value_and_nearest_cho
     assert "\n" not in sentence
     assert sentence.endswith(".")
     assert not sentence.endswith("..")
-
-
-@pytest.mark.parametrize("label", NOT_YET)
-def test_each_row_of_the_not_yet_table_is_refused_by_some_value(label: str) -> None:
-    row = NOT_YET[label]
-    key = all_keys()[row.key]
-    values = key.meta["choices"] or ((0.5,) if key.kind is float else (1, 2))
-    refused = [v for v in values if row.predicate(v)]
-    assert refused
-    assert not row.predicate(key.default), "the default must work"
-    assert sentence_of(config(**{row.key: refused[0]})) == row.sentence(refused[0])
-
-
-def test_a_value_is_accepted_once_its_row_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {label: row for label, row in NOT_YET.items() if label != "precision=fp8"}
-    monkeypatch.setattr(fields, "NOT_YET", rows)
-    assert check_config(config(**{"precision.name": "fp8"})).precision.name == "fp8"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config.fields import NOT_YET, all_keys
+from parallel3d.config.fields import all_keys
 from parallel3d.config.overrides import groups, presets
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -65,22 +65,19 @@ def test_opposite_and_refused_flags_say_so() -> None:
     assert "refused" not in rows["--fp16-lm-cross-entropy"] + rows["--lr"]
 
 
-def test_every_key_and_every_preset_and_every_refusal_is_on_the_page() -> None:
+def test_every_key_and_every_preset_is_on_the_page() -> None:
     page = configuration_page()
     assert [name for name in all_keys() if f"| `{name}` |" not in page] == []
     named = [f"| `{group}={preset}` |" for group in groups() for preset in presets(group)]
     assert [row for row in named if row not in page] == []
-    sentences = re.findall(r"^\| `[^`]+` \| ([^|]+ later version [^|]+\.) \|$", page, re.MULTILINE)
-    assert len(sentences) == len(NOT_YET)
 
 
-def test_every_choice_that_is_a_preset_has_its_file_or_is_refused_for_now() -> None:
+def test_every_choice_that_is_a_preset_has_its_file() -> None:
     for group in groups():
         key = all_keys().get(f"{group}.name")
         if key is None or key.meta["choices"] is None:
             continue
-        later = {label.rpartition("=")[2] for label, row in NOT_YET.items() if row.key == key.name}
-        assert set(key.meta["choices"]) == set(presets(group)) | later
+        assert set(key.meta["choices"]) == set(presets(group))
 
 
 def test_no_key_lacks_a_help_text() -> None:

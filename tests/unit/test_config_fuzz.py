@@ -46,8 +46,8 @@ def composer() -> fuzz.Composer:
         (["tp=<<"], ["tp=<<: tp must be a whole number of at least 1; the default is tp=1."]),
         (["run=\x1b[31mred"], ["run=\\x1b[31mred"]),
         (["x" * 5000 + "=1"], ["…", "is not a key of the configuration"]),
-        (["tp=${nope:1}"], ["tp=${nope:1} cannot be resolved (Unsupported", "tp must be a whole"]),
-        (["zero=${oc.env:HOME}"], ["zero=${oc.env:HOME} comes to what it cannot be: zero must be"]),
+        (["tp=${nope:1}"], ["tp=${nope:1}: Unsupported", "tp must be a whole"]),
+        (["zero=${oc.env:HOME}"], ["zero=${oc.env:HOME}: it comes to another type: zero must be"]),
         (
             [f"tp={HUGE}", f"model.hidden_size={HUGE}", f"model.num_attention_heads={HUGE}"],
             ["must divide the padded vocabulary", "or tp=1."],

@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 
-from parallel3d.cli.continued import Given, continued, with_keys
+from parallel3d.cli.continued import Given, continued
 from parallel3d.config.checks.whole import check_config
+from parallel3d.config.fields import with_values
 from parallel3d.config.schema import Config
 
 
 def at_last_start(**keys: Any) -> Config:
-    return check_config(with_keys(Config(run="old"), keys), own_samples=True)
+    return check_config(with_values(Config(run="old"), keys), own_samples=True)
 
 
 def goes_on(
     there: Config, typed: dict[str, Any], ranks: int | None = None, presets: tuple[str, ...] = ()
 ) -> Config:
-    here = with_keys(Config(run="old"), typed)
+    here = with_values(Config(run="old"), typed)
     return continued(here, there, Given({*typed}, {*presets}), ranks)[0]
 
 

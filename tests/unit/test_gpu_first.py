@@ -28,7 +28,7 @@ from benchmarks import (
 )
 from benchmarks.gpu_process import ROOT
 from benchmarks.gpu_tasks import Given, Row, Task
-from parallel3d.config.composing import compose
+from parallel3d.config.overrides import compose
 from parallel3d.context_parallel import document_attention
 from parallel3d.device import accelerator, fused
 from parallel3d.models import dropout, ops

@@ -15,7 +15,7 @@ from benchmarks import gpu_commands, gpu_node, gpu_tasks
 from benchmarks.gpu_process import ROOT
 from benchmarks.gpu_tasks import Given
 from parallel3d.commands.plan import plan
-from parallel3d.config.composing import compose
+from parallel3d.config.overrides import compose
 from parallel3d.device import accelerator
 from tests.e2e.ready import run_command
 

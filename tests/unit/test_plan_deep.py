@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.commands import plan
 from parallel3d.commands.plan import progress
-from parallel3d.config.composing import compose
+from parallel3d.config.overrides import compose
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate import analytic_memory

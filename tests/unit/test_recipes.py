@@ -16,8 +16,7 @@ from parallel3d.cli.command_line import main
 from parallel3d.commands.recipes import recipe
 from parallel3d.commands.train import toy_defaults
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.composing import composed
-from parallel3d.config.overrides import left_open, presets
+from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.config.schema import conf_dir
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_stage
@@ -211,11 +210,17 @@ def test_what_is_typed_takes_the_place_of_the_recipes_length_and_warm_up(
 OWN_FILES = {
     "circle": ("defaults: [circle, _self_]", "must not come back to the file itself; give it"),
     "key": ("train: {stepz: 3}", "/key.yaml: train.stepz: train.stepz is not a key of the conf"),
-    "value": ("dp: four", "/value.yaml: dp=four: dp must be null or a whole number"),
+    "value": (
+        "dp: four",
+        "/value.yaml: dp: Value 'four' of type 'str' could not be converted to Integer: dp must",
+    ),
     "section": ("train: 3", "/section.yaml: Merge error: int is not a subclass of TrainConfig"),
-    "group": ("defaults: [override /modle: gpt_tiny]", "override modle must be of cluster, data"),
+    "group": (
+        "defaults: [override /modle: gpt_tiny]",
+        "/group.yaml: Could not override 'modle'. No match in the defaults list; docs/",
+    ),
     "preset": ("defaults: [override /model: gpt_tony]", "the nearest is model=gpt_tiny"),
-    "twice": ("defaults: [/model: llama_tiny]", "must be written: override /model: "),
+    "twice": ("defaults: [/model: llama_tiny]", "use 'override model: llama_tiny'"),
     "package": ("", "experiment/package.yaml: its first line must be '# @package _global_'"),
 }
 

@@ -14,10 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
@@ -37,8 +33,8 @@ from parallel3d.commands.generate.sample import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import spell
-from parallel3d.config.overrides import explain_override_error
-from parallel3d.config.schema import Config, DataConfig, ModelConfig, conf_dir, register_schema
+from parallel3d.config.overrides import composed
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.config.sections import full_shapes_of
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.text_files import are_bytes, byte_files
@@ -390,24 +386,13 @@ def _configuration(
     folder: Path, run: str, runs_dir: Path, keys: dict[str, Any], overrides: list[str]
 ) -> Config:
     words = [*overrides, f"run={run}", f"runs_dir={runs_dir}"]
-    config = _composed(words)
+    config = composed(words)
     typed = [word.partition("=")[0].lstrip("+") for word in overrides]
     if "model" in typed:
         raise UserError(f"model=… is given by {folder}: leave it out")
     model = ModelConfig(**keys)
     model = model_from(model, config.model, typed.__contains__, str(folder), model.seq_length)
     return check_config(dataclasses.replace(config, model=model), own_samples=True)
-
-
-def _composed(words: list[str]) -> Config:
-    register_schema()
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            config = OmegaConf.to_object(compose("config", overrides=words))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain_override_error(error, words) from None
-    assert isinstance(config, Config)  # the registered schema
-    return config
 
 
 def _first_state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[State]:

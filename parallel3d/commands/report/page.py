@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +22,7 @@ from parallel3d.commands.html import (
     whole_page,
 )
 from parallel3d.commands.report.reading import COLUMNS, LOSS, STEP_FIGURES, RunRecord, thinned
-from parallel3d.config.fields import show
-from parallel3d.config.identity import flat
+from parallel3d.config.fields import show, values_of
 from parallel3d.config.schema import Config
 from parallel3d.estimate.network import price_step
 from parallel3d.metrics.text import duration, si
@@ -215,7 +214,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
 
 def _differing(head: Sequence[str], configs: Sequence[Config]) -> str:
     """Returns a table of the keys whose values differ, or ""."""
-    trees = [flat(asdict(config)) for config in configs]
+    trees = [values_of(config) for config in configs]
     keys = [key for key in sorted(trees[0] if trees else ()) if key not in NOT_COMPARED]
     rows = [
         [f"<code>{key}</code>", *(escape(show(tree[key])) for tree in trees)]

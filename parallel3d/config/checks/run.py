@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -15,8 +14,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.config.checks.model import nearest_multiple
 from parallel3d.config.data import DataConfig
-from parallel3d.config.fields import show
-from parallel3d.config.identity import flat
+from parallel3d.config.fields import show, values_of
 from parallel3d.config.run import LoggerConfig
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
@@ -287,10 +285,7 @@ def check_run_name(config: Config) -> None:
 
 def check_plain(config: Config) -> None:
     """Raises UserError for text that config.yaml would read as a reference."""
-    content = dataclasses.asdict(config)
-    if "${" not in json.dumps(content):
-        return
-    for key, value in flat(content).items():
+    for key, value in values_of(config).items():
         if "${" in json.dumps(value):
             raise UserError(
                 f"{key}={show(value)} holds ${{, which config.yaml would take for a reference to "

@@ -31,8 +31,7 @@ from parallel3d.config.checks.run import (
     check_run_name,
     check_samples,
 )
-from parallel3d.config.fields import NOT_YET, NotYet, check_fields, fits_64_bits, show
-from parallel3d.config.overrides import explain_override_error
+from parallel3d.config.fields import check_fields, fits_64_bits, show
 from parallel3d.config.parameters import check_treatment
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import parts_of, spelled
@@ -40,8 +39,6 @@ from parallel3d.errors import UserError, closest
 from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp
-
-__all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
 
 MOST_STAGES = 256  # up to which an even split is proposed
 
