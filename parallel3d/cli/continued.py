@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -58,8 +59,7 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
         for entry in file.pop("defaults", ()):
             if isinstance(entry, DictConfig):  # override /model: llama_1b
                 presets |= {str(name).rpartition("/")[2] for name in entry}
-        tree = OmegaConf.to_container(file)
-        assert isinstance(tree, dict)  # as `file` is
+        tree: Any = OmegaConf.to_container(file)
         keys |= {key for key, value in flat(tree).items() if value != MISSING}
     return Given(keys, presets)
 

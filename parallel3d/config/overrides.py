@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -47,7 +48,7 @@ ALTERNATIVES = (
     {"optim.lr_warmup_fraction", "optim.lr_warmup_steps"},
 )
 MOST_ENTRIES = 1000  # of a list: Hydra parses a thousand in a quarter of a second
-_NODES = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+_NODES: dict[type, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 
 
 def compose(*overrides: str, world_size: int | None = None) -> Config:
@@ -232,7 +233,7 @@ def _check_override(word: str, parsed: Override, own: Path | None) -> None:
         raise UserError(_not_allowed(word, key))
 
 
-def _converts(key: Key, value: object) -> bool:
+def _converts(key: Key, value: Any) -> bool:
     """Returns whether OmegaConf converts a value to the type of a key, as it composes."""
     if key.kind is dict or key.meta["list_of"]:  # checked whole, by `config.fields`
         return True
