@@ -23,7 +23,7 @@ from torch.profiler import profile, supported_activities
 
 from benchmarks.gpu_rows import model_of, seconds_of, trainer_of
 from benchmarks.gpu_tasks import Given, Row, judged
-from parallel3d.config.sections import AUTO
+from parallel3d.config.values import AUTO
 from parallel3d.context_parallel import document_attention
 from parallel3d.data.documents import documents_of
 from parallel3d.data.sampler import Sample

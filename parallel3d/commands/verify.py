@@ -22,10 +22,14 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.engines import ScheduleConfig
-from parallel3d.config.run import ProfileConfig
-from parallel3d.config.schema import Config, OptimConfig, PrecisionConfig
-from parallel3d.config.sections import in_other_precision
+from parallel3d.config.schema import (
+    Config,
+    OptimConfig,
+    PrecisionConfig,
+    ProfileConfig,
+    ScheduleConfig,
+)
+from parallel3d.config.values import in_other_precision
 from parallel3d.data.blend import Blend
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import sources_of, with_length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel3d.config.sections import key
+from parallel3d.config.values import key
 
 
 @dataclass

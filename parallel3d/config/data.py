@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.config.sections import key
+from parallel3d.config.values import key
 
 
 @dataclass

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
-from parallel3d.config.sections import ModelConfig, OptimConfig, full_shapes_of
+from parallel3d.config.schema import ModelConfig, OptimConfig, full_shapes_of
 from parallel3d.errors import UserError, nearest, nearest_hint
 
 MULTIPLIERS = ("lr_mult", "wd_mult")  # the names in Megatron-LM's parameter groups

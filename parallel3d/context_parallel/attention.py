@@ -38,7 +38,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.sections import AUTO
+from parallel3d.config.values import AUTO
 from parallel3d.context_parallel.document_attention import (
     Block,
     attend_block,

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.config.sections import AUTO, MATH
+from parallel3d.config.values import AUTO, MATH
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.attention_backends import allowed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import padded_length
+from parallel3d.config.values import padded_length
 from parallel3d.device import accelerator
 
 Ints = npt.NDArray[np.int32]

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parallel3d.config.sections import CUDNN, FLASH, MATH
+from parallel3d.config.values import CUDNN, FLASH, MATH
 
 NOT_CUDNN = "not cudnn"  # replaces `attention_kernel=auto` where cuDNN's results are wrong
 BACKENDS = {

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import parts_of
+from parallel3d.config.values import parts_of
 
 Number = Any  # int, float or a numpy array
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import PARTS, parts_of
+from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_memory
 from parallel3d.estimate.balance import run_schedule

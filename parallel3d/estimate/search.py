@@ -13,7 +13,7 @@ import numpy as np
 from parallel3d.config.checks.model import check_context_parallel
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import PARTS, parts_of, spelled
+from parallel3d.config.values import PARTS, parts_of, spelled
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.balance import balance_chunks
 from parallel3d.estimate.context_styles import STYLES, sends

@@ -10,8 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from parallel3d.config.schema import Config
-from parallel3d.config.sections import full_shapes_of
+from parallel3d.config.schema import Config, full_shapes_of
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
 from parallel3d.estimate.buckets import assign, compressed_rank, padded_numel
 from parallel3d.estimate.context_styles import heads_at_once, sends

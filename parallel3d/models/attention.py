@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import AUTO, FLASH, HALF_PRECISION, MATH, PACKAGES
+from parallel3d.config.values import AUTO, FLASH, HALF_PRECISION, MATH, PACKAGES
 from parallel3d.context_parallel.attention import (
     ONE_RANK,
     ContextParallel,

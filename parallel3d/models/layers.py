@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.schema import Config, LossConfig, ModelConfig
-from parallel3d.config.sections import AUTO, parts_of
+from parallel3d.config.values import AUTO, parts_of
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel

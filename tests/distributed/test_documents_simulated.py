@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel3d.config.sections import AUTO
+from parallel3d.config.values import AUTO
 from parallel3d.context_parallel.document_attention import attend_within
 from parallel3d.context_parallel.documents import SequenceSplit
 from parallel3d.data.documents import Documents, documents_of

@@ -17,8 +17,7 @@ from parallel3d.commands.report.command import MARK
 from parallel3d.commands.report.page import page_of
 from parallel3d.commands.report.reading import COLUMNS, Points, read_run, thinned
 from parallel3d.config.cluster import ClusterConfig
-from parallel3d.config.run import TrainConfig
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.recorder import STARTS, Recorder

@@ -18,7 +18,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands import train
 from parallel3d.commands.verify import variants
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import in_other_precision
+from parallel3d.config.values import in_other_precision
 from parallel3d.device import accelerator
 from parallel3d.device.attention_backends import NOT_CUDNN, allowed
 from parallel3d.errors import UserError

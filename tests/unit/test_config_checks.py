@@ -17,7 +17,7 @@ import pytest
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import parts_of
+from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
 from tests.pace import in_time
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.config.sections import AUTO, MATH
+from parallel3d.config.values import AUTO, MATH
 from parallel3d.context_parallel import document_attention
 from parallel3d.context_parallel.attention import _Parts
 from parallel3d.context_parallel.document_attention import (

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from parallel3d.config.data import DataConfig
-from parallel3d.config.schema import Config
-from parallel3d.config.sections import ModelConfig
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import Batches, SampleSource, sources_of
 from tests.corpora import pair

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from parallel3d.config.data import DataConfig
-from parallel3d.config.schema import Config
-from parallel3d.config.sections import ModelConfig
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data import packing as plans
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.loader import sources_of

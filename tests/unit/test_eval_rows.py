@@ -26,8 +26,7 @@ from parallel3d.commands.evaluate.score import (
     scores_of,
     table,
 )
-from parallel3d.config.schema import Config
-from parallel3d.config.sections import ModelConfig
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
 from parallel3d.models.transformer import blank_stage

@@ -17,8 +17,7 @@ import transformers
 
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.commands.checkpoint import huggingface
-from parallel3d.config.schema import ModelConfig
-from parallel3d.config.sections import full_shapes_of
+from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
 from parallel3d.parameters.sharding import spec_of
 from tests.huggingface import GROUPED, save_model

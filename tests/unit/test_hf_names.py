@@ -13,8 +13,7 @@ from parallel3d.checkpoint.hf.names import hf_tensors
 from parallel3d.commands.init_from import model_from
 from parallel3d.commands.recipes import recipe
 from parallel3d.config.overrides import presets
-from parallel3d.config.schema import ModelConfig, conf_dir
-from parallel3d.config.sections import full_shapes_of
+from parallel3d.config.schema import ModelConfig, conf_dir, full_shapes_of
 from parallel3d.errors import UserError
 
 GPT = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=61)

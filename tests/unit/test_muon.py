@@ -13,8 +13,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.dryrun.world import Zeros
 from parallel3d.commands.plan import plan
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.schema import OptimConfig
-from parallel3d.config.sections import full_shapes_of
+from parallel3d.config.schema import OptimConfig, full_shapes_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.ops import parameter_count

@@ -21,8 +21,7 @@ from parallel3d.comm.collectives import timed
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import profiling
 from parallel3d.commands.profiling import StepProfiler, layers_shown, longest, table
-from parallel3d.config.run import ProfileConfig
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, ProfileConfig
 from parallel3d.device import accelerator
 from parallel3d.run.launch import Worker
 from tests.unit.test_recompute import NOTHING, hidden, middle_stage

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, conf_dir
-from parallel3d.config.sections import parts_of
+from parallel3d.config.values import parts_of
 from parallel3d.estimate.ops import recomputing
 from parallel3d.models import ops, transformer
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks

@@ -10,8 +10,8 @@ import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.run import BatchSizes
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
+from parallel3d.config.values import BatchSizes
 from parallel3d.data.loader import with_length
 from parallel3d.data.sampler import Sample
 from parallel3d.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
-from parallel3d.config.sections import parts_of
+from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import (
     StageWeights,

@@ -15,9 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.data import DataConfig
 from parallel3d.config.identity import changes, refused
-from parallel3d.config.run import TrainConfig
-from parallel3d.config.schema import Config
-from parallel3d.config.sections import ModelConfig, OptimConfig
+from parallel3d.config.schema import Config, ModelConfig, OptimConfig, TrainConfig
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import part_of, sources_of
 from parallel3d.data.tokenizer import open_tokenizer

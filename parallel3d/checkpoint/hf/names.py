@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.config.fields import show
-from parallel3d.config.schema import ModelConfig
-from parallel3d.config.sections import full_shapes_of
+from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
 
 # Keys that cannot change a logit of these families in evaluation, by purpose. `modeling_utils`,

@@ -28,7 +28,7 @@ from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.commands.bench.operations import BenchOperation, Site, prepare
 from parallel3d.commands.calibrate.command import written_to
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import PARTS, parts_of
+from parallel3d.config.values import PARTS, parts_of
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.errors import print_line

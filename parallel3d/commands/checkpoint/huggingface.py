@@ -34,8 +34,7 @@ from parallel3d.commands.init_from import Source, model_from, model_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
-from parallel3d.config.schema import Config, DataConfig, ModelConfig
-from parallel3d.config.sections import full_shapes_of
+from parallel3d.config.schema import Config, DataConfig, ModelConfig, full_shapes_of
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.text_files import are_bytes, byte_files
 from parallel3d.data.tokenizer import (

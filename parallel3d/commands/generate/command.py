@@ -20,7 +20,7 @@ from parallel3d.commands.checkpoint.listing import (
 )
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import in_other_precision
+from parallel3d.config.values import in_other_precision
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.tokenizer import FOLDER, tokenizer_of
 from parallel3d.errors import UserError

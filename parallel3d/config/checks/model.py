@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.sections import CUDNN, HALF_PRECISION, NARROW, PACKAGES
+from parallel3d.config.values import CUDNN, HALF_PRECISION, NARROW, PACKAGES
 from parallel3d.errors import UserError, closest
 
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from parallel3d.config.checks.model import nearest_multiple
 from parallel3d.config.data import DataConfig
 from parallel3d.config.fields import show, values_of
-from parallel3d.config.run import LoggerConfig
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, LoggerConfig
 from parallel3d.errors import UserError, nearest
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 

@@ -34,7 +34,7 @@ from parallel3d.config.checks.run import (
 from parallel3d.config.fields import check_fields, fits_64_bits, show
 from parallel3d.config.parameters import check_treatment
 from parallel3d.config.schema import Config
-from parallel3d.config.sections import parts_of, spelled
+from parallel3d.config.values import parts_of, spelled
 from parallel3d.errors import UserError, closest
 from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.orders import StageAssignment

@@ -1,0 +1,194 @@
+"""Declares a key, and says which values keys may have that a range or a choice cannot describe."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import field
+from typing import Any, NamedTuple
+
+from parallel3d.errors import nearest
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    list_of: tuple[str, ...] | None = None,
+    wrong: Callable[[object], str | None] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    megatron: str | None = None,
+    differs: str | None = None,
+) -> Any:
+    """Declares a key with default, range and help.
+
+    `fields` enforces `choices`, `minimum` and `maximum` (inclusive), `above` and `below`
+    (exclusive). With `list_of`, a list of such words may stand for a choice, and `wrong` returns
+    the nearest allowed value, None for an allowed one. `megatron` names Megatron-LM's flags of the
+    same meaning, `differs` in which way they differ.
+    """
+    meta = {
+        "help": help,
+        "choices": choices,
+        "list_of": list_of,
+        "wrong": wrong,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "below": below,
+        "megatron": megatron,
+        "differs": differs,
+    }
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+# `attention_kernel`
+
+AUTO, FLASH, CUDNN, MATH = "auto", "flash", "cudnn", "math"
+# Flash attention of other packages: name in torch's registry, module that torch imports.
+PACKAGES = {"fa3": ("FA3", "flash_attn_interface"), "fa4": ("FA4", "flash_attn.cute")}
+KERNELS = (AUTO, FLASH, CUDNN, MATH, *PACKAGES)
+HALF_PRECISION = ("bf16", "fp16")
+# Kernels that GPUs have in half precision only. (Flash attention on a CPU takes all types.)
+NARROW = (FLASH, CUDNN, *PACKAGES)
+
+
+def in_other_precision(kernel: str) -> str:
+    """Returns the kernel for a run's computations in fp32 or fp64 (`verify`, `generate`)."""
+    return AUTO if kernel in NARROW else kernel
+
+
+# `recompute`: the parts of a layer that are recomputed in the backward (`models/recompute.py`)
+
+PARTS = ("norm", "activation", "attention", "mlp", "layer")
+WORDS: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "full": ("layer",)}
+_IMPLIED = {"mlp": ("activation",), "layer": PARTS[:-1]}
+
+
+def named_parts(recompute: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the parts named by a word, a part, a list of parts, or text such as `[norm,mlp]`."""
+    if not isinstance(recompute, str):
+        return tuple(recompute)
+    if recompute in WORDS:
+        return WORDS[recompute]
+    return tuple(part.strip() for part in recompute.strip("[]").split(",") if part.strip())
+
+
+def padded_length(length: int, cp: int, multiple: int = 1) -> int:
+    """Returns the tokens of a sequence of `length` with its padding, split over cp ranks.
+
+    2 · cp equal pieces, and on each rank a multiple of `multiple` tokens. One rank pads nothing.
+    """
+    step = 1 if cp == 1 else math.lcm(2 * cp, cp * multiple)
+    return -(-length // step) * step
+
+
+def parts_of(recompute: str | Sequence[str]) -> frozenset[str]:
+    """Returns the named parts without those that others imply."""
+    return _least(named_parts(recompute))
+
+
+@functools.lru_cache(maxsize=256)
+def _least(parts: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(parts).difference(*(_IMPLIED.get(part, ()) for part in parts))
+
+
+def spelled(recompute: str | Sequence[str]) -> str:
+    """Returns `recompute` as typed: a word if there is one, else `parts_of` in PARTS' order."""
+    least = tuple(sorted(parts_of(recompute), key=PARTS.index))
+    return next((word for word, means in WORDS.items() if means == least), f"[{','.join(least)}]")
+
+
+def wrong_parts(recompute: object) -> str | None:
+    """Returns None for a valid `recompute`, else the nearest one, as typed."""
+    if isinstance(recompute, str):
+        if recompute in WORDS or (recompute and set(named_parts(recompute)) <= {*PARTS}):
+            return None
+        return nearest(recompute, (*WORDS, *PARTS)) or "none"
+    if not isinstance(recompute, (list, tuple)):
+        return "none"
+    if all(part in PARTS for part in recompute):
+        return None
+    near: list[str] = []
+    for part in map(str, recompute):
+        close = nearest(part, (*PARTS, *WORDS))
+        near += WORDS.get(close or "", [close] if close else [])
+    return spelled(near)
+
+
+# `logger`, `profile.ranks` and `train.batch_schedule`
+
+LOGGERS = ("wandb", "tensorboard")
+
+
+def wrong_loggers(name: object) -> str | None:
+    """Returns None for a valid `logger.name`, else the nearest one, as typed."""
+    if name == "none":
+        return None
+    if isinstance(name, str):
+        return None if name in LOGGERS else nearest(name, ("none", *LOGGERS)) or "none"
+    if not isinstance(name, (list, tuple)):
+        return "none"
+    near = dict.fromkeys(nearest(str(word), LOGGERS) for word in name)
+    good = [word for word in near if word is not None]
+    if good == list(name):
+        return None
+    return f"[{','.join(good)}]" if good else "none"
+
+
+def wrong_ranks(ranks: object) -> str | None:
+    """Returns None for a valid `profile.ranks`, else the nearest one, as typed."""
+    if ranks == "all":
+        return None
+    if not isinstance(ranks, (list, tuple)):
+        return "all" if isinstance(ranks, str) else "[0]"
+    good = [rank for rank in ranks if type(rank) is int and rank >= 0]
+    return None if good and len(good) == len(ranks) else f"[{','.join(map(str, good or [0]))}]"
+
+
+class BatchSizes(NamedTuple):
+    """Gives the global batch of every step, a function of the samples read before it.
+
+    Attributes:
+        entries: (first, size) with growing `first`, the first one 0: a step before which at least
+            `first` samples were read takes `size`.
+    """
+
+    entries: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, size in self.entries]
+
+    def at(self, samples: int) -> int:
+        """Returns the size of the step before which `samples` were read."""
+        return next(size for first, size in reversed(self.entries) if first <= samples)
+
+    def steps(self, samples: int) -> int:
+        """Returns the least number of steps that read `samples` or more."""
+        steps = read = 0
+        for (_, size), end in self._until():
+            last = samples if end is None else min(end, samples)
+            count = max(0, -(-(last - read) // size))
+            steps, read = steps + count, read + count * size
+        return steps
+
+    def samples(self, steps: int) -> int:
+        """Returns the samples that the first `steps` steps read."""
+        read = 0
+        for (_, size), end in self._until():
+            count = steps if end is None else min(steps, max(0, -(-(end - read) // size)))
+            steps, read = steps - count, read + count * size
+        return read
+
+    def _until(self) -> list[tuple[tuple[int, int], int | None]]:
+        """Returns each entry with the number of samples at which the next one begins."""
+        after = [first for first, _ in self.entries[1:]]
+        return list(zip(self.entries, [*after, None], strict=True))
