@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("model=llama_tiny", "model.norm=l1norm", "device=cpu", "tp=2")
+SMALL = ("model=llama_tiny", "model.norm=l1norm", "device=cpu", "tp=2", "model.seq_length=32",
+         "micro_batch_size=1", "global_batch_size=2", "verify.steps=2")  # fmt: skip
 PLAYED = (
     {"tp": 1, "recompute": "none"},
     {"tp": 2, "sp": True, "recompute": "[norm,mlp]"},
