@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.random_files import HOOK, Failing
-from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.jsonl import rows_of
 from parallel3d.run.launch import FIRST_SPECIAL_STEP
 from tests.e2e.command import PARALLEL3D, ROOT, TORCHRUN
 from tests.e2e.private_slurm import OVER, Job, Slurm
@@ -153,7 +153,7 @@ class Command:
 
     def last_step(self) -> int:
         path = self.run_dir / "metrics.jsonl"
-        rows = read_metrics(path) if path.exists() else []
+        rows = [*rows_of(path)] if path.exists() else []
         return rows[-1]["step"] if rows else 0
 
     def is_saving(self) -> bool:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from benchmarks.killed_runs import Command
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
-from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.jsonl import rows_of
 
 TIMEOUT_S = 300.0
 MOMENTS = ("anywhere", "during a save")
@@ -145,9 +145,7 @@ def compare(
     """The disturbed run beside the undisturbed one."""
     mine, theirs = held(command), held(reference)
     equal = mine.keys() == theirs.keys() and all(same_bits(mine[k], theirs[k]) for k in theirs)
-    mine_rows, right_rows = (
-        read_metrics(c.run_dir / "metrics.jsonl") for c in (command, reference)
-    )
+    mine_rows, right_rows = ([*rows_of(c.run_dir / "metrics.jsonl")] for c in (command, reference))
     rows, right = ([r for r in some if "loss" in r] for some in (mine_rows, right_rows))
     judged = [[(r["step"], r["valid"]) for r in s if "valid" in r] for s in (mine_rows, right_rows)]
     log = command.log()

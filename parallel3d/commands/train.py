@@ -45,7 +45,7 @@ from parallel3d.files import flush, flush_folder, no_link
 from parallel3d.metrics.jsonl import Score, finite, write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_of
-from parallel3d.metrics.report import evaluation_lines, length_words
+from parallel3d.metrics.screen import evaluation_lines, length_words
 from parallel3d.metrics.text import si
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.optim import EMA

@@ -30,6 +30,10 @@ class RankTimes:
         """Seconds of the whole step."""
         return sum(self.seconds.values())
 
+    def row(self) -> dict[str, Any]:
+        """Returns the rank's entry in summary.json."""
+        return {"rank": self.rank, **self.place._asdict(), **self.seconds, "step": self.step}
+
 
 def times_of_ranks(
     timer: StepTimer, groups: ProcessGroups, device: torch.device
@@ -53,25 +57,6 @@ def by_stage(rows: Sequence[RankTimes]) -> dict[int, dict[str, float]]:
         stage: {kind: sum(times[kind] for times in ranks) / len(ranks) for kind in KINDS}
         for stage, ranks in stages.items()
     }
-
-
-def summary_of(
-    rows: Sequence[RankTimes], imbalances: float = 0.0, steps: float = 0.0
-) -> dict[str, Any]:
-    """Returns the entry of summary.json: mean seconds a step by kind, of every rank.
-
-    `imbalances`: sum of those of so many `steps`, with context parallelism.
-    """
-    entry: dict[str, Any] = {
-        "unit": "seconds a step, mean",
-        "ranks": [
-            {"rank": row.rank, **row.place._asdict(), **row.seconds, "step": row.step}
-            for row in rows
-        ],
-    }
-    if steps:
-        entry["imbalance"] = imbalances / steps
-    return entry
 
 
 # The picture: stacked bars rank by rank, as in figure 6 of Li et al. 2020

@@ -25,13 +25,12 @@ import os
 import secrets
 import shutil
 import statistics
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from parallel3d.comm.step_timer import WARMUP_STEPS
-from parallel3d.files import flush_folder, no_link, replace_durably
+from parallel3d.files import flush_folder, new_file, no_link, replace_durably, write_all
 
 if TYPE_CHECKING:
     from parallel3d.metrics.peak import PeakMemory
@@ -78,46 +77,19 @@ class StepRecord(NamedTuple):
         return {key: value for key, value in row.items() if value is not None or key == "loss"}
 
 
-class Throughput:
-    """Step times and tokens of one session, without its first `WARMUP_STEPS` if it has more."""
+def throughput(tokens: Sequence[float], seconds: Sequence[float]) -> dict[str, float | None]:
+    """Returns the mean and median of steps' tokens a second, null without steps.
 
-    def __init__(self) -> None:
-        self._seconds = array("d")
-        self._tokens = array("d")
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self._tokens.append(tokens)
-        self._seconds.append(seconds)
-
-    @property
-    def excluded(self) -> int:
-        return WARMUP_STEPS if len(self._seconds) > WARMUP_STEPS else 0
-
-    @property
-    def mean(self) -> float:
-        """Returns all tokens / all step time, a second. NaN without steps."""
-        seconds = sum(self._seconds[self.excluded :])
-        return sum(self._tokens[self.excluded :]) / seconds if seconds else math.nan
-
-    @property
-    def median(self) -> float:
-        """Returns the median over steps of tokens per second. NaN without steps."""
-        pairs = zip(self._tokens, self._seconds, strict=True)
-        rates = [tokens / seconds for tokens, seconds in pairs][self.excluded :]
-        return statistics.median(rates) if rates else math.nan
-
-    def summary(self) -> dict[str, float | None]:
-        """Returns both, null without steps, and the number of excluded steps."""
-        rates = {"mean": self.mean, "median": self.median}
-        usable = {k: v if math.isfinite(v) else None for k, v in rates.items()}
-        return usable | {"warmup_steps_excluded": self.excluded}
-
-
-class Evaluation(NamedTuple):
-    """A held-out loss (nats per token) after `step` steps; None without a token to predict."""
-
-    step: int
-    loss: float | None
+    The first `WARMUP_STEPS` are left out if there are more.
+    """
+    excluded = WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0
+    tokens, seconds = tokens[excluded:], seconds[excluded:]
+    rates = [count / time for count, time in zip(tokens, seconds, strict=True)]
+    return {
+        "mean": sum(tokens) / sum(seconds) if rates else None,
+        "median": statistics.median(rates) if rates else None,
+        "warmup_steps_excluded": excluded,
+    }
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
@@ -128,15 +100,6 @@ def is_whole(row: Mapping[str, Any]) -> bool:
         return all(value(row, key) is not None or key == may_lack for key in keys)
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
-
-
-def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Returns the lowest finite held-out loss, the earliest of equals; None without one."""
-    usable = [e for e in evaluations if e.loss is not None and math.isfinite(e.loss)]
-    return min(usable, key=lambda e: math.inf if e.loss is None else e.loss, default=None)
-
-
-COPY_BYTES = 1 << 20  # copied at a time
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,8 +120,8 @@ class MetricsFile:
     """Appends lines to a `metrics.jsonl`; on resume, first drops the steps that will run again.
 
     These are lines of `first_step` and later, and a last line torn by a crash. The file before is
-    kept as `metrics.jsonl.1`, `.2`, … Damaged lines are dropped too, and logged; so are steps
-    without a line, left by a run that died before they were on disk.
+    kept as `metrics.jsonl.1`, `.2`, … Damaged lines are dropped too, and logged; so is the number
+    of steps without a line, left by a run that died before they were on disk.
 
     A line that cannot be written, to a full disk, is logged once and kept for the next try; no line
     is ever torn. Lines that still wait (`waiting`) are saved in a checkpoint and come back as
@@ -175,24 +138,16 @@ class MetricsFile:
     ) -> None:
         """Opens the file; `seen` takes each line that stays, in order. Raises OSError."""
         self.path, self._say = path, say
-        late = _keep_before(path, first_step, seen, say, waited)
-        appending = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        self._file = os.fdopen(no_link(path, appending), "ab", buffering=0)
+        self.waiting = _keep_before(path, first_step, seen, say, waited)
+        self._file = os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         flush_folder(path.parent)
-        self._size = os.fstat(self._file.fileno()).st_size
-        self._unsure = False  # whether bytes of a failed write may be in the file
-        self._begun = b""  # part in the file of a line whose rest waits
-        self._waiting = bytearray().join(late)  # from the first byte that is not in the file
+        self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
         self._said = False
         self._try(self._drain)
 
-    def waiting(self) -> tuple[str, ...]:
-        """Returns the lines that are not, or not completely, in the file."""
-        return tuple((self._begun + self._waiting).decode().splitlines(keepends=True))
-
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one line and hands it to the operating system: it survives SIGKILL."""
-        self._waiting += (json.dumps(finite(row), allow_nan=False) + "\n").encode()
+        self.waiting.append(json.dumps(finite(row), allow_nan=False) + "\n")
         self._try(self._drain)
 
     def flush(self) -> None:
@@ -206,25 +161,18 @@ class MetricsFile:
             return
         self.flush()
         self._try(self._file.close)  # it is closed even if this fails
-        if lost := self._waiting.count(b"\n"):
-            self._say(f"{lost} lines of {self.path} could not be written")
+        if self.waiting:
+            self._say(f"{len(self.waiting)} lines of {self.path} could not be written")
 
     def _drain(self) -> None:
-        if self._unsure:  # a write that raised may still have been done
-            self._took(os.fstat(self._file.fileno()).st_size - self._size)
-            self._unsure = False
-        while self._waiting:
-            try:
-                self._took(self._file.write(self._waiting))
-            except OSError:
-                self._unsure = True
-                raise
-
-    def _took(self, count: int) -> None:
-        """Moves `count` bytes from the waiting ones to those in the file."""
-        self._size += count
-        self._begun = (self._begun + self._waiting[:count]).rpartition(b"\n")[2]
-        del self._waiting[:count]
+        descriptor = self._file.fileno()
+        while self.waiting:
+            line = self.waiting[0].encode()
+            if os.fstat(descriptor).st_size != self._size:
+                os.ftruncate(descriptor, self._size)  # what a write that failed has left
+            write_all(descriptor, memoryview(line))
+            self._size += len(line)
+            del self.waiting[0]
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
@@ -244,18 +192,10 @@ class MetricsFile:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns all rows of a metrics file, without torn and damaged lines."""
-    return list(rows_of(path))
-
-
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics file: a long run's is large."""
+    """Yields the rows of a metrics file, without torn and damaged lines: a long run's is large."""
     with path.open("rb") as file:
-        for line in file:
-            row = _row(line)
-            if row is not None:
-                yield row
+        yield from filter(None, map(_row, file))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -275,71 +215,66 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
+def _row_before(line: bytes, first_step: int) -> dict[str, Any] | None:
+    """Returns the row in a line that stays when a start begins with `first_step`."""
+    row = _row(line)
+    # A first start repeats an evaluation at step 0, too.
+    return row if row is not None and first_step > 1 and row["step"] < first_step else None
+
+
 def _keep_before(
     path: Path,
     first_step: int,
     seen: Callable[[dict[str, Any]], None],
     say: Callable[[str], None],
     waited: Sequence[str],
-) -> list[bytes]:
+) -> list[str]:
     """Drops the lines from `first_step` on, keeping a copy of the old file if there were any.
 
     Returns those of `waited` that the file lacks: the last ones before the checkpoint.
     """
-    rows = {line.encode(): row for line in waited if (row := _row(line.encode()))}
-    late = [line.encode() for line in waited if line.encode() in rows]
-    last, gaps = 0, []  # steps without a line
-
-    def stays(row: dict[str, Any]) -> None:
-        nonlocal last, gaps
-        seen(row)
-        gaps += _between(last, row["step"])
-        last = max(last, row["step"])
-
+    late = list(waited)
     try:
         file = os.fdopen(no_link(path, os.O_RDONLY), "rb")
     except FileNotFoundError:
         return late
+    last = missing = damaged = 0
+    drops = False
+
+    def stays(row: dict[str, Any]) -> None:
+        nonlocal last, missing
+        seen(row)
+        missing += max(0, row["step"] - last - 1)
+        last = max(last, row["step"])
+
     with file:
-        kept: list[list[int]] = []  # begin and end of the kept parts, in bytes
-        damaged = end = 0
         for line in file:
-            begin, end = end, end + len(line)
-            row = _row(line)
-            damaged += row is None and line.endswith(b"\n") and not line.isspace()
-            # A fresh start repeats an evaluation at step 0, too.
-            if row is None or first_step == 1 or row["step"] >= first_step:
+            row = _row_before(line, first_step)
+            if row is None:
+                drops = True
+                damaged += _row(line) is None and line.endswith(b"\n") and not line.isspace()
                 continue
             stays(row)
-            if line in late:
-                late.remove(line)
-            if kept and kept[-1][1] == begin:
-                kept[-1][1] = end
-            else:
-                kept.append([begin, end])
-        for line in late:
-            stays(rows[line])
-        gaps += _between(last, first_step)
-        if gaps:
-            lost = "an earlier start could not write it"
-            say(f"{path} has no line of step {', '.join(gaps)}: {lost}")
-        if kept == [[0, end]] or end == 0:
+            if (text := line.decode()) in late:
+                late.remove(text)
+        for text in late:
+            stays(json.loads(text))
+        if missing := missing + max(0, first_step - 1 - last):
+            say(
+                f"{path} lacks {missing:,} of the steps before {first_step}: an earlier start "
+                "could not write them"
+            )
+        if not drops:
             return late
-        old = _put_aside(file, kept, path)
+        file.seek(0)
+        old = _replace_by(path, (line for line in file if _row_before(line, first_step)))
     if damaged:
         say(f"{path} had {damaged} damaged lines: they are left out, {old.name} has all of it")
     return late
 
 
-def _between(last: int, step: int) -> list[str]:
-    """Returns the steps after `last` and before `step`, as text."""
-    if step <= last + 1:
-        return []
-    return [f"{last + 1}" if step == last + 2 else f"{last + 1} to {step - 1}"]
-
-
-def _put_aside(file: BinaryIO, kept: list[list[int]], path: Path) -> Path:
-    """Reduces `path` to the `kept` parts of `file`; returns the copy of the whole file.
+def _replace_by(path: Path, lines: Iterable[bytes]) -> Path:
+    """Replaces the file at `path` by one of these lines; returns the path of the old one's copy.
 
     Whenever this is interrupted, even by a power cut, `path` is the old file or the new one.
     """
@@ -348,14 +283,10 @@ def _put_aside(file: BinaryIO, kept: list[list[int]], path: Path) -> Path:
         number += 1
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with os.fdopen(no_link(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as new:
-            for begin, end in kept:
-                file.seek(begin)
-                while begin < end and (part := file.read(min(end - begin, COPY_BYTES))):
-                    new.write(part)
-                    begin += len(part)
-            new.flush()
-            os.fsync(new.fileno())
+        with new_file(partial) as descriptor:
+            with os.fdopen(descriptor, "wb", closefd=False) as new:
+                new.writelines(lines)
+            os.fsync(descriptor)
         try:
             os.link(path, old)
         except OSError:  # a file system without hard links
@@ -380,14 +311,15 @@ class Score(NamedTuple):
         """Nats per token; None without a token to predict."""
         return self.nats / self.tokens if self.tokens else None
 
+    @property
+    def perplexity(self) -> float | None:
+        try:
+            return None if self.loss is None else math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
     def row(self) -> dict[str, float | None]:
         """Returns the figures that are recorded: loss, perplexity, bits_per_byte, tokens."""
-        perplexity = None if self.loss is None else exponential(self.loss)
         bits = self.nats / math.log(2) / self.bytes if self.bytes else None
-        figures = {"loss": self.loss, "perplexity": perplexity, "bits_per_byte": bits}
+        figures = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": bits}
         return figures | {"tokens": self.tokens}
-
-
-def exponential(x: float) -> float:
-    """Returns e^x, infinite where a float does not hold it."""
-    return math.exp(x) if x < 709 else math.inf if x == x else x

@@ -1,17 +1,28 @@
-"""Loggers besides metrics.jsonl: the calls and names of figures of each, and TensorBoard's."""
+"""Loggers besides metrics.jsonl, TensorBoard and W&B: their errors never stop training."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import secrets
 import shlex
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from omegaconf import OmegaConf
 
 from parallel3d.config.schema import Config
+from parallel3d.files import replace_durably
 from parallel3d.metrics.jsonl import value
+
+if TYPE_CHECKING:
+    from wandb import Run
 
 
 class Logger(Protocol):
@@ -152,3 +163,234 @@ class TensorBoardLogger:
                 f"({error.strerror or error}); the training goes on and metrics.jsonl has "
                 "everything"
             )
+
+
+# W&B. All sessions of a run are one W&B run without repeated steps. A resumed run repeats steps
+# after the checkpoint that W&B may have, and lacks rows that were lost when the run was killed. So
+# a session first adds the rows of metrics.jsonl that W&B lacks, then logs new ones.
+#
+# W&B's own `resume` and explicit steps cannot replace this: W&B ignores `resume` offline, so the
+# rows that a killed session lost stay lost or, if all are logged again, others are in the files
+# twice (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`).
+
+
+ID_FILE = "wandb-id"
+SESSIONS = "wandb/*run-*-*/run-*.wandb"
+ONLINE_TIMEOUT_S = 30  # then the run continues offline; W&B's default blocks a job for 90 s
+
+
+class Row(NamedTuple):
+    """Place of a logged row in the order of rows: a step's evaluation comes after the step."""
+
+    step: int
+    evaluation: bool
+
+
+def run_id(run_dir: Path) -> str:
+    """Returns W&B's id of a run: created once, kept in the run's folder. Raises OSError.
+
+    The first start takes WANDB_RUN_ID, which a sweep's agent sets. The run's name would not be
+    unique among folders and users of the project.
+    """
+    file = run_dir / ID_FILE
+    if not file.is_file():
+        made = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(8)
+        replace_durably(file, f"{made}\n".encode())
+    return file.read_text().strip()
+
+
+def last_row(run_dir: Path) -> Row | None:
+    """Returns the last row of earlier sessions in `run_dir`/wandb, as W&B's own tool reads it.
+
+    Raises OSError if there is a file that it cannot read.
+    """
+    # The newest session first: folders are named by their time.
+    sessions = sorted(run_dir.glob(SESSIONS), key=lambda path: path.parts[-2].split("-")[-2])
+    for path in reversed(sessions):
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tool:
+            assert tool.stdout is not None and tool.stderr is not None
+            rows = deque((line for line in tool.stdout if b'"type":"history"' in line), maxlen=1)
+            problem = tool.stderr.read().decode(errors="replace")
+        if tool.returncode:
+            raise OSError(f"{path} cannot be read: {problem.strip()}")
+        if rows:
+            items = json.loads(rows[0])["history"]["item"]
+            return Row(items["step"], "eval/loss" in items)
+    return None
+
+
+def has_credentials() -> bool:
+    """Returns whether W&B has a key: in the environment or, for its host, in the netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import wandb  # 0.5 s, only with logger=wandb
+    from requests.utils import get_netrc_auth  # which W&B uses
+
+    urls = (os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url, "https://api.wandb.ai")
+    return any(get_netrc_auth(url) for url in urls)
+
+
+def resolve_mode(mode: str) -> str:
+    """Resolves `auto`: WANDB_MODE (also "disabled"), else online with a key, else offline."""
+    if mode != "auto":
+        return mode
+    wanted = os.environ.get("WANDB_MODE")
+    if wanted == "disabled":
+        return wanted
+    if wanted in ("offline", "dryrun"):
+        return "offline"
+    return "online" if has_credentials() else "offline"
+
+
+def sync_command(folder: Path) -> str:
+    """Returns the command that uploads a run, given its newest offline folder."""
+    if len(list(folder.parent.glob("offline-run-*"))) < 2:
+        return f"wandb sync {shlex.quote(str(folder))}"
+    return f"wandb sync {shlex.quote(str(folder.parent))}/offline-run-*"
+
+
+class WandbLogger:
+    """One W&B run; its first error is logged by `say` and disables all further calls."""
+
+    label = "W&B"
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        code: Mapping[str, Any],
+        say: Callable[[str], None],
+        earlier: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        """`code`: versions; `earlier`: rows of metrics.jsonl from earlier sessions."""
+        self._say = say
+        self._last: Row | None = None  # the last row that W&B has
+        self.mode, why = resolve_mode(config.logger.mode), ""
+        if self.mode == "offline" and config.logger.mode == "auto" and not has_credentials():
+            why = ", as no key is at hand (`wandb login` takes one)"
+        self._run: Run | None = None
+        self.folder: Path | None = None
+        self.url: str | None = None
+        if self.mode == "online":  # may take a while, and the screen is still empty
+            self._say(f"connecting to W&B, for at most {ONLINE_TIMEOUT_S} s")
+        if self.mode == "disabled":
+            return
+        self._guard(lambda: self._open(config, run_dir, code))
+        if self._run is None and self.mode == "online":
+            self.mode, why = "offline", ", as it could not be reached"
+            self._guard(_forget)  # W&B still holds the id that it could not open
+            self._guard(lambda: self._open(config, run_dir, code))
+        self._guard(lambda: self._catch_up(earlier))
+        if self._run is not None:
+            self.folder = Path(self._run.dir).parent
+            self.url = None if self.mode == "offline" else self._run.url
+        if self.folder is not None and self.mode == "offline":
+            self._say(f"W&B is offline{why}; to upload the run later: {sync_command(self.folder)}")
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        place, row = Row(line["step"], "eval_loss" in line), figures_of(line)
+        run = self._run
+        if run is not None and (self._last is None or place > self._last):
+            self._last = place
+            self._guard(lambda: run.log(row))
+
+    def flush(self) -> None:
+        """Does nothing: a resumed run adds the rows that W&B lacks."""
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Attaches the summary, without paths, and closes the run; online, waits for W&B."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+
+        def close() -> None:
+            local = ("paths", "wandb", "breakdown", "memory")  # paths, and tables by rank
+            run.summary.update({k: v for k, v in summary.items() if k not in local})
+            run.finish(exit_code=exit_code)
+
+        self._guard(close)
+
+    def shown(self) -> str:
+        """Returns the run's address, or why it has none, for the header."""
+        if self.mode == "disabled":
+            return "disabled by WANDB_MODE"
+        if self._run is None:
+            return f"{self.mode}, failed"
+        return self.url or f"{self.mode}, project {self._run.project}"
+
+    def place(self) -> dict[str, str | None]:
+        folder = str(self.folder) if self.folder else None
+        return {"mode": self.mode, "url": self.url, "folder": folder}
+
+    def _open(self, config: Config, run_dir: Path, code: Mapping[str, Any]) -> None:
+        import wandb
+
+        # Read before this session's own file exists.
+        self._last = last_row(run_dir)
+        content = dataclasses.asdict(config) | {"code": code}
+        run = wandb.init(
+            # None lets W&B's own variables decide.
+            project=config.logger.project or os.environ.get("WANDB_PROJECT") or "parallel3d",
+            id=run_id(run_dir),
+            name=os.environ.get("WANDB_NAME") or run_dir.name,
+            entity=config.logger.entity,
+            group=config.logger.group,
+            job_type=config.logger.job_type,
+            notes=config.logger.notes,
+            tags=list(config.logger.tags) or None,
+            config=content,
+            dir=str(run_dir),
+            mode="online" if self.mode == "online" else "offline",
+            # Offline, each session has its own folder; `wandb sync` joins them by their id.
+            resume="allow" if self.mode == "online" else None,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_code=True,
+                disable_git=True,  # the config has the commit, without the remote's address
+                init_timeout=ONLINE_TIMEOUT_S,
+                x_disable_machine_info=not config.logger.system_metrics,  # true disables both
+                x_disable_meta=True,
+                x_disable_stats=not config.logger.system_metrics,
+            ),
+        )
+        for axis in ("step", "tokens"):
+            run.define_metric(axis, hidden=True)
+        run.define_metric("*", step_metric="step")
+        self._run = run
+
+    def _catch_up(self, earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Adds rows of earlier sessions that were logged and lost."""
+        run, rows = self._run, iter(earlier)
+        if run is None or (first := next(rows, None)) is None:
+            return
+        if run.resumed and (step := run.summary.get("step")) is not None:
+            # Online the server has its last step, not whether the evaluation after it arrived.
+            there = Row(int(step), evaluation=True)
+            self._last = max(there, self._last or there)
+        for line in chain((first,), rows):
+            self.log(line)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Runs `action`; on an error of W&B, logs it and disables all further calls."""
+        try:
+            action()
+        except Exception as error:
+            # Only W&B's own errors, from several of its modules, and those of its background
+            # process, which may fail to start or die. Any other is a bug.
+            if not isinstance(error, OSError) and not type(error).__module__.startswith("wandb"):
+                raise
+            self._run = None
+            first_line = str(error).splitlines()[0] if str(error) else ""
+            self._say(
+                f"warning: W&B {self.mode} failed ({type(error).__name__}: {first_line}); "
+                "the training goes on and metrics.jsonl has everything"
+            )
+
+
+def _forget() -> None:
+    """Stops W&B's background process, which still holds a half-opened run."""
+    import wandb
+
+    wandb.teardown()

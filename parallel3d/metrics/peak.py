@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,14 +32,6 @@ def peak_memory(device: torch.device) -> PeakMemory | None:
         return None
     api = accelerator.module(device)
     return PeakMemory(api.max_memory_allocated(device), api.max_memory_reserved(device))
-
-
-def summary_of(ranks: Sequence[PeakMemory]) -> dict[str, Any]:
-    """Returns the entry of summary.json."""
-    return {
-        "unit": "bytes, the most at one time",
-        "ranks": [{"rank": rank, **memory._asdict()} for rank, memory in enumerate(ranks)],
-    }
 
 
 # Peak FLOP/s: the user's, a datasheet's, or measured where the table lacks the device's name

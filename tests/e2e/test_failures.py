@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.jsonl import rows_of
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell, wait_for
 from tests.e2e.test_runs import free_port, slurm_environment
 from tests.pace import in_time
@@ -90,7 +90,7 @@ def assert_stopped_and_saved(shell: Shell, ended: Ended, number: signal.Signals)
     step = re.fullmatch(last, ended.errors[-1])
     assert step, ended.err
     run = shell.cwd / "runs" / "mine"
-    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == int(step[1])
+    assert [*rows_of(run / "metrics.jsonl")][-1]["step"] == int(step[1])
     assert (run / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
 
 
@@ -149,7 +149,7 @@ def test_a_lost_terminal_loses_nothing(shell: Shell, layout: str) -> None:
     ended = shell.run(PARALLEL3D[0], "-c", LINE_LOST, *PARALLEL3D, *train)
     assert ended.code == 0, ended
     run = shell.cwd / "runs" / "mine"
-    step = read_metrics(run / "metrics.jsonl")[-1]["step"]
+    step = [*rows_of(run / "metrics.jsonl")][-1]["step"]
     assert (run / "checkpoints" / f"step-{step:08d}").is_dir()
     assert json.loads((run / "requeue").read_text())["signal"] == "SIGHUP"
     assert not (run / "failures").exists()

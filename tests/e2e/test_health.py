@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.jsonl import rows_of
 from tests.e2e.command import PARALLEL3D, Shell
 from tests.e2e.test_failures import words
 
@@ -28,7 +28,7 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) 
         rf"the first bad one in the model's order is that of \S+ on rank 1 \(.*\) on {HOST}",
         ended.errors[-1],
     )
-    rows = [r for r in read_metrics(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
+    rows = [r for r in rows_of(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
     assert [r["step"] for r in rows if r.get("skipped")] == [5, 6, 7]
 
 
@@ -40,7 +40,7 @@ def test_run_goes_back_over_bad_steps_and_a_drifted_replica_is_named(shell: Shel
     back = [e for e in ended.errors if "rollback" in e]
     assert len(back) == 1
     assert "back to the parameters of step 6, on with new samples (rollback 1 of 3)" in back[0]
-    rows = [r for r in read_metrics(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
+    rows = [r for r in rows_of(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
     assert [r["step"] for r in rows] == list(range(1, 13))
     drifted = [e for e in ended.errors if "drifted" in e]
     assert re.fullmatch(

@@ -23,7 +23,7 @@ from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data import cache
 from parallel3d.data.sources import Document
 from parallel3d.errors import UserError
-from parallel3d.metrics.jsonl import MetricsFile, read_metrics
+from parallel3d.metrics.jsonl import MetricsFile, rows_of
 from parallel3d.run import directory
 from parallel3d.run.directory import check_run, discard_unused, make_run_directory
 from parallel3d.run.failure import place_in
@@ -156,7 +156,7 @@ def test_line_whose_write_was_done_and_called_failed_is_there_once(
             file.write({"step": step})
     file.close()
     assert calls.failed and len(said) == 1
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_place_of_a_stack_asks_no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.metrics.jsonl import MetricsFile, finite, read_metrics, value, write_json
+from parallel3d.metrics.jsonl import MetricsFile, finite, rows_of, value, write_json
 from tests.tools.failing_files import FailingFiles, Fault
 
 
@@ -35,7 +35,7 @@ def test_every_line_survives_sigkill(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": root}
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=False, env=environment)
     assert done.returncode == -signal.SIGKILL
-    assert [row["step"] for row in read_metrics(path)] == list(range(1, 51))
+    assert [row["step"] for row in rows_of(path)] == list(range(1, 51))
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -71,7 +71,7 @@ def test_resume_drops_what_will_run_again_and_keeps_the_old_file(tmp_path: Path)
     with MetricsFile(path, 3, stay.append) as file:
         assert [row["step"] for row in stay] == [1, 2]
         file.write({"step": 3})
-    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    assert [row["step"] for row in rows_of(path)] == [1, 2, 3]
     assert (tmp_path / "metrics.jsonl.1").read_bytes() == before
 
 
@@ -92,7 +92,7 @@ def test_a_fresh_start_in_a_used_directory_keeps_the_old_curve_beside(tmp_path: 
         file.write({"step": 1})
     MetricsFile(path, 1, pytest.fail).close()
     assert path.read_bytes() == b""
-    assert len(read_metrics(tmp_path / "metrics.jsonl.1")) == 2
+    assert len([*rows_of(tmp_path / "metrics.jsonl.1")]) == 2
 
 
 def test_write_json_replaces_the_whole_file_or_nothing(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_lines_that_cannot_be_written_are_logged_once_kept_and_never_torn(tmp_pa
         assert path.stat().st_size == 20
         limited(None)
         file.write({"step": 5})
-        assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
+        assert [row["step"] for row in rows_of(path)] == [1, 2, 3, 4, 5]
     assert len(said) == 1 and f"{path} cannot be written (File too large)" in said[0]
 
 
@@ -248,18 +248,19 @@ def test_lines_that_are_lost_at_the_end_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "first_step", "gaps"),
-    [((1, 2, 3), 5, "4"), ((2, 2, 6), 10, "1, 3 to 5, 7 to 9"), ((), 3, "1 to 2")],
+    ("there", "first_step", "missing"),
+    [((1, 2, 3), 5, 1), ((2, 2, 6), 10, 7), ((), 3, 2)],
 )
 def test_steps_without_a_line_are_said_at_each_going_on(
-    tmp_path: Path, there: tuple[int, ...], first_step: int, gaps: str
+    tmp_path: Path, there: tuple[int, ...], first_step: int, missing: int
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(rows(*there))
     for _ in range(2):
         said: list[str] = []
         MetricsFile(path, first_step, say=said.append).close()
-        assert len(said) == 1 and f"{path} has no line of step {gaps}: " in said[0]
+        lacks = f"{path} lacks {missing} of the steps before {first_step}: "
+        assert len(said) == 1 and lacks in said[0]
 
 
 def test_lines_that_are_lost_are_counted_though_the_file_cannot_be_closed(tmp_path: Path) -> None:
@@ -281,12 +282,12 @@ def test_lines_that_waited_come_back_once_and_in_order(tmp_path: Path) -> None:
     limited(40)  # in the middle of the second line
     for step in (1, 2, 3):
         file.write({"step": step, "tokens": 10 * step})
-    waited = file.waiting()
+    waited = tuple(file.waiting)
     limited(None)
     assert waited == tuple(rows(2, 3).decode().splitlines(keepends=True))
     torn = path.read_bytes()
     file.write({"step": 4, "tokens": 40})
-    assert file.waiting() == ()
+    assert file.waiting == []
     for there in (torn, path.read_bytes(), rows(1)):
         path.write_bytes(there)
         stay: list[dict] = []

@@ -1,4 +1,4 @@
-"""Numbers, clocks and curves as text."""
+"""Numbers and clocks as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from parallel3d.metrics.text import Curve, chart, duration, encodable, percent, si, sparkline
+from parallel3d.metrics.text import duration, encodable, percent, si
 
 
 @pytest.mark.parametrize(
@@ -42,42 +42,7 @@ def test_percent_keeps_three_digits() -> None:
     assert [percent(x) for x in (0.00123, 0.0567, 0.341)] == ["0.12 %", "5.67 %", "34.1 %"]
 
 
-def test_sparkline_falls_with_the_values() -> None:
-    assert sparkline([8.0, 4.0, 2.0, 1.0], 10) == "█▆▃▁"
-
-
-def test_a_constant_series_is_flat_at_the_bottom() -> None:
-    assert sparkline([2.0] * 4, 10) == "▁▁▁▁"
-
-
-def test_chart_averages_into_the_width_and_stacks_rows() -> None:
-    rows = chart([4.0, 2.0, 1.0, 1.0], 2, 2)
-    assert rows == ["█ ", "█▁"]
-
-
-def test_chart_of_nothing_is_nothing() -> None:
-    assert chart([], 10, 3) == []
-    assert sparkline([], 10) == ""
-
-
-def test_curve_stays_bounded_and_keeps_the_mean() -> None:
-    curve = Curve(capacity=8)
-    for i in range(1000):
-        curve.add(float(i))
-    values = curve.values()
-    assert len(values) <= 8
-    assert values == sorted(values)
-    assert values[0] == pytest.approx(sum(range(128)) / 128)
-
-
-def test_curve_leaves_out_what_is_not_finite() -> None:
-    curve = Curve()
-    for x in (1.0, math.nan, math.inf, 3.0):
-        curve.add(x)
-    assert curve.values() == [1.0, 3.0]
-
-
 def test_text_fits_an_ascii_console_and_is_unchanged_elsewhere() -> None:
-    assert encodable("2 × 3 · ▁█", "ascii") == "2 x 3 - .@"
+    assert encodable("2 × 3 · …", "ascii") == "2 x 3 - ..."
     assert encodable("ü", "ascii") == "?"
     assert encodable("2 × 3", "utf-8") == "2 × 3"

@@ -15,10 +15,10 @@ import pytest
 import wandb
 
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
-from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.jsonl import rows_of
+from parallel3d.metrics.loggers import resolve_mode, run_id, sync_command
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.metrics.wandb_logger import MAX_ID_LENGTH, resolve_mode, run_id, sync_command
 from tests.wandb_records import wandb_records
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -263,7 +263,7 @@ def test_a_wandb_that_dies_is_said_once_and_the_training_goes_on(
     run_dir.mkdir()
     summary = train(make_config(), run_dir)
     assert summary["status"] == "finished"
-    assert len(read_metrics(run_dir / "metrics.jsonl")) == 4
+    assert len([*rows_of(run_dir / "metrics.jsonl")]) == 4
     assert capfd.readouterr().out.count("Connection lost") == 1
 
 
@@ -284,22 +284,7 @@ def test_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path:
     mine, theirs = tmp_path / "a" / "gpt tiny", tmp_path / "b" / "gpt tiny"
     for run_dir in (mine, theirs):
         run_dir.mkdir(parents=True)
-    made = run_id(mine)
-    assert made.startswith("gpt-tiny-")
-    assert run_id(mine) == made != run_id(theirs)
-    (mine / "wandb-id").write_text("not/an id")
-    assert run_id(mine) != made
-    assert run_id(mine) == run_id(mine)
-    long = tmp_path / ("x" * 200)
-    long.mkdir()
-    assert len(run_id(long)) <= MAX_ID_LENGTH
-
-
-def test_a_run_that_was_begun_under_its_name_keeps_that_id(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "wandb" / "offline-run-20260101_000000-old-name"
-    folder.mkdir(parents=True)
-    (folder / "run-old-name.wandb").touch()
-    assert run_id(tmp_path / "run") == "old-name"
+    assert run_id(mine) == run_id(mine) != run_id(theirs)
 
 
 # Sessions `first-last-how`, one after another, each in a process of its own: it trains these steps
@@ -463,8 +448,10 @@ def test_a_wandb_file_that_cannot_be_read_turns_wandb_off_rather_than_log_twice(
     (folder / "run-run.wandb").write_bytes(b"another format")
     summary = train(make_config(), run_dir)
     assert (summary["status"], summary["wandb"]["folder"]) == ("finished", None)
-    assert "no W&B file of a known version" in capfd.readouterr().out.replace("\n", " ")
-    assert len(read_metrics(run_dir / "metrics.jsonl")) == 4
+    assert "cannot be read: Error: transactionlog: bad header" in capfd.readouterr().out.replace(
+        "\n", " "
+    )
+    assert len([*rows_of(run_dir / "metrics.jsonl")]) == 4
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from parallel3d.config.values import BatchSizes
 from parallel3d.data.loader import with_length
 from parallel3d.data.sampler import Sample
 from parallel3d.errors import UserError
-from parallel3d.metrics.report import length_words
+from parallel3d.metrics.screen import length_words
 from parallel3d.trainer import Trainer
 
 

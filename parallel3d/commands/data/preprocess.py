@@ -26,7 +26,7 @@ from parallel3d.data.preprocess.tokenize import (
 from parallel3d.data.tokenizer import TOKENIZER, FileTokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import replace_durably
-from parallel3d.metrics.progress import MAX_WIDTH, REFRESH_PER_SECOND, make_console, print_styled
+from parallel3d.metrics.screen import MAX_WIDTH, REFRESH_PER_SECOND, make_console, print_styled
 from parallel3d.metrics.text import duration, encodable, si
 
 LINE_EVERY_S = 10

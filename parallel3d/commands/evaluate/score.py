@@ -31,11 +31,11 @@ from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
 from parallel3d.metrics.recorder import layout_of
-from parallel3d.metrics.text import aligned
 from parallel3d.models.transformer import Stage, blank_stage
 from parallel3d.run.directory import folder_in_run
 from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
+from parallel3d.topology.text import aligned
 
 LOGIT_TOKENS = 256  # whose logits over the whole vocabulary are in memory at a time
 
@@ -272,4 +272,4 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
         norm = "" if one["acc_norm"] is None else f"{one['acc_norm']:.4f}"
         each = f"{one['loglikelihood_per_token']:.4f}", f"{one['perplexity']:.5g}"
         lines.append((task, f"{one['rows']:,}", f"{one['acc']:.4f}", norm, *each))
-    return "\n".join(aligned(lines))
+    return "\n".join(aligned(lines, "<>>>>>"))

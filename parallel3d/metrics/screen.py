@@ -1,44 +1,147 @@
-"""The panels before the first step and after the last one."""
+"""A run on the screen: the header, a live bar or plain lines, and the closing panel."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import parameter_count
-from parallel3d.metrics.jsonl import Score
+from parallel3d.metrics.jsonl import Score, StepRecord
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
-from parallel3d.metrics.loggers import show_command
+from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
-from parallel3d.metrics.progress import MAX_WIDTH, print_styled
-from parallel3d.metrics.text import (
-    aligned,
-    chart,
-    duration,
-    encodable,
-    loss_words,
-    percent,
-    resample,
-    si,
-    three_digits,
-)
-from parallel3d.metrics.wandb_logger import sync_command
+from parallel3d.metrics.text import duration, encodable, loss_words, percent, si, three_digits
+from parallel3d.topology.text import aligned
 
+REFRESH_PER_SECOND = 4  # drawn by a thread of the training process, at its expense
+RATE_WINDOW = 50  # steps that the remaining time is estimated from
+MAX_WIDTH = 100  # wider lines and panels are hard to read
 MOST_PARTS = 4  # of a blend, in an evaluation's line; metrics.jsonl has all
-
-CHART_HEIGHT = 5
 LABEL_WIDTH = 14
 MAX_TABLE_RANKS = 8
 SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "optim"}
+
+
+def make_console() -> Console:
+    """Returns a console on stdout, styled only on a terminal, whatever FORCE_COLOR asks."""
+    return Console(force_terminal=sys.stdout.isatty(), highlight=False)
+
+
+def print_styled(console: Console, text: str, style: str = "") -> None:
+    """Prints `text` as one unbroken line, in characters of the console's encoding."""
+    line = Text(encodable(text, console.encoding), style=style)
+    console.print(line, soft_wrap=True)
+
+
+class Progress:
+    """Two live lines on a capable terminal (`train.progress`); plain lines elsewhere.
+
+    These are of the first, the last, every `train.log_every`-th and every not finite step.
+    """
+
+    def __init__(self, console: Console, config: Config, first_step: int) -> None:
+        self._console = console
+        self._first_step, self._last_step = first_step, config.train_steps
+        self._every = config.train.log_every
+        self._record: StepRecord | None = None
+        self._skipped = 0
+        self._start = time.perf_counter()
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
+        self._live: Live | None = None
+        if config.train.progress and console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(
+                console=console,
+                get_renderable=self.render,
+                refresh_per_second=REFRESH_PER_SECOND,
+                transient=True,
+            )
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, record: StepRecord) -> None:
+        self._record = record
+        self._skipped += record.skipped
+        self._recent.append((record.step, time.perf_counter()))
+        due = record.step % self._every == 0 or record.step in (self._first_step, self._last_step)
+        why = "no token to learn" if record.loss is None else "gradients not finite"
+        bad = record.skipped and record.loss is not None
+        if self._live is None and (due or bad):
+            words = [self._step(record.step), *_step_figures(record), f"left {self._left():>7}"]
+            words += [f"SKIPPED: {why}"] if record.skipped else []
+            print_styled(self._console, "  ".join(words))
+
+    def _step(self, step: int) -> str:
+        return f"step {step:{len(str(self._last_step))}d}/{self._last_step}"
+
+    def _left(self) -> str:
+        """Returns the time to the last step by the pace of the last ones, evaluations included."""
+        (first, begin), (last, end) = self._recent[0], self._recent[-1]
+        pace = (end - begin) / (last - first) if last > first else math.nan
+        return duration((self._last_step - last) * pace)
+
+    def render(self) -> RenderableType:
+        """Returns step, bar and time above the step's figures."""
+        record, encoding = self._record, self._console.encoding
+        done = record.step if record else self._first_step - 1
+        top = Table.grid(padding=(0, 1))
+        top.width = min(MAX_WIDTH, self._console.width)
+        top.add_column(no_wrap=True)
+        top.add_column(ratio=1)
+        top.add_column(no_wrap=True, justify="right")
+        top.add_column(no_wrap=True, justify="right")
+        # Rounded down: 299 of 300 is 99 %.
+        share = f"{math.floor(100 * done / self._last_step):3d} %"
+        times = duration(time.perf_counter() - self._start)
+        words = ["first step …"]
+        if record is not None:
+            times += f" · {self._left()} left"
+            words = [" ".join(word.split()) for word in _step_figures(record)]
+            words[1:1] = [f"skipped {self._skipped:,}"] if self._skipped else []
+        bad = record is not None and not math.isfinite(record.loss or 0.0)
+        top.add_row(
+            Text(self._step(done), style="bold"),
+            ProgressBar(total=self._last_step, completed=done, complete_style="cyan"),
+            share,
+            Text(encodable(times, encoding), style="cyan"),
+        )
+        line = Text(encodable(" · ".join(words), encoding), style="bold red" if bad else "")
+        line.no_wrap, line.overflow = True, "ellipsis"
+        return Group(top, line)
+
+
+def _step_figures(record: StepRecord) -> list[str]:
+    """Returns the figures of a step, each as wide as it usually gets."""
+    found = [
+        f"loss {loss_words(record.loss):>8}",
+        f"grad {record.grad_norm:#8.3g}",
+        f"lr {record.lr:.2e}",
+        f"{si(record.tokens_per_s):>6} tok/s",
+        f"MFU {percent(record.mfu):>6}",
+    ]
+    found += [] if record.loss_scale is None else [f"scale {record.loss_scale:g}"]
+    found += [] if record.noise_scale is None else [f"noise {record.noise_scale:.3g}"]
+    return found
 
 
 def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
@@ -84,13 +187,11 @@ def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None
     _panel(console, title, _table(console, facts), "cyan")
 
 
-def print_summary(console: Console, summary: Mapping[str, Any], losses: list[float]) -> None:
-    """Prints the closing panel: loss curve and figures of `summary`, and below it the paths."""
+def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    """Prints the closing panel, with the figures of `summary`, and below it the paths."""
     finished = summary["status"] == "finished"
     outer = Table.grid(expand=True)
     width = min(MAX_WIDTH, console.width) - 4
-    for line in _chart(losses, summary, width):
-        outer.add_row(Text(encodable(line, console.encoding), style="green", no_wrap=True))
     outer.add_row(_table(console, _figures(summary)))
     steps = f"{summary['steps']:,} step{'' if summary['steps'] == 1 else 's'}"
     for line in _breakdown(summary, width):
@@ -157,23 +258,6 @@ def _places(summary: Mapping[str, Any]) -> dict[str, str]:
     return rows
 
 
-def _chart(losses: list[float], summary: Mapping[str, Any], width: int) -> list[str]:
-    """Draws the loss over the run with its extremes; nothing for fewer than three steps."""
-    if len(losses) < 3:
-        return []
-    scale = 9  # "12.3456 ┤"
-    columns = resample(losses, width - scale - 1)
-    rows = chart(columns, len(columns), CHART_HEIGHT)
-    top, bottom = f"{max(columns):7.4f} ┤", f"{min(columns):7.4f} ┤"
-    labels = [top, *[f"{'│':>{scale}}"] * (len(rows) - 2), bottom]
-    first, last = f"{summary['first_step']:,}", f"step {summary['steps']:,}"
-    drawn = len(rows[0])
-    axis = f"{'└':>{scale}}" + "─" * drawn
-    gap = max(1, drawn - len(first) - len(last))
-    below = " " * scale + first + " " * gap + last
-    return [label + row for label, row in zip(labels, rows, strict=True)] + [axis, below, ""]
-
-
 def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
     """Returns a table: milliseconds of a step by kind, a row a rank, or least, mean and most."""
     if summary["breakdown"] is None:
@@ -188,7 +272,7 @@ def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
         lines = [(f"rank {rank['rank']}", rank) for rank in ranks]
     table = [["ms a step", *(SHORT.get(kind, kind) for kind in used)]]
     table += [[name, *(three_digits(1e3 * times[k]) for k in used)] for name, times in lines]
-    rows = aligned(table)
+    rows = aligned(table, "<" + ">" * len(used))
     if len(rows[0]) > width:
         return ["time by rank is in summary.json and breakdown.svg: this screen is too narrow"]
     if (imbalance := summary["breakdown"].get("imbalance")) is not None:
