@@ -135,7 +135,14 @@ class OperationLog:
         return note
 
     def recent(self, count: int = 200) -> list[LoggedOperation]:
+        """Returns the newest operations of this phase, oldest first."""
         return [_operation(note) for note in self._notes[-count:]]
+
+    def latest(self, count: int) -> list[LoggedOperation]:
+        """Returns the same, the newest of each group, and the one that the host waits for."""
+        notes = [*self.newest.values(), *self._notes[-count:]]
+        notes += [] if self.waiting is None else [self.waiting]
+        return [_operation(note) for note in dict.fromkeys(notes)]
 
     def awaited(self) -> LoggedOperation | None:
         note = self.waiting

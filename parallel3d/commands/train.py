@@ -38,9 +38,8 @@ from parallel3d.errors import TrainingFailure, UserError, print_line
 from parallel3d.estimate.balance import why_chosen
 from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.estimate.search import style_seconds, with_style
-from parallel3d.faults.hang import HANG_FILE
 from parallel3d.faults.health import Health
-from parallel3d.faults.watchdog import start_watchdog
+from parallel3d.faults.watchdog import HANG_FILE, start_watchdog
 from parallel3d.files import flush, flush_folder, no_link
 from parallel3d.metrics.jsonl import Score, finite, write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory

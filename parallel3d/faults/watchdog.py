@@ -14,22 +14,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from parallel3d.comm.operation_log import OperationLog
-from parallel3d.comm.store import put
+from parallel3d.comm.store import get, get_all, put
 from parallel3d.config.schema import Config
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import print_line
 from parallel3d.faults import hang
-from parallel3d.faults.hang import DIAGNOSIS_S, DUMP_S, KEY, RECORD_FILE_S, HangReport
 from parallel3d.files import no_link, replace_durably
-from parallel3d.host.processes import born, kill
+from parallel3d.host.processes import born, kill, of_this_job, why_silent
 from parallel3d.run import failure
 from parallel3d.run.failure import EXIT_ALREADY_REPORTED, place_in
-from parallel3d.run.launch import Worker, started, within
+from parallel3d.run.launch import Worker, started, until, within
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -80,11 +79,21 @@ def in_torch_distributed(stack: Stack) -> str:
     return name
 
 
+KEY = "parallel3d/hang"
+HANG_FILE = "hang"  # its creator logs the diagnosis where the store does not answer
 LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
 RECORD_S = 1.0  # a flight recorder that takes longer is blocked by the hang
 STORE_S = 3.0  # a store that takes longer is out of reach
+ANSWER_S = 3.5  # ranks that have not answered after this are silent
+RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
+DUMP_S = 3.0  # remaining time for files that are still being written then
+# The other ranks end after this, whether or not the first has a diagnosis.
+DIAGNOSIS_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
 RESTS = 3.0  # time-outs without work after which a resting rank hangs too
 END_S = 30.0  # more than all of these: then the process ends without a report
+
+# A diagnosis, on the rank that logs it, and processes (pid, born) of this host to kill.
+Found = tuple[hang.Diagnosis | None, list[tuple[int, int]]]
 
 
 @dataclass
@@ -111,10 +120,8 @@ class Watchdog:
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
     _code: int = 1
-    _hang_report: HangReport = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._hang_report = HangReport(self.config, self.worker, self.store)
+    _keeper: dict[str, Any] | None = None  # rank 0's process, which may have the store
+    _silent: list[int] | None = None  # on the rank that logs the diagnosis
 
     @property
     def log(self) -> OperationLog:
@@ -133,8 +140,7 @@ class Watchdog:
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)
             patience = timedelta(seconds=self.config.launch.timeout_s)
             self.store.wait([f"{KEY}/process/0"], patience)
-            self._hang_report.store = self.store
-            self._hang_report.keeper = self._hang_report.process(0)
+            self._keeper = self._process(0)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -220,12 +226,12 @@ class Watchdog:
         state = self._state(record)
         found = None
         if self._store_answers():
-            found = within(DIAGNOSIS_S + STORE_S, lambda: self._hang_report.agree(state), None)
-        diagnosis, pids = found or self._hang_report.without_store(state)
+            found = within(DIAGNOSIS_S + STORE_S, lambda: self._agree(state), None)
+        diagnosis, pids = found or self._without_store(state)
         dumps.join(DUMP_S)
         if diagnosis is not None:
             self._log_failure(self._failure(diagnosis))
-        within(STORE_S, self._hang_report.release, None)
+        within(STORE_S, self._release, None)
         for process in pids:  # last: it may make this rank's own main thread fail
             kill(*process)
 
@@ -270,14 +276,78 @@ class Watchdog:
             phase=self.worker.phase,
             place=failure.place_in(stack),
             blocked=in_torch_distributed(stack),
-            waiting=self.log.awaited(),
             waited_s=self._idle_s,
             ranks=ranks,
-            counts=dict(self.log.counts),
-            recent=tuple(self.log.recent(20)),
             divergence=self.log.divergence(),
-            queue=queue,
+            queue=hang.of_host(self.log),
+            device_queue=queue,
         )
+
+    def _agree(self, state: hang.RankState) -> Found:
+        """Sends this rank's state; the first rank to do so collects all and diagnoses the hang.
+
+        The others wait for its `release`: launchers end all ranks by the first that ends.
+        """
+        if self.store is None:
+            return hang.diagnose({state.rank: state}, {}), []
+        store, world = self.store, range(self.worker.world_size)
+        put(store, f"{KEY}/state/{state.rank}", hang.to_json(state))
+        store.set(f"{KEY}/asked", "1")
+        first = store.add(f"{KEY}/first", 1) == 1
+        if not first:
+            key = f"{KEY}/diagnosis"
+            until(lambda: store.check([key]), DIAGNOSIS_S)
+            return None, self._to_kill(get(store, key) if store.check([key]) else [])
+        keys = [f"{KEY}/state/{rank}" for rank in world]
+        until(lambda: store.check(keys), ANSWER_S)
+        answered = [rank for rank in world if store.check([keys[rank]])]
+        answers = map(hang.from_json, get_all(store, [keys[rank] for rank in answered]))
+        states = {answer.rank: answer for answer in answers}
+        silent = {
+            rank: self._inspect(rank, self._process(rank)) for rank in world if rank not in answered
+        }
+        diagnosis = hang.diagnose(states, silent)
+        self._silent = sorted(silent)
+        return diagnosis, self._to_kill(self._silent)
+
+    def _release(self) -> None:
+        """Lets the other ranks end, once the diagnosis is logged."""
+        if self.store is not None and self._silent is not None:
+            put(self.store, f"{KEY}/diagnosis", self._silent)
+
+    def _process(self, rank: int) -> dict[str, Any] | None:
+        key = f"{KEY}/process/{rank}"
+        assert self.store is not None
+        return get(self.store, key) if self.store.check([key]) else None
+
+    def _inspect(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
+        """Returns who a silent rank is, and why it does not answer: on this host by /proc."""
+        if process is None:
+            return failure.who(self.config, rank), "has not started to train"
+        return failure.who(self.config, rank, process["host"]), why_silent(process)
+
+    def _to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
+        """Returns silent processes of this host and job: a stopped one would outlive the job."""
+        return of_this_job([self._process(rank) for rank in silent])
+
+    def _without_store(self, state: hang.RankState) -> Found:
+        """Returns the diagnosis of this rank alone, if it is the first to create HANG_FILE."""
+        who, why = self._inspect(0, self._keeper)
+        here = of_this_job([self._keeper])
+        if not within(RECORD_FILE_S, self._is_first_without_store, True):
+            time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile the first logs it
+            return None, here
+        why += ", and the store that it keeps gives no answer"
+        return hang.diagnose({state.rank: state}, {0: (who, why)}), here
+
+    def _is_first_without_store(self) -> bool:
+        try:
+            (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # without a disk every rank logs it
+        return True
 
     def _store_answers(self) -> bool:
         store = self.store

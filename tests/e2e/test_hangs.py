@@ -24,7 +24,8 @@ AWAY = "away:1:3"  # in the middle of a step, with context parallelism
 HANGS = {
     STOPPED: rf"hang: {WHO} is stopped \(SIGSTOP\): "
     r"rank 0 waits in all_reduce \d+ of dp \(float64\[\]\) in train step 3, for \d+ s",
-    AWAY: rf"hang: rank 1 \(pp 0, dp 0, cp 1, tp 0\) on {HOST} is in train step 3 at "
+    AWAY: rf"hang: rank 1 \(pp 0, dp 0, cp 1, tp 0\) on {HOST} has not begun all_gather "
+    r"\d+ of cp \(float32\[\d+\]\) and is in train step 3 at "
     r"parallel3d/context_parallel/attention\.py:\d+, in no operation: "
     r"rank 0 waits in all_gather \d+ of cp \(float32\[\d+\]\) in train step 3, for \d+ s",
     "skip:1:3": rf"hang: {WHO} left out all_reduce of world \(float64\[4\]\) and waits in "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from parallel3d.comm.operation_log import (
     blocking,
     logged,
 )
-from parallel3d.faults.hang import RankState, diagnose, from_json, to_json
+from parallel3d.faults.hang import Queued, RankState, diagnose, from_json, to_json
 
 DP = {"dp": (0, 1, 2, 3)}
 
@@ -25,16 +27,22 @@ def operation(
     return LoggedOperation(group, number, "all_reduce", (size,), "torch.float32", peer)
 
 
-def state(rank: int, waiting: LoggedOperation | None, counts: dict[str, int], **more) -> RankState:
+def state(
+    rank: int,
+    waiting: LoggedOperation | None,
+    done: Mapping[str, int] = MappingProxyType({}),
+    **more,
+) -> RankState:
+    """A rank that waits in an operation; `done`: group → the number of its last one before."""
+    queue = tuple(Queued(operation(number, group), True) for group, number in done.items())
+    queue += () if waiting is None else (Queued(waiting, False),)
     ranks = more.pop("ranks", DP)
-    return RankState(
-        rank, f"rank {rank}", "train step 5", waiting=waiting, counts=counts, ranks=ranks, **more
-    )
+    return RankState(rank, f"rank {rank}", "train step 5", queue=queue, ranks=ranks, **more)
 
 
 def everyone_but(*late: RankState) -> dict[int, RankState]:
     """Four ranks of one group that wait in its ninth operation, but for `late`."""
-    usual = {rank: state(rank, operation(9), {"dp": 9}, waited_s=20.0) for rank in range(4)}
+    usual = {rank: state(rank, operation(9), waited_s=20.0) for rank in range(4)}
     return usual | {s.rank: s for s in late}
 
 
@@ -53,19 +61,31 @@ def test_rank_in_no_operation_is_at_fault() -> None:
     late = state(1, None, {"dp": 8}, place=" at parallel3d/data/loader.py:7")
     verdict = diagnose(everyone_but(late), {})
     assert (verdict.kind, verdict.ranks) == ("missing", (1,))
-    assert "rank 1 is in train step 5 at parallel3d/data/loader.py:7" in verdict.sentence
+    assert (
+        "rank 1 has not begun all_reduce 9 of dp (float32[8]) and is in train step 5 at"
+        in verdict.sentence
+    )
+
+
+def test_rank_in_no_operation_is_at_fault_where_others_wait_in_none_that_is_logged() -> None:
+    states = {rank: state(rank, None, blocked="barrier", waited_s=9.0) for rank in range(4)}
+    assert diagnose(states, {}).kind == "unknown"
+    states[2] = state(2, None, place=" at parallel3d/data/loader.py:7")
+    verdict = diagnose(states, {})
+    assert (verdict.kind, verdict.ranks) == ("missing", (2,))
+    assert verdict.sentence.startswith("rank 2 is in train step 5 at parallel3d/data/loader.py:7")
 
 
 def test_other_tensor_is_at_fault_on_the_rank_that_stands_alone() -> None:
-    verdict = diagnose(everyone_but(state(3, operation(9, size=6), {"dp": 9})), {})
+    verdict = diagnose(everyone_but(state(3, operation(9, size=6))), {})
     assert (verdict.kind, verdict.ranks) == ("shape", (3,))
     assert "rank 3 calls all_reduce 9 of dp (float32[6])" in verdict.sentence
 
 
 def test_ranks_that_went_different_ways_are_both_named() -> None:
-    away = state(1, operation(4, "tp"), {"dp": 8, "tp": 4}, ranks=DP | {"tp": (0, 1)})
+    away = state(1, operation(4, "tp"), {"dp": 8}, ranks=DP | {"tp": (0, 1)})
     states = everyone_but(away)
-    states[0] = state(0, operation(9), {"dp": 9, "tp": 3}, ranks=DP | {"tp": (0, 1)}, waited_s=30)
+    states[0] = state(0, operation(9), {"tp": 3}, ranks=DP | {"tp": (0, 1)}, waited_s=30)
     verdict = diagnose(states, {})
     assert verdict.kind == "missing"
     assert set(verdict.ranks) == {0, 1}
@@ -74,8 +94,8 @@ def test_ranks_that_went_different_ways_are_both_named() -> None:
 def test_rank_behind_in_a_pipeline_is_found_over_the_one_between() -> None:
     """Rank 3 waits for a message of rank 2, that waits for a sum with rank 0, who computes."""
     states = {
-        3: state(3, operation(2, "pp", peer=2), {"pp": 2}, ranks={"pp": (2, 3)}, waited_s=30),
-        2: state(2, operation(7), {"dp": 7}, waited_s=29),
+        3: state(3, operation(2, "pp", peer=2), ranks={"pp": (2, 3)}, waited_s=30),
+        2: state(2, operation(7), waited_s=29),
         0: state(0, None, {"dp": 6}),
     }
     assert diagnose(states, {}).ranks == (0,)

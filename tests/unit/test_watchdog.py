@@ -157,8 +157,8 @@ def test_no_rank_leaves_before_the_verdict_is_said(
     has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the first rank that ends a launcher ends all: also one that has not spoken yet."""
-    monkeypatch.setattr("parallel3d.faults.hang.DUMP_S", 0.5)
-    monkeypatch.setattr("parallel3d.faults.hang.RECORD_FILE_S", 2.0)
+    monkeypatch.setattr("parallel3d.faults.watchdog.DUMP_S", 0.5)
+    monkeypatch.setattr("parallel3d.faults.watchdog.RECORD_FILE_S", 2.0)
     store, order = HashStore(), []
 
     class Slow(Watchdog):
@@ -178,7 +178,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
         for rank in range(2)
     ]
     for watchdog in watchdogs:
-        watchdog._hang_report.keeper = {"pid": 1, "born": 0, "host": "another"}
+        watchdog._keeper = {"pid": 1, "born": 0, "host": "another"}
     leaving = [threading.Thread(target=watchdog.leave) for watchdog in watchdogs]
     for thread in leaving:
         thread.start()
