@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,33 +109,27 @@ def behind_secret(store: Store) -> PrefixStore:
     return PrefixStore(hashlib.sha256(secret()).hexdigest()[:16], store)
 
 
-def sign(key: str, message: bytes) -> bytes:
-    """Signs a message with the job's secret, to be stored under `key`."""
-    return _digest(key, message) + message
-
-
-def verify(key: str, signed: bytes) -> bytes:
-    """Returns the message. Raises ValueError if no rank of this job has put it under `key`."""
-    digest, message = signed[:DIGEST_BYTES], signed[DIGEST_BYTES:]
-    if not hmac.compare_digest(digest, _digest(key, message)):
-        raise ValueError(f"{key} in the ranks' store was not written by a rank of this job")
-    return message
-
-
 def put(store: Store, key: str, value: Any) -> None:
-    signed = sign(key, json.dumps(value).encode())
-    store.set(key, signed)  # type: ignore[arg-type]  # torch's stub lacks bytes
+    """Stores JSON, compressed and signed with the job's secret."""
+    message = zlib.compress(json.dumps(value).encode())
+    store.set(key, _digest(key, message) + message)  # type: ignore[arg-type]  # its stub lacks bytes
 
 
 def get(store: Store, key: str) -> Any:
-    """Waits for the value that a rank of this job stores. Raises ValueError as `verify`."""
-    return json.loads(verify(key, store.get(key)))
+    """Waits for a value. Raises ValueError if no rank of this job has put it under `key`."""
+    return _verified(key, store.get(key))
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[Any]:
     """Returns the values of several keys by one request."""
-    values = zip(keys, store.multi_get(list(keys)), strict=True)
-    return [json.loads(verify(key, signed)) for key, signed in values]
+    return list(map(_verified, keys, store.multi_get(list(keys))))
+
+
+def _verified(key: str, signed: bytes) -> Any:
+    digest, message = signed[:DIGEST_BYTES], signed[DIGEST_BYTES:]
+    if not hmac.compare_digest(digest, _digest(key, message)):
+        raise ValueError(f"{key} in the ranks' store was not written by a rank of this job")
+    return json.loads(zlib.decompress(message))
 
 
 def _digest(key: str, message: bytes) -> bytes:

@@ -230,7 +230,10 @@ class Watchdog:
         diagnosis, pids = found or self._without_store(state)
         dumps.join(DUMP_S)
         if diagnosis is not None:
-            self._log_failure(self._failure(diagnosis))
+            stacks = self.worker.run_dir / "rank-*.stacks.txt"
+            error = f"hang: {diagnosis.sentence} (stacks: {stacks})"
+            rank, phase = diagnosis.ranks[0], self.worker.phase
+            self._log_failure(failure.of_rank(self.config, rank, error, "hang", phase))
         within(STORE_S, self._release, None)
         for process in pids:  # last: it may make this rank's own main thread fail
             kill(*process)
@@ -352,19 +355,6 @@ class Watchdog:
     def _store_answers(self) -> bool:
         store = self.store
         return store is None or within(STORE_S, lambda: store.check([KEY]) or True, False)
-
-    def _failure(self, diagnosis: hang.Diagnosis) -> failure.RankFailure:
-        stacks = self.worker.run_dir / "rank-*.stacks.txt"
-        return failure.RankFailure(
-            rank=diagnosis.ranks[0],
-            coordinates=failure.coordinates_of(self.config, diagnosis.ranks[0]),
-            host=socket.gethostname(),
-            phase=self.worker.phase,
-            where="",
-            error=f"hang: {diagnosis.sentence} (stacks: {stacks})",
-            time=time.time(),
-            kind="hang",
-        )
 
 
 def computed() -> float:

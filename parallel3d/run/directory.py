@@ -38,11 +38,10 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.config import identity
 from parallel3d.config.checks.run import check_plain
-from parallel3d.config.fields import REMOVED, RENAMED, values_of
+from parallel3d.config.fields import REMOVED, RENAMED
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, no_link, replace_durably
-from parallel3d.host.processes import born
 
 # The configurations of a run's starts: each is written atomically and only once; the newest is the
 # one that runs.
@@ -62,9 +61,6 @@ def save_config(
 
 def is_newest(config: Config, directory: Path) -> bool:
     """Returns whether the newest start had this configuration. Raises OSError and UserError."""
-    text = config_files(directory)[-1].read_text("utf-8", "replace")
-    if re.sub("^#.*\n", "", text) == _text(config):
-        return True
     try:
         return load_config(directory) == config
     except UserError:
@@ -164,56 +160,30 @@ def _schema() -> DictConfig:
     return OmegaConf.structured(Config)
 
 
-# Keys of where and how a run is watched; they do not change its computation.
-NOT_IDENTITY = ("run", "runs_dir", "train.progress", "launch.", "logger.")
-
-
-def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
-    """Returns keys in which two runs differ, with both values: (key, there, here)."""
-    old, new = values_of(there), values_of(here)
-    return [
-        (key, old[key], new[key])
-        for key in sorted(old)
-        if not identity.same(old[key], new[key]) and not _is_outside_identity(key)
-    ]
-
-
-def _is_outside_identity(key: str) -> bool:
-    return any(key.startswith(n) if n.endswith(".") else key == n for n in NOT_IDENTITY)
-
-
 # The directory
 
 
 TEMPORARY = ".new-"
-_NAME = re.compile(rf"{re.escape(TEMPORARY)}(.+)-(\d+)-[^-]+")  # its creator's host and pid
-HERE_S, ELSEWHERE_S = 3600.0, 86400.0  # age to remove one created on this, on another host
+LEFT_S = 86400.0  # age to remove one: its creator is dead
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
+HOW = ("run", "train.progress", "launch.", "logger.")  # keys of where and how a run is watched
 
 
 def new_folder(runs: Path) -> Path:
     """Creates a private temporary run directory, renamed when complete. Raises OSError."""
-    prefix = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-"
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=runs))
+    return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=runs))
 
 
 def remove_temporary(runs: Path) -> None:
-    """Removes temporary run directories of this user whose creator is dead, or a day old."""
+    """Removes temporary run directories of this user that are a day old."""
     with suppress(OSError):  # leftovers do no harm
-        for path in runs.iterdir():
-            if maker := _NAME.fullmatch(path.name):
-                _remove_if_old(path, maker[1] == socket.gethostname(), int(maker[2]))
-
-
-def _remove_if_old(path: Path, is_here: bool, maker: int) -> None:
-    status = path.lstat()
-    is_young = time.time() - status.st_mtime < (HERE_S if is_here else ELSEWHERE_S)
-    if is_young or (is_here and born(maker)):
-        return
-    if stat.S_ISDIR(status.st_mode) and is_ours(status, path.parent):
-        shutil.rmtree(path, ignore_errors=True)
+        for path in runs.glob(f"{TEMPORARY}*"):
+            status = path.lstat()
+            is_old = time.time() - status.st_mtime > LEFT_S
+            if is_old and stat.S_ISDIR(status.st_mode) and is_ours(status, runs):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def make_run_directory(
@@ -411,23 +381,22 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
             f"run={config.run} exists, and its checkpoints in {directory} cannot be listed "
             f"({reason(error)}): start again when they can, or choose another run="
         ) from None
+    found = identity.changes(dataclasses.asdict(there), config)
     is_over = not saved and status(directory) == "finished"
     if may_go_on and not is_over:
-        found = identity.changes(dataclasses.asdict(there), config)
         if refusal := identity.refusal(config.run, found):
             raise UserError(refusal)
         return
     why = ", with no checkpoint to resume from" if may_go_on else ""
-    differing = differences(there, config)
+    differing = [str(change) for change in found if not change.key.startswith(HOW)]
     if not differing:
         raise UserError(
             f"run={config.run} exists already in {directory}{why}: choose another run= or remove it"
         )
-    shown = ", ".join(f"{key} is {old!r} there, now {new!r}" for key, old, new in differing[:3])
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     raise UserError(
-        f"run={config.run} exists already with another configuration: {shown}{more}; "
-        "choose another run="
+        f"run={config.run} exists already with another configuration: {', '.join(differing[:3])}"
+        f"{more}; choose another run="
     )
 
 

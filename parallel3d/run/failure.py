@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, print_line
@@ -62,10 +62,10 @@ class RankFailure:
     coordinates: str
     host: str
     phase: str
-    where: str
     error: str
     time: float
     kind: Kind = "error"
+    where: str = ""
     traceback_file: str | None = None
     diverged: bool = False
 
@@ -112,6 +112,14 @@ def who(config: Config, rank: int, host: str | None = None) -> str:
     return f"rank {rank} ({coordinates_of(config, rank)}) on {host or socket.gethostname()}"
 
 
+def of_rank(
+    config: Config, rank: int, error: str, kind: Kind, phase: str = "", **more: Any
+) -> RankFailure:
+    """Returns the failure of a rank of this host, now; `more`: other fields of `RankFailure`."""
+    place, host = coordinates_of(config, rank), socket.gethostname()
+    return RankFailure(rank, place, host, phase, error, time.time(), kind, **more)
+
+
 def from_exception(config: Config, worker: Worker, error: BaseException) -> RankFailure:
     """Describes an exception that reached this rank's top."""
     lines = NOISE.sub("", str(error)).strip().splitlines()
@@ -128,17 +136,8 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     if divergence is not None:
         text = f"{divergence}; {text}"
     text = text.encode("utf-8", "backslashreplace").decode()  # file names may be no UTF-8
-    return RankFailure(
-        rank=worker.rank,
-        coordinates=coordinates_of(config, worker.rank),
-        host=socket.gethostname(),
-        phase=worker.phase,
-        where=innermost_place(error.__traceback__),
-        error=text,
-        time=time.time(),
-        kind=kind,
-        diverged=divergence is not None,
-    )
+    where, diverged = innermost_place(error.__traceback__), divergence is not None
+    return of_rank(*(config, worker.rank, text, kind, worker.phase), where=where, diverged=diverged)
 
 
 def from_exit(config: Config, rank: int, exitcode: int) -> RankFailure:
@@ -153,16 +152,7 @@ def from_exit(config: Config, rank: int, exitcode: int) -> RankFailure:
             error += " (by hand, or by the kernel for want of memory)"
     else:
         error = f"exited with code {exitcode}"
-    return RankFailure(
-        rank=rank,
-        coordinates=coordinates_of(config, rank),
-        host=socket.gethostname(),
-        phase="",
-        where="",
-        error=error,
-        time=time.time(),
-        kind="killed",
-    )
+    return of_rank(config, rank, error, "killed")
 
 
 def innermost_place(trace: TracebackType | None) -> str:

@@ -6,8 +6,7 @@ import dataclasses
 import errno
 import os
 import socket
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ from parallel3d.comm.store import (
     listen_everywhere,
     put,
     serve,
-    sign,
-    verify,
 )
 from parallel3d.config import identity
 from parallel3d.config.fields import show
@@ -36,7 +33,7 @@ from parallel3d.run.directory import (
     make_run_directory,
     take_run,
 )
-from parallel3d.run.launch import RankAssignment, Worker
+from parallel3d.run.launch import RankAssignment, Worker, until
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import layout_of
@@ -49,7 +46,38 @@ if TYPE_CHECKING:
 
 PROCESS_KEY = "parallel3d/process"
 RANKS_KEY = "parallel3d/ranks"
-RANKS_SEEN_KEY = "parallel3d/ranks_seen"
+
+
+class RankZerosError(UserError):
+    """An error that rank 0 has found and logs; its store may end with it."""
+
+
+def from_rank_0(
+    store: Store, key: str, place: RankAssignment | Worker, decide: Callable[[], Any]
+) -> Any:
+    """Returns what rank 0 decides, as JSON. A UserError of its is raised on all ranks.
+
+    Rank 0 raises it once the others, whose store it may hold, have read it.
+    """
+    if place.rank > 0:
+        message = get(store, key)
+        store.add(seen_key(key), 1)
+        if "error" in message:
+            raise RankZerosError(message["error"])
+        return message["answer"]
+    try:
+        answer = decide()
+    except UserError as error:
+        put(store, key, {"error": str(error)})
+        until(lambda: store.add(seen_key(key), 0) >= place.world_size - 1, READ_S)
+        raise
+    put(store, key, {"answer": answer})
+    return answer
+
+
+def seen_key(key: str) -> str:
+    """Returns the key that counts the ranks that have read an answer."""
+    return f"{key}_seen"
 
 
 def assign_rank(
@@ -73,46 +101,23 @@ def assign_rank(
     )
     put(store, f"{PROCESS_KEY}/{launch_rank}", mine)
     needs_cluster = placed_ranks.wants_cluster(config) or app == "bench comm"
-    moves = needs_cluster or config.placement != placed_ranks.DEFAULT
-    if launch_rank == 0:
-        _decide(config, worker, store, environ, needs_cluster, moves)
-    if not moves:
-        return
-    message = verify(RANKS_KEY, store.get(RANKS_KEY))
-    if launch_rank > 0:
-        store.add(RANKS_SEEN_KEY, 1)
-    if message.startswith(b"error:"):
-        raise UserError(message.removeprefix(b"error:").decode())
-    ranks, worker.placement = placed_ranks.from_message(message, layout_of(config))
-    worker.rank = ranks[launch_rank]
 
-
-def _decide(
-    config: Config,
-    worker: Worker,
-    store: Store,
-    environ: Mapping[str, str],
-    needs_cluster: bool,
-    moves: bool,
-) -> None:
-    keys = [f"{PROCESS_KEY}/{launch_rank}" for launch_rank in range(worker.world_size)]
-    processes = [Process(*fields) for fields in get_all(store, keys)]
-    try:
+    def decide() -> dict[str, Any]:
+        keys = [f"{PROCESS_KEY}/{rank}" for rank in range(worker.world_size)]
+        processes = [Process(*fields) for fields in get_all(store, keys)]
         cluster = find_cluster(config, processes, environ) if needs_cluster else None
         placed = placed_ranks.place_processes(config, processes, cluster)
-    except UserError as error:
-        _store_bytes(store, RANKS_KEY, sign(RANKS_KEY, b"error:" + str(error).encode()))
-        wait_for_readers(store, RANKS_SEEN_KEY, worker.world_size - 1)
-        return
-    if moves:
-        _store_bytes(store, RANKS_KEY, sign(RANKS_KEY, placed_ranks.to_message(placed)))
-    if placed.note:
-        print_line(placed.note)
-    placed_ranks.save(placed, worker.run_dir / PLACEMENT_FILE)
+        if placed.note:
+            print_line(placed.note)
+        placed_ranks.save(placed, worker.run_dir / PLACEMENT_FILE)
+        return placed_ranks.to_message(placed)
 
-
-def _store_bytes(store: Store, key: str, value: bytes) -> None:
-    store.set(key, value)  # type: ignore[arg-type]  # torch's stub lacks bytes
+    if needs_cluster or config.placement != placed_ranks.DEFAULT:
+        message = from_rank_0(store, RANKS_KEY, worker, decide)
+        ranks, worker.placement = placed_ranks.from_message(message, layout_of(config))
+        worker.rank = ranks[launch_rank]
+    elif launch_rank == 0:
+        decide()
 
 
 def find_cluster(config: Config, processes: list[Process], environ: Mapping[str, str]) -> Cluster:
@@ -126,13 +131,6 @@ def find_cluster(config: Config, processes: list[Process], environ: Mapping[str,
     return discover(settings, environ, run_command, len(processes), addresses or None)
 
 
-def wait_for_readers(store: Store, key: str, readers: int) -> None:
-    """Keeps rank 0, which may hold the store, until the others have read why it ends."""
-    deadline = time.monotonic() + 5
-    while store.add(key, 0) < readers and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 # Rendezvous of processes that torchrun or srun started: store, run directory, device
 
 # Subcommands that continue an existing run.
@@ -140,17 +138,13 @@ CAN_GO_ON = ("train",)
 READ_A_RUN = ("eval",)  # and write into a folder of it
 
 RUN_KEY = "parallel3d/run"  # rank 0's run, for the others
-SEEN_KEY = "parallel3d/run_seen"
+READ_S = 5.0  # for which rank 0 keeps the store, so that the others can read why it ends
 
 # ProcessGroupNCCL writes this key on an error or time-out past all prefixes (kStoreDumpKey in
 # ProcessGroupNCCL.hpp): a rank that finds it waits TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC and aborts. All
 # its other keys, such as remote_error, have the group's prefix and so the attempt's.
 NCCL_DUMP_KEY = "exception_dump"
 CLEARED_KEY = "parallel3d/cleared"
-
-
-class RankZerosError(UserError):
-    """An error that rank 0 has found and logs; its store may end with it."""
 
 
 def rendezvous(config: Config, place: RankAssignment) -> PrefixStore:
@@ -221,39 +215,29 @@ def agree_on_run(
     rank 0 is raised on every rank, on the others as a RankZerosError; ranks whose host chose
     another kind than rank 0's raise UserError.
     """
-    error: UserError | None = None
-    message: dict[str, Any]
-    if place.rank == 0:
-        try:
-            if _attempt() and (made := _name_of_last_attempt(store)):
-                config = dataclasses.replace(config, run=made)
-            if app in READ_A_RUN:
-                run_dir = folder_in_run(config, app)
-            else:
-                config, run_dir = make_run_directory(
-                    config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
-                )
-                take_run(config, run_dir)
-            worker.run_dir = run_dir  # set once it is ours: a later failure cleans it up
-            put(store.underlying_store, RUN_KEY, config.run)
-            message = {
-                "run": config.run,
-                "run_dir": str(run_dir),
-                "device": kind,
-                "init_from": config.init_from,
-                "keys": identity.of_all_ranks(config),
-            }
-        except UserError as refused:
-            error, message = refused, {"error": str(refused)}
-        put(store, RUN_KEY, message)
-        if error is not None:
-            wait_for_readers(store, SEEN_KEY, place.world_size - 1)
-            raise error
-    message = get(store, RUN_KEY)
-    if place.rank != 0:
-        store.add(SEEN_KEY, 1)
-    if "error" in message:
-        raise RankZerosError(message["error"])
+
+    def decide() -> dict[str, Any]:
+        named = config
+        if _attempt() and (made := _name_of_last_attempt(store)):
+            named = dataclasses.replace(config, run=made)
+        if app in READ_A_RUN:
+            run_dir = folder_in_run(named, app)
+        else:
+            named, run_dir = make_run_directory(
+                named, job_id=place.job_id, may_go_on=app in CAN_GO_ON
+            )
+            take_run(named, run_dir)
+        worker.run_dir = run_dir  # set once it is ours: a later failure cleans it up
+        put(store.underlying_store, RUN_KEY, named.run)
+        return {
+            "run": named.run,
+            "run_dir": str(run_dir),
+            "device": kind,
+            "init_from": named.init_from,
+            "keys": identity.of_all_ranks(named),
+        }
+
+    message = from_rank_0(store, RUN_KEY, place, decide)
     worker.run_dir = Path(message["run_dir"])
     if kind != message["device"]:
         raise UserError(

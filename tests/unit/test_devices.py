@@ -112,7 +112,7 @@ def test_hosts_that_chose_otherwise_are_refused(
     """Rank 0's host has a GPU for each of its ranks, the other's has not."""
     played_cuda(2, monkeypatch)
     monkeypatch.setattr(rendezvous, "take_run", lambda *_: None)
-    monkeypatch.setattr(rendezvous, "wait_for_readers", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "READ_S", 0.0)
     store = dist.PrefixStore("attempt0", dist.HashStore())
     config = check_config(Config(runs_dir=str(tmp_path)), 4)
     for rank in (0, 1):

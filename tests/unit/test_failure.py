@@ -22,7 +22,7 @@ CONFIG = Config(model=ModelConfig(name="gpt_tiny"), tp=2, pp=2, dp=2)
 
 
 def error(rank: int, text: str, time: float) -> RankFailure:
-    return RankFailure(rank, "", "host", "train step 3", "", text, time)
+    return RankFailure(rank, "", "host", "train step 3", text, time)
 
 
 def worker(rank: int, run_dir: Path = Path()) -> Worker:

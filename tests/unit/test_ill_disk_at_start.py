@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -106,43 +105,17 @@ def test_ls_says_what_it_could_not_read(
     assert "metrics.jsonl cannot be read (EIO: Input/output error)" in capsys.readouterr().err
 
 
-def made(runs: Path, host: str, pid: int, age_s: float) -> Path:
-    folder = runs / f"{directory.TEMPORARY}{host}-{pid}-abcd_123"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("dp: 1\n")
-    os.utime(folder, (time.time() - age_s,) * 2)
-    return folder
-
-
-def test_what_killed_starts_left_goes_when_it_is_old_and_nobody_makes_it(tmp_path: Path) -> None:
-    here, gone = socket.gethostname(), dead_process()
-    hour, day = directory.HERE_S + 60, directory.ELSEWHERE_S + 60
-    go = [made(tmp_path, here, gone, hour), made(tmp_path, "other-host", 1, day)]
-    stay = [
-        made(tmp_path, here, os.getpid(), day),  # whose maker lives
-        made(tmp_path, "another", 1, hour),  # or may live
-        made(tmp_path, "young", 1, 0.0),
-    ]
-    (tmp_path / f"{directory.TEMPORARY}by-hand").mkdir()
-    link = tmp_path / f"{directory.TEMPORARY}{here}-{gone}-link"
-    link.symlink_to(stay[0])
-    os.utime(link, (time.time() - day,) * 2, follow_symlinks=False)
+def test_what_killed_starts_left_goes_when_it_is_a_day_old(tmp_path: Path) -> None:
+    folders = [directory.new_folder(tmp_path) for _ in range(2)]
+    old = time.time() - directory.LEFT_S - 60
+    os.utime(folders[0], (old, old))
+    link = tmp_path / f"{directory.TEMPORARY}link"
+    link.symlink_to(folders[1])
+    os.utime(link, (old, old), follow_symlinks=False)
     make_run_directory(Config(dp=1, run="new", runs_dir=str(tmp_path)))
-    assert not any(folder.exists() for folder in go)
-    assert all(folder.exists() for folder in (*stay, link))
+    assert not folders[0].exists()
+    assert folders[1].exists() and link.exists()
     assert (tmp_path / "new" / "config.yaml").exists()
-
-
-def dead_process() -> int:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
-def test_folder_being_made_names_its_maker(tmp_path: Path) -> None:
-    folder = directory.new_folder(tmp_path)
-    maker = directory._NAME.fullmatch(folder.name).groups()
-    assert maker == (socket.gethostname(), str(os.getpid()))
 
 
 @pytest.mark.parametrize("lasts", ["once", "kind"])

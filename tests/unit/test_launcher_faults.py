@@ -27,7 +27,7 @@ from parallel3d.run.failure import RankFailure
 from parallel3d.run.local_workers import Restarts, _cause
 from tests.tools.failing_files import FailingFiles, Fault
 
-KILLED = RankFailure(0, "pp 0, dp 0, tp 0", "here", "", "", "was killed by SIGKILL", 0.0, "killed")
+KILLED = RankFailure(0, "pp 0, dp 0, tp 0", "here", "", "was killed by SIGKILL", 0.0, "killed")
 
 
 @pytest.fixture

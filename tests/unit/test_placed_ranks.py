@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
-from parallel3d.run.rendezvous import RANKS_SEEN_KEY, assign_rank
+from parallel3d.run.rendezvous import RANKS_KEY, assign_rank, seen_key
 from parallel3d.topology.cluster.parts import Cluster, Link, natural
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement import placed_ranks
@@ -201,7 +202,8 @@ def test_the_map_survives_the_store_and_the_disk(tmp_path: Path) -> None:
     processes = launched("h1", "h3", "h2", "h4")
     run = config("tp-cp-pp-dp", tp=2, pp=2, dp=2)
     placed = place_processes(run, processes, cluster(4, 2, unit_nodes=2))
-    ranks, placement = from_message(to_message(placed), placed.layout)
+    message = json.loads(json.dumps(to_message(placed)))
+    ranks, placement = from_message(message, placed.layout)
     assert ranks == placed.rank_of_launch
     assert placement is not None and placed.placement is not None
     assert placement.cluster == placed.placement.cluster
@@ -232,7 +234,7 @@ def test_a_map_of_16384_ranks_is_made_and_packed_small() -> None:
     run.model.num_layers = 8
     placed = place_processes(run, launched(*hosts, gpus=8), cluster(2048, 8, unit_nodes=32))
     assert sorted(placed.launch_ranks) == list(range(16384))
-    assert len(to_message(placed)) < 200_000
+    assert len(zlib.compress(json.dumps(to_message(placed)).encode())) < 200_000
 
 
 # --- rank files -------------------------------------------------------------------------------
@@ -401,7 +403,7 @@ def test_every_process_hears_why_the_placement_is_refused(tmp_path: Path) -> Non
     file = tmp_path / "ranks"
     file.write_text("0 n4 0\n1 n9 0\n")
     store = Store()
-    store.counts[RANKS_SEEN_KEY] = 7  # or launch rank 0 would wait for its readers
+    store.counts[seen_key(RANKS_KEY)] = 7  # or launch rank 0 would wait for its readers
     _, errors = take_ranks(config("file", file, dp=8), store, tmp_path)
     assert len(errors) == 8
     assert set(errors) == {

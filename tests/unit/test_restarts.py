@@ -11,7 +11,7 @@ from parallel3d.run.local_workers import Restarts
 
 
 def failed(error: str, kind: str = "error", phase: str = "train step 7") -> RankFailure:
-    return RankFailure(2, "pp 0, dp 2, tp 0", "here", phase, "", error, 1.0, kind)
+    return RankFailure(2, "pp 0, dp 2, tp 0", "here", phase, error, 1.0, kind)
 
 
 KILLED = failed("was killed by SIGKILL", "killed", "")

@@ -17,20 +17,12 @@ from parallel3d import files
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
 from parallel3d.commands.checkpoint.listing import run_names
 from parallel3d.config.checks.run import check_plain, check_run_name
-from parallel3d.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LoggerConfig,
-    ModelConfig,
-    TrainConfig,
-)
+from parallel3d.config.schema import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably
 from parallel3d.run import directory as run_directory
 from parallel3d.run.directory import (
     check_run,
-    differences,
     discard_unused,
     load_config,
     make_run_directory,
@@ -39,7 +31,7 @@ from parallel3d.run.directory import (
 )
 from parallel3d.run.failure import report_failure
 from parallel3d.run.launch import RankAssignment, Worker
-from parallel3d.run.rendezvous import SEEN_KEY, agree_on_run
+from parallel3d.run.rendezvous import RUN_KEY, agree_on_run, seen_key
 
 # Of a trainer after four steps, as a manifest has it.
 PROGRESS = {
@@ -142,17 +134,6 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
     changed = dataclasses.replace(mine, tp=1, pp=2, seed=5, zero=1, vpp=2)
     with pytest.raises(UserError, match="and 2 more"):
         check_run(changed)
-
-
-def test_what_is_watched_is_no_difference(tmp_path: Path) -> None:
-    here = config(tmp_path)
-    there = dataclasses.replace(here, runs_dir="x", logger=LoggerConfig(project="y"), run="z")
-    assert differences(here, there) == []
-    by_text = TrainConfig(batch_schedule={"0": 8})  # as a checkpoint's JSON has it
-    by_number = dataclasses.replace(here, train=TrainConfig(batch_schedule={0: 8}))
-    assert differences(dataclasses.replace(here, train=by_text), by_number) == []
-    data = dataclasses.replace(here.data, path="p")
-    assert differences(here, dataclasses.replace(there, data=data)) == [("data.path", None, "p")]
 
 
 @pytest.mark.slow
@@ -324,7 +305,7 @@ def test_what_rank_0_refuses_it_says_alone_and_no_other_asks_its_store_again(
     """A store that is gone has torch print pages on its own."""
     mine, inner = config(tmp_path, run="mine", dp=2), HashStore()
     (Path(mine.runs_dir) / "mine").mkdir(parents=True)
-    PrefixStore("0", inner).add(SEEN_KEY, 1)  # the other has read why
+    PrefixStore("0", inner).add(seen_key(RUN_KEY), 1)  # the other has read why
     for rank, says in ((0, 1), (1, 0)):
         place = RankAssignment("slurm", rank, rank, 2, 2, "127.0.0.1", 0)
         worker, store = Worker(rank, rank, 2, 2, Path(), "slurm"), PrefixStore("0", inner)

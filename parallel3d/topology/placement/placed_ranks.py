@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -343,18 +342,17 @@ def _misfit(cluster: Cluster, nodes: dict[str, int], processes: Sequence[Process
     return None
 
 
-def to_message(placed: PlacedRanks) -> bytes:
-    """Serialises the map for the other processes, small even for many thousands."""
-    message: dict[str, object] = {"ranks": placed.rank_of_launch, "how": placed.how}
+def to_message(placed: PlacedRanks) -> dict[str, Any]:
+    """Returns the map for the other processes as JSON."""
+    message: dict[str, Any] = {"ranks": placed.rank_of_launch, "how": placed.how}
     if placed.placement is not None:
         message["slots"] = placed.placement.slots.tolist()
         message["cluster"] = dataclasses.asdict(placed.placement.cluster)
-    return zlib.compress(json.dumps(message).encode())
+    return message
 
 
-def from_message(message: bytes, layout: Layout) -> tuple[list[int], RankMapping | None]:
+def from_message(content: dict[str, Any], layout: Layout) -> tuple[list[int], RankMapping | None]:
     """Returns (rank of each launch rank, the rank mapping if there is one)."""
-    content: dict[str, Any] = json.loads(zlib.decompress(message))
     if "cluster" not in content:
         return content["ranks"], None
     fields: dict[str, Any] = {
