@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
+# Our launcher's signal to end ranks at once, as no scheduler or terminal sends it: others ask them
+# to save and stop.
+END_SIGNAL = signal.SIGUSR2
 RECORD_BYTES = 1 << 20  # maximum of a failure's record
 PACKAGE = Path(__file__).parents[1]  # as frames name its files
 
@@ -233,8 +236,8 @@ def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
         return -1, failure.time
     if failure.kind == "killed":
         # Its time is when the launcher noticed: an error of the same moment came first. Launchers
-        # send SIGTERM and SIGHUP to the survivors.
-        by_launcher = failure.error.endswith(("SIGTERM", "SIGHUP"))
+        # send these to the survivors.
+        by_launcher = failure.error.endswith(("SIGTERM", END_SIGNAL.name))
         return (3, 0.0) if by_launcher else (0, failure.time)
     if failure.is_echo:
         return 2, failure.time
@@ -250,8 +253,6 @@ def has_steps(app: str, config: Config) -> bool:
 
 # Counts ranks with a user error: the first one logs it.
 USER_ERRORS_KEY = "parallel3d/user_errors"
-# Our launcher's signal to end ranks at once. SIGTERM would ask them to save and stop.
-END_SIGNAL = signal.SIGHUP
 # Exit code of a local worker that has logged the cause itself, as no file could be written.
 EXIT_ALREADY_REPORTED = 63
 # A local worker's exit codes from here on are the subcommand's own result: it ran to its end.

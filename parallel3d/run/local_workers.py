@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import mmap
 import multiprocessing
 import os
 import secrets
@@ -43,7 +42,7 @@ from parallel3d.run.failure import (
     report_end,
 )
 from parallel3d.run.launch import within
-from parallel3d.run.stop_signals import ASKING, STOPPING, blocked_signals, is_nohup, kept_handlers
+from parallel3d.run.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
 from parallel3d.topology.placement.placed_ranks import rank_of_launch
 
 if TYPE_CHECKING:
@@ -127,8 +126,6 @@ class LocalRanks:
     asked: signal.Signals | None = None
     asked_at: float = 0.0
     interrupted: bool = False
-    # One byte shared with the ranks: whether the signal forwarded as SIGTERM was SIGHUP.
-    hang_up: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))
 
     def run(self, started: Callable[[], None] = lambda: None) -> dict[int, int]:
         """Runs the ranks, with `started` after the first forks; returns failed exit codes."""
@@ -148,7 +145,7 @@ class LocalRanks:
     def _start(self, starts: int) -> None:
         """Forks the ranks; signals wait until handlers are installed here and in each rank."""
         with blocked_signals(SIGNALS) as before:
-            inherited = set(before) | set(ASKING if self.grace_s is not None else ())
+            inherited = set(before) | set(STOPPING if self.grace_s is not None else ())
             for rank in range(self.count):
                 process = FORK.Process(target=self._become, args=(rank, starts, inherited))
                 process.start()
@@ -201,9 +198,7 @@ class LocalRanks:
             self.interrupted = True
         if self.asked is None:
             self.asked, self.asked_at = signal.Signals(number), time.monotonic()
-        self.hang_up[0] = number == signal.SIGHUP
-        # SIGHUP would end them at once (END_SIGNAL).
-        self._forward(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+        self._forward(signal.Signals(number))
 
     def _forward(self, number: signal.Signals) -> None:
         for process in self.ranks:
@@ -274,7 +269,7 @@ def run_local_workers(
     world_size: int,
     kind: str,
     module: str,
-    be_rank: Callable[[int, Callable[[], bool]], int],
+    be_rank: Callable[[int], int],
 ) -> int:
     """Starts `world_size` ranks of `app` on this host, on devices of type `kind`, and waits.
 
@@ -283,8 +278,7 @@ def run_local_workers(
 
     Args:
         module: imported here once, for all ranks.
-        be_rank: (this process's id, function telling whether its terminal was lost) → exit code;
-            called in each rank's process, with its environment.
+        be_rank: this process's id → exit code; called in each rank's process, with its environment.
     """
     wanted = _defaults_for_workers(config, world_size, kind)
     with _environment(wanted), kept_handlers(SIGNALS):
@@ -299,7 +293,7 @@ def run_local_workers(
             host.leave()
             os.environ.update(_rank_environment(host, rank, world_size, starts))
             _take_threads(wanted)
-            return be_rank(launcher, lambda: bool(ranks.hang_up[0]))
+            return be_rank(launcher)
 
         ranks = _local_ranks(app, config, run_dir, world_size, live)
         try:
@@ -401,13 +395,10 @@ def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[st
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)

@@ -15,10 +15,7 @@ from types import FrameType
 
 # Sent by a scheduler before it takes the machine away; users send SIGINT.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
-ASKING = (*PREEMPTION, signal.SIGINT)
-# SIGHUP: the terminal has gone. Ranks of our own launcher get it from the launcher only, and then
-# it ends them (`failure.END_SIGNAL`).
-STOPPING = (*ASKING, signal.SIGHUP)
+STOPPING = (*PREEMPTION, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal has gone
 
 
 @dataclass
@@ -30,21 +27,19 @@ class StopSignals:
         interrupted: a SIGINT came.
         tell: called by the handler, if set; at once if a signal has come already (`listen`).
         second_interrupts: a second SIGINT raises KeyboardInterrupt; else it is like the first.
-        lost_terminal: whether the launcher's SIGTERM stands for its own SIGHUP.
     """
 
     number: signal.Signals | None = None
     interrupted: bool = False
     tell: Callable[[], None] | None = None
     second_interrupts: bool = True
-    lost_terminal: Callable[[], bool] = lambda: False
 
-    def install(self, numbers: Sequence[signal.Signals] = STOPPING) -> None:
+    def install(self) -> None:
         """Installs handlers that note these signals, and unblocks them; main thread only."""
-        for number in numbers:
+        for number in STOPPING:
             if not is_nohup(number):
                 signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
     def listen(self, tell: Callable[[], None]) -> None:
         """Calls `tell` as soon as a signal comes, or now if one has come."""
@@ -69,8 +64,6 @@ class StopSignals:
 
     @property
     def name(self) -> str:
-        if self.number == signal.SIGTERM and self.lost_terminal():
-            return signal.SIGHUP.name
         return "a signal to another rank" if self.number is None else self.number.name
 
 
@@ -92,7 +85,7 @@ def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None
 
 @contextmanager
 def blocked_signals(
-    numbers: Sequence[signal.Signals] = ASKING,
+    numbers: Sequence[signal.Signals] = STOPPING,
 ) -> Iterator[set[int | signal.Signals]]:
     """Blocks these signals, also in processes started meanwhile; yields the mask before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

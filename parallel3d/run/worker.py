@@ -39,7 +39,7 @@ from parallel3d.run.failure import (
 from parallel3d.run.launch import RankAssignment, Worker, detect
 from parallel3d.run.local_workers import run_local_workers
 from parallel3d.run.rendezvous import agree_on_run, assign_rank, keeps_store, rendezvous
-from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers
+from parallel3d.run.stop_signals import blocked_signals, kept_handlers
 from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def run_here(
             return run_alone(app, config, run_dir, device.kind)
         module, _ = APPS[app]
 
-        def be_rank(launcher: int, lost_terminal: Callable[[], bool]) -> int:
-            return local_worker_main(app, config, run_dir, launcher, device.kind, lost_terminal)
+        def be_rank(launcher: int) -> int:
+            return local_worker_main(app, config, run_dir, launcher, device.kind)
 
         return run_local_workers(app, config, run_dir, world_size, device.kind, module, be_rank)
     except KeyboardInterrupt:
@@ -155,12 +155,7 @@ def run_joined(app: str, config: Config, place: RankAssignment, kind: str) -> in
 
 
 def local_worker_main(
-    app: str,
-    config: Config,
-    directory: Path,
-    launcher_pid: int,
-    kind: str,
-    lost_terminal: Callable[[], bool],
+    app: str, config: Config, directory: Path, launcher_pid: int, kind: str
 ) -> int:
     """Runs a forked rank: failures are recorded, and the launcher logs the one that counts."""
     _die_with(launcher_pid)
@@ -179,8 +174,7 @@ def local_worker_main(
     )
     if has_steps(app, config):
         worker.stop.second_interrupts = False  # the launcher counts them
-        worker.stop.lost_terminal = lost_terminal
-        worker.stop.install(ASKING)
+        worker.stop.install()
     try:
         worker.device = device_of_rank(kind, place.local_rank)
         code = _work(app, config, worker, rendezvous(config, place))
@@ -257,7 +251,7 @@ def _entry(app: str) -> Callable[[Config, Worker], Any]:
 def _die_with(launcher_pid: int) -> None:
     """Ends this process with its launcher, at once on END_SIGNAL."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(END_SIGNAL, signal.SIG_DFL)  # nohup ignores it
+    signal.signal(END_SIGNAL, signal.SIG_DFL)
     die_with_parent()
     if os.getppid() != launcher_pid:
         leave(1)

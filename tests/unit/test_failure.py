@@ -178,7 +178,7 @@ def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     (records / "rank-4.json").write_bytes(b"\xff\x00")
     (records / "rank-5.json").mkdir()
     assert [found.rank for found in failure.read_all(tmp_path)] == [1]
-    cause = local_workers._cause(CONFIG, tmp_path, {0: -signal.SIGHUP, 1: 1})
+    cause = local_workers._cause(CONFIG, tmp_path, {0: -failure.END_SIGNAL, 1: 1})
     assert (cause.rank, cause.error) == (1, "ValueError: boom")
 
 

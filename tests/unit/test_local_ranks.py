@@ -16,8 +16,9 @@ import torch
 from parallel3d.host.processes import born, of_this_job
 from parallel3d.run import local_workers
 from parallel3d.run import local_workers as local_ranks
+from parallel3d.run.failure import END_SIGNAL
 from parallel3d.run.local_workers import SIGNALS, LocalRanks, Stopped
-from parallel3d.run.stop_signals import ASKING, StopSignals, kept_handlers
+from parallel3d.run.stop_signals import STOPPING, StopSignals, kept_handlers
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_what_has_started_is_told_once_the_ranks_are_there() -> None:
 def test_a_failed_rank_ends_the_others_and_is_alone_to_blame() -> None:
     ranks = LocalRanks(3, lambda rank, starts: 5 if rank == 1 else sleep_for_long(rank, starts))
     assert ranks.run() == {1: 5}
-    assert [process.exitcode for process in ranks.ranks] == [-signal.SIGHUP, 5, -signal.SIGHUP]
+    assert [process.exitcode for process in ranks.ranks] == [-END_SIGNAL, 5, -END_SIGNAL]
 
 
 def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
         if rank == 1:
             time.sleep(0.5)
             return 5
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(END_SIGNAL, signal.SIG_IGN)
         return sleep_for_long(rank, starts)
 
     monkeypatch.setattr(local_ranks, "GRACE_S", 0.2)
@@ -106,13 +107,13 @@ def test_a_signal_ends_ranks_that_cannot_stop(tmp_path: Path) -> None:
     with pytest.raises(Stopped) as stopped:
         ranks.run(once_there(tmp_path / "there", signal.SIGTERM))
     assert stopped.value.signal == signal.SIGTERM
-    assert ranks.ranks[0].exitcode == -signal.SIGHUP
+    assert ranks.ranks[0].exitcode == -END_SIGNAL
 
 
 def test_a_signal_asks_ranks_that_can_stop_and_a_restart_does_not_follow(tmp_path: Path) -> None:
     def live(rank: int, starts: int) -> int:
         stop = StopSignals()
-        stop.install(ASKING)
+        stop.install()
         (tmp_path / "there").touch()
         while stop.number is None:
             time.sleep(0.01)
@@ -125,7 +126,7 @@ def test_a_signal_asks_ranks_that_can_stop_and_a_restart_does_not_follow(tmp_pat
 
 def test_ranks_that_were_asked_and_do_not_stop_in_time_are_ended(tmp_path: Path) -> None:
     def live(rank: int, starts: int) -> int:
-        StopSignals().install(ASKING)
+        StopSignals().install()
         (tmp_path / "there").touch()
         return sleep_for_long(rank, starts)
 
@@ -147,7 +148,7 @@ def test_a_rank_begins_with_default_handlers_and_a_session_of_its_own(tmp_path: 
     for starts in range(2):  # also of a launcher that has handlers
         said = json.loads((tmp_path / str(starts)).read_text())
         assert said["defaults"] and said["leads"] == said["pid"]
-        assert said["blocked"] == sorted(ASKING)
+        assert said["blocked"] == sorted(STOPPING)
 
 
 def test_forked_ranks_know_each_other_by_their_launcher(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.config.schema import Config
 from parallel3d.run.local_workers import LocalRanks, Stopped, _local_ranks
-from parallel3d.run.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
+from parallel3d.run.stop_signals import StopSignals, kept_handlers
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -41,13 +41,6 @@ def test_nohup_stays() -> None:
     assert signal.getsignal(HUP) == signal.SIG_IGN
 
 
-def test_local_ranks_keep_their_launchers_way_to_end_them() -> None:
-    signal.signal(HUP, signal.SIG_DFL)
-    StopSignals().install(ASKING)
-    assert signal.getsignal(HUP) == signal.SIG_DFL
-    assert HUP not in ASKING and HUP in STOPPING
-
-
 def test_one_interrupt_after_another_signal_is_the_first() -> None:
     stop = sent(TERM, INT)
     assert stop.number == TERM
@@ -70,7 +63,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalRanks:
 
 def test_launcher_has_its_ranks_save_before_they_end(launcher: LocalRanks) -> None:
     launcher._ask_to_stop(HUP, None)
-    assert (launcher.asked, launcher.handed_on) == (HUP, [TERM])
+    assert (launcher.asked, launcher.handed_on) == (HUP, [HUP])
 
 
 def test_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
