@@ -61,7 +61,7 @@ from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
 from parallel3d.data.validation import check_sets
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
 from parallel3d.host.devices import HostError, choose_device, gpu_environment
-from parallel3d.host.processes import open_closed_streams
+from parallel3d.host.processes import prepare_streams
 from parallel3d.run.directory import (
     CONFIG_FILE,
     check_run,
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done; 1: a rank failed, or verify found a difference; 2: the input cannot work; 128 + n:
     stopped by signal n.
     """
-    open_closed_streams()
+    prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import dedent
 
@@ -11,7 +10,6 @@ from hydra.core.config_store import ConfigStore
 
 from parallel3d.commands.verbs import Verb
 from parallel3d.config.fields import all_keys, spell
-from parallel3d.metrics.text import encodable
 
 Verbs = Mapping[str, Mapping[str, Verb]]
 
@@ -184,7 +182,7 @@ EXAMPLES = {
 
 
 def overview() -> str:
-    return _printable(OVERVIEW.rstrip())
+    return OVERVIEW.rstrip()
 
 
 def register(app: str) -> str:
@@ -206,15 +204,10 @@ def _template(app: str) -> str:
     presets = "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
     if app in ("eval", "generate"):
         presets = ""
-    return _printable(
+    return (
         f"parallel3d {app} [key=value …] [Hydra's flags]: {ABOUT[app]}.\n\n"
         f"Examples\n{examples}\n\n"
         f"{presets}"
         f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
         "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them.\n"
     )
-
-
-def _printable(text: str) -> str:
-    """Returns the text in characters that stdout has: a log's encoding may be ASCII."""
-    return encodable(text, sys.stdout.encoding or "ascii")

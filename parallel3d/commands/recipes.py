@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from parallel3d.config.fields import show
 from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import UserError, nearest_hint
-from parallel3d.metrics.text import encodable, si
+from parallel3d.metrics.text import si
 
 RECIPES = "recipes"
 GROUP = "experiment"
@@ -56,7 +55,7 @@ def recipes(arguments: Sequence[str]) -> int:
     command = f"{RECIPES} {verb}"
     given, _ = parse(command, VERBS[verb], arguments[1:])
     if verb == "list":
-        say("\n".join(table()))
+        print("\n".join(table()))
         return 0
     name = given["name"]
     if name not in presets(GROUP):
@@ -65,18 +64,14 @@ def recipes(arguments: Sequence[str]) -> int:
     with refusing(command):
         text = (conf_dir() / GROUP / f"{name}.yaml").read_bytes()
         if verb == "show":
-            say(text.decode().rstrip())
+            print(text.decode().rstrip())
             return 0
         folder = Path(os.path.expanduser(given.get("to", ".")))
         written = copy(text, folder / GROUP / f"{name}.yaml")
     keys = "".join(f" {key}=…" for key in left_open(name))
-    say(f"wrote {show(str(written))}")
-    say(f"next: parallel3d train --config-dir={shlex.quote(str(folder))} {GROUP}={name}{keys}")
+    print(f"wrote {show(str(written))}")
+    print(f"next: parallel3d train --config-dir={shlex.quote(str(folder))} {GROUP}={name}{keys}")
     return 0
-
-
-def say(text: str) -> None:
-    print(encodable(text, sys.stdout.encoding or "ascii"))
 
 
 def copy(text: bytes, target: Path) -> Path:

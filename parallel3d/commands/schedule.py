@@ -16,7 +16,6 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import StageWeights
-from parallel3d.metrics.text import encodable
 from parallel3d.schedules.check import ScheduleReport, check
 from parallel3d.schedules.choose import (
     LARGEST,
@@ -74,7 +73,7 @@ def schedule(config: Config) -> int:
     if keys.svg:
         write("schedule.svg", keys.svg, picture(config, found))
     try:
-        print(encodable(text(config, found), sys.stdout.encoding or "ascii"), flush=True)
+        print(text(config, found), flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT

@@ -24,7 +24,7 @@ from parallel3d.metrics.jsonl import Score, StepRecord
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
-from parallel3d.metrics.text import duration, encodable, loss_words, percent, si, three_digits
+from parallel3d.metrics.text import duration, loss_words, percent, si, three_digits
 from parallel3d.topology.text import aligned
 
 REFRESH_PER_SECOND = 4  # drawn by a thread of the training process, at its expense
@@ -42,9 +42,8 @@ def make_console() -> Console:
 
 
 def print_styled(console: Console, text: str, style: str = "") -> None:
-    """Prints `text` as one unbroken line, in characters of the console's encoding."""
-    line = Text(encodable(text, console.encoding), style=style)
-    console.print(line, soft_wrap=True)
+    """Prints `text` as one unbroken line."""
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 class Progress:
@@ -102,7 +101,7 @@ class Progress:
 
     def render(self) -> RenderableType:
         """Returns step, bar and time above the step's figures."""
-        record, encoding = self._record, self._console.encoding
+        record = self._record
         done = record.step if record else self._first_step - 1
         top = Table.grid(padding=(0, 1))
         top.width = min(MAX_WIDTH, self._console.width)
@@ -123,10 +122,10 @@ class Progress:
             Text(self._step(done), style="bold"),
             ProgressBar(total=self._last_step, completed=done, complete_style="cyan"),
             share,
-            Text(encodable(times, encoding), style="cyan"),
+            Text(times, style="cyan"),
         )
-        line = Text(encodable(" · ".join(words), encoding), style="bold red" if bad else "")
-        line.no_wrap, line.overflow = True, "ellipsis"
+        style = "bold red" if bad else ""
+        line = Text(" · ".join(words), style=style, no_wrap=True, overflow="ellipsis")
         return Group(top, line)
 
 
@@ -184,7 +183,7 @@ def length_words(config: Config, windows: int | None = None) -> str:
 
 
 def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None:
-    _panel(console, title, _table(console, facts), "cyan")
+    _panel(console, title, _table(facts), "cyan")
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
@@ -192,10 +191,10 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     finished = summary["status"] == "finished"
     outer = Table.grid(expand=True)
     width = min(MAX_WIDTH, console.width) - 4
-    outer.add_row(_table(console, _figures(summary)))
+    outer.add_row(_table(_figures(summary)))
     steps = f"{summary['steps']:,} step{'' if summary['steps'] == 1 else 's'}"
     for line in _breakdown(summary, width):
-        outer.add_row(Text(encodable(line, console.encoding), no_wrap=True))
+        outer.add_row(Text(line, no_wrap=True))
     title = f"{summary['run']} · {summary['status']} after {steps}"
     _panel(console, title, outer, "green" if finished else "yellow")
     for label, text in _places(summary).items():  # outside of the frame, to be copied
@@ -285,20 +284,19 @@ def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
 
 
-def _table(console: Console, facts: Mapping[str, str]) -> Table:
+def _table(facts: Mapping[str, str]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", no_wrap=True, width=LABEL_WIDTH)
     table.add_column(overflow="fold")
     for label, text in facts.items():
-        table.add_row(label, Text(encodable(text, console.encoding)))
+        table.add_row(label, Text(text))
     return table
 
 
 def _panel(console: Console, title: str, content: Table, style: str) -> None:
-    heading = Text(encodable(title, console.encoding), style="bold")
     panel = Panel(
         content,
-        title=heading,
+        title=Text(title, style="bold"),
         title_align="left",
         border_style=style,
         width=min(MAX_WIDTH, console.width),

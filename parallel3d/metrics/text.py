@@ -1,11 +1,8 @@
-"""Numbers as short text in any terminal's encoding."""
+"""Numbers as short text."""
 
 from __future__ import annotations
 
 import math
-
-# For consoles without Unicode (LANG=C, some Slurm logs): a log line must never raise.
-_ASCII = str.maketrans({"×": "x", "·": "-", "│": "|", "└": "+", "─": "-", "…": "..."})
 
 
 def si(value: float) -> str:
@@ -38,15 +35,6 @@ def duration(seconds: float) -> str:
 def percent(fraction: float) -> str:
     """Formats 34.1 %, with three digits also for small values."""
     return f"{three_digits(100 * fraction)} %"
-
-
-def encodable(text: str, encoding: str) -> str:
-    """Returns `text` in characters of `encoding`: look-alikes first, then question marks."""
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
-    return text
 
 
 def three_digits(value: float) -> str:

@@ -20,9 +20,7 @@ def write_report(facts: Facts, written: Sequence[str], stream: TextIO) -> None:
     width = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     tables = (heading, group_table, search_table, route_lines, warning_lines)
     parts = [*(table(facts, width) for table in tables), [f"wrote {name}" for name in written]]
-    text = "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, errors="replace").decode(encoding))
+    stream.write("\n\n".join("\n".join(part) for part in parts if part) + "\n")
 
 
 def cluster_line(facts: Facts) -> str:

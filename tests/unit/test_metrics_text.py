@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from parallel3d.metrics.text import duration, encodable, percent, si
+from parallel3d.metrics.text import duration, percent, si
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,3 @@ def test_an_unknown_duration_is_not_a_number_on_the_screen() -> None:
 
 def test_percent_keeps_three_digits() -> None:
     assert [percent(x) for x in (0.00123, 0.0567, 0.341)] == ["0.12 %", "5.67 %", "34.1 %"]
-
-
-def test_text_fits_an_ascii_console_and_is_unchanged_elsewhere() -> None:
-    assert encodable("2 × 3 · …", "ascii") == "2 x 3 - ..."
-    assert encodable("ü", "ascii") == "?"
-    assert encodable("2 × 3", "utf-8") == "2 × 3"

@@ -40,8 +40,8 @@ json.dump(lost_output(), open("lost.json", "w"))
 """
 CLOSED = """
 import os, sys
-from parallel3d.host.processes import open_closed_streams
-open_closed_streams()
+from parallel3d.host.processes import prepare_streams
+prepare_streams()
 file = open("data", "w")
 os.write(1, b"printed by a library")
 print("printed", flush=True)
@@ -105,3 +105,9 @@ def test_streams_in_memory_stay(capsys: pytest.CaptureFixture[str]) -> None:
     drop_failed_output()
     assert (sys.stdout, sys.stderr) == before
     assert lost_output() is None
+
+
+def test_letters_that_a_stream_lacks_are_look_alikes_or_question_marks(tmp_path: Path) -> None:
+    code = "from parallel3d.host.processes import *\nprepare_streams()\nprint('2 × 3 · ü…')"
+    ended = run(f"import sys; sys.stdout.reconfigure(encoding='ascii')\n{code}", tmp_path)
+    assert (ended.stdout, ended.stderr) == ("2 x 3 - ?...\n", "")

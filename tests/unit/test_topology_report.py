@@ -352,15 +352,6 @@ def test_a_place_that_holds_no_file_is_refused(where: str, word: str, tmp_path: 
         topology(dataclasses.replace(CASES["six"], topology=shown), TYPED)
 
 
-def test_a_stream_without_unicode_gets_plain_letters() -> None:
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    report = made("six")
-    write_report(facts_of(report, "test"), [], stream)
-    stream.flush()
-    assert b"rails_3x2" in raw.getvalue()
-
-
 # --- size ------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from parallel3d.data.tokenizer import TOKENIZER, FileTokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import replace_durably
 from parallel3d.metrics.screen import MAX_WIDTH, REFRESH_PER_SECOND, make_console, print_styled
-from parallel3d.metrics.text import duration, encodable, si
+from parallel3d.metrics.text import duration, si
 
 LINE_EVERY_S = 10
 
@@ -89,7 +89,7 @@ class BytesBar:
         top.add_column(ratio=1)
         top.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=self.total, completed=min(self.read, self.total))
-        status = Text(encodable(self.status(), self.console.encoding), style="cyan")
+        status = Text(self.status(), style="cyan")
         top.add_row(Text(self.what, style="bold"), bar, f"{self.share():3d} %")
         both = Table.grid()
         both.add_row(top)

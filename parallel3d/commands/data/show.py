@@ -17,7 +17,6 @@ from parallel3d.data.text_files import CorpusFacts, facts_beside, tokenizer_besi
 from parallel3d.data.tokenizer import Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import plain
-from parallel3d.metrics.text import encodable
 
 DAMAGED = 1  # the exit code
 READ = 1 << 20  # tokens, or lengths, at a time
@@ -158,6 +157,6 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
 
 
 def _print(line: str) -> None:
-    """Prints a line in stdout's characters, cut to a terminal's width."""
+    """Prints a line, cut to a terminal's width."""
     width = shutil.get_terminal_size((100, 40)).columns if sys.stdout.isatty() else None
-    print(encodable(line, sys.stdout.encoding or "ascii")[:width])
+    print(line[:width])

@@ -23,7 +23,7 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops, recompute_forwards, run_schedule
 from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.estimate.traffic import transfers
-from parallel3d.metrics.text import encodable, percent, si, three_digits
+from parallel3d.metrics.text import percent, si, three_digits
 from parallel3d.schedules.choose import measure
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.schedule import IN_ORDER
@@ -203,7 +203,7 @@ def print_report(facts: Facts, stream: TextIO) -> None:
     console = Console(file=stream, width=width, highlight=False, legacy_windows=False)
 
     def log(line: str, style: str = "") -> None:
-        console.print(Text(encodable(line, console.encoding), style=style))
+        console.print(Text(line, style=style))
 
     for line in _heading(facts):
         log(line)
