@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from parallel3d.estimate.network import Transfer
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import RankMapping
+from parallel3d.topology.tiling import RankMapping, Tiling, joined
 
 NVLINK, RAIL, SPINE = Link(450.0, 2.0), Link(50.0, 5.0), Link(50.0, 8.0)
 
@@ -154,3 +156,25 @@ def slow_classes(placement: RankMapping, dim: str) -> dict[str, object]:
         "levels": sizes if sizes and min(sizes) > 1 else None,
         "worse than a rail": [p for p in pairs if kind(*p) in ("spine", "none")],
     }
+
+
+def every_tiling(layout: Layout, most: int) -> list[Tiling]:
+    """Returns all orders of the dimensions' prime factors; none if there are more than `most`."""
+    left = Counter((d, p) for d in ("tp", "cp", "dp", "pp") for p in _primes(layout.size(d)))
+    orders = math.factorial(left.total())
+    for times in left.values():
+        orders //= math.factorial(times)
+    return [joined(digits) for digits in _arrangements(left)] if orders <= most else []
+
+
+def _primes(n: int) -> list[int]:
+    first = next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
+    return [first, *_primes(n // first)] if n > 1 else []
+
+
+def _arrangements(left: Counter[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    if not left.total():
+        yield []
+    for digit in [d for d, times in left.items() if times]:
+        for rest in _arrangements(left - Counter([digit])):
+            yield [digit, *rest]

@@ -287,16 +287,11 @@ class Flows:
         found = np.bincount(self.kinds, self.weights, minlength=len(LinkClass))
         return {k: found[k].item() for k in LinkClass if found[k]}
 
-    def slowest(self, leaf_weight: Bytes | None = None) -> Link | None:
-        """Returns the wire of the slowest flow, with sharing; None if a pair has no wire.
-
-        `leaf_weight`: these are a sample, of which the outgoing flows count: flows up a leaf
-        switch, times its weight, are those over the NICs under it.
-        """
+    def slowest(self) -> Link | None:
+        """Returns the wire of the slowest flow, with sharing; None if a pair has no wire."""
         if LinkClass.NONE in self.counts:
             return None
-        cluster = self.cluster
-        ends = (self.here,) if leaf_weight is not None else (self.here, self.there)
+        cluster, ends = self.cluster, (self.here, self.there)
         through_nic, up = 1, 0.0  # the most flows through a NIC, and up a leaf over its NICs
         outside, spine = self.kinds > LinkClass.NVLINK, self.kinds == LinkClass.SPINE
         if cluster.shares_nics:
@@ -304,11 +299,9 @@ class Flows:
                 int(np.bincount(cluster.nic[end[outside]]).max(initial=1)) for end in ends
             )
         if spine.any():
-            nics = cluster.leaf_nics
-            for end in ends:
-                flows = np.bincount(cluster.leaf[end[spine]], minlength=nics.size)
-                load = flows / np.maximum(nics, 1) if leaf_weight is None else flows * leaf_weight
-                up = max(up, float(load.max()))
+            nics = np.maximum(cluster.leaf_nics, 1)
+            flows = (np.bincount(cluster.leaf[end[spine]], minlength=nics.size) for end in ends)
+            up = max(float((count / nics).max()) for count in flows)
         found = [cluster.nvlink] if LinkClass.NVLINK in self.counts else []
         if LinkClass.RAIL in self.counts:
             found.append(Link(cluster.rail.gb_per_s / through_nic, cluster.rail.latency_us))

@@ -387,7 +387,7 @@ def _sent_seconds(config: Config, style: str) -> float:
     """Returns the network's price of what a layer's attention sends, without overlap."""
     layout = layout_of(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)
-    order = Tiling.from_order(DEFAULT_ORDER, layout)
+    order = Tiling.parse(DEFAULT_ORDER, layout)
     tokens, item = config.micro_batch_size * config.local_seq_length, 2
     again = any(op.kind == "attention" for op in ops_of_run(config).repeated)
     sent = [

@@ -31,8 +31,9 @@ from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
 from parallel3d.topology.layout import DIMENSIONS, Layout
 from parallel3d.topology.links import DimLinks, Loads, classify, loads_of, routes
+from parallel3d.topology.placement.advice import warnings_for
 from parallel3d.topology.placement.placed_ranks import Process, ranks_of_file
-from parallel3d.topology.placement.search import Candidate, place, search, warnings_for
+from parallel3d.topology.placement.search import Candidate, place, search
 from parallel3d.topology.svg import cluster_svg
 from parallel3d.topology.text import cluster_line, job_line, write_report
 from parallel3d.topology.tiling import RankMapping
@@ -181,7 +182,6 @@ def _search(report: TopologyReport) -> list[dict[str, Any]]:
             "override": "default" if candidate.is_default else "auto",
             "tiling": str(candidate.tiling),
             "seconds": _finite(candidate.seconds),
-            "estimated": candidate.price is None,
             "default": candidate.is_default,
         }
         for place, candidate in enumerate(report.candidates)
@@ -314,7 +314,7 @@ def make_report(
         placement = place(config, cluster, layout, sent)
     links = classify(placement)
     rows = config.topology.search
-    found = search(cluster, layout, sent, priced=max(rows, 2)) if rows else []
+    found = search(cluster, layout, sent) if rows else []
     price, warnings = price_step(placement, sent), warnings_for(placement, links, sent)
     told, loads = [*assumed, *more], loads_of(placement, price)
     return TopologyReport(config, told, placement, sent, links, price, loads, found, warnings)

@@ -119,8 +119,7 @@ def search_table(facts: Facts, width: int) -> list[str]:
     default = next(row for row in rows if row["default"])["seconds"]
     table = [("placement", "predicted ms", "of the default")]
     for row in rows:
-        about = "≈ " if row["estimated"] else ""
-        table.append((row["placement"], about + _ms(row["seconds"]), _share(row, default)))
+        table.append((row["placement"], _ms(row["seconds"]), _share(row, default)))
     lines = ["placement search, cheapest first", *aligned(table, "<>>")]
     best, here = rows[0]["seconds"], facts["seconds"]
     if best is not None and (here is None or best < here * (1 - WORTH_SAYING)):

@@ -7,9 +7,10 @@ same ranks in the same order under every mapping, so training gives the same bit
 from __future__ import annotations
 
 import itertools
-import operator
+import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,11 +40,6 @@ class Tiling:
     snake: bool = False
 
     @classmethod
-    def from_order(cls, order: str, layout: Layout) -> Tiling:
-        """Makes a plain order, such as `tp-cp-dp-pp`: each dimension once, fastest first."""
-        return cls(tuple((d, layout.size(d)) for d in order.split("-")))
-
-    @classmethod
     def parse(cls, text: str, layout: Layout) -> Tiling:
         """Parses an order (`tp-dp-pp`; a missing dimension has size 1) or a tiling (`tp4-dp2-pp2`).
 
@@ -57,7 +53,7 @@ class Tiling:
                 raise ValueError(f"{part!r} is neither a dimension nor one with a factor")
             digits.append((match[1], int(match[2]) if match[2] else layout.size(match[1])))
         for dim in DIMENSIONS:
-            product = int(np.prod([n for d, n in digits if d == dim], dtype=np.int64))
+            product = math.prod(n for d, n in digits if d == dim)
             if product != layout.size(dim):
                 raise ValueError(f"its {dim} multiplies to {product}, not to {layout.size(dim)}")
         return cls(tuple(digits), snake=plain != text)
@@ -68,33 +64,53 @@ class Tiling:
 
     def rank_of_slot(self, layout: Layout) -> Slots:
         """Returns (world,): the rank at each place of the grid that the digits count through."""
-        place = self.coordinates(np.arange(layout.world_size))
-        return np.sum([place[d] * layout.stride(d) for d in DIMENSIONS], axis=0)
-
-    @property
-    def strides(self) -> list[int]:
-        """How far apart in the grid the neighbours along each digit are."""
-        return list(itertools.accumulate((n for _, n in self.digits), operator.mul, initial=1))[:-1]
-
-    def coordinates(self, positions: Slots) -> dict[str, Slots]:
-        """Returns the index along each dimension at some places of the grid."""
-        place = {d: np.zeros_like(positions) for d in DIMENSIONS}
-        for (dim, factor), stride in reversed(list(zip(self.digits, self.strides, strict=True))):
-            digit = positions // stride % factor
+        places, stride = np.arange(layout.world_size), layout.world_size
+        index = {d: np.zeros_like(places) for d in DIMENSIONS}
+        for dim, factor in reversed(self.digits):
+            stride //= factor
+            digit = places // stride % factor
             if self.snake and dim in SNAKED:
-                digit = np.where(place[dim] % 2, factor - 1 - digit, digit)
-            place[dim] = place[dim] * factor + digit
-        return place
+                digit = np.where(index[dim] % 2, factor - 1 - digit, digit)
+            index[dim] = index[dim] * factor + digit
+        return np.sum([index[d] * layout.stride(d) for d in DIMENSIONS], axis=0)
 
-    def positions(self, place: Mapping[str, Slots]) -> Slots:
-        """Returns the places of the grid at some coordinates: the inverse of `coordinates`."""
-        found, later = np.zeros_like(place[DIMENSIONS[0]]), dict(place)
-        for (dim, factor), stride in zip(self.digits, self.strides, strict=True):
-            later[dim], digit = np.divmod(later[dim], factor)
-            if self.snake and dim in SNAKED:
-                digit = np.where(later[dim] % 2, factor - 1 - digit, digit)
-            found = found + digit * stride
-        return found
+    def snaked(self, domain: int) -> Tiling | None:
+        """Returns it as a snake that turns at the border of `domain` positions; None if none
+        turns."""
+        digits: list[tuple[str, int]] = []
+        stride = 1
+        for dim, factor in self.digits:
+            first = domain // stride if stride < domain < stride * factor else 1
+            fits = first > 1 and domain % stride == 0 and factor % first == 0
+            digits += [(dim, first), (dim, factor // first)] if fits else [(dim, factor)]
+            stride *= factor
+        times = Counter(dim for dim, _ in digits)
+        return Tiling(tuple(digits), snake=True) if any(times[d] > 1 for d in SNAKED) else None
+
+    def moved(self) -> Iterator[Tiling]:
+        """Yields the tilings with one prime factor of a digit at another place."""
+        for i, (dim, factor) in enumerate(self.digits):
+            for prime in primes(factor):
+                rest = [*self.digits[:i], (dim, factor // prime), *self.digits[i + 1 :]]
+                for place in range(len(rest) + 1):
+                    yield joined([*rest[:place], (dim, prime), *rest[place:]])
+
+
+def joined(digits: Iterable[tuple[str, int]]) -> Tiling:
+    """Joins neighbouring digits of one dimension and drops those of size one."""
+    runs = itertools.groupby((d for d in digits if d[1] > 1), key=lambda digit: digit[0])
+    return Tiling(tuple((dim, math.prod(n for _, n in run)) for dim, run in runs))
+
+
+def orders(layout: Layout) -> list[Tiling]:
+    """Returns every order of the dimensions in use; the default order first."""
+    used = [(d, layout.size(d)) for d in DEFAULT_ORDER.split("-") if layout.size(d) > 1]
+    return [Tiling(digits) for digits in itertools.permutations(used)]
+
+
+def primes(n: int) -> list[int]:
+    """Returns the different prime factors of `n`."""
+    return [p for p in range(2, n + 1) if n % p == 0 and all(p % q for q in range(2, p))]
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
     link = Link(1.0, 1.0)
     cluster = Cluster("two", 2, 2, 2, 2, link, link, link)
     layout = Layout(tp=2, dp=2)
-    placement = RankMapping.tiled(cluster, layout, Tiling.from_order("tp-cp-dp-pp", layout))
+    placement = RankMapping.tiled(cluster, layout, Tiling.parse("tp-cp-dp-pp", layout))
     where = Where(placement, ("alpha", "alpha", "beta", "beta"))
     sentence = Finding((3,), 4096, 4e-3, 1e-3).sentence(where)
     assert "rank 3 (pp 0, dp 1, tp 1) on beta, node1 GPU 1, rail 1" in sentence

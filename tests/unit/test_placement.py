@@ -106,14 +106,6 @@ def test_snake_neighbours_differ_in_one_digit() -> None:
         assert (a // 2 != b // 2) != (a % 2 != b % 2)
 
 
-def test_positions_are_the_inverse_of_coordinates() -> None:
-    rng = random.Random(2)
-    for _ in range(50):
-        layout = random_layout(rng, 96)
-        tiling, places = random_tiling(rng, layout), np.arange(layout.world_size)
-        assert (tiling.positions(tiling.coordinates(places)) == places).all()
-
-
 def test_placement_refuses_maps_that_are_none() -> None:
     cluster, layout = a_cluster(2, 4), Layout(tp=4)
     for slots, why in (

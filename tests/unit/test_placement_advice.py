@@ -11,7 +11,8 @@ from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify
-from parallel3d.topology.placement.search import place, refuse_unreachable, warnings_for
+from parallel3d.topology.placement.advice import refuse_unreachable, warnings_for
+from parallel3d.topology.placement.search import place
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster, some_traffic
 
@@ -61,7 +62,7 @@ def test_nvl72_names_the_order_and_the_segment() -> None:
     assert len(torn) == 1 and torn[0].startswith("2 of 2 replicas of tp·cp·pp = 64 GPUs")
     assert "placement=tp-cp-pp-dp" in torn[0] and "--segment=16" in torn[0]
     chosen = place(SimpleNamespace(placement="tp-cp-pp-dp"), cluster, layout, some_traffic(layout))
-    (whole,) = warnings_for(chosen, classify(chosen))
+    (whole,) = warnings_for(chosen, classify(chosen), some_traffic(layout))
     assert whole.startswith("each replica of 64 GPUs is in one NVLink domain")
 
 
@@ -101,4 +102,4 @@ def test_a_pair_without_a_wire_is_named_behind_many_that_only_leave_their_domain
     placement = RankMapping(cluster, layout, slots, "by hand")
     assert len(classify(placement)["tp"].offending) == 5
     with pytest.raises(UserError, match=r"tp=2: .*rank 8 .*rank 9 .*no path"):
-        refuse_unreachable(placement, classify(placement))
+        refuse_unreachable(placement, classify(placement), some_traffic(layout))

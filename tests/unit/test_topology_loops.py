@@ -17,8 +17,7 @@ from parallel3d.topology.assumptions import preset
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify, loads_of, neighbours
-from parallel3d.topology.placement.candidates import RankSample
-from parallel3d.topology.placement.search import refuse_unreachable
+from parallel3d.topology.placement.advice import refuse_unreachable
 from parallel3d.topology.report import facts_of, make_report
 from parallel3d.topology.text import write_report
 from parallel3d.topology.tiling import RankMapping, Tiling
@@ -109,30 +108,6 @@ def test_a_way_back_without_a_wire_is_refused() -> None:
     layout = layout_with_loops(as_v)
     placement = RankMapping(cluster, layout, placement.slots, "by hand")
     refuse_unreachable(placement, classify(placement), transfers(as_v, layout))
-
-
-@pytest.mark.parametrize("text", ["tp-pp-dp", "tp-dp-pp", "pp2-tp-dp-pp2"])
-@pytest.mark.parametrize("name", ["interleaved", "zbv"])
-def test_a_sample_of_all_ranks_sees_the_way_back(name: str, text: str) -> None:
-    config = config_of(name, 4, 2, tp=2, dp=4)
-    cluster = a_cluster(16, gpus=2, unit_nodes=4, oversubscription=2.0)
-    placement = placed(cluster, config, text)
-    layout, sent = placement.layout, transfers(config, placement.layout)
-    sample = RankSample(layout, np.arange(cluster.size), 2, 8, cluster)
-    whole = price_step(placement, sent).seconds
-    assert sample.seconds(Tiling.parse(text, layout), sent) == pytest.approx(whole)
-
-
-def test_a_sample_sees_that_the_way_back_has_an_uplink_for_itself() -> None:
-    """Two nodes and one: 0 and 1 share the uplinks that 1 takes to 2, which has one to get back."""
-    config = config_of("interleaved", 3, 2)
-    cluster = a_cluster(3, gpus=1, unit_nodes=2, oversubscription=4.0)
-    placement = placed(cluster, config)
-    layout = placement.layout
-    sent = [t for t in transfers(config, layout) if t.dim == "pp"]
-    sample = RankSample(layout, np.arange(3), 1, 2, cluster)
-    text = Tiling.parse("tp-cp-dp-pp", layout)
-    assert sample.seconds(text, sent) == pytest.approx(price_step(placement, sent).seconds)
 
 
 def report_text(name: str, vpp: int) -> tuple[dict, str]:

@@ -54,7 +54,7 @@ class Where:
         placement = worker.placement
         if placement is None:
             cluster = cluster_from_config(config.cluster, layout.world_size)
-            placement = RankMapping.tiled(cluster, layout, Tiling.from_order(DEFAULT_ORDER, layout))
+            placement = RankMapping.tiled(cluster, layout, Tiling.parse(DEFAULT_ORDER, layout))
         device = torch.device(worker.device)
         hosts = all_gather_json(socket.gethostname(), dist.group.WORLD, device)
         return cls(placement, tuple(hosts))
