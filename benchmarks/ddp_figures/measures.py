@@ -19,10 +19,10 @@ from torch import Tensor
 from benchmarks.ddp_figures.nets import inputs, made
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.commands.bench.operations import finisher, timed_calls
+from parallel3d.commands.bench.operations import timed_calls
 from parallel3d.data_parallel.ddp import DistributedDataParallel
 from parallel3d.data_parallel.transport import BackendTransport
-from parallel3d.device.accelerator import is_accelerator, module
+from parallel3d.device.accelerator import is_accelerator, module, synchronize
 from parallel3d.estimate import network
 from parallel3d.topology.cluster.parts import Link
 
@@ -56,7 +56,7 @@ class Trial:
         )
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3)
         self.inputs, self.labels = (t.to(self.device) for t in inputs(self.name, self.group.index))
-        self.finish = finisher(self.device)
+        self.finish = partial(synchronize, self.device)
         self.steps = 0
         self.step()  # after it the buckets are in their final order
         transport = self.net.averager.transport if self.net.averager else None
@@ -158,7 +158,7 @@ def all_reduce_times(
                     work.wait()
 
             barrier = partial(dist.barrier, group.handle)
-            seconds = timed_calls(reduce_all, barrier, finisher(device), warmup, calls)
+            seconds = timed_calls(reduce_all, barrier, device, warmup, calls)
             slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group.handle)
             median = slowest.median().item()
@@ -173,7 +173,7 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
     """
     net = DistributedDataParallel(made(name).to(device), process_group=group)
     images, labels = (t.to(device) for t in inputs(name, group.index))
-    finish = finisher(device)
+    finish = partial(synchronize, device)
     times: list[list[float]] = []
     sizes: list[int] = []
     start = 0.0

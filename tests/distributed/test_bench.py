@@ -66,8 +66,7 @@ class Bench:
 
     def close(self) -> None:
         for site in self.sites.values():
-            if site.boxes is not None:
-                site.boxes.memory.close()
+            site.close()
         self.groups.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from parallel3d.commands.bench.comm import duration, size, table
-from parallel3d.commands.bench.fit import FITTED, Finding, Judging, MeasuredOperation, fit
+from parallel3d.commands.bench.fit import FITTED, MeasuredOperation, fit
 from parallel3d.commands.bench.measure import Where, dimensions
 from parallel3d.commands.bench.operations import (
     BenchOperation,
@@ -21,7 +21,7 @@ from parallel3d.commands.bench.operations import (
     slowest_rank,
 )
 from parallel3d.commands.bench.preflight import GroupTime, judge, off_the_price
-from parallel3d.commands.bench.probe import pairs_to_probe, turns
+from parallel3d.commands.bench.probe import Finding, findings_in, pairs_to_probe, turns
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
@@ -174,8 +174,9 @@ PAIRS = pairs_to_probe(Layout(tp=2, pp=2, dp=2))
 def judged(seconds: dict[tuple[int, int], float], pairs: list[tuple[int, int]] = PAIRS) -> list:
     """Ranks of the findings where pairs take 1 ms, those of `seconds` so much."""
     times = np.array([[seconds.get(pair, 1e-3) for pair in pairs]] * 2)
-    judging = Judging(pairs, np.ones(len(pairs), dtype=np.int64), (4096, 1 << 20), 1.5, 1e-4)
-    return [finding.ranks for finding in judging.findings(times)]
+    classes = np.ones(len(pairs), dtype=np.int64)
+    found = findings_in(times, pairs, classes, (4096, 1 << 20), 1.5, 1e-4)
+    return [finding.ranks for finding in found]
 
 
 def test_a_rank_is_slow_when_all_its_pairs_are() -> None:
@@ -202,10 +203,10 @@ def test_slow_wires_are_compared_with_wires_of_their_kind() -> None:
     pairs = [(0, 1), (2, 3), (4, 5), (6, 7), (0, 2), (2, 4), (4, 6), (0, 6)]
     classes = np.array([1, 1, 1, 1, 2, 2, 2, 2])
     times = np.array([[1e-3] * 4 + [5e-3] * 4])
-    judging = Judging(pairs, classes, (4096,), 1.5, 1e-4)
-    assert judging.findings(times) == []
+    assert findings_in(times, pairs, classes, (4096,), 1.5, 1e-4) == []
     times[0, 5] = 9e-3
-    assert [finding.ranks for finding in judging.findings(times)] == [(2, 4)]
+    (found,) = findings_in(times, pairs, classes, (4096,), 1.5, 1e-4)
+    assert found.ranks == (2, 4)
 
 
 def test_pairs_cover_every_rank_and_take_turns() -> None:
@@ -247,7 +248,7 @@ def test_preflight_holds_each_group_against_its_price() -> None:
     even = [group("dp", (i, i + 4), s, s / 3) for i, s in enumerate((1e-3, 1e-3, 2e-3, 1e-3))]
     assert judge(even, 1.5, 1e-4) == []
     slow = [*even[:3], dataclasses.replace(even[3], seconds=2e-3)]
-    assert [found.group.ranks for found in judge(slow, 1.5, 1e-4)] == [(3, 7)]
+    assert [slow.ranks for slow, _ in judge(slow, 1.5, 1e-4)] == [(3, 7)]
     assert judge(slow[2:], 1.5, 1e-4) == []  # of two, none is the usual one
     assert judge([group("dp", (0, 1), 1.0, None)] * 3, 1.5, 1e-4) == []  # no wire, no price
 
@@ -280,7 +281,7 @@ def test_the_table_is_never_cut_off(width: int) -> None:
     assert "…" not in text
     for cell in ("reduce-scatter sum", "4 MiB", "12.3 ms", "200 ms", "0.00034", "2.3"):
         assert cell in text
-    assert ("5.34 ms" in text) == (width >= 100)
+    assert ("5.34 ms" in text) == (width >= 120)
     assert ("0.00068" in text) == (width >= 120)
 
 

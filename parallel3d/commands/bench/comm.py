@@ -8,9 +8,8 @@ once. A probe of pairs names slow ranks and wires. Needs no data and no model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,10 +21,10 @@ from rich.table import Table
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench import measure as bench_rows
-from parallel3d.commands.bench.fit import Finding, Fit, MeasuredOperation, Pair, fit
+from parallel3d.commands.bench.fit import Fit, MeasuredOperation, fit
 from parallel3d.commands.bench.measure import ALONE, TOGETHER, Measurement, Progress, Where
 from parallel3d.commands.bench.operations import MEASURING_SHARE, BenchOperation, is_trainings
-from parallel3d.commands.bench.probe import Exchange, exchange, probe
+from parallel3d.commands.bench.probe import Exchange, Finding, Pair, exchange, probe
 from parallel3d.config.schema import Config
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.directory import CONFIG_FILE
@@ -33,11 +32,8 @@ from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import LinkClass
 
 PIPED = 120  # columns without a terminal
-# Columns of the table with everything, and with bus bandwidth only.
-FULL, MEDIUM = 116, 98
+FULL = 116  # columns of the table with everything; narrower ones have bus bandwidths only
 SHORT = {"shared memory": "shared", "pair exchange": "pair"}
-
-Column = tuple[str, Callable[[dict[str, dict]], str]]  # heading, cell
 
 
 def make_console() -> Console:
@@ -47,65 +43,40 @@ def make_console() -> Console:
 
 
 def table(dim: str, rows: list[dict], width: int) -> Table:
-    """Returns the table of one dimension; both modes of an operation side by side."""
+    """Returns the table of one dimension, both modes of an operation side by side, with the columns
+    that fit; the JSON file has all of them."""
     first = next(row for row in rows if "not_offered" not in row)
-    count = first["groups_of_the_dimension"]
+    count, measured = first["groups_of_the_dimension"], first["groups_measured"]
     groups = f"{count} group{'s' if count > 1 else ''} of {first['ranks_of_a_group']}"
-    alone = first["groups_measured"]
-    some = f", {alone} of them alone" if alone < count else ""
-    result = Table(
-        title=f"{dim}: {groups}{some}",
-        title_justify="left",
-        box=SIMPLE,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    result.add_column("collective", no_wrap=True)
-    result.add_column("path", no_wrap=True)
-    shown = columns(any(row["mode"] == TOGETHER for row in rows), width)
-    for heading, _ in shown:
-        result.add_column(heading, justify="right", no_wrap=True)
+    some = f", {measured} of them alone" if measured < count else ""
+    result = Table(title=f"{dim}: {groups}{some}", title_justify="left", box=SIMPLE, pad_edge=False)
+    result.padding = (0, 1, 0, 0)
+    modes = [mode for mode in (ALONE, TOGETHER) if any(row["mode"] == mode for row in rows)]
+    full, headings = width >= FULL, ["bytes"]
+    for mode in modes:
+        above = f"{mode}\n" if len(modes) > 1 else ""
+        headings += [f"{above}time", *(["alg\nGB/s"] if full else []), "bus\nGB/s"]
+    headings += [*(["priced"] if full else []), "times\nprice"]
+    for place, heading in enumerate(["collective", "path", *headings]):
+        result.add_column(heading, justify="left" if place < 2 else "right", no_wrap=True)
     label = ""
-    for key, modes in side_by_side(rows).items():
-        alone = modes[ALONE]
-        name = BenchOperation(*key[:2]).label
+    for (op, reduction, *_), by_mode in side_by_side(rows).items():
+        alone, name = by_mode[ALONE], BenchOperation(op, reduction).label
         if "not_offered" in alone:
             result.add_row(name, "not offered")
             continue
-        path = alone["path"] if width >= MEDIUM else SHORT.get(alone["path"], alone["path"])
-        cells = (cell(modes) for _, cell in shown)
+        cells = [size(alone["bytes"])]
+        for mode in modes:
+            row = by_mode[mode]
+            rates = [row["algorithm_gb_per_s"], row["bus_gb_per_s"]][0 if full else 1 :]
+            cells += [duration(row["seconds"]), *(f"{r:.2g}" * (row["bytes"] > 0) for r in rates)]
+        priced, times = alone["priced_s"], alone["times_the_price"]
+        cells += ["no wire" if priced is None else duration(priced)] * full
+        cells.append("" if times is None else f"{times:.2g}" if times < 100 else f"{times:.0f}")
+        path = alone["path"] if full else SHORT.get(alone["path"], alone["path"])
         result.add_row("" if name == label else name, path, *cells)
         label = name
     return result
-
-
-def columns(both: bool, width: int) -> list[Column]:
-    """Returns the columns that fit; the JSON file has all of them."""
-    found: list[Column] = [("bytes", lambda modes: size(modes[ALONE]["bytes"]))]
-    for mode in (ALONE, TOGETHER) if both else (ALONE,):
-        head = f"{mode}\n" if both else ""
-        found.append((f"{head}time", partial(_duration, mode, "seconds")))
-        if width >= FULL:
-            found.append(("alg\nGB/s", partial(_rate, mode, "algorithm_gb_per_s")))
-        found.append(("bus\nGB/s", partial(_rate, mode, "bus_gb_per_s")))
-    if width >= MEDIUM:
-        found.append(("priced", partial(_duration, ALONE, "priced_s")))
-    found.append(("times\nprice", _times_the_price))
-    return found
-
-
-def _duration(mode: str, key: str, modes: dict[str, dict]) -> str:
-    seconds = modes[mode][key]
-    return "no wire" if seconds is None else duration(seconds)
-
-
-def _rate(mode: str, key: str, modes: dict[str, dict]) -> str:
-    return f"{modes[mode][key]:.2g}" if modes[mode]["bytes"] else ""
-
-
-def _times_the_price(modes: dict[str, dict]) -> str:
-    times = modes[ALONE]["times_the_price"]
-    return "" if times is None else f"{times:.2g}" if times < 100 else f"{times:.0f}"
 
 
 def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
@@ -166,8 +137,7 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
         worker.phase = "bench comm: probing pairs"
         findings, pairs = probe(where, groups, device, config.bench.outlier, send)
     for site in sites.values():
-        if site.boxes is not None:
-            site.boxes.memory.close()
+        site.close()
     groups.close()
     if console:
         path = Path(config.bench.json) if config.bench.json else worker.run_dir / "bench.json"

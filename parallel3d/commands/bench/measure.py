@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,13 +20,13 @@ from parallel3d.commands.bench.operations import (
     BenchOperation,
     CallCounts,
     Site,
-    finisher,
     operations,
     prepare,
     slowest_rank,
     timed_calls,
 )
 from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.device import accelerator
 from parallel3d.estimate.network import bus_factor, collective_time
 from parallel3d.pipeline.p2p import SharedP2P
 from parallel3d.run.launch import Worker
@@ -70,30 +68,24 @@ class Where:
         worst = max(self.link_class(a, b) for a, b in (ends[:-1] if chain else ends))
         return worst, None if worst is LinkClass.NONE else self.placement.cluster.link(worst)
 
-    def rail(self, rank: int) -> int:
-        return int(self.placement.cluster.rail_of[self.placement.slots[rank]])
-
-    def gpu(self, rank: int) -> str:
-        return self.placement.cluster.slot_name(int(self.placement.slots[rank]))
-
     def name(self, rank: int) -> str:
         """Formats `rank 5 (pp 1, dp 0, tp 1) on web12 GPU 5, rail 5`, with the host in front if the
         cluster has another name for the node."""
-        place, gpu = self.placement.layout.named(rank), self.gpu(rank)
-        host = self.hosts[rank]
-        known = gpu.split(" GPU ")[0].split(".")[0] == host.split(".")[0]
-        return (
-            f"rank {rank} ({place}) on {gpu if known else f'{host}, {gpu}'}, rail {self.rail(rank)}"
-        )
+        place, facts, host = self.placement.layout.named(rank), self.facts(rank), self.hosts[rank]
+        gpu = str(facts["gpu"])
+        if gpu.split(" GPU ")[0].split(".")[0] != host.split(".")[0]:
+            gpu = f"{host}, {gpu}"
+        return f"rank {rank} ({place}) on {gpu}, rail {facts['rail']}"
 
     def facts(self, rank: int) -> dict[str, object]:
         """Returns plain data for JSON."""
+        cluster, slot = self.placement.cluster, int(self.placement.slots[rank])
         return {
             "rank": rank,
             **self.placement.layout.coordinates(rank)._asdict(),
             "host": self.hosts[rank],
-            "gpu": self.gpu(rank),
-            "rail": self.rail(rank),
+            "gpu": cluster.slot_name(slot),
+            "rail": int(cluster.rail_of[slot]),
         }
 
 
@@ -120,15 +112,11 @@ class BenchRow(NamedTuple):
         own = ", training's way" if self.operation.own else ""
         return f"{self.dim} {self.operation.label}{size}{own}, {self.mode}"
 
-
-@dataclass(frozen=True)
-class Measured:
-    """One rank's result of one row: number of its group, path, and seconds of each call."""
-
-    row: int
-    group: int
-    path: str
-    seconds: tuple[float, ...]
+    def facts(self) -> dict[str, Any]:
+        """Returns the identity of the row for JSON."""
+        name, reduction, own = self.operation
+        named = {"dim": self.dim, "op": name, "reduction": reduction, "training_path": own}
+        return named | {"size": self.size, "mode": self.mode}
 
 
 def groups_of(layout: Layout, dim: str) -> list[list[int]]:
@@ -166,24 +154,21 @@ def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> lis
 
     Training's path is a row if any rank has one that is not the backend's.
     """
-    special = {
-        (dim, operation, size)
-        for dim, site in mine.items()
+    every = [
+        BenchRow(dim, operation, size, mode)
+        for dim in mine
         for operation in operations(dim)
-        for size in sizes
-        if operation.own and site.path(operation, size) != site.backend
-    }
+        for size in ((0,) if operation.name == "barrier" else dict.fromkeys(sizes))
+        for mode in ((ALONE, TOGETHER) if len(groups_of(layout, dim)) > 1 else (ALONE,))
+    ]
+    differs = [
+        row.operation.own and mine[row.dim].path(row.operation, row.size) != mine[row.dim].backend
+        for row in every
+    ]
     device = next(iter(mine.values())).device
-    gathered = all_gather_json(list(special), dist.group.WORLD, device)
-    special = {(dim, BenchOperation(*op), n) for of_rank in gathered for dim, op, n in of_rank}
-    rows = []
-    for dim in mine:
-        modes = (ALONE, TOGETHER) if len(groups_of(layout, dim)) > 1 else (ALONE,)
-        for operation in operations(dim):
-            for size in (0,) if operation.name == "barrier" else dict.fromkeys(sizes):
-                if not operation.own or (dim, operation, size) in special:
-                    rows += [BenchRow(dim, operation, size, mode) for mode in modes]
-    return rows
+    by_rank = all_gather_json(differs, dist.group.WORLD, device)
+    special = [any(of_row) for of_row in zip(*by_rank, strict=True)]
+    return [row for row, own in zip(every, special, strict=True) if own or not row.operation.own]
 
 
 def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
@@ -195,35 +180,39 @@ def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
     return [[turn * count // taken] for turn in range(taken)]
 
 
+Timing = tuple[str, list[float]] | None  # path and seconds of each call; None: not measured here
+
+
 def result(
-    row: BenchRow, calls: int, seen: list[list[Measured]], site: Site, where: Where
+    row: BenchRow, calls: int, by_rank: Sequence[Timing], site: Site, where: Where
 ) -> dict[str, Any]:
-    """Returns the row for JSON; `seen`: results of each measured group's ranks, in order.
+    """Returns the row for JSON.
 
     Seconds are the median over calls of the slowest rank, in the slowest group. Bytes and
     bandwidths (busbw: bus_gb_per_s, 1e9 B/s) are nccl-tests'.
     """
-    layout = where.placement.layout
-    groups = groups_of(layout, row.dim)
+    groups = groups_of(where.placement.layout, row.dim)
     nbytes = site.whole_bytes(row.size) if row.size else 0
     name, n = row.operation.name, site.group.size
     found: list[dict[str, Any]] = []
-    for members in seen:
-        ranks = groups[members[0].group]
+    for ranks in groups:
+        members = [timing for timing in (by_rank[rank] for rank in ranks) if timing is not None]
+        if not members:
+            continue
         kind, link = where.slowest_link(ranks, chain=site.chain and name == "send_recv")
         found.append(
             {
                 "ranks": ranks,
-                "path": members[0].path,
+                "path": members[0][0],
                 "link": kind.label,
-                "seconds": slowest_rank([m.seconds for m in members]),
+                "seconds": slowest_rank([seconds for _, seconds in members]),
                 "priced_s": link and collective_time(name, n, nbytes, link),
-                "rank_seconds": [statistics.median(m.seconds) for m in members],
+                "rank_seconds": [statistics.median(seconds) for _, seconds in members],
             }
         )
     slowest = max(found, key=lambda group: group["seconds"])
     bandwidth = nbytes / slowest["seconds"] / 1e9
-    return described(row) | {
+    return row.facts() | {
         "bytes": nbytes,
         "ranks_of_a_group": n,
         "path": " or ".join(sorted({group["path"] for group in found})),
@@ -238,18 +227,6 @@ def result(
         "times_the_price": slowest["priced_s"] and slowest["seconds"] / slowest["priced_s"],
         "result_checked": name != "barrier",
         "groups": found,
-    }
-
-
-def described(row: BenchRow) -> dict[str, Any]:
-    """Returns the identity of the row for JSON."""
-    return {
-        "dim": row.dim,
-        "op": row.operation.name,
-        "reduction": row.operation.reduction,
-        "training_path": row.operation.own,
-        "size": row.size,
-        "mode": row.mode,
     }
 
 
@@ -274,15 +251,12 @@ class Measurement:
     calls: int
     budget_s: float
     progress: Progress = lambda row, done, of: None
-    refused: str | None = None  # why AVG is not offered
     rows_cut: int = 0
-    started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        self.rank = dist.get_rank()
+        self.ends = time.perf_counter() + self.budget_s
         self.layout = self.where.placement.layout
         self.device = next(iter(self.sites.values())).device
-        self.finish = finisher(self.device)
         self.refused = self._why_no_average()
 
     def results(self) -> Iterator[tuple[str, list[dict]]]:
@@ -290,32 +264,28 @@ class Measurement:
 
         Raises WrongResult on a rank that finds a wrong number.
         """
-        offered = [row for row in self.rows if not self._is_refused(row)]
+        averages = [row for row in self.rows if row.operation.reduction == "avg" and self.refused]
+        offered = [row for row in self.rows if row not in averages]
         plan = self._plan(offered)
-        for dim in self.sites:
-            calls: list[int] = []
-            seen: list[Measured] = []
+        for dim, site in self.sites.items():
             of_dim = [row for row in offered if row.dim == dim]
-            for number, row in enumerate(of_dim):
+            calls, mine = [], []
+            for row in of_dim:
                 self.progress(row.label, len(offered) + plan.row, 2 * len(offered))
                 warmup, timed = self._agreed(plan)
                 start = time.perf_counter()
-                seen += self._measure(row, number, warmup, timed)
+                mine.append(self._measure(row, warmup, timed))
                 plan.done(warmup + timed, time.perf_counter() - start)
                 calls.append(timed)
-            gathered = self._gathered(seen)
-            if self.rank > 0:
-                yield dim, []
-                continue
+            by_row = zip(*gather_json(mine, dist.group.WORLD, self.device), strict=True)
             done = [
-                result(row, calls[i], gathered[i], self.sites[dim], self.where)
-                for i, row in enumerate(of_dim)
+                result(row, count, seen, site, self.where)
+                for row, count, seen in zip(
+                    of_dim, calls, by_row, strict=False
+                )  # none but on rank 0
             ]
-            not_offered = [row for row in self.rows if row.dim == dim and self._is_refused(row)]
-            yield (
-                dim,
-                done + [described(row) | {"not_offered": self.refused} for row in not_offered],
-            )
+            refused = [row.facts() | {"not_offered": self.refused} for row in averages]
+            yield dim, done + [row for row in refused if row["dim"] == dim] if done else []
         self.rows_cut = plan.cut
 
     def _why_no_average(self) -> str | None:
@@ -329,9 +299,6 @@ class Measurement:
             return f"{site.backend} of torch {torch.__version__} has no AVG"
         return None
 
-    def _is_refused(self, row: BenchRow) -> bool:
-        return self.refused is not None and row.operation.reduction == "avg"
-
     def _plan(self, rows: list[BenchRow]) -> CallCounts:
         """Calls every operation once, all groups together, to connect and to estimate seconds.
 
@@ -340,19 +307,17 @@ class Measurement:
         first: dict[tuple, float] = {}
         for number, row in enumerate(rows):
             key = row[:3]
-            if key in first:
-                continue
-            self.progress(f"first call of {row.label}", number, 2 * len(rows))
-            call = prepare(row.operation, self.sites[row.dim], row.size)
-            dist.barrier()
-            start = time.perf_counter()
-            call.run()
-            self.finish()
-            dist.barrier()
-            first[key] = time.perf_counter() - start
-        left = self.budget_s - (time.perf_counter() - self.started)
+            if key not in first:
+                self.progress(f"first call of {row.label}", number, 2 * len(rows))
+                call = prepare(row.operation, self.sites[row.dim], row.size)
+                dist.barrier()
+                start = time.perf_counter()
+                call.run()
+                accelerator.synchronize(self.device)
+                dist.barrier()
+                first[key] = time.perf_counter() - start
         estimates = [first[row[:3]] * len(turns(self.layout, row)) for row in rows]
-        return CallCounts(estimates, left, self.warmup, self.calls)
+        return CallCounts(estimates, self.ends - time.perf_counter(), self.warmup, self.calls)
 
     def _agreed(self, plan: CallCounts) -> tuple[int, int]:
         """Returns rank 0's plan for the next row on every rank."""
@@ -361,27 +326,19 @@ class Measurement:
         warmup, timed = calls.tolist()
         return warmup, timed
 
-    def _measure(self, row: BenchRow, number: int, warmup: int, timed: int) -> list[Measured]:
-        site = self.sites[row.dim]
+    def _measure(self, row: BenchRow, warmup: int, timed: int) -> Timing:
+        site, seen = self.sites[row.dim], None
         mine = groups_of(self.layout, row.dim).index(list(site.group.ranks))
         call = prepare(row.operation, site, row.size)
-        together = row.mode == "together"
+        together = row.mode == TOGETHER
         barrier = dist.barrier if together else partial(dist.barrier, group=site.group.handle)
-        seen = []
         for turn in turns(self.layout, row):
             if mine in turn:
-                call.check(f"{row.label}, rank {self.rank}")  # the first warm-up call
-                seconds = timed_calls(call.run, barrier, self.finish, max(0, warmup - 1), timed)
-                path = site.path(row.operation, row.size)
-                seen.append(Measured(number, mine, path, tuple(seconds)))
+                call.check(f"{row.label}, rank {dist.get_rank()}")  # the first warm-up call
+                calls = max(0, warmup - 1), timed
+                seen = (
+                    site.path(row.operation, row.size),
+                    timed_calls(call.run, barrier, self.device, *calls),
+                )
             dist.barrier()
         return seen
-
-    def _gathered(self, seen: list[Measured]) -> dict[int, list[list[Measured]]]:
-        """Returns, on rank 0, row number → groups → members in the order of ranks."""
-        facts = [dataclasses.astuple(measured) for measured in seen]
-        found: dict[int, dict[int, list[Measured]]] = defaultdict(lambda: defaultdict(list))
-        for of_rank in gather_json(facts, dist.group.WORLD, self.device):
-            for row, group, path, seconds in of_rank:
-                found[row][group].append(Measured(row, group, path, tuple(seconds)))
-        return {row: [groups[g] for g in sorted(groups)] for row, groups in found.items()}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,15 +29,10 @@ from parallel3d.schedules.orders import StageAssignment
 MEASURING_SHARE = 0.75
 
 
-def finisher(device: torch.device) -> Callable[[], None]:
-    """Returns a function that waits for the device."""
-    return lambda: accelerator.synchronize(device)
-
-
 def timed_calls(
     run: Callable[[], object],
     barrier: Callable[[], object],
-    finish: Callable[[], None],
+    device: torch.device,
     warmup: int,
     calls: int,
 ) -> list[float]:
@@ -44,10 +40,10 @@ def timed_calls(
     seconds = []
     for number in range(warmup + calls):
         barrier()
-        finish()
+        accelerator.synchronize(device)
         start = time.perf_counter()
         run()
-        finish()
+        accelerator.synchronize(device)
         if number >= warmup:
             seconds.append(time.perf_counter() - start)
     return seconds
@@ -75,7 +71,7 @@ class CallCounts:
     row: int = 0
     foreseen: float = 0.0  # estimated seconds of the rows so far; `spent`: measured
     spent: float = 0.0
-    cut: int = field(default=0)  # rows that had fewer calls
+    cut: int = 0  # rows that had fewer calls
 
     def next(self) -> tuple[int, int]:
         """Returns the (warm-up, timed) calls of the next row."""
@@ -162,6 +158,11 @@ class Site:
     boxes: SharedP2P | None = None
     chain: bool = False
 
+    def close(self) -> None:
+        """Frees the pipeline's shared memory."""
+        if self.boxes is not None:
+            self.boxes.memory.close()
+
     @property
     def backend(self) -> str:
         name = dist.get_backend(self.group.handle)
@@ -189,24 +190,21 @@ class Site:
 
 @dataclass
 class Call:
-    """One operation on its buffers. `run` may be repeated; after `fill` and one `run`, `result`
-    (None: nothing to check on this rank) must equal `expected`."""
+    """One operation on its buffers. The first `run` gives `expected` as what it returns or, if that
+    is no tensor, in `result`; None: nothing to check on this rank."""
 
     run: Callable[[], object]
-    fill: Callable[[], object] = lambda: None
-    result: Callable[[], Tensor | None] = lambda: None
+    result: Tensor | None = None
     expected: Tensor | None = None
 
     def check(self, what: str) -> None:
-        """Runs once and compares. Raises WrongResult with `what` and the first wrong number."""
-        self.fill()
-        self.run()
-        got = self.result()
+        """Runs for the first time and compares. Raises WrongResult with `what` and the first wrong
+        number."""
+        returned = self.run()
+        got = returned if isinstance(returned, Tensor) else self.result
         if got is None or self.expected is None:
             return
         got = got.cpu()
-        if torch.equal(got, self.expected):
-            return
         wrong = ~torch.isclose(got, self.expected, rtol=1e-5, atol=0)
         if wrong.any():
             i = int(wrong.nonzero()[0])
@@ -230,108 +228,58 @@ def reduced(reduction: str, n: int, count: int, start: int = 0) -> Tensor:
 
 def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
     """Prepares the operation on buffers of `size` bytes (the whole buffer, as in nccl-tests)."""
-    count = site.whole_bytes(size) // ITEM
-    if operation.name in REDUCING:
-        return _reducing(operation, site, count)
-    if operation.name == "send_recv":
-        return _messages(operation, site, count)
-    if operation.name == "barrier":
-        return Call(lambda: dist.barrier(group=site.group.handle))
-    return _moving(operation, site, count)
-
-
-def _reducing(operation: BenchOperation, site: Site, count: int) -> Call:
-    group, device = site.group, site.device
-    n, me, handle = group.size, group.index, group.handle
-    assert operation.reduction is not None
-    own, op = operation.own, REDUCTIONS[operation.reduction]
-    mine = pattern(me, count).to(device)
-    expected = reduced(operation.reduction, n, count)
-    if operation.name == "reduce_scatter":
-        part = count // n
-        out = [torch.empty(part, device=device)]
-
-        def scatter() -> None:
-            if own:
-                out[0] = collectives.reduce_scatter(mine, group)
-            else:
-                _reduce_scatter(out[0], mine, op, handle)
-
-        return Call(scatter, result=lambda: out[0], expected=expected[me * part : (me + 1) * part])
-    tensor = mine.clone()  # in place: `mine` stays
-
-    def fill() -> None:
-        tensor.copy_(mine)
-
-    if operation.name == "reduce":
-        root = group.ranks[0]
-        return Call(
-            lambda: dist.reduce(tensor, root, op, handle),
-            fill,
-            lambda: tensor if me == 0 else None,
-            expected,
-        )
-    if own:
-        return Call(lambda: collectives.all_reduce(tensor, group), fill, lambda: tensor, expected)
-    return Call(lambda: dist.all_reduce(tensor, op, handle), fill, lambda: tensor, expected)
-
-
-def _reduce_scatter(out: Tensor, tensor: Tensor, op: object, handle: object) -> None:
-    named = getattr(dist, "reduce_scatter_single", None)  # its name since torch 2.13
-    (named or dist.reduce_scatter_tensor)(out, tensor, op=op, group=handle)
-
-
-def _all_gather(out: Tensor, tensor: Tensor, handle: object) -> None:
-    named = getattr(dist, "all_gather_single", None)  # its name since torch 2.13
-    (named or dist.all_gather_into_tensor)(out, tensor, group=handle)
-
-
-def _moving(operation: BenchOperation, site: Site, count: int) -> Call:
-    """Prepares broadcast, all-gather, scatter, gather or all-to-all."""
-    group, device, name = site.group, site.device, operation.name
+    group, device, name, own = site.group, site.device, operation.name, operation.own
     n, me, handle, root = group.size, group.index, group.handle, group.ranks[0]
-    part = count // n
+    count = site.whole_bytes(size) // ITEM
+    if name == "barrier":
+        return Call(partial(dist.barrier, group=handle))
+    if name == "send_recv":
+        return _messages(operation, site, count)
+    mine, whole = pattern(me, count).to(device), torch.empty(count, device=device)
+    part = torch.empty(count // n, device=device)
+    if operation.reduction is not None:
+        op, expected = REDUCTIONS[operation.reduction], reduced(operation.reduction, n, count)
+        if name == "reduce":
+            run = partial(dist.reduce, mine, root, op, handle)
+            return Call(run, mine if me == 0 else None, expected)
+        if name == "all_reduce":
+            run = partial(dist.all_reduce, mine, op, handle)
+            return Call(
+                partial(collectives.all_reduce, mine, group) if own else run, mine, expected
+            )
+        run = partial(_since_2_13("reduce_scatter"), part, mine, op=op, group=handle)
+        run = partial(collectives.reduce_scatter, mine, group) if own else run
+        return Call(run, part, expected.chunk(n)[me])
+    first = pattern(0, count)
     if name == "broadcast":
-        tensor = pattern(0, count).to(device) if me == 0 else torch.zeros(count, device=device)
-        return Call(
-            lambda: dist.broadcast(tensor, root, handle),
-            result=lambda: tensor,
-            expected=pattern(0, count),
-        )
+        return Call(partial(dist.broadcast, mine, root, handle), mine, first)
     if name == "scatter":
-        out = torch.empty(part, device=device)
-        first = [pattern(0, part, i * part).to(device) for i in range(n)]  # the root's input
-        return Call(
-            lambda: dist.scatter(out, first if me == 0 else None, root, handle),
-            result=lambda: out,
-            expected=first[me].cpu(),
-        )
+        parts = list(first.to(device).chunk(n)) if me == 0 else None
+        return Call(partial(dist.scatter, part, parts, root, handle), part, first.chunk(n)[me])
     if name == "all_to_all":
-        sent, got = pattern(me, count).to(device), torch.empty(count, device=device)
-        theirs = torch.cat([pattern(m, part, me * part) for m in range(n)])
-        return Call(
-            lambda: dist.all_to_all_single(got, sent, group=handle),
-            result=lambda: got,
-            expected=theirs,
-        )
-    mine = pattern(me, part).to(device)
-    gathered = torch.cat([pattern(m, part) for m in range(n)])
+        expected = torch.cat([pattern(m, count // n, me * count // n) for m in range(n)])
+        return Call(partial(dist.all_to_all_single, whole, mine, group=handle), whole, expected)
+    shard, expected = mine[: count // n], torch.cat([pattern(m, count // n) for m in range(n)])
     if name == "gather":
-        parts = list(torch.empty(count, device=device).chunk(n)) if me == 0 else None
-        return Call(
-            lambda: dist.gather(mine, parts, root, handle),
-            result=lambda: torch.cat(parts) if parts else None,
-            expected=gathered,
-        )
-    everything = [torch.empty(count, device=device)]
+        parts = list(whole.chunk(n)) if me == 0 else None
+        run = partial(dist.gather, shard, parts, root, handle)
+        return Call(run, whole if me == 0 else None, expected)
+    run = partial(_since_2_13("all_gather"), whole, shard, group=handle)
+    return Call(partial(collectives.all_gather, shard, group) if own else run, whole, expected)
 
-    def gather_all() -> None:
-        if operation.own:
-            everything[0] = collectives.all_gather(mine, group)
-        else:
-            _all_gather(everything[0], mine, handle)
 
-    return Call(gather_all, result=lambda: everything[0], expected=gathered)
+def _since_2_13(name: str) -> Callable[..., object]:
+    """Returns torch's collective on one tensor under the name that it has in this version."""
+    before = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    return getattr(dist, f"{name}_single", None) or getattr(dist, before[name])
+
+
+def send_receive(sent: Tensor, to: int, received: Tensor, source: int, group: Group) -> None:
+    """Sends a message to one world rank of the group while receiving one from another."""
+    send = dist.P2POp(dist.isend, sent, to, group.handle)
+    receive = dist.P2POp(dist.irecv, received, source, group.handle)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
 
 
 def _messages(operation: BenchOperation, site: Site, count: int) -> Call:
@@ -342,27 +290,17 @@ def _messages(operation: BenchOperation, site: Site, count: int) -> Call:
     group, device = site.group, site.device
     n, me = group.size, group.index
     sent, got = pattern(me, count).to(device), torch.empty(count, device=device)
-    if site.chain:
-        messages = [(Action(Kind.RECV_F, 0), got)] if me > 0 else []
-        messages += [(Action(Kind.SEND_F, 0), sent)] if me < n - 1 else []
-        boxes = site.boxes if operation.own else None
+    expected = pattern((me - 1) % n, count)
+    if not site.chain:
+        ranks = group.ranks
+        run = partial(send_receive, sent, ranks[(me + 1) % n], got, ranks[(me - 1) % n], group)
+        return Call(run, got, expected)
+    messages = [(Action(Kind.RECV_F, 0), got)] if me > 0 else []
+    messages += [(Action(Kind.SEND_F, 0), sent)] if me < n - 1 else []
+    boxes = site.boxes if operation.own else None
 
-        def along() -> None:
-            for transfer in post(messages, P2PRoute(group, StageAssignment(n)), boxes):
-                transfer.work.wait()
+    def along() -> None:
+        for transfer in post(messages, P2PRoute(group, StageAssignment(n)), boxes):
+            transfer.work.wait()
 
-        expected = pattern(me - 1, count) if me > 0 else None
-        return Call(along, result=lambda: got if me > 0 else None, expected=expected)
-    after, before = group.ranks[(me + 1) % n], group.ranks[(me - 1) % n]
-
-    def around() -> None:
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, after, group.handle),
-                dist.P2POp(dist.irecv, got, before, group.handle),
-            ]
-        )
-        for work in works:
-            work.wait()
-
-    return Call(around, result=lambda: got, expected=pattern((me - 1) % n, count))
+    return Call(along, got if me > 0 else None, expected)

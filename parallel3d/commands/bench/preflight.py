@@ -17,16 +17,14 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.fit import shown
 from parallel3d.commands.bench.measure import WORLD, Where, groups_of, sites
 from parallel3d.commands.bench.operations import (
     BenchOperation,
     Site,
-    finisher,
     prepare,
     timed_calls,
 )
-from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe
+from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe, shown
 from parallel3d.config.schema import Config
 from parallel3d.device import accelerator
 from parallel3d.estimate.network import collective_time
@@ -64,22 +62,13 @@ class GroupTime:
             "times_the_price": self.times_the_price,
         }
 
-
-@dataclass(frozen=True)
-class SlowGroup:
-    """A group that is slow against the others of its dimension, relative to their prices."""
-
-    group: GroupTime
-    times: float
-
-    def sentence(self, where: Where) -> str:
-        """Describes the group and where its ranks sit."""
-        group = self.group
-        ranks = group.ranks if len(group.ranks) <= 8 else (group.ranks[0], group.ranks[-1])
+    def sentence(self, times: float, where: Where) -> str:
+        """Describes the group, slow by a factor of `times`, and where its ranks sit."""
+        ranks = self.ranks if len(self.ranks) <= 8 else (self.ranks[0], self.ranks[-1])
         return (
-            f"slow group: {group.dim} group {shown(list(group.ranks))}: {group.operation.label} of "
-            f"{group.nbytes:,} bytes takes {group.seconds * 1e3:.3g} ms, {self.times:.1f} times "
-            f"what its price and the other {group.dim} groups let expect; "
+            f"slow group: {self.dim} group {shown(list(self.ranks))}: {self.operation.label} of "
+            f"{self.nbytes:,} bytes takes {self.seconds * 1e3:.3g} ms, {times:.1f} times what its "
+            f"price and the other {self.dim} groups let expect; "
             + "; ".join(where.name(rank) for rank in ranks)
         )
 
@@ -103,15 +92,14 @@ def preflight(
     where = Where.find(config, worker, groups.layout)
     outlier = config.bench.outlier
     findings, pairs = probe(where, groups, device, outlier, send)
-    times, slow = _probe_groups(groups, where, device, config)
+    groups_times, slow = _probe_groups(groups, where, device, config)
     if worker.rank > 0:
         return
     known = {rank for finding in findings for rank in finding.ranks}
-    unexplained = [found for found in slow if not known & set(found.group.ranks)]
     lines = [finding.sentence(where) for finding in findings]
-    lines += [group.sentence(where) for group in unexplained]
+    lines += [g.sentence(times, where) for g, times in slow if not known & set(g.ranks)]
     if accelerator.is_accelerator(device):  # the cluster's speeds are those of GPUs
-        lines += [line for of_dim in times for line in off_the_price(of_dim, outlier)]
+        lines += [line for of_dim in groups_times for line in off_the_price(of_dim, outlier)]
     for line in lines:
         log(f"preflight: {line}")
     write_json(
@@ -121,7 +109,7 @@ def preflight(
             "outlier": outlier,
             "warnings": lines,
             "findings": [finding.facts(where) for finding in findings],
-            "groups": [group.facts() for of_dim in times for group in of_dim],
+            "groups": [group.facts() for of_dim in groups_times for group in of_dim],
             "pairs": [{"ranks": list(pair), "seconds": t} for pair, t in pairs.items()],
         },
     )
@@ -129,7 +117,7 @@ def preflight(
 
 def _probe_groups(
     groups: ProcessGroups, where: Where, device: torch.device, config: Config
-) -> tuple[list[list[GroupTime]], list[SlowGroup]]:
+) -> tuple[list[list[GroupTime]], list[tuple[GroupTime, float]]]:
     """Returns (times of every group by dimension, the slow groups) on every rank."""
     outlier, floor_s = config.bench.outlier, floor_of(device)
     mine = {dim: site for dim, site in sites(groups, device, config.launch).items() if dim != WORLD}
@@ -146,8 +134,7 @@ def _probe_groups(
         ]
         slow = [found for of_dim in times for found in judge(of_dim, outlier, floor_s)]
     for site in mine.values():
-        if site.boxes is not None:
-            site.boxes.memory.close()
+        site.close()
     return times, slow
 
 
@@ -158,8 +145,7 @@ def _fastest(site: Site, dim: str, where: Where) -> list[GroupTime]:
     name = "send_recv" if dim == "pp" else "all_reduce"
     operation = BenchOperation(name, None if dim == "pp" else "sum", own=True)
     call = prepare(operation, site, NBYTES)
-    finish = finisher(site.device)
-    seconds = timed_calls(call.run, dist.barrier, finish, 1, CALLS)
+    seconds = timed_calls(call.run, dist.barrier, site.device, 1, CALLS)
     by_call = torch.zeros(len(groups), CALLS, dtype=torch.float64)
     by_call[groups.index(list(site.group.ranks))] = torch.tensor(seconds, dtype=torch.float64)
     by_call = by_call.to(site.device)
@@ -173,8 +159,9 @@ def _fastest(site: Site, dim: str, where: Where) -> list[GroupTime]:
     return found
 
 
-def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[SlowGroup]:
-    """Finds groups that take more than `outlier` times the median multiple of their price.
+def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple[GroupTime, float]]:
+    """Returns groups that take more than `outlier` times the median multiple of their price, and
+    by how much.
 
     Fewer than three groups have no meaningful median.
     """
@@ -183,7 +170,7 @@ def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[SlowG
         return []
     usual = float(np.median([times for _, _, times in priced]))
     return [
-        SlowGroup(group, times / usual)
+        (group, times / usual)
         for group, price, times in priced
         if times > outlier * usual and group.seconds > usual * price + floor_s
     ]

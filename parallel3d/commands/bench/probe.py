@@ -9,20 +9,22 @@ a finding must be confirmed after three pauses of growing length.
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.fit import Finding, Judging, Pair, Seconds
 from parallel3d.commands.bench.measure import Where
-from parallel3d.commands.bench.operations import finisher
+from parallel3d.commands.bench.operations import send_receive, timed_calls
 from parallel3d.device import accelerator
 from parallel3d.topology.layout import DIMENSIONS, Layout
 
@@ -31,6 +33,8 @@ PINGS = 5  # exchanges of a pair in one round
 PAUSES_S = (0.2, 0.4, 0.8)  # before rounds that confirm a finding
 ALL_PAIRS = 8  # largest group whose pairs are all probed; in larger ones only neighbours
 
+Pair = tuple[int, int]
+Seconds = npt.NDArray[np.float64]
 Exchange = Callable[[Tensor, Tensor, int, Group], None]
 
 
@@ -46,14 +50,108 @@ def floor_of(device: torch.device) -> float:
 
 def exchange(sent: Tensor, received: Tensor, peer: int, group: Group) -> None:
     """Exchanges a message with world rank `peer` of the group."""
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, sent, peer, group.handle),
-            dist.P2POp(dist.irecv, received, peer, group.handle),
-        ]
-    )
-    for work in works:
-        work.wait()
+    send_receive(sent, peer, received, peer, group)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A slow rank (one entry in `ranks`) or pair (two).
+
+    seconds, median_s: its exchange of `nbytes`, and the median of the others.
+    """
+
+    ranks: tuple[int, ...]
+    nbytes: int
+    seconds: float
+    median_s: float
+
+    @property
+    def times(self) -> float:
+        return self.seconds / self.median_s
+
+    def is_slow(self, outlier: float, floor_s: float) -> bool:
+        return self.seconds > max(outlier * self.median_s, self.median_s + floor_s)
+
+    def sentence(self, where: Where) -> str:
+        """Describes it by rank, coordinates, host, GPU, rail and groups."""
+        slower = (
+            f"{self.times:.1f} times the median, {self.seconds * 1e3:.3g} against "
+            f"{self.median_s * 1e3:.3g} ms for {self.nbytes:,} bytes"
+        )
+        if len(self.ranks) == 1:
+            groups = ", ".join(groups_of(where.placement.layout, self.ranks[0]))
+            return f"slow rank: {where.name(self.ranks[0])}, of {groups}: {slower}"
+        a, b = self.ranks
+        wire = where.link_class(a, b).label
+        return f"slow pair: {where.name(a)} and {where.name(b)}, by {wire}: {slower}"
+
+    def facts(self, where: Where) -> dict[str, object]:
+        """Returns plain data for JSON."""
+        layout = where.placement.layout
+        return {
+            "kind": "rank" if len(self.ranks) == 1 else "pair",
+            "ranks": [
+                where.facts(rank) | {"groups": groups_of(layout, rank)} for rank in self.ranks
+            ],
+            "bytes": self.nbytes,
+            "seconds": self.seconds,
+            "median_s": self.median_s,
+            "times_the_median": self.times,
+        }
+
+
+def groups_of(layout: Layout, rank: int) -> list[str]:
+    """Formats `tp group [4, 5]`, … of a rank, without groups of one."""
+    groups = {dim: layout.group_of(rank, dim) for dim in DIMENSIONS}
+    return [f"{dim} group {shown(ranks)}" for dim, ranks in groups.items() if len(ranks) > 1]
+
+
+def shown(ranks: list[int]) -> str:
+    """Formats the ranks of a group, without the middle of long ones."""
+    if len(ranks) <= 8:
+        return str(ranks)
+    return f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
+
+
+def findings_in(
+    times: Seconds,
+    pairs: list[Pair],
+    classes: npt.NDArray[np.int64],
+    sizes: tuple[int, ...],
+    outlier: float,
+    floor_s: float,
+) -> list[Finding]:
+    """Returns, from times (sizes, pairs), the slow ranks, and the slow pairs of other ranks.
+
+    A rank is slow if its fastest pair is over every link class (`classes`, of each pair): over one
+    class only, it has a slow wire, found as a pair. Fewer than three have no meaningful median.
+    """
+    found: dict[tuple[int, ...], Finding] = {}
+    ends = np.array(pairs).reshape(-1, 2)
+    for nbytes, seconds in zip(sizes, times, strict=True):
+        verdicts: dict[int, list[Finding]] = {}
+        for kind in np.unique(classes):
+            of_kind = classes == kind
+            fastest = {
+                rank: float(seconds[of_kind & (ends == rank).any(axis=1)].min())
+                for rank in np.unique(ends[of_kind]).tolist()
+            }
+            median = statistics.median(fastest.values())
+            for rank, own in fastest.items() if len(fastest) > 2 else ():
+                verdicts.setdefault(rank, []).append(Finding((rank,), nbytes, own, median))
+        for rank, of_rank in verdicts.items():
+            if all(one.is_slow(outlier, floor_s) for one in of_rank):
+                found.setdefault((rank,), max(of_rank, key=lambda one: one.times))
+    healthy = ~np.isin(ends, [rank for (rank,) in found]).any(axis=1)
+    for nbytes, seconds in zip(sizes, times, strict=True):
+        for kind in np.unique(classes[healthy]):
+            of_kind = np.flatnonzero(healthy & (classes == kind))
+            median = float(np.median(seconds[of_kind]))
+            for i in of_kind if len(of_kind) > 2 else ():
+                one = Finding(tuple(ends[i].tolist()), nbytes, float(seconds[i]), median)
+                if one.is_slow(outlier, floor_s):
+                    found.setdefault(one.ranks, one)
+    return list(found.values())
 
 
 def pairs_to_probe(layout: Layout) -> list[Pair]:
@@ -114,16 +212,15 @@ def probe(
     def share(rank: int) -> object:
         return rank if accelerator.is_accelerator(device) else where.hosts[rank]
 
-    order = turns(pairs, share)
-    judging = Judging(pairs, classes, sizes_of(device), outlier, floor_of(device))
+    order, judging = turns(pairs, share), (outlier, floor_of(device))
     fastest = _rounds(pairs, order, groups, device, send)
-    findings = judging.findings(fastest)
+    findings = findings_in(fastest, pairs, classes, sizes_of(device), *judging)
     for pause in PAUSES_S:
         if not findings:  # equal on every rank, as the times are
             break
         time.sleep(pause)
         fastest = np.minimum(fastest, _rounds(pairs, order, groups, device, send))
-        findings = judging.findings(fastest)
+        findings = findings_in(fastest, pairs, classes, sizes_of(device), *judging)
     return findings, {pair: fastest[:, i].tolist() for i, pair in enumerate(pairs)}
 
 
@@ -135,10 +232,8 @@ def _rounds(
     send: Exchange,
 ) -> Seconds:
     """Returns (sizes, pairs): the fastest exchange at its slower end; equal on every rank."""
-    rank = dist.get_rank()
+    rank, sizes = dist.get_rank(), sizes_of(device)
     number = {pair: i for i, pair in enumerate(pairs)}
-    finish = finisher(device)
-    sizes = sizes_of(device)
     buffers = [[torch.zeros(size // 4, device=device) for _ in range(2)] for size in sizes]
     mine = torch.zeros(ROUNDS, len(sizes), len(pairs), dtype=torch.float64)
     for turn in range(ROUNDS):
@@ -149,8 +244,9 @@ def _rounds(
                 peer = b if rank == a else a
                 by = _group_with(peer, groups)
                 for size, (sent, received) in enumerate(buffers):
-                    pings = _pings(finish, partial(send, sent, received, peer, by))
-                    mine[turn, size, number[a, b]] = min(pings)
+                    ping = partial(send, sent, received, peer, by)
+                    seconds = timed_calls(ping, lambda: None, device, 1, PINGS)
+                    mine[turn, size, number[a, b]] = min(seconds)
             dist.barrier()
     mine = mine.to(device)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
@@ -161,13 +257,3 @@ def _group_with(peer: int, groups: ProcessGroups) -> Group:
     """Returns the smallest group of this rank and `peer`, which may have its own wires."""
     dims = (groups.tp, groups.cp, groups.dp, groups.pp, groups.world)
     return next(g for g in dims if g.size > 1 and peer in g.ranks)
-
-
-def _pings(finish: Callable[[], None], ping: Callable[[], object]) -> Iterator[float]:
-    """Yields seconds of each exchange after a first one."""
-    for number in range(PINGS + 1):
-        start = time.perf_counter()
-        ping()
-        finish()
-        if number > 0:
-            yield time.perf_counter() - start
