@@ -21,7 +21,6 @@ from parallel3d.topology.cluster.parts import (
     Link,
     LinkClass,
     cluster_from_config,
-    nearest_multiple,
 )
 
 DISCOVERED = ("slurm", "local")
@@ -118,13 +117,6 @@ def test_any_sizes_make_a_cluster_or_a_sentence_whose_advice_helps():
         assert made.size >= (world_size or 1)
         assert made.domain.shape == made.unit.shape == made.rail_of.shape == (made.size,)
     assert refused > 100
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "nearest"), [(1, 4, 4), (5, 4, 4), (6, 4, 4), (7, 4, 8), (70, 4, 68)]
-)
-def test_nearest_multiple(value: int, unit: int, nearest: int):
-    assert nearest_multiple(value, unit) == nearest
 
 
 # --- presets ---------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_matrices_that_are_none_are_refused_in_a_sentence(text: str, said: str):
 def test_one_box_becomes_a_cluster():
     made = found("topo_dgx_a100", rail_gb_per_s=25)
     assert (made.nodes, made.size, made.domain_gpus, made.rails) == (1, 8, 8, 8)
-    assert (made.rail.gb_per_s, made.local_rail) == (25, ())
+    assert (made.rail.gb_per_s, made.rail_of.tolist()) == (25, list(range(8)))
 
 
 def test_boxes_wired_otherwise_keep_their_rails_and_domains():

@@ -16,13 +16,7 @@ from typing import Any
 
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster.parts import (
-    Cluster,
-    check_domain,
-    check_rails,
-    cluster_from_config,
-    wires,
-)
+from parallel3d.topology.cluster.parts import Cluster, cluster_from_config, cluster_of
 from parallel3d.topology.cluster.slurm import Run, shortened, slurm_cluster
 
 PATIENCE_S = 30  # scontrol may wait for a busy controller
@@ -228,20 +222,13 @@ def local_cluster(
             f"cluster.nodes={nodes} of {count} GPUs each, as nvidia-smi counts them, are too few "
             f"for {world_size} ranks; the nearest is cluster.nodes={-(-world_size // count)}."
         )
-    domain = _own_domains(matrix)
-    if config.domain_gpus is not None and config.domain_gpus > count:
-        check_domain(config.domain_gpus, count)
-        domain = {"domain_gpus": config.domain_gpus}
-    return Cluster(
-        nodes=nodes,
-        gpus_per_node=count,
-        unit_nodes=config.unit_nodes,
-        node_names=(name,) if nodes == 1 and name else (),
-        origin="nodes from nvidia-smi, the rest from the configuration",
-        **domain,
-        **_rails(config, matrix),
-        **wires(config),
-    )
+    own: dict[str, Any] = {}
+    if config.domain_gpus is None or config.domain_gpus <= count:
+        own |= _own_domains(matrix)
+    if config.rails is None and (nearest := matrix.rails()) is not None:
+        own |= {"rails": max(nearest) + 1, "local_rail": nearest}
+    origin = "nodes from nvidia-smi, the rest from the configuration"
+    return cluster_of(config, nodes, count, origin, [name] if nodes == 1 and name else (), **own)
 
 
 def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
@@ -251,18 +238,3 @@ def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
     if islands == tuple(gpu // size for gpu in range(len(islands))) and len(islands) % size == 0:
         return {"domain_gpus": size}
     return {"domain_gpus": len(islands), "local_domain": islands}
-
-
-def _rails(config: ClusterConfig, matrix: GpuMatrix) -> dict[str, Any]:
-    """Returns `rails` and `local_rail`: as configured, else nearest NICs, else one a GPU."""
-    count = len(matrix.gpus)
-    if config.rails is not None:
-        check_rails(config.rails, count)
-        return {"rails": config.rails}
-    nearest = matrix.rails()
-    if nearest is None:
-        return {"rails": count}
-    rails = max(nearest) + 1
-    if nearest == tuple(gpu % rails for gpu in range(count)):
-        return {"rails": rails}
-    return {"rails": rails, "local_rail": nearest}

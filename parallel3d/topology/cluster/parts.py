@@ -6,6 +6,7 @@ GPUs are counted as *slots*, node by node: the GPUs of all nodes before, plus th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -271,33 +272,44 @@ def cluster_from_config(config: ClusterConfig, world_size: int | None = None) ->
 
     Raises UserError for sizes that contradict each other, or fewer GPUs than ranks.
     """
-    nodes, gpus = _nodes_and_gpus(config, world_size)
-    domain = gpus if config.domain_gpus is None else config.domain_gpus
-    check_domain(domain, gpus)
-    rails = gpus if config.rails is None else config.rails
-    check_rails(rails, gpus)
+    return cluster_of(config, *_nodes_and_gpus(config, world_size), "the configuration")
+
+
+def cluster_of(
+    config: ClusterConfig,
+    nodes: int,
+    gpus: int,
+    origin: str,
+    names: Sequence[str] = (),
+    **own: Any,
+) -> Cluster:
+    """Returns nodes of `gpus` GPUs with the configured speeds, domains, rails and units.
+
+    `own`: fields of `Cluster` that were discovered and outdo the configuration's. Raises UserError
+    for domains or rails that do not fit the nodes.
+    """
+    sizes = {"domain_gpus": config.domain_gpus or gpus, "rails": config.rails or gpus} | own
+    _check_domain(sizes["domain_gpus"], gpus)
+    if sizes["rails"] > gpus:
+        raise UserError(
+            f"cluster.rails={sizes['rails']} must be at most cluster.gpus_per_node={gpus}, as each "
+            f"rail takes the NIC of at least one GPU; the nearest is cluster.rails={gpus}."
+        )
     return Cluster(
-        nodes=nodes,
-        gpus_per_node=gpus,
-        domain_gpus=domain,
-        rails=rails,
+        config.name,
+        nodes,
+        gpus,
+        nvlink=Link(config.nvlink_gb_per_s, config.nvlink_latency_us),
+        rail=Link(config.rail_gb_per_s, config.rail_latency_us),
+        spine=Link(config.rail_gb_per_s, config.spine_latency_us),
+        oversubscription=config.oversubscription if config.spine else None,
         unit_nodes=config.unit_nodes,
-        origin="the configuration",
-        **wires(config),
+        node_names=tuple(names),
+        origin=origin,
+        intra=config.intra,
+        network=config.network,
+        **sizes,
     )
-
-
-def wires(config: ClusterConfig) -> dict[str, Any]:
-    """Returns the keywords of `Cluster` that are no sizes: name, speeds, spine."""
-    return {
-        "name": config.name,
-        "nvlink": Link(config.nvlink_gb_per_s, config.nvlink_latency_us),
-        "rail": Link(config.rail_gb_per_s, config.rail_latency_us),
-        "spine": Link(config.rail_gb_per_s, config.spine_latency_us),
-        "oversubscription": config.oversubscription if config.spine else None,
-        "intra": config.intra,
-        "network": config.network,
-    }
 
 
 def _nodes_and_gpus(config: ClusterConfig, world_size: int | None) -> tuple[int, int]:
@@ -317,32 +329,13 @@ def _nodes_and_gpus(config: ClusterConfig, world_size: int | None) -> tuple[int,
     return nodes, gpus
 
 
-def check_domain(domain: int, gpus: int) -> None:
+def _check_domain(domain: int, gpus: int) -> None:
     """Raises UserError unless nodes of `gpus` GPUs can have NVLink domains of `domain`."""
-    small, large = sorted((domain, gpus))
-    if large % small == 0:
-        return
-    if domain > gpus:
-        close = nearest_multiple(domain, gpus)
-    else:
-        divisors = [d for d in range(1, gpus + 1) if gpus % d == 0]
-        close = min(divisors, key=lambda d: (abs(d - domain), d))
-    raise UserError(
-        f"cluster.domain_gpus={domain} must divide cluster.gpus_per_node={gpus} or be a multiple "
-        f"of it; the nearest is cluster.domain_gpus={close}."
-    )
-
-
-def nearest_multiple(value: int, unit: int) -> int:
-    """Returns the multiple of `unit`, at least one, closest to `value` (ties: the smaller)."""
-    below = max(unit, value // unit * unit)
-    return below if value - below <= below + unit - value else below + unit
-
-
-def check_rails(rails: int, gpus: int) -> None:
-    """Raises UserError unless a node of `gpus` GPUs can have `rails` rails."""
-    if rails > gpus:
+    fitting = [d for d in range(1, gpus + 1) if gpus % d == 0]
+    fitting += [domain // gpus * gpus, (domain // gpus + 1) * gpus]
+    close = min((d for d in fitting if d), key=lambda d: (abs(d - domain), d))
+    if close != domain:
         raise UserError(
-            f"cluster.rails={rails} must be at most cluster.gpus_per_node={gpus}, as each rail "
-            f"takes the NIC of at least one GPU; the nearest is cluster.rails={gpus}."
+            f"cluster.domain_gpus={domain} must divide cluster.gpus_per_node={gpus} or be a "
+            f"multiple of it; the nearest is cluster.domain_gpus={close}."
         )

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster import parts
-from parallel3d.topology.cluster.parts import Cluster
+from parallel3d.topology.cluster.parts import Cluster, cluster_of
 
 MOST_NODES = 1_000_000  # a longer list is a mistake, and would fill the memory
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -35,58 +35,42 @@ def expand_hostlist(text: str, what: str = "node list") -> list[str]:
     Raises UserError for unmatched brackets, ranges that do not count up, or no name.
     """
     names: list[str] = []
-    for entry in _split_outside_brackets(text.strip(), what, text):
-        pieces = re.split(r"\[([^\[\]]*)\]", entry)  # literal, ranges, literal, ranges, …
-        choices = [
-            _numbers(piece, what, text) if place % 2 else [piece]
-            for place, piece in enumerate(pieces)
-        ]
-        if len(names) + math.prod(map(len, choices)) > MOST_NODES:
-            raise _unreadable(what, text, f"it names more than {MOST_NODES:,} nodes")
-        expanded = ["".join(parts) for parts in itertools.product(*choices)]
-        if not NAME.fullmatch(expanded[0]):
-            raise _unreadable(what, text, f"{entry!r} is no name of a node")
-        names += expanded
-    if not names:
-        raise _unreadable(what, text, "it names no node")
+    try:
+        if set("[]") & set(re.sub(r"\[[^\[\]]*\]", "", text)):
+            raise ValueError("its brackets do not match")
+        for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):  # commas in brackets stay
+            pieces = re.split(r"\[(.*?)\]", entry.strip())  # literal, ranges, literal, ranges, …
+            choices = [_numbers(p) if place % 2 else [p] for place, p in enumerate(pieces)]
+            if len(names) + math.prod(map(len, choices)) > MOST_NODES:
+                raise ValueError(f"it names more than {MOST_NODES:,} nodes")
+            expanded = ["".join(parts) for parts in itertools.product(*choices)]
+            if expanded[0] and not NAME.fullmatch(expanded[0]):
+                raise ValueError(f"{entry!r} is no name of a node")
+            names += filter(None, expanded)
+        if not names:
+            raise ValueError("it names no node")
+    except ValueError as error:
+        raise UserError(
+            f"the {what} {shortened(text)!r} cannot be read: {error}; it must look like "
+            "n[01-03,7],m1."
+        ) from None
     return names
 
 
-def _split_outside_brackets(text: str, what: str, whole: str) -> list[str]:
-    entries, depth = [""], 0
-    for character in text:
-        depth += (character == "[") - (character == "]")
-        if depth not in (0, 1):
-            raise _unreadable(what, whole, "its brackets do not match")
-        if character == "," and depth == 0:
-            entries.append("")
-        else:
-            entries[-1] += character
-    if depth:
-        raise _unreadable(what, whole, "its brackets do not match")
-    return [entry.strip() for entry in entries if entry.strip()]
-
-
-def _numbers(ranges: str, what: str, whole: str) -> list[str]:
-    """Expands `01-03,7` to 01, 02, 03, 7."""
+def _numbers(ranges: str) -> list[str]:
+    """Expands `01-03,7` to 01, 02, 03, 7; raises ValueError if it is malformed or too long."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = RANGE.fullmatch(part.strip())
         if match is None:
-            raise _unreadable(what, whole, f"{part!r} is no range such as 01-03")
+            raise ValueError(f"{part!r} is no range such as 01-03")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
-            raise _unreadable(what, whole, f"the range {part!r} counts down")
+            raise ValueError(f"the range {part!r} counts down")
         if high - low >= MOST_NODES:
-            raise _unreadable(what, whole, f"it names more than {MOST_NODES:,} nodes")
+            raise ValueError(f"it names more than {MOST_NODES:,} nodes")
         numbers += [f"{number:0{len(match[1])}d}" for number in range(low, high + 1)]
     return numbers
-
-
-def _unreadable(what: str, text: str, why: str) -> UserError:
-    return UserError(
-        f"the {what} {shortened(text)!r} cannot be read: {why}; it must look like n[01-03,7],m1."
-    )
 
 
 def shortened(text: str, most: int = 60) -> str:
@@ -115,8 +99,8 @@ def expand_tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list
 # topology/tree names leaf switches; topology/block names blocks, the NVLink domains of multi-node
 # NVLink systems.
 
-HEADS = ("switchname", "blockname", "aggregatedblock", "blocksizes")
-KEYS = (*HEADS, "nodes", "switches", "level", "linkspeed", "blockindex", "blocksize")
+KEYS = ("switchname", "blockname", "aggregatedblock", "blocksizes")  # the first of a line
+MORE_KEYS = ("nodes", "switches", "level", "linkspeed", "blockindex", "blocksize")
 FORMS = "SwitchName=… Nodes=… or Switches=…, or BlockName=… Nodes=…"
 
 
@@ -140,19 +124,30 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
     topology = SlurmTopology()
     described: set[str] = set()
     children: dict[str, str] = {}
-    for number, line in _lines(text):
+    plain = re.sub(r"\\[ \t]*\n", " ", re.sub(r"#.*", "", text))  # a backslash continues a line
+    for number, line in enumerate(plain.splitlines(), start=1):
+        if not line.strip():
+            continue
         where = f"{what} line {number}"
         fields = _fields(line, where)
-        head = next(iter(fields))
-        if head == "switchname":
-            described.add(fields[head])
-            _read_switch(fields, topology, children, where)
-        elif head == "blockname":
-            described.add(fields[head])
-            nodes = (
-                expand_hostlist(fields["nodes"], f"Nodes of {where}") if "nodes" in fields else []
+        head, name = next(iter(fields.items()))
+        if head not in ("switchname", "blockname"):
+            continue
+        described.add(name)
+        switch = head == "switchname"
+        if switch and "switches" in fields:
+            below = expand_hostlist(fields["switches"], f"Switches of {where}")
+            children |= dict.fromkeys(below, name)
+        elif "nodes" in fields:
+            groups = topology.unit if switch else topology.block
+            for node in expand_hostlist(fields["nodes"], f"Nodes of {where}"):
+                if groups.setdefault(node, name) != name:
+                    kind = "leaf switches" if switch else "blocks"
+                    raise UserError(f"{where}: {node} is in two {kind}, {groups[node]} and {name}.")
+        elif switch and "level" not in fields:  # scontrol prints a leaf that waits for nodes so
+            raise UserError(
+                f"{where}: switch {name} has neither Nodes nor Switches: is it cut off?"
             )
-            _put(topology.block, nodes, fields[head], "blocks", where)
     if not described:
         raise UserError(f"{what} describes no switch and no block: it must have lines {FORMS}.")
     missing = [child for child in children if child not in described]
@@ -164,52 +159,17 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
     return topology
 
 
-def _lines(text: str) -> list[tuple[int, str]]:
-    """Returns (number, line) without comments and empty lines; a backslash continues a line."""
-    lines: list[tuple[int, str]] = []
-    open_line = ""
-    for number, raw in enumerate(text.splitlines(), start=1):
-        line = open_line + raw.split("#", 1)[0].strip()
-        open_line = line[:-1] + " " if line.endswith("\\") else ""
-        if not open_line and line:
-            lines.append((number, line))
-    if open_line.strip():
-        lines.append((text.count("\n") + 1, open_line))
-    return lines
-
-
 def _fields(line: str, where: str) -> dict[str, str]:
     """Returns the values of a line by key in lower case."""
     fields: dict[str, str] = {}
     for word in line.split():
-        name, sign, value = word.partition("=")
+        name, _, value = word.partition("=")
         name = name.lower()
-        if not sign or not value or name not in KEYS or name in fields:
+        known = (*KEYS, *MORE_KEYS) if fields else KEYS
+        if not value or name not in known or name in fields:
             raise UserError(f"{where}, {shortened(word)!r}, cannot be read: it must be {FORMS}.")
         fields[name] = value
-    if next(iter(fields)) not in HEADS:
-        raise UserError(f"{where}, {shortened(line)!r}, cannot be read: it must be {FORMS}.")
     return fields
-
-
-def _read_switch(
-    fields: Mapping[str, str], topology: SlurmTopology, children: dict[str, str], where: str
-) -> None:
-    name = fields["switchname"]
-    if "switches" in fields:
-        for child in expand_hostlist(fields["switches"], f"Switches of {where}"):
-            children[child] = name
-    elif "nodes" in fields:
-        nodes = expand_hostlist(fields["nodes"], f"Nodes of {where}")
-        _put(topology.unit, nodes, name, "leaf switches", where)
-    elif "level" not in fields:  # scontrol prints a leaf that waits for nodes, a file has none
-        raise UserError(f"{where}: switch {name} has neither Nodes nor Switches: is it cut off?")
-
-
-def _put(found: dict[str, str], nodes: list[str], name: str, kind: str, where: str) -> None:
-    for node in nodes:
-        if found.setdefault(node, name) != name:
-            raise UserError(f"{where}: {node} is in two {kind}, {found[node]} and {name}.")
 
 
 def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, str]:
@@ -299,22 +259,11 @@ def slurm_cluster(
         raise UserError(
             f"{source} knows none of the job's nodes, such as {names[0]}: is it of another cluster?"
         )
-    node_domain, domain_gpus = _domains(config, names, domains, most)
-    rails = most if config.rails is None else config.rails
-    parts.check_rails(rails, most)
-    return Cluster(
-        nodes=len(names),
-        gpus_per_node=most,
-        domain_gpus=domain_gpus,
-        rails=rails,
-        unit_nodes=config.unit_nodes,
-        node_names=tuple(names),
-        node_gpus=tuple(gpus),
-        node_unit=_numbered(names, units),
-        node_domain=node_domain,
-        origin=_origin(source, units, domains),
-        **parts.wires(config),
-    )
+    own: dict[str, Any] = {"node_gpus": tuple(gpus), "node_unit": _numbered(names, units)}
+    if node_domain := _numbered(names, domains):
+        own |= {"node_domain": node_domain}
+        own |= {"domain_gpus": _domain_size(config, names, domains, node_domain, most)}
+    return cluster_of(config, len(names), most, _origin(source, units, domains), names, **own)
 
 
 def job_nodes(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
@@ -410,25 +359,24 @@ def _numbered(names: list[str], group: Mapping[str, str]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def _domains(
-    config: ClusterConfig, names: list[str], domains: Mapping[str, str], most: int
-) -> tuple[tuple[int, ...], int]:
-    """Returns the cluster's `node_domain` and `domain_gpus`; `most`: GPUs of the largest node."""
-    node_domain = _numbered(names, domains)
-    if not node_domain:
-        size = most if config.domain_gpus is None else config.domain_gpus
-        parts.check_domain(size, most)
-        return (), size
+def _domain_size(
+    config: ClusterConfig,
+    names: list[str],
+    domains: Mapping[str, str],
+    node_domain: tuple[int, ...],
+    most: int,
+) -> int:
+    """Returns the GPUs of the largest domain, of nodes of `most`."""
     fullest, count = Counter(node_domain).most_common(1)[0]
     largest = count * most
     if config.domain_gpus is not None and largest > config.domain_gpus:
         block = domains[names[node_domain.index(fullest)]]
         raise UserError(
             f"cluster.domain_gpus={config.domain_gpus} contradicts Slurm, whose block {block} "
-            f"holds {largest} GPUs of the job; the nearest is "
-            f"cluster.domain_gpus={parts.nearest_multiple(largest, most)}, or null."
+            f"holds {largest} GPUs of the job; the nearest is cluster.domain_gpus={largest}, or "
+            "null."
         )
-    return node_domain, largest
+    return largest
 
 
 def _origin(source: str, units: Mapping[str, str], domains: Mapping[str, str]) -> str:
