@@ -1,11 +1,11 @@
-"""`parallel3d topology`: finds the cluster, places ranks, prices a step; facts as plain data.
+"""`parallel3d topology`: finds the cluster, places ranks, prices a step; shows it.
 
-Units of the facts: bytes and seconds of one optimizer step, 1e9 bytes a second, microseconds of
-latency. A time of None: no wire leads there. Imports no torch.
+Bytes and seconds are those of one optimizer step. Imports no torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -13,8 +13,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +30,8 @@ from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.assumptions import assume_batch, assume_model, check_free, write
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
-from parallel3d.topology.layout import DIMENSIONS, Layout
-from parallel3d.topology.links import DimLinks, Loads, classify, loads_of, routes
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import DimLinks, Loads, Route, classify, loads_of, routes
 from parallel3d.topology.placement.advice import warnings_for
 from parallel3d.topology.placement.placed_ranks import Process, ranks_of_file
 from parallel3d.topology.placement.search import Candidate, place, search
@@ -41,7 +42,17 @@ from parallel3d.topology.tiling import RankMapping
 MADE_BY = "parallel3d topology"
 READER_LEFT = 128 + signal.SIGPIPE
 SCALARS = 4096  # bytes up to which a message is pure latency: a loss, a norm
-WIRES = (LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE)
+
+
+class BetweenRails(NamedTuple):
+    """A message between two rails: its GPUs, its content (None: an example), and its ways, cheapest
+    first."""
+
+    source: int
+    target: int
+    nbytes: int
+    what: str | None
+    ways: list[Route]
 
 
 @dataclass(frozen=True)
@@ -52,11 +63,7 @@ class TopologyReport:
     assumed: list[str]
     placement: RankMapping
     transfers: list[Transfer]
-    links: dict[str, DimLinks]
-    price: StepPrice
-    loads: Loads
     candidates: list[Candidate]
-    warnings: list[str]
 
     @property
     def cluster(self) -> Cluster:
@@ -66,203 +73,117 @@ class TopologyReport:
     def layout(self) -> Layout:
         return self.placement.layout
 
+    @cached_property
+    def links(self) -> dict[str, DimLinks]:
+        return classify(self.placement)
+
+    @cached_property
+    def price(self) -> StepPrice:
+        return price_step(self.placement, self.transfers)
+
+    @cached_property
+    def loads(self) -> Loads:
+        return loads_of(self.placement, self.price)
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """Raises UserError if neighbours have no wire between them."""
+        return warnings_for(self.placement, self.links, self.transfers)
+
     @property
-    def rank(self) -> int:
-        return self.config.topology.rank
+    def shown_candidates(self) -> list[Candidate]:
+        """The first `topology.search` candidates, and the default order in any case."""
+        rows = self.config.topology.search
+        return self.candidates[:rows] + [c for c in self.candidates[rows:] if c.is_default]
+
+    @property
+    def between_rails(self) -> BetweenRails | None:
+        """The largest message of this job between rails or, if there is none, one from the first
+        GPU to another rail and domain, as large as a pipeline message; None on a single rail."""
+        found = self._largest_between_rails() or self._example()
+        if found is None:
+            return None
+        nbytes, source, target, what = found
+        return BetweenRails(*found[1:3], nbytes, what, routes(self.cluster, source, target, nbytes))
+
+    def _largest_between_rails(self) -> tuple[int, int, int, str | None] | None:
+        found = []
+        rail, slots = self.cluster.rail_of, self.placement.slots
+        for dim, links in self.links.items():
+            pairs = ([int(slots[rank]) for rank in pair.ranks] for pair in links.offending)
+            # The first neighbours on different rails and domains.
+            ends = next(((a, b) for a, b in pairs if rail[a] != rail[b]), None)
+            if ends is None or dim not in self.price.dims:
+                continue
+            for p in self.price.dims[dim].transfers:
+                # In two levels the bytes stay on their rails. A ring sends the buffer in shards.
+                if p.algorithm != "hierarchical":
+                    shards = 1 if p.transfer.op == "send_recv" else links.size
+                    nbytes = -(-p.transfer.nbytes // shards)
+                    found.append((nbytes, *ends, f"{dim}: {p.transfer.what}"))
+        return max((message for message in found if message[0] >= SCALARS), default=None)
+
+    def _example(self) -> tuple[int, int, int, str | None] | None:
+        cluster = self.cluster
+        others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
+        near = others & (cluster.unit == cluster.unit[0])
+        slots = np.flatnonzero(near if near.any() else others)
+        if not slots.size:
+            return None
+        sent = [t.nbytes for t in self.transfers if t.op == "send_recv"]
+        return max(sent, default=1_000_000), 0, int(slots[0]), None
+
+    @property
+    def picture(self) -> str:
+        """The map as an SVG document."""
+        sizes, _, job = job_line(self).partition("; ")
+        title = f"{self.cluster.name}: {sizes} on {self.cluster.size:,} GPUs"
+        words = f"{cluster_line(self.cluster)}. {job}"
+        return cluster_svg(self.placement, self.config.topology.rank, self.loads, title, words)
 
 
-def facts_of(report: TopologyReport, made_by: str) -> dict[str, Any]:
-    """Returns everything that text and topology.json contain."""
-    price, nbytes = report.price, report.price.nbytes
+def facts_of(report: TopologyReport) -> dict[str, Any]:
+    """Returns the content of topology.json: what is shown, as the report's objects hold it."""
+    price, rank = report.price, report.config.topology.rank
     return {
-        "made_by": made_by,
+        "made_by": MADE_BY,
         "version": parallel3d.__version__,
         "assumed": report.assumed,
-        "cluster": _cluster(report.cluster),
-        "job": _job(report),
+        "cluster": _plain(report.cluster),
+        "layout": _plain(report.layout),
         "placement": report.placement.how,
-        "seconds": _finite(price.seconds),
-        "groups": [_group(report, dim) for dim in price.dims],
-        "bytes": {report.cluster.label(kind): nbytes[kind] for kind in WIRES if kind in nbytes},
-        "ports": {
-            port: {"name": name, "bytes": sent}
-            for port, (name, sent) in report.loads.busiest(report.cluster).items()
+        "slots": report.placement.slots.tolist(),
+        "seconds": _plain(price.seconds),
+        "bytes": _plain(price.nbytes),
+        "groups": {
+            dim: {"seconds": _plain(of_dim.seconds), "price": _plain(of_dim)}
+            | {"links": _plain(report.links.get(dim))}
+            for dim, of_dim in price.dims.items()
         },
-        "search": _search(report),
-        "routes": _routes(report),
-        "rank": _rank(report),
+        "busiest": report.loads.busiest(report.cluster),
+        "search": [
+            {"placement": str(c), "default": c.is_default, "seconds": _plain(c.seconds)}
+            for c in report.shown_candidates
+        ],
+        "between_rails": _plain(report.between_rails),
+        "rank": {"rank": rank, **report.layout.coordinates(rank)._asdict()},
         "warnings": report.warnings,
     }
 
 
-def _finite(seconds: float) -> float | None:
-    return None if math.isinf(seconds) else seconds
-
-
-def _cluster(cluster: Cluster) -> dict[str, Any]:
-    domains = np.unique(cluster.domain).size
-    units = np.unique(cluster.unit).size
-    leaves = np.unique(cluster.leaf).size
-    wires = {cluster.intra: cluster.nvlink, "rail": cluster.rail}
-    if cluster.oversubscription is not None:
-        wires["spine"] = cluster.spine
-    return {
-        "name": cluster.name,
-        "origin": cluster.origin,
-        "intra": cluster.intra_name,
-        "network": cluster.network,
-        "nodes": cluster.nodes,
-        "gpus_per_node": cluster.gpus_per_node,
-        "gpus": cluster.size,
-        "domains": domains,
-        "domain_gpus": int(np.bincount(np.unique(cluster.domain, return_inverse=True)[1]).max()),
-        "rails": cluster.rails,
-        "units": units,
-        "leaf_switches": leaves,
-        "oversubscription": cluster.oversubscription,
-        "wires": {
-            name: {"gb_per_s": wire.gb_per_s, "latency_us": wire.latency_us}
-            for name, wire in wires.items()
-        },
-    }
-
-
-def _job(report: TopologyReport) -> dict[str, Any]:
-    config, layout = report.config, report.layout
-    return {
-        "model": config.model.name,
-        "precision": config.precision.name,
-        "micro_batch_size": config.micro_batch_size,
-        "num_microbatches": config.num_microbatches,
-        "global_batch_size": config.global_batch_size,
-        **{dim: layout.size(dim) for dim in DIMENSIONS},
-        "vpp": config.vpp,
-        "schedule": config.schedule.name,
-        "ranks": layout.world_size,
-        "idle_gpus": report.cluster.size - layout.world_size,
-    }
-
-
-def _group(report: TopologyReport, dim: str) -> dict[str, Any]:
-    """Returns one dimension's groups, links, bytes and seconds."""
-    priced, links, label = report.price.dims[dim], report.links.get(dim), report.cluster.label
-    fact: dict[str, Any] = {
-        "dim": dim,
-        "size": priced.paths.n,
-        "groups": links.groups if links else report.layout.world_size // priced.paths.n,
-        "algorithms": list(priced.algorithms),
-        "seconds": _finite(priced.seconds),
-        "bytes": {label(kind): nbytes for kind, nbytes in priced.nbytes.items() if nbytes},
-        "transfers": [
-            {
-                "op": p.transfer.op,
-                "what": p.transfer.what,
-                "bytes": p.transfer.nbytes,
-                "count": p.transfer.count,
-                "algorithm": p.algorithm,
-                "seconds": _finite(p.seconds),
-            }
-            for p in priced.transfers
-        ],
-    }
-    if links:
-        fact["pairs"] = {label(kind): count for kind, count in links.pairs.items()}
-        fact["in_domain"], fact["on_rail"] = links.in_domain, links.on_rail
-        fact["crossing"] = links.crossing
-        fact["offending"] = [str(pair) for pair in links.offending]
-    return fact
-
-
-def _search(report: TopologyReport) -> list[dict[str, Any]]:
-    """Returns the first `topology.search` candidates, and the default order in any case."""
-    rows = report.config.topology.search
-    return [
-        {
-            "placement": str(candidate),
-            "override": "default" if candidate.is_default else "auto",
-            "tiling": str(candidate.tiling),
-            "seconds": _finite(candidate.seconds),
-            "default": candidate.is_default,
-        }
-        for place, candidate in enumerate(report.candidates)
-        if rows and (place < rows or candidate.is_default)
-    ]
-
-
-def _rank(report: TopologyReport) -> dict[str, Any]:
-    layout, rank = report.layout, report.rank
-    slot = int(report.placement.slots[rank])
-    return {
-        "rank": rank,
-        "coordinates": layout.coordinates(rank)._asdict(),
-        "gpu": report.cluster.slot_name(slot),
-        "groups": {d: layout.group_of(rank, d) for d in DIMENSIONS if layout.size(d) > 1},
-    }
-
-
-def _routes(report: TopologyReport) -> dict[str, Any] | None:
-    """Returns the ways of one message between rails, cheapest first; None on a single rail.
-
-    The largest message of this job between rails or, if there is none, one from the first GPU to
-    another rail and domain, as large as a pipeline message.
-    """
-    cluster = report.cluster
-    found = _crossing(report) or _example(report)
-    if found is None:
-        return None
-    nbytes, source, target, what = found
-    return {
-        "from": cluster.slot_name(source),
-        "to": cluster.slot_name(target),
-        "rails": [int(cluster.rail_of[source]), int(cluster.rail_of[target])],
-        "bytes": nbytes,
-        "what": what,
-        "ways": [
-            {
-                # node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1
-                "path": cluster.slot_name(source)
-                + "".join(
-                    f" -{cluster.label(hop)}- {cluster.slot_name(slot)}"
-                    for hop, slot in zip(route.hops, route.slots[1:], strict=True)
-                ),
-                "hops": [cluster.label(hop) for hop in route.hops],
-                "seconds": route.seconds,
-            }
-            for route in routes(cluster, source, target, nbytes)
-        ],
-    }
-
-
-def _crossing(report: TopologyReport) -> tuple[int, int, int, str | None] | None:
-    """Returns (bytes, from, to, content) of the job's largest message between two rails; None if
-    there are only scalars."""
-    found = []
-    rail, slots = report.cluster.rail_of, report.placement.slots
-    for dim, links in report.links.items():
-        priced = report.price.dims.get(dim)
-        pairs = ([int(slots[rank]) for rank in pair.ranks] for pair in links.offending)
-        # The first neighbours on different rails and domains.
-        ends = next(((a, b) for a, b in pairs if rail[a] != rail[b]), None)
-        if priced is None or ends is None:
-            continue
-        for p in priced.transfers:
-            # In two levels the bytes stay on their rails. A ring sends the buffer in `size` shards.
-            if p.algorithm != "hierarchical":
-                shards = 1 if p.transfer.op == "send_recv" else links.size
-                found.append((-(-p.transfer.nbytes // shards), *ends, f"{dim}: {p.transfer.what}"))
-    largest = max(found, default=None)
-    return largest if largest and largest[0] >= SCALARS else None
-
-
-def _example(report: TopologyReport) -> tuple[int, int, int, None] | None:
-    cluster = report.cluster
-    others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
-    near = others & (cluster.unit == cluster.unit[0])
-    slots = np.flatnonzero(near if near.any() else others)
-    if not slots.size:
-        return None
-    sent = [t.nbytes for t in report.transfers if t.op == "send_recv"]
-    return max(sent, default=1_000_000), 0, int(slots[0]), None
+def _plain(value: Any) -> Any:
+    """Returns dataclasses and tuples with names as dicts, links by their names; None: infinite."""
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, LinkClass):
+        return value.label
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if value == math.inf else value
 
 
 def topology(config: Config, typed: Sequence[str] | None = None) -> int:
@@ -276,13 +197,13 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
     check_free("topology.json", json_file, f'"made_by": "{MADE_BY}"', MADE_BY)
     report = make_report(config, typed, os.environ)
-    facts = facts_of(report, MADE_BY)
     if json_file:
-        write("topology.json", json_file, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(facts_of(report), indent=1, allow_nan=False)
+        write("topology.json", json_file, text + "\n")
     if svg:
-        write("topology.svg", svg, picture_of(report, facts))
+        write("topology.svg", svg, report.picture)
     try:
-        write_report(facts, [name for name in (svg, json_file) if name], sys.stdout)
+        write_report(report, [name for name in (svg, json_file) if name], sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -312,12 +233,10 @@ def make_report(
         placement = _from_file(config, cluster, layout)
     else:
         placement = place(config, cluster, layout, sent)
-    links = classify(placement)
-    rows = config.topology.search
-    found = search(cluster, layout, sent) if rows else []
-    price, warnings = price_step(placement, sent), warnings_for(placement, links, sent)
-    told, loads = [*assumed, *more], loads_of(placement, price)
-    return TopologyReport(config, told, placement, sent, links, price, loads, found, warnings)
+    found = search(cluster, layout, sent) if config.topology.search else []
+    report = TopologyReport(config, [*assumed, *more], placement, sent, found)
+    _ = report.warnings  # refuses what has no wire
+    return report
 
 
 def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
@@ -354,11 +273,3 @@ def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
     ][: layout.world_size]
     slots = np.asarray(ranks_of_file(config, everywhere))
     return RankMapping(cluster, layout, slots, f"rank file {Path(str(config.rank_file)).name}")
-
-
-def picture_of(report: TopologyReport, facts: dict[str, Any]) -> str:
-    """Returns the map as an SVG document; `facts` are those of the report."""
-    sizes, _, job = job_line(facts).partition("; ")
-    title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
-    words = f"{cluster_line(facts)}. {job}"
-    return cluster_svg(report.placement, report.rank, report.loads, title, words)

@@ -2,153 +2,151 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from parallel3d.topology.layout import DIMENSIONS, Coordinates
+import numpy as np
 
-Facts = dict[str, Any]
+from parallel3d.topology.cluster.parts import Cluster
+from parallel3d.topology.layout import DIMENSIONS
+
+if TYPE_CHECKING:
+    from parallel3d.topology.report import TopologyReport
+
 LABEL = 11  # columns of the words at the left
 LEAST_WIDTH = 40
 WORTH_SAYING = 0.005  # of the communication: smaller differences are within the model's error
 
 
-def write_report(facts: Facts, written: Sequence[str], stream: TextIO) -> None:
+def write_report(report: TopologyReport, written: Sequence[str], stream: TextIO) -> None:
     """Writes everything in the terminal's columns (or COLUMNS), else 80; `written`: the files."""
     width = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     tables = (heading, group_table, search_table, route_lines, warning_lines)
-    parts = [*(table(facts, width) for table in tables), [f"wrote {name}" for name in written]]
+    parts = [*(table(report, width) for table in tables), [f"wrote {name}" for name in written]]
     stream.write("\n\n".join("\n".join(part) for part in parts if part) + "\n")
 
 
-def cluster_line(facts: Facts) -> str:
+def cluster_line(c: Cluster) -> str:
     """Formats `16 nodes of 8 GPUs = 128 GPUs, 16 NVLink domains of 8, 8 rails, ...`"""
-    c = facts["cluster"]
-    spine = "no spine"
-    if c["oversubscription"] is not None:
-        spine = f"spine {c['oversubscription']:g}:1"
-    units = f"{_count(c['units'], 'unit')} with {_count(c['leaf_switches'], 'leaf switch')}"
-    nodes = f"{_count(c['nodes'], 'node')}, {_count(c['gpus'], 'GPU')}"
-    if c["nodes"] * c["gpus_per_node"] == c["gpus"]:
-        each = _count(c["gpus_per_node"], "GPU")
-        nodes = f"{_count(c['nodes'], 'node')} of {each} = {c['gpus']:,}"
-    domains = f"{_count(c['domains'], c['intra'] + ' domain')} of {c['domain_gpus']}"
-    return f"{nodes}, {domains}, {_count(c['rails'], 'rail')}, {units}, {spine}"
-
-
-def job_line(facts: Facts) -> str:
-    """Formats `tp=8 pp=4 dp=4; llama3_70b in fp32; 64 sequences a step ...; placement: ...`"""
-    job = facts["job"]
-    shown = [d for d in ("tp", "cp", "pp", "vpp", "dp") if d not in ("cp", "vpp") or job[d] > 1]
-    sizes = " ".join(f"{d}={job[d]}" for d in shown)
-    if job["vpp"] > 1:
-        sizes += f" schedule={job['schedule']}"
-    batch = (
-        f"{job['global_batch_size']:,} sequences a step = {job['micro_batch_size']} × "
-        f"{job['num_microbatches']} micro-batches × dp"
-    )
+    domains = np.unique(c.domain, return_counts=True)[1]
+    units, leaves = np.unique(c.unit).size, _count(np.unique(c.leaf).size, "leaf switch")
+    spine = "no spine" if c.oversubscription is None else f"spine {c.oversubscription:g}:1"
+    nodes = f"{_count(c.nodes, 'node')}, {_count(c.size, 'GPU')}"
+    if c.nodes * c.gpus_per_node == c.size:
+        nodes = f"{_count(c.nodes, 'node')} of {_count(c.gpus_per_node, 'GPU')} = {c.size:,}"
     return (
-        f"{sizes}; {job['model']} in {job['precision']}; {batch}; placement: {facts['placement']}"
+        f"{nodes}, {_count(domains.size, c.intra_name + ' domain')} of {domains.max()}, "
+        f"{_count(c.rails, 'rail')}, {_count(units, 'unit')} with {leaves}, {spine}"
     )
 
 
-def heading(facts: Facts, width: int) -> list[str]:
+def job_line(report: TopologyReport) -> str:
+    """Formats `tp=8 pp=4 dp=4; llama3_70b in fp32; 64 sequences a step ...; placement: ...`"""
+    config, layout = report.config, report.layout
+    numbers = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vpp": config.vpp}
+    numbers["dp"] = layout.dp
+    sizes = " ".join(f"{d}={n}" for d, n in numbers.items() if n > 1 or d not in ("cp", "vpp"))
+    sizes += f" schedule={config.schedule.name}" * (config.vpp > 1)
+    return (
+        f"{sizes}; {config.model.name} in {config.precision.name}; {config.global_batch_size:,} "
+        f"sequences a step = {config.micro_batch_size} × {config.num_microbatches} micro-batches × "
+        f"dp; placement: {report.placement.how}"
+    )
+
+
+def heading(report: TopologyReport, width: int) -> list[str]:
     """Returns cluster, wires, job, assumptions, and the chosen rank's groups."""
-    cluster, job, rank = facts["cluster"], facts["job"], facts["rank"]
-    origin = f" ({cluster['origin']})" if cluster["origin"] != "the configuration" else ""
-    wires = ", ".join(
-        f"{name} {wire['gb_per_s']:g} GB/s {wire['latency_us']:g} µs"
-        for name, wire in cluster["wires"].items()
-    )
+    c, layout, rank = report.cluster, report.layout, report.config.topology.rank
+    origin = f" ({c.origin})" if c.origin != "the configuration" else ""
+    wires = {c.intra: c.nvlink, "rail": c.rail}
+    if c.oversubscription is not None:
+        wires["spine"] = c.spine
+    speeds = [f"{k} {w.gb_per_s:g} GB/s {w.latency_us:g} µs" for k, w in wires.items()]
     groups = "".join(
-        f"; {dim} group {_members(rank['groups'][dim])}"
+        f"; {dim} group {_members(layout.group_of(rank, dim))}"
         for dim in DIMENSIONS
-        if dim in rank["groups"]
+        if layout.size(dim) > 1
     )
-    place = Coordinates(**rank["coordinates"]).named("cp" in rank["groups"])
+    idle, slot = c.size - layout.world_size, int(report.placement.slots[rank])
     rows = {
-        "cluster": f"{cluster['name']}{origin}: {cluster_line(facts)}",
-        "wires": f"{wires}; of one GPU, one way"
-        + ", NICs by TCP" * (cluster["network"] == "socket"),
-        "job": job_line(facts),
-        "assumed": " ".join(facts["assumed"])
-        and f"{' '.join(facts['assumed'])}, as no others were given",
-        "idle": job["idle_gpus"]
-        and f"{job['ranks']:,} of {cluster['gpus']:,} GPUs hold ranks, {job['idle_gpus']:,} idle",
-        "rank": f"{rank['rank']} = ({place}) on {rank['gpu']}{groups}",
+        "cluster": f"{c.name}{origin}: {cluster_line(c)}",
+        "wires": f"{', '.join(speeds)}; of one GPU, one way"
+        + ", NICs by TCP" * (c.network == "socket"),
+        "job": job_line(report),
+        "assumed": " ".join(report.assumed)
+        and f"{' '.join(report.assumed)}, as no others were given",
+        "idle": idle and f"{layout.world_size:,} of {c.size:,} GPUs hold ranks, {idle:,} idle",
+        "rank": f"{rank} = ({layout.named(rank)}) on {c.slot_name(slot)}{groups}",
     }
     return [line for label, text in rows.items() if text for line in _labelled(label, text, width)]
 
 
-def group_table(facts: Facts, width: int) -> list[str]:
+def group_table(report: TopologyReport, width: int) -> list[str]:
     """Returns a row per dimension: size, groups, links, algorithm, bytes, time."""
+    price, label = report.price, report.cluster.label
     rows = [("group", "size", "groups", "links of neighbours", "algorithm", "bytes", "ms")]
-    for group in facts["groups"]:
-        sizes = (f"{group['size']:,}", f"{group['groups']:,}")
-        ways = (_pairs(group), ", ".join(group["algorithms"]))
-        rows.append((group["dim"], *sizes, *ways, *_bytes_and_ms(group)))
-    rows.append(("all", "", "", "", "", *_bytes_and_ms(facts)))
+    for dim, of_dim in price.dims.items():
+        n, links = of_dim.paths.n, report.links.get(dim)
+        groups = links.groups if links else report.layout.world_size // n
+        pairs = links.pairs if links else {}
+        ways = [f"{label(k)} {_percent(c / sum(pairs.values()))}" for k, c in pairs.items()]
+        sums = (byte_text(sum(of_dim.nbytes.values())), _ms(of_dim.seconds))
+        words = (", ".join(ways) or "any", ", ".join(of_dim.algorithms))
+        rows.append((dim, f"{n:,}", f"{groups:,}", *words, *sums))
+    total = (byte_text(sum(price.nbytes.values())), _ms(price.seconds))
+    rows.append(("all", "", "", "", "", *total))
     head = "one step's communication: bytes of all ranks, time if nothing overlaps"
-    classes = ", ".join(f"{name} {byte_text(n)}" for name, n in facts["bytes"].items())
+    by_link = ", ".join(f"{label(kind)} {byte_text(n)}" for kind, n in price.nbytes.items())
     lines = [*_wrap(head, width), *aligned(rows, "<>><<>>")]
-    lines += _labelled("bytes", f"{classes or 'none'} a step", width)
-    for port in facts["ports"].values():
-        lines += _labelled("busiest", f"{port['name']}: {byte_text(port['bytes'])} a step", width)
+    lines += _labelled("bytes", f"{by_link or 'none'} a step", width)
+    for name, sent in report.loads.busiest(report.cluster).values():
+        lines += _labelled("busiest", f"{name}: {byte_text(sent)} a step", width)
     return lines
 
 
-def _bytes_and_ms(facts: Facts) -> tuple[str, str]:
-    return byte_text(sum(facts["bytes"].values())), _ms(facts["seconds"])
-
-
-def _pairs(group: Facts) -> str:
-    pairs = group.get("pairs")
-    if not pairs:
-        return "any"
-    total = sum(pairs.values())
-    return ", ".join(f"{name} {_percent(count / total)}" for name, count in pairs.items())
-
-
-def search_table(facts: Facts, width: int) -> list[str]:
+def search_table(report: TopologyReport, width: int) -> list[str]:
     """Returns the best placements found, against the default order."""
-    rows = facts["search"]
+    rows = report.shown_candidates
     if not rows:
         return []
-    default = next(row for row in rows if row["default"])["seconds"]
+    default = next(row for row in rows if row.is_default).seconds
     table = [("placement", "predicted ms", "of the default")]
     for row in rows:
-        table.append((row["placement"], _ms(row["seconds"]), _share(row, default)))
+        known = math.isfinite(row.seconds) and 0 < default < math.inf
+        share = f"{100 * row.seconds / default:.1f} %" if known else "–"
+        table.append((str(row), _ms(row.seconds), share))
     lines = ["placement search, cheapest first", *aligned(table, "<>>")]
-    best, here = rows[0]["seconds"], facts["seconds"]
-    if best is not None and (here is None or best < here * (1 - WORTH_SAYING)):
-        gain = "" if here is None else f" saves {_percent(1 - best / here)} of the communication"
-        lines += _wrap(f"placement={rows[0]['override']}{gain}: {rows[0]['placement']}", width)
+    best, here = rows[0], report.price.seconds
+    if best.seconds < here * (1 - WORTH_SAYING):
+        saved = f" saves {_percent(1 - best.seconds / here)} of the communication"
+        override = "default" if best.is_default else "auto"
+        gain = saved if math.isfinite(here) else ""
+        lines += _wrap(f"placement={override}{gain}: {best}", width)
     return lines
 
 
-def _share(row: Facts, default: float | None) -> str:
-    if row["seconds"] is None or not default:
-        return "–"
-    return f"{100 * row['seconds'] / default:.1f} %"
-
-
-def route_lines(facts: Facts, width: int) -> list[str]:
+def route_lines(report: TopologyReport, width: int) -> list[str]:
     """Returns the priced ways of a message between rails."""
-    route = facts["routes"]
-    if route is None:
+    message, c = report.between_rails, report.cluster
+    if message is None:
         return []
-    (a, b), size = route["rails"], byte_text(route["bytes"])
-    ends = f"from {route['from']} (rail {a}) to {route['to']} (rail {b})"
-    lines = _wrap(f"between rails, {route['what'] or 'as an example'}, {size} {ends}:", width)
-    for way in route["ways"]:
-        lines += _wrap(f"{_ms(way['seconds'])} ms  {way['path']}", width, "  ", "    ")
-    return lines if route["ways"] else [*lines, "  no way leads there"]
+    size = byte_text(message.nbytes)
+    a, b = (f"{c.slot_name(s)} (rail {c.rail_of[s]})" for s in (message.source, message.target))
+    head = f"between rails, {message.what or 'as an example'}, {size} from {a} to {b}:"
+    lines = _wrap(head, width)
+    for way in message.ways:
+        path = c.slot_name(way.slots[0])  # node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1
+        for hop, slot in zip(way.hops, way.slots[1:], strict=True):
+            path += f" -{c.label(hop)}- {c.slot_name(slot)}"
+        lines += _wrap(f"{_ms(way.seconds)} ms  {path}", width, "  ", "    ")
+    return lines if message.ways else [*lines, "  no way leads there"]
 
 
-def warning_lines(facts: Facts, width: int) -> list[str]:
-    warnings = (f"warning: {text}" for text in facts["warnings"])
+def warning_lines(report: TopologyReport, width: int) -> list[str]:
+    warnings = (f"warning: {text}" for text in report.warnings)
     return [line for text in warnings for line in _wrap(text, width, rest="  ")]
 
 
@@ -163,9 +161,9 @@ def byte_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _ms(seconds: float | None) -> str:
-    """Formats milliseconds in three digits or more; None: there is no path."""
-    if seconds is None:
+def _ms(seconds: float) -> str:
+    """Formats milliseconds in three digits or more; infinite: there is no path."""
+    if math.isinf(seconds):
         return "no path"
     ms = seconds * 1e3
     return f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.3g}"

@@ -18,7 +18,7 @@ from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify, loads_of, neighbours
 from parallel3d.topology.placement.advice import refuse_unreachable
-from parallel3d.topology.report import facts_of, make_report
+from parallel3d.topology.report import TopologyReport, make_report
 from parallel3d.topology.text import write_report
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster
@@ -110,30 +110,25 @@ def test_a_way_back_without_a_wire_is_refused() -> None:
     refuse_unreachable(placement, classify(placement), transfers(as_v, layout))
 
 
-def report_text(name: str, vpp: int) -> tuple[dict, str]:
+def report_and_text(name: str, vpp: int) -> tuple[TopologyReport, str]:
     values = preset("cluster", "dgx_h100")
     cluster = ClusterConfig(**values | {"nodes": 4})
     config = Config(cluster=cluster, topology=TopologyConfig(), tp=8, pp=4, vpp=vpp)
     config.schedule.name = name
     report = make_report(config, ("tp=8",), {})
     out = io.StringIO()
-    facts = facts_of(report, "test")
-    write_report(facts, [], out)
-    return facts, out.getvalue()
+    write_report(report, [], out)
+    return report, out.getvalue()
 
 
 def test_the_report_says_what_a_pipeline_of_chunks_moves() -> None:
-    once, _ = report_text("1f1b", 1)
+    once, _ = report_and_text("1f1b", 1)
     for name, boundaries in (("interleaved", 3 * 2 + 1), ("zbv", 2 * 3)):
-        facts, text = report_text(name, 2)
+        report, text = report_and_text(name, 2)
         assert f"tp=8 pp=4 vpp=2 dp=1 schedule={name}; " in text
-        groups = {group["dim"]: group for group in facts["groups"]}
-        before = {group["dim"]: group for group in once["groups"]}
-        moved, was = (sum(x["pp"]["bytes"].values()) for x in (groups, before))
+        moved, was = (sum(r.price.dims["pp"].nbytes.values()) for r in (report, once))
         assert moved == pytest.approx(was * boundaries / 3)
-        pairs = groups["pp"]["pairs"]
-        assert sum(pairs.values()) == 8 * (4 if name == "interleaved" else 3)
-        assert facts["job"]["vpp"] == 2
+        assert sum(report.links["pp"].pairs.values()) == 8 * (4 if name == "interleaved" else 3)
 
 
 def test_a_layout_goes_round_at_least_once() -> None:

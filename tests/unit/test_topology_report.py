@@ -24,6 +24,7 @@ from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.report import TopologyReport, facts_of, make_report, topology
 from parallel3d.topology.text import (
     byte_text,
+    cluster_line,
     group_table,
     heading,
     route_lines,
@@ -64,7 +65,7 @@ def made(name: str) -> TopologyReport:
 
 def text_of(report: TopologyReport) -> str:
     out = io.StringIO()
-    write_report(facts_of(report, "test"), [], out)
+    write_report(report, [], out)
     return out.getvalue()
 
 
@@ -79,85 +80,93 @@ def test_context_parallel_groups_are_shown_with_what_they_send() -> None:
     report = made("long")
     text = one_line(report)
     assert "tp=4 cp=2 pp=2 dp=2" in text and "cp group 0 4" in text
-    groups = {group["dim"]: group for group in facts_of(report, "test")["groups"]}
-    assert groups["cp"]["pairs"] == {"nvlink": 16} and groups["cp"]["size"] == 2
-    sent = {(t["op"], t["what"]) for t in groups["cp"]["transfers"]}
+    nvlink, spine = LinkClass.NVLINK, LinkClass.SPINE
+    assert report.links["cp"].pairs == {nvlink: 16} and report.links["cp"].size == 2
+    sent = {(p.transfer.op, p.transfer.what) for p in report.price.dims["cp"].transfers}
     assert sent == {
         ("all_gather", "keys and values"),
         ("reduce_scatter", "gradients of keys and values"),
     }
     # Gradients go over both; along dp alone a count of tokens.
-    assert groups["dp_cp"]["size"] == 4 and groups["dp_cp"]["pairs"] == {"nvlink": 16, "spine": 16}
-    assert [t["bytes"] for t in groups["dp"]["transfers"]] == [8]
+    assert report.links["dp_cp"].size == 4
+    assert report.links["dp_cp"].pairs == {nvlink: 16, spine: 16}
+    assert [p.transfer.nbytes for p in report.price.dims["dp"].transfers] == [8]
     assert any("dp_cp=4 alternates between" in warning for warning in report.warnings)
     assert not any(warning.startswith("dp=") for warning in report.warnings)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_facts_are_those_of_the_objects(name: str) -> None:
+def test_json_is_strict_and_holds_the_numbers_of_the_objects(name: str) -> None:
     report = made(name)
-    facts = facts_of(report, "test")
+    facts = json.loads(json.dumps(facts_of(report), allow_nan=False))
     cluster, price = report.cluster, report.price
-    assert facts["cluster"]["gpus"] == cluster.size
-    assert facts["cluster"]["domains"] == len(set(cluster.domain.tolist()))
-    largest = Counter(cluster.domain.tolist()).most_common(1)[0][1]
-    assert facts["cluster"]["domain_gpus"] == largest
-    leaves = set(zip(cluster.unit.tolist(), cluster.rail_of.tolist(), strict=True))
-    assert facts["cluster"]["leaf_switches"] == len(leaves)
+    assert (facts["cluster"]["nodes"], facts["cluster"]["rails"]) == (cluster.nodes, cluster.rails)
+    assert facts["slots"] == report.placement.slots.tolist()
     assert facts["seconds"] == price.seconds
-    assert [g["dim"] for g in facts["groups"]] == list(price.dims)
-    for group in facts["groups"]:
-        priced = price.dims[group["dim"]]
+    assert list(facts["groups"]) == list(price.dims)
+    for dim, group in facts["groups"].items():
+        priced = price.dims[dim]
         assert group["seconds"] == priced.seconds
-        assert group["size"] * group["groups"] in (report.layout.world_size, 2 * group["groups"])
-        assert group["bytes"] == {k.label: n for k, n in priced.nbytes.items() if n}
-        if group["dim"] in report.links:
-            links = report.links[group["dim"]]
-            assert group["pairs"] == {k.label: n for k, n in links.pairs.items()}
-            assert group["in_domain"] + group["on_rail"] + group["crossing"] == group["groups"]
-    for label in ("nvlink", "rail", "spine"):
-        parts = [g["bytes"].get(label, 0.0) for g in facts["groups"]]
-        assert facts["bytes"].get(label, 0.0) == pytest.approx(sum(parts))
+        assert group["price"]["nbytes"] == {k.label: n for k, n in priced.nbytes.items()}
+        if dim in report.links:
+            links = report.links[dim]
+            assert group["links"]["pairs"] == {k.label: n for k, n in links.pairs.items()}
+            assert links.in_domain + links.on_rail + links.crossing == links.groups
+            assert links.size * links.groups in (report.layout.world_size, 2 * links.groups)
+    for kind in (LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE):
+        parts = [d.nbytes.get(kind, 0.0) for d in price.dims.values()]
+        assert price.nbytes.get(kind, 0.0) == pytest.approx(sum(parts))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cluster_is_described_by_its_sizes(name: str) -> None:
+    cluster = made(name).cluster
+    largest = Counter(cluster.domain.tolist()).most_common(1)[0][1]
+    leaves = set(zip(cluster.unit.tolist(), cluster.rail_of.tolist(), strict=True))
+    said = cluster_line(cluster)
+    assert f"= {cluster.size:,}, {len(set(cluster.domain.tolist()))} " in said
+    assert f"of {largest}, {cluster.rails} rail" in said
+    assert f" with {len(leaves)} leaf switch" in said
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_sentences_hold_the_width(name: str, width: int) -> None:
-    facts = facts_of(made(name), "test")
-    lines = [line for part in (heading, route_lines, warning_lines) for line in part(facts, width)]
+    report = made(name)
+    lines = [line for part in (heading, route_lines, warning_lines) for line in part(report, width)]
     assert len(lines) > 4 and max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_table_of_groups_shows_the_facts(name: str) -> None:
-    facts = facts_of(made(name), "test")
-    lines = group_table(facts, 200)
+def test_table_of_groups_shows_the_price(name: str) -> None:
+    report = made(name)
+    lines = group_table(report, 200)
     last = next(i for i, line in enumerate(lines) if line.startswith("all "))
     rows = [line.split() for line in lines[2 : last + 1]]
-    assert [row[0] for row in rows] == [*(g["dim"] for g in facts["groups"]), "all"]
-    for row, group in zip(rows, facts["groups"], strict=False):
-        assert row[1:3] == [f"{group['size']:,}", f"{group['groups']:,}"]
-        assert " ".join(row[-3:-1]) == byte_text(sum(group["bytes"].values()))
+    dims = report.price.dims
+    assert [row[0] for row in rows] == [*dims, "all"]
+    for row, (dim, priced) in zip(rows, dims.items(), strict=False):
+        links = report.links.get(dim)
+        assert row[1] == f"{priced.paths.n:,}"
+        assert links is None or row[2] == f"{links.groups:,}"
+        assert " ".join(row[-3:-1]) == byte_text(sum(priced.nbytes.values()))
         shown = float(row[-1].replace(",", ""))
-        assert shown == pytest.approx(group["seconds"] * 1e3, rel=6e-3)
-        for label, count in group.get("pairs", {}).items():
-            share = 100 * count / sum(group["pairs"].values())
-            assert re.search(rf"{label} {share:.0f}", " ".join(row))
-    assert float(rows[-1][-1].replace(",", "")) == pytest.approx(1e3 * facts["seconds"], rel=6e-3)
+        assert shown == pytest.approx(priced.seconds * 1e3, rel=6e-3)
+        for kind, count in links.pairs.items() if links else ():
+            share = 100 * count / sum(links.pairs.values())
+            assert re.search(rf"{report.cluster.label(kind)} {share:.0f}", " ".join(row))
+    total = float(rows[-1][-1].replace(",", ""))
+    assert total == pytest.approx(1e3 * report.price.seconds, rel=6e-3)
 
 
 def test_search_rows_are_the_candidates_and_the_default() -> None:
     report = made("nvl72")
-    facts = facts_of(report, "test")
-    wanted = report.config.topology.search
-    assert [r["seconds"] for r in facts["search"][:wanted]] == [
-        c.seconds for c in report.candidates[:wanted]
-    ]
-    assert sum(row["default"] for row in facts["search"]) == 1
-    best, default = facts["search"][0], next(r for r in facts["search"] if r["default"])
-    assert best["seconds"] < default["seconds"]
-    text = "\n".join(search_table(facts, 120))
-    assert f"{100 * best['seconds'] / default['seconds']:.1f} %" in text
+    shown, wanted = report.shown_candidates, report.config.topology.search
+    assert shown[:wanted] == report.candidates[:wanted]
+    (default,) = [c for c in shown if c.is_default]
+    assert shown[0].seconds < default.seconds
+    text = "\n".join(search_table(report, 120))
+    assert f"{100 * shown[0].seconds / default.seconds:.1f} %" in text
     assert "placement=auto saves" in text
 
 
@@ -176,10 +185,6 @@ def test_auto_takes_the_best_candidate() -> None:
 def test_rank_is_described_with_its_groups() -> None:
     case = dataclasses.replace(CASES["h100"], topology=TopologyConfig(rank=37))
     report = make_report(case, TYPED, {})
-    rank = facts_of(report, "test")["rank"]
-    assert rank["gpu"] == "node4 GPU 5"
-    for dim, group in rank["groups"].items():
-        assert group == report.layout.group_of(37, dim)
     said = one_line(report)
     assert "rank 37 = (pp 1, dp 0, tp 5) on node4 GPU 5; tp group 32 33 34" in said
     assert "; pp group 5 37 69 101" in said
@@ -188,35 +193,37 @@ def test_rank_is_described_with_its_groups() -> None:
 def test_gpus_that_no_replica_fits_on_stay_idle_and_are_counted() -> None:
     report = made("nvl72")
     assert (report.layout.dp, report.layout.world_size, report.cluster.size) == (4, 128, 144)
-    assert facts_of(report, "test")["job"]["idle_gpus"] == 16
     assert "128 of 144 GPUs hold ranks, 16 idle" in one_line(report)
+
+
+def ways(report: TopologyReport) -> dict[tuple[str, ...], float]:
+    """Seconds of the routes between rails by their wires, cheapest first."""
+    assert report.between_rails is not None
+    return {tuple(h.label for h in way.hops): way.seconds for way in report.between_rails.ways}
 
 
 def test_both_routes_between_rails_are_priced_and_the_cheaper_comes_first() -> None:
     report = made("six")
-    routes = facts_of(report, "test")["routes"]
-    cluster, nbytes = report.cluster, routes["bytes"]
-    spine = messages(1, nbytes, cluster.link(LinkClass.SPINE))
-    forwarded = messages(1, nbytes, cluster.nvlink) + messages(1, nbytes, cluster.rail)
-    by_hops = {tuple(way["hops"]): way["seconds"] for way in routes["ways"]}
-    assert by_hops == {("spine",): spine, ("nvlink", "rail"): forwarded}
-    assert routes["ways"][0]["seconds"] == min(spine, forwarded)
-    assert routes["rails"] == [0, 1]
+    message, cluster = report.between_rails, report.cluster
+    spine = messages(1, message.nbytes, cluster.link(LinkClass.SPINE))
+    forwarded = messages(1, message.nbytes, cluster.nvlink)
+    forwarded += messages(1, message.nbytes, cluster.rail)
+    assert ways(report) == {("spine",): spine, ("nvlink", "rail"): forwarded}
+    assert message.ways[0].seconds == min(spine, forwarded)
+    assert cluster.rail_of[[message.source, message.target]].tolist() == [0, 1]
 
 
 def test_a_thin_spine_makes_forwarding_the_cheaper_route() -> None:
     report = made("thin spine")
-    routes = facts_of(report, "test")["routes"]
-    forwarded, spine = routes["ways"]
-    assert (forwarded["hops"], spine["hops"]) == (["nvlink", "rail"], ["spine"])
-    assert spine["seconds"] == messages(1, routes["bytes"], report.cluster.link(LinkClass.SPINE))
+    assert list(ways(report)) == [("nvlink", "rail"), ("spine",)]
+    spine = messages(1, report.between_rails.nbytes, report.cluster.link(LinkClass.SPINE))
+    assert ways(report)["spine",] == spine
     said = one_line(report)
-    assert said.index(forwarded["path"]) < said.index(spine["path"])
+    assert said.index(" -nvlink- ") < said.index(" -spine- ")
 
 
 def test_without_a_spine_forwarding_is_the_only_route() -> None:
-    ways = facts_of(made("rails only"), "test")["routes"]["ways"]
-    assert [way["hops"] for way in ways] == [["nvlink", "rail"]]
+    assert list(ways(made("rails only"))) == [("nvlink", "rail")]
 
 
 def test_warnings_are_said() -> None:
@@ -319,10 +326,9 @@ def test_json_holds_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert topology(case, TYPED) == 0
     said = " ".join(capsys.readouterr().out.split())
     facts = json.loads(path.read_text())
-    report = made("h100 tp4")
-    assert facts == json.loads(json.dumps(facts_of(report, "parallel3d topology")))
-    for group in facts["groups"]:
-        assert byte_text(sum(group["bytes"].values())) in said
+    assert facts == json.loads(json.dumps(facts_of(made("h100 tp4"))))
+    for group in facts["groups"].values():
+        assert byte_text(sum(group["price"]["nbytes"].values())) in said
     for row in facts["search"]:
         assert row["placement"] in said
     for text in (*facts["assumed"], *facts["warnings"], facts["placement"], f"wrote {path}"):

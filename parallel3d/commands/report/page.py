@@ -24,10 +24,8 @@ from parallel3d.commands.html import (
 from parallel3d.commands.report.reading import COLUMNS, LOSS, STEP_FIGURES, RunRecord, thinned
 from parallel3d.config.fields import show, values_of
 from parallel3d.config.schema import Config
-from parallel3d.estimate.network import price_step
 from parallel3d.metrics.text import duration, si
-from parallel3d.topology.links import classify, loads_of
-from parallel3d.topology.report import facts_of, make_report, picture_of
+from parallel3d.topology.report import make_report
 from parallel3d.topology.tiling import RankMapping
 
 MOST_SETS = 3  # of validation, in the first table
@@ -302,9 +300,7 @@ def _wires(run: RunRecord) -> str:
         ran = RankMapping(report.cluster, report.layout, np.array(slots), "as the run had it")
     except ValueError as error:  # UserError, too
         return f"<p class='muted'>No picture of the wires of this cluster: {escape(str(error))}</p>"
-    links, price = classify(ran), price_step(ran, report.transfers)
-    report = replace(report, placement=ran, links=links, price=price, loads=loads_of(ran, price))
-    return f"<div class='paper'>{picture_of(report, facts_of(report, 'parallel3d report'))}</div>"
+    return f"<div class='paper'>{replace(report, placement=ran).picture}</div>"
 
 
 def _rank_name(run: RunRecord, number: int) -> str:
