@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
-from itertools import chain
 
 import numpy as np
 
@@ -141,15 +140,15 @@ def _attributes(marks: Mapping[str, object]) -> str:
 
 
 # A row is a node, a cell a GPU with its rank, in the colour of its group with the chosen rank.
-# Below a cell is its NVLink, to its right its NIC and the line to its rail's leaf switch, above a
-# leaf switch one of its uplinks; widths grow with bytes. Of more than MAX_NODES nodes the most
-# relevant to the chosen rank are drawn, the others counted.
+# Below a cell is its NVLink, to its right its NIC and the line up to its rail's leaf switch; each
+# leaf switch has one of its uplinks drawn, to the spine at the right. Widths grow with bytes. Of
+# more than MAX_NODES nodes the most relevant to the chosen rank are drawn, the others counted.
 CHOSEN = "rank"  # mark of the chosen rank itself
 GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
 MAX_NODES = 40
-MAX_WIDTH = 1700  # pixels of a row of units
 
-CELL_H, GAP, STUB, ROW, LEAF = 22, 28, 9, 50, 18  # pixels; GAP between the cells of a row
+CELL_H, GAP, STUB, ROW = 22, 28, 9, 50  # pixels; GAP between the cells of a row
+LEAF, BAR = 17, 13  # from one leaf switch to the next, and the height of one
 THICKEST = 9.0
 
 
@@ -177,20 +176,17 @@ def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> li
     cluster, layout = placement.cluster, placement.layout
     if cluster.nodes <= limit:
         return list(range(cluster.nodes))
-
-    def of_group(dim: str, most: int) -> list[int]:
-        members = np.asarray(layout.group_of(rank, dim))
-        nodes = dict.fromkeys(cluster.node[placement.slots[members]].tolist())
-        return list(nodes)[:most]
-
-    near = chain([int(cluster.node[placement.slots[rank]])], of_group("tp", limit))
-    near = chain(near, of_group("cp", limit // 4), of_group("pp", limit // 2))
-    rest = chain([0, 1, cluster.nodes - 1], of_group("dp", limit // 4))
-    return sorted(list(dict.fromkeys(chain(near, rest)))[:limit])
+    chosen = {int(cluster.node[placement.slots[rank]]): None}
+    for dim, most in {"tp": limit, "cp": limit // 4, "pp": limit // 2, "dp": limit // 4}.items():
+        if dim == "dp":
+            chosen |= dict.fromkeys((0, 1, cluster.nodes - 1))
+        nodes = cluster.node[placement.slots[layout.group_of(rank, dim)]].tolist()
+        chosen |= dict.fromkeys(list(dict.fromkeys(nodes))[:most])
+    return sorted(list(chosen)[:limit])
 
 
 class _Picture:
-    """State of one drawing."""
+    """State of one drawing. `left` and `right`: the borders of the GPUs and leaf switches."""
 
     def __init__(self, canvas: Canvas, placement: RankMapping, rank: int, loads: Loads) -> None:
         self.canvas, self.placement, self.rank, self.loads = canvas, placement, rank, loads
@@ -198,7 +194,9 @@ class _Picture:
         self.marked = marks(placement.layout, rank)
         self.cell = max(30, 8 * len(str(placement.layout.world_size - 1)) + 12)
         shown = shown_nodes(placement, rank)
-        self.label = 18 + max(Canvas.measure(self.cluster.node_name(n), 12) for n in shown)
+        names = [Canvas.measure(self.cluster.node_name(node), 12) for node in shown]
+        self.left = 24 + 18 + max(names)
+        self.right = self.column(max(len(self.gpus(node)) for node in shown)) + 8
         # Units that are drawn, each with its nodes in the order of their domains.
         first = np.minimum(self.cluster.first_slot, self.cluster.size - 1)
         self.unit_of, domain = self.cluster.unit[first], self.cluster.domain[first]
@@ -207,102 +205,67 @@ class _Picture:
             self.units.setdefault(int(self.unit_of[node]), []).append(node)
 
     def draw(self, top: float) -> None:
-        """Draws all units, as many in a row as fit, each row under the spine."""
-        row: list[int] = []
-        right = 24.0
-        for unit, nodes in self.units.items():
-            wide = self.width_of(nodes)
-            if row and right + wide > MAX_WIDTH:
-                top, right, row = self.row(row, top), 24.0, []
-            row.append(unit)
-            right += wide + 40
-        top = self.row(row, top)
-        units = np.unique(self.unit_of)
-        away = ~np.isin(self.unit_of, list(self.units))
-        if away.any():
-            text = f"not drawn: {units.size - len(self.units):,} more units, {away.sum():,} nodes"
-            self.canvas.text(24, top + 4, text, size=12, fill=NVLINK)
-
-    def row(self, units: list[int], top: float) -> float:
-        """Draws a row of units under the spine; returns the top of the next row."""
-        x = 24.0
-        for unit in units:
-            self.unit(unit, self.units[unit], x, top + 26)
-            x += self.width_of(self.units[unit]) + 40
-        self.spine(24, top, max(x - 40 - 24, 260))
-        return self.canvas.bottom + 24
-
-    def spine(self, x: float, y: float, width: float) -> None:
-        """Draws the spine as a bar, or an empty frame if there is none."""
-        over = self.cluster.oversubscription
-        sent = byte_text(float(self.loads.uplink.sum()))
-        by_peers = ", others are reached by NVLink" * self.cluster.forwards
-        long, short = f"no spine: nothing joins the rails{by_peers}", "no spine"
+        """Draws the spine above and at the right of all units, and the units."""
+        over, sent = self.cluster.oversubscription, byte_text(float(self.loads.uplink.sum()))
+        words = "no spine: nothing joins the rails"
+        words += ", others are reached by NVLink" * self.cluster.forwards
         if over is not None:
             rate = "carries all that the NICs send" if over == 1 else f"oversubscribed {over:g}:1"
-            long = f"spine: {rate}; {sent} a step over it"
-            short = f"spine {over:g}:1; {sent} a step"
-        words = long if Canvas.measure(long, 12) < width - 16 else short
+            words = f"spine: {rate}; {sent} a step over it"
         fill, edge, ink = (SPINE, "", "#ffffff") if over is not None else ("none", WARNING, WARNING)
         kind, dash = ("spine", "") if over is not None else ("no-spine", "6 5")
-        self.canvas.rect(x, y, width, 26, fill, edge, radius=6, dash=dash, tip=long, cls=kind)
-        self.canvas.text(x + width / 2, y + 17.5, words, size=12, anchor="middle", fill=ink)
+        wide = max(self.right + 44 - 24, Canvas.measure(words, 12) + 20)
+        self.canvas.rect(24, top, wide, 26, fill, edge, radius=6, dash=dash, cls=kind)
+        self.canvas.text(34, top + 17.5, words, size=12, fill=ink)
+        bottom = top + 26
+        for unit, nodes in self.units.items():
+            bottom = self.unit(unit, nodes, bottom + 8)
+        if over is not None:
+            last = bottom - ROW * len(nodes)
+            self.canvas.rect(self.right + 30, top + 20, 14, last - top - 20, SPINE, radius=6)
+        away = ~np.isin(self.unit_of, list(self.units))
+        if away.any():
+            hidden = np.unique(self.unit_of).size - len(self.units)
+            text = f"not drawn: {hidden:,} more units, {away.sum():,} nodes"
+            self.canvas.text(24, bottom + 16, text, size=12, fill=NVLINK)
 
     def gpus(self, node: int) -> np.ndarray:
         """Returns the slots of a node."""
         return np.arange(*np.searchsorted(self.cluster.node, (node, node + 1)))
 
     def column(self, local: int) -> float:
-        """Returns the offset of a GPU's cell from its node's first; domains of a node are apart."""
+        """Returns the x of a GPU's cell; domains of a node are apart."""
         inside = min(self.cluster.domain_gpus, self.cluster.gpus_per_node)
-        return 12 + local * (self.cell + GAP) + local // inside * 16
+        return self.left + 12 + local * (self.cell + GAP) + local // inside * 16
 
-    def levels(self, nodes: list[int]) -> int:
-        """Returns the rows that leaf switches need: one if every rail is a single column."""
-        most = max(len(self.gpus(node)) for node in nodes)
-        return 1 if most <= self.cluster.rails else self.cluster.rails
-
-    def width_of(self, nodes: list[int]) -> float:
-        most = max(len(self.gpus(node)) for node in nodes)
-        uplinks = 0 if self.levels(nodes) == 1 else 12 * self.cluster.rails + 20
-        return self.label + self.column(most) + 2 + uplinks
-
-    def unit(self, unit: int, nodes: list[int], x: float, spine: float) -> None:
-        """Draws a unit's nodes, its leaf switches above them, and its wires to the spine.
-
-        A leaf switch spans the columns of its rail. Where they overlap, each has its own row, the
-        lower ones longer, so that no uplink crosses another switch.
-        """
-        levels, left = self.levels(nodes), x + self.label
-        first = spine + 24 + levels * (LEAF + 6) + 40
-        self.domains(nodes, x, left, first)
-        ends: dict[int, dict[float, float]] = {}  # rail -> x of its lines -> their lower end
+    def unit(self, unit: int, nodes: list[int], top: float) -> float:
+        """Draws a unit's leaf switches, a bar for each rail, and its nodes; returns its bottom."""
+        self.canvas.text(24, top + 18, f"unit {unit}", size=13, weight=600)
+        bars = top + 28
+        first = bars + self.cluster.rails * LEAF + 14
+        self.domains(nodes, first)
+        lines: dict[tuple[int, float], float] = {}  # (rail, x) -> lower end
         for row, node in enumerate(nodes):
-            top = first + row * ROW
-            self.canvas.text(x + 8, top + 15, self.cluster.node_name(node), size=12)
+            y = first + row * ROW
+            self.canvas.text(32, y + 15, self.cluster.node_name(node), size=12)
             for slot in self.gpus(node).tolist():
-                at = left + self.column(int(self.cluster.local[slot]))
-                self.gpu(slot, at, top)
-                line = at + self.cell + GAP / 2
-                ends.setdefault(int(self.cluster.rail_of[slot]), {})[line] = top + CELL_H / 2
-        right = max(max(lines) for lines in ends.values()) + 16
-        for rail, lines in sorted(ends.items()):
-            leaf = spine + 40 + (rail if levels > 1 else 0) * (LEAF + 6)
-            half = min(17.0, (self.cell + GAP) / 2 - 3)
-            end = max(lines) + half if levels == 1 else right + rail * 12 + 14
-            for line, bottom in lines.items():
-                colour = RAILS[rail % 8][0]
-                self.canvas.line(
-                    line, leaf + LEAF, line, bottom, colour, 2, cls="rail", unit=unit, rail=rail
-                )
-            uplink = max(lines) if levels == 1 else end - 6
-            self.leaf(unit, rail, min(lines) - half, leaf, end, uplink, spine)
-        self.canvas.text(x, first - 20, f"unit {unit}", size=13, weight=600)
+                x = self.column(int(self.cluster.local[slot]))
+                self.gpu(slot, x, y)
+                rail = int(self.cluster.rail_of[slot])
+                lines[rail, x + self.cell + GAP / 2] = y + CELL_H / 2
+        for (rail, x), end in lines.items():
+            colour, y = RAILS[rail % 8][0], bars + rail * LEAF + BAR
+            self.canvas.line(x, y, x, end, colour, 2, cls="rail", unit=unit, rail=rail)
+        for rail in sorted({rail for rail, _ in lines}):  # over the lines of the rails above
+            self.leaf(unit, rail, bars + rail * LEAF)
+        bottom = first + len(nodes) * ROW
         if hidden := int((self.unit_of == unit).sum()) - len(nodes):
             text = f"… and {hidden:,} more nodes of this unit"
-            self.canvas.text(left + 12, first + len(nodes) * ROW + 4, text, size=12, fill=NVLINK)
+            self.canvas.text(self.left + 12, bottom + 4, text, size=12, fill=NVLINK)
+            bottom += 12
+        return bottom
 
-    def domains(self, nodes: list[int], x: float, left: float, first: float) -> None:
+    def domains(self, nodes: list[int], first: float) -> None:
         """Draws frames around domains, inside a node or around several, and their links."""
         found: dict[int, list[tuple[int, list[int]]]] = {}  # domain -> (row, local indices)
         for row, node in enumerate(nodes):
@@ -310,35 +273,24 @@ class _Picture:
             for domain in np.unique(self.cluster.domain[slots]).tolist():
                 local = self.cluster.local[slots[self.cluster.domain[slots] == domain]].tolist()
                 found.setdefault(domain, []).append((row, local))
-        colour = INTRA[self.cluster.intra]
+        colour, kind = INTRA[self.cluster.intra], self.cluster.intra
         for domain, parts in found.items():
-            starts = [left + self.column(local[0]) for _, local in parts]
-            stops = [left + self.column(local[-1]) + self.cell for _, local in parts]
-            tops = [first + row * ROW for row, _ in parts]
             wide = len(np.unique(self.cluster.node[self.cluster.domain == domain])) > 1
-            begin = x if wide else starts[0] - 8
-            end = max(stops) + (GAP / 2 + 6 if wide else 8)
-            self.canvas.rect(
-                begin,
-                tops[0] - 8,
-                end - begin,
-                tops[-1] - tops[0] + ROW - 6,
-                "#f1f3f5",
-                "#adb5bd",
-                radius=7,
-                tip=f"{self.cluster.intra_name} domain {domain}",
-                cls="domain",
-                domain=domain,
+            begin = 24.0 if wide else self.column(parts[0][1][0]) - 8
+            end = (
+                max(self.column(local[-1]) for _, local in parts) + self.cell + (20 if wide else 8)
             )
-            bus = left + 4 if wide else starts[0]
-            for top, stop, (_, local) in zip(tops, stops, parts, strict=True):
+            y, last = (first + row * ROW for row in (parts[0][0], parts[-1][0]))
+            tip = f"{self.cluster.intra_name} domain {domain}"
+            frame = (begin, y - 8, end - begin, last - y + ROW - 6, "#f1f3f5", "#adb5bd")
+            self.canvas.rect(*frame, radius=7, tip=tip, cls="domain", domain=domain)
+            bus, down = self.left + 4 if wide else begin + 8, CELL_H + STUB
+            for row, local in parts:
                 if wide or len(local) > 1:
-                    y = top + CELL_H + STUB
-                    self.canvas.line(bus, y, stop, y, colour, 2.5, cls=self.cluster.intra)
+                    at, stop = first + row * ROW + down, self.column(local[-1]) + self.cell
+                    self.canvas.line(bus, at, stop, at, colour, 2.5, cls=kind)
             if wide:
-                y = CELL_H + STUB
-                ends = (bus, tops[0] + y, bus, tops[-1] + y)
-                self.canvas.line(*ends, colour, 2.5, cls=self.cluster.intra)
+                self.canvas.line(bus, y + down, bus, last + down, colour, 2.5, cls=kind)
 
     def gpu(self, slot: int, x: float, y: float) -> None:
         rank, rail = int(self.placement.ranks[slot]), int(self.cluster.rail_of[slot])
@@ -353,32 +305,27 @@ class _Picture:
             f"{rail}: {self.cluster.intra_name} {byte_text(sent)}, {self.cluster.nic_name} "
             f"{byte_text(network)} a step"
         )
-        fill = GROUPS[kind] if kind else "#ffffff"
-        name = f"gpu {kind or ''}".strip()
-        edge = fill if kind else GREY
-        self.canvas.rect(
-            x, y, self.cell, CELL_H, fill, edge, radius=4, tip=tip, cls=name, rank=rank
-        )
+        fill, name = GROUPS[kind] if kind else "#ffffff", f"gpu {kind or ''}".strip()
+        box = (x, y, self.cell, CELL_H, fill, fill if kind else GREY)
+        self.canvas.rect(*box, radius=4, tip=tip, cls=name, rank=rank)
         words = str(rank) if rank >= 0 else "–"
         ink, weight = ("#ffffff", 600) if kind else (INK, 400)
         self.canvas.text(middle, y + 15.5, words, size=12, anchor="middle", fill=ink, weight=weight)
 
-    def leaf(
-        self, unit: int, rail: int, x: float, y: float, end: float, uplink: float, spine: float
-    ) -> None:
+    def leaf(self, unit: int, rail: int, y: float) -> None:
+        """Draws a leaf switch and one of its uplinks."""
         colour, ink = RAILS[rail % 8]
         sent, port = float(self.loads.uplink[unit, rail]), float(self.loads.port[unit, rail])
         if self.cluster.oversubscription is not None:
-            self.wire("uplink", uplink, y, uplink, spine, colour, port)
+            middle = y + BAR / 2
+            self.wire("uplink", self.right, middle, self.right + 30, middle, colour, port)
         tip = (
             f"leaf switch of rail {rail}, unit {unit}: {byte_text(sent)} a step to the spine, "
             f"{byte_text(port)} an uplink"
         )
-        self.canvas.rect(
-            x, y, end - x, LEAF, colour, radius=4, tip=tip, cls="leaf", unit=unit, rail=rail
-        )
-        at = x + min((end - x) / 2, 34)
-        self.canvas.text(at, y + 13, f"r{rail}", size=11, anchor="middle", fill=ink, weight=600)
+        box = (self.left, y, self.right - self.left, BAR, colour)
+        self.canvas.rect(*box, radius=4, tip=tip, cls="leaf", unit=unit, rail=rail)
+        self.canvas.text(self.left + 8, y + 10.5, f"r{rail}", size=10, fill=ink, weight=600)
 
     def wire(
         self, kind: str, x1: float, y1: float, x2: float, y2: float, colour: str, nbytes: float
@@ -415,4 +362,4 @@ class _Picture:
             f"down from a GPU: its {self.cluster.intra_name}; right of it: its "
             f"{self.cluster.nic_name}, in the colour of its rail; "
         )
-        canvas.text(24, y + 31, words + "above a leaf switch: one of its uplinks", size=13)
+        canvas.text(24, y + 31, words + "right of a leaf switch: one of its uplinks", size=13)
