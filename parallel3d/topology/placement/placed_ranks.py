@@ -15,8 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,33 +47,6 @@ class Process(NamedTuple):
     pattern: str = ""
 
 
-class Entry(NamedTuple):
-    """One line of a rank file."""
-
-    rank: int
-    host: str
-    local: int
-    where: str  # "ranks.txt line 3"
-
-
-def parse_rank_file(text: str, name: str) -> list[Entry]:
-    """Parses a rank file, `name` for messages. Raises UserError at the first malformed line."""
-    entries = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        words = line.split("#", 1)[0].strip()
-        if not words:
-            continue
-        where = f"{name} line {number}"
-        match = OWN_FORM.fullmatch(words) or OPENMPI_FORM.fullmatch(words)
-        if match is None:
-            raise UserError(
-                f"rank_file: {where}, {words!r}, cannot be read: it must be "
-                "`rank host local_index`, as in `0 node1 0`, or `rank 0=node1 slot=0`"
-            )
-        entries.append(Entry(int(match[1]), match[2], int(match[3]), where))
-    return entries
-
-
 def ranks_of_file(config: Config, processes: Sequence[Process]) -> list[int]:
     """Returns `launch_ranks_by_file` of `rank_file`, which is checked to be given."""
     path = Path(config.rank_file or "")
@@ -97,77 +69,68 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
         UserError: a malformed line, an unknown rank, host or index, a rank or process named twice
             or never, or a rank 0 that is not launch rank 0.
     """
-    world = len(processes)
-    at = {(process.host, process.local): i for i, process in enumerate(processes)}
     found: dict[int, int] = {}
-    lines: dict[int, str] = {}  # launch rank → its line
-    for entry in parse_rank_file(text, name):
-        if entry.rank >= world:
+    lines: dict[tuple[str, int], str] = {}  # ("rank" or "launch", number) → its line
+    launch_of = {(process.host, process.local): i for i, process in enumerate(processes)}
+    hosts = dict.fromkeys(process.host for process in processes)
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split("#", 1)[0].strip()
+        if not words:
+            continue
+        where = f"rank_file: {name} line {number}"
+        match = OWN_FORM.fullmatch(words) or OPENMPI_FORM.fullmatch(words)
+        if match is None:
             raise UserError(
-                f"rank_file: {entry.where} places rank {entry.rank}, but the run has ranks 0 to "
-                f"{world - 1}; the nearest is {world - 1}"
+                f"{where}, {words!r}, cannot be read: it must be `rank host local_index`, as in "
+                "`0 node1 0`, or `rank 0=node1 slot=0`"
             )
-        if entry.rank in found:
+        rank, host, local = int(match[1]), match[2], int(match[3])
+        if rank >= len(processes):
             raise UserError(
-                f"rank_file: {entry.where} places rank {entry.rank} again after "
-                f"{lines[found[entry.rank]]}"
+                f"{where} places rank {rank}, but the run has ranks 0 to {len(processes) - 1}; the "
+                f"nearest is {len(processes) - 1}"
             )
-        host = _host_called(entry, processes)
-        launch = at.get((host, entry.local))
+        launch = launch_of.get((_host_called(host, hosts), local))
         if launch is None:
-            there = sorted(process.local for process in processes if process.host == host)
-            close = min(there, key=lambda local: abs(local - entry.local))
+            close = nearest(f"{host} {local}", [f"{p.host} {p.local}" for p in processes])
+            first = f"{processes[0].host} {processes[0].local}"
             raise UserError(
-                f"rank_file: {entry.where} names process {entry.local} of {host}, which runs "
-                f"{len(there)}; the nearest is {host} {close}"
+                f"{where} names {host} {local}, where no rank of this run was started; the nearest "
+                f"is {close or first}"
             )
-        if launch in lines:
-            raise UserError(
-                f"rank_file: {entry.where} gives {host} {entry.local} to rank {entry.rank}, but "
-                f"{lines[launch]} gave it to another"
-            )
-        found[entry.rank] = launch
-        lines[launch] = entry.where
-    return _complete(found, lines, name, processes)
-
-
-def _host_called(entry: Entry, processes: Sequence[Process]) -> str:
-    """Returns the host of a line: by name, by first label, or `localhost` for the only one."""
-    hosts = list(dict.fromkeys(process.host for process in processes))
-    if entry.host in hosts:
-        return entry.host
-    short = [host for host in hosts if host.split(".")[0] == entry.host.split(".")[0]]
-    if len(short) == 1:
-        return short[0]
-    if entry.host == "localhost" and len(hosts) == 1:
-        return hosts[0]
-    close = nearest(entry.host, hosts) or hosts[0]
-    raise UserError(
-        f"rank_file: {entry.where} names host {entry.host}, on which no rank of this run was "
-        f"started; the nearest is {close}"
-    )
-
-
-def _complete(
-    found: dict[int, int], lines: dict[int, str], name: str, processes: Sequence[Process]
-) -> list[int]:
-    """Returns `found` as a list; raises UserError unless every rank has a process."""
+        for what in (("rank", rank), ("launch", launch)):
+            if what in lines:
+                raise UserError(
+                    f"{where} gives {host} {local} to rank {rank}, but {lines[what]} has that "
+                    f"{'rank' if what[0] == 'rank' else 'process'} already"
+                )
+            lines[what] = f"line {number}"
+        found[rank] = launch
     missing = [rank for rank in range(len(processes)) if rank not in found]
     if missing:
-        launch = next(i for i in range(len(processes)) if i not in lines)
-        host, local, *_ = processes[launch]
+        free = next(p for i, p in enumerate(processes) if ("launch", i) not in lines)
         raise UserError(
             f"rank_file: {name} has no line for rank {missing[0]}"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; "
-            f"`{missing[0]} {host} {local}` is free"
+            f"`{missing[0]} {free.host} {free.local}` is free"
         )
     if found[0] != 0:
-        host, local, *_ = processes[0]
         raise UserError(
-            f"rank_file: {lines[found[0]]} puts rank 0 elsewhere than the launcher's first "
-            f"process, with which the others meet; it must be `0 {host} {local}`"
+            f"rank_file: {name} {lines['rank', 0]} puts rank 0 elsewhere than the launcher's first "
+            f"process, with which the others meet; it must be `0 {processes[0].host} "
+            f"{processes[0].local}`"
         )
     return [found[rank] for rank in range(len(processes))]
+
+
+def _host_called(name: str, hosts: Collection[str]) -> str:
+    """Returns the host of that name or first label, or, for `localhost`, the only one; else
+    `name`."""
+    if name in hosts:
+        return name
+    short = [host for host in hosts if host.split(".")[0] == name.split(".")[0]]
+    found = list(hosts) if name == "localhost" else short
+    return found[0] if len(found) == 1 else name
 
 
 DEFAULT, FILE = "default", "file"
@@ -234,27 +197,16 @@ def place_processes(
     if config.placement in (DEFAULT, FILE):
         placement = RankMapping(cluster, layout, slots[chosen], config.placement)
     else:
-        placement = _searched(config, cluster, layout, slots)
+        ordered = cluster.sorted_slots()
+        free = ordered[np.isin(ordered, slots)]
+        placement = place(config, cluster, layout, transfers(config, layout), free)
+        placement = with_rank_0_at(placement, int(slots[0]))
     launch_at = {int(slot): launch for launch, slot in enumerate(slots)}
-    launch_ranks = tuple(launch_at[int(slot)] for slot in placement.slots)
-    if launch_ranks[0] != 0:
-        raise RuntimeError(f"{placement.how} moves rank 0 to launch rank {launch_ranks[0]}")
-    seconds = _predicted_seconds(config, placement)
-    return PlacedRanks(
-        tuple(processes), launch_ranks, layout, placement.how, placement, seconds, note
-    )
-
-
-def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) -> RankMapping:
-    """Returns the rank mapping that `config.placement` names, over slots with a process."""
-    used = set(slots.tolist())
-    free = np.array([slot for slot in cluster.sorted_slots() if int(slot) in used])
-    placement = place(config, cluster, layout, transfers(config, layout), free)
-    return with_rank_0_at(placement, int(slots[0]))
-
-
-def _predicted_seconds(config: Config, placement: RankMapping) -> float:
-    return float(price_step(placement, transfers(config, placement.layout)).seconds)
+    ranks = tuple(launch_at[int(slot)] for slot in placement.slots)
+    if ranks[0] != 0:
+        raise RuntimeError(f"{placement.how} moves rank 0 to launch rank {ranks[0]}")
+    seconds = float(price_step(placement, transfers(config, layout)).seconds)
+    return PlacedRanks(tuple(processes), ranks, layout, placement.how, placement, seconds, note)
 
 
 def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
@@ -303,43 +255,28 @@ def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, S
             f"{len(processes)} ranks; the nearest is "
             f"cluster.nodes={-(-len(processes) // cluster.gpus_per_node)}"
         )
-    hosts = hosts_in_order(processes)
-    named, nodes = _named(cluster, hosts)
-    misfit = _misfit(named, nodes, processes)
+    hosts, named = hosts_in_order(processes), cluster
+    if not cluster.node_names and len(hosts) <= cluster.nodes:
+        spare = [f"node{number}" for number in range(len(hosts), cluster.nodes)]
+        named = dataclasses.replace(cluster, node_names=(*hosts, *spare))
+    nodes = {name.split(".")[0]: node for node, name in enumerate(named.node_names)}
+    sizes = np.bincount(cluster.node, minlength=cluster.nodes)
+    slots, misfit = [], None
+    for process in processes:
+        node = nodes.get(process.host.split(".")[0])
+        if node is None:
+            misfit = f"{process.host} is none of the {cluster.nodes} nodes of the cluster"
+            break
+        if process.local >= sizes[node]:
+            ranks = sum(p.host == process.host for p in processes)
+            s = "" if sizes[node] == 1 else "s"
+            misfit = f"{process.host} runs {ranks} ranks and has {sizes[node]} GPU{s}"
+            break
+        slots.append(int(named.first_slot[node]) + process.local)
     if misfit is None:
-        slots = [int(named.first_slot[nodes[p.host]]) + p.local for p in processes]
         return named, np.array(slots, dtype=np.int64), None
     note = f"{misfit}: GPUs of cluster {cluster.name} are taken in launch order"
     return cluster, np.arange(len(processes), dtype=np.int64), note
-
-
-def _named(cluster: Cluster, hosts: list[str]) -> tuple[Cluster, dict[str, int]]:
-    """Returns the cluster with the hosts' names on its nodes, and the node of each known host."""
-    if cluster.node_names:
-        short = {name.split(".")[0]: node for node, name in enumerate(cluster.node_names)}
-        known = {host: short.get(host.split(".")[0]) for host in hosts}
-        return cluster, {host: node for host, node in known.items() if node is not None}
-    if len(hosts) > cluster.nodes:
-        return cluster, {}
-    spare = [f"node{number}" for number in range(len(hosts), cluster.nodes)]
-    named = dataclasses.replace(cluster, node_names=(*hosts, *spare))
-    return named, {host: node for node, host in enumerate(hosts)}
-
-
-def _misfit(cluster: Cluster, nodes: dict[str, int], processes: Sequence[Process]) -> str | None:
-    """Explains why the processes cannot sit on their host and local index; None if they can."""
-    hosts = dict.fromkeys(process.host for process in processes)
-    strangers = [host for host in hosts if host not in nodes]
-    if strangers:
-        return f"{strangers[0]} is none of the {cluster.nodes} nodes of the cluster"
-    most = Counter(process.host for process in processes)
-    sizes = np.bincount(cluster.node, minlength=cluster.nodes)
-    for process in processes:
-        gpus = int(sizes[nodes[process.host]])
-        if process.local >= gpus:
-            ranks, s = most[process.host], "" if gpus == 1 else "s"
-            return f"{process.host} runs {ranks} ranks and has {gpus} GPU{s}"
-    return None
 
 
 def to_message(placed: PlacedRanks) -> dict[str, Any]:
