@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from parallel3d.errors import UserError
 
 MODEL = "llama3_70b"  # assumed if none is given: the default model has too few layers to show
 MICROBATCHES_PER_STAGE = 4  # the bubble of 1F1B is then less than a quarter of a step
-HEAD_DIM = 128
 
 
 def preset(group: str, name: str) -> dict[str, Any]:
@@ -39,9 +37,8 @@ def assume_model(config: Config, typed: Sequence[str]) -> tuple[Config, list[str
     keys = chosen_keys(typed)
     if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):
         return config, []
-    model, changes = _fitting(config.tp, config.pp * config.vpp, config.sp)
-    told = [f"model={MODEL}", *(f"model.{name}={value}" for name, value in changes.items())]
-    config = dataclasses.replace(config, model=model)
+    told = [f"model={MODEL}"]
+    config = dataclasses.replace(config, model=ModelConfig(**preset("model", MODEL)))
     if "micro_batch_size" not in keys:
         config = dataclasses.replace(config, micro_batch_size=1)
         told.append("micro_batch_size=1")
@@ -56,32 +53,6 @@ def assume_batch(config: Config, dp: int, typed: Sequence[str]) -> tuple[Config,
     batch = config.micro_batch_size * dp * microbatches
     told = [f"global_batch_size={batch} ({microbatches} micro-batches a replica)"]
     return dataclasses.replace(config, global_batch_size=batch), told
-
-
-def _fitting(tp: int, stages: int, sp: bool) -> tuple[ModelConfig, dict[str, int]]:
-    """Returns Llama 3 70B, changed to fit `tp` and the number of `stages`, and the changes."""
-    model = ModelConfig(**preset("model", MODEL))
-    groups = math.lcm(model.kv_heads, tp)
-    heads = _multiple(model.num_attention_heads, math.lcm(groups, tp))
-    vocab = model.vocab_multiple
-    fitted = dataclasses.replace(
-        model,
-        num_layers=max(model.num_layers, stages),
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        hidden_size=_multiple(heads * HEAD_DIM, tp),
-        ffn_hidden_size=_multiple(model.ffn_size, tp),
-        vocab_multiple=vocab if model.padded_vocab_size % tp == 0 else math.lcm(vocab, tp),
-        seq_length=_multiple(model.seq_length, tp) if sp else model.seq_length,
-    )
-    names = ["num_layers", "num_attention_heads", "num_query_groups", "hidden_size"]
-    names += ["ffn_hidden_size", "vocab_multiple", "seq_length"]
-    return fitted, {k: getattr(fitted, k) for k in names if getattr(fitted, k) != getattr(model, k)}
-
-
-def _multiple(value: int, unit: int) -> int:
-    """Rounds `value` up to a multiple of `unit`."""
-    return -(-value // unit) * unit
 
 
 def check_free(name: str, wanted: str | None, mark: str, made_by: str) -> None:
