@@ -62,7 +62,7 @@ from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import time_orders
 from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
-from parallel3d.topology.report import make_report
+from parallel3d.topology.report import make_report, picture_of
 from parallel3d.topology.text import aligned
 
 IN_LOG_S = 10.0  # seconds between progress messages: most searches end before the first
@@ -261,7 +261,7 @@ def _sections(plan: Plan) -> Iterable[str]:
     yield _memory(made, used, memory)
     try:
         report = make_report(replace(made, topology=replace(made.topology, search=0)), None, {})
-        yield section("Where the ranks sit", "", f"<div class='paper'>{report.picture}</div>")
+        yield section("Where the ranks sit", "", f"<div class='paper'>{picture_of(report)}</div>")
     except UserError as error:
         yield section("Where the ranks sit", f"No picture: {error}")
 

@@ -9,13 +9,14 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -30,18 +31,29 @@ from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.assumptions import assume_batch, assume_model, check_free, write
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
-from parallel3d.topology.layout import Layout
+from parallel3d.topology.layout import DIMENSIONS, Layout
 from parallel3d.topology.links import DimLinks, Loads, Route, classify, loads_of, routes
 from parallel3d.topology.placement.advice import warnings_for
 from parallel3d.topology.placement.placed_ranks import Process, ranks_of_file
 from parallel3d.topology.placement.search import Candidate, place, search
 from parallel3d.topology.svg import cluster_svg
-from parallel3d.topology.text import cluster_line, job_line, write_report
+from parallel3d.topology.text import (
+    aligned,
+    byte_text,
+    count,
+    labelled,
+    ms,
+    percent,
+    shortened,
+    wrap,
+)
 from parallel3d.topology.tiling import RankMapping
 
 MADE_BY = "parallel3d topology"
 READER_LEFT = 128 + signal.SIGPIPE
 SCALARS = 4096  # bytes up to which a message is pure latency: a loss, a norm
+LEAST_WIDTH = 40
+WORTH_SAYING = 0.005  # of the communication: smaller differences are within the model's error
 
 
 class BetweenRails(NamedTuple):
@@ -133,83 +145,6 @@ class TopologyReport:
         sent = [t.nbytes for t in self.transfers if t.op == "send_recv"]
         return max(sent, default=1_000_000), 0, int(slots[0]), None
 
-    @property
-    def picture(self) -> str:
-        """The map as an SVG document."""
-        sizes, _, job = job_line(self).partition("; ")
-        title = f"{self.cluster.name}: {sizes} on {self.cluster.size:,} GPUs"
-        words = f"{cluster_line(self.cluster)}. {job}"
-        return cluster_svg(self.placement, self.config.topology.rank, self.loads, title, words)
-
-
-def facts_of(report: TopologyReport) -> dict[str, Any]:
-    """Returns the content of topology.json: what is shown, as the report's objects hold it."""
-    price, rank = report.price, report.config.topology.rank
-    return {
-        "made_by": MADE_BY,
-        "version": parallel3d.__version__,
-        "assumed": report.assumed,
-        "cluster": _plain(report.cluster),
-        "layout": _plain(report.layout),
-        "placement": report.placement.how,
-        "slots": report.placement.slots.tolist(),
-        "seconds": _plain(price.seconds),
-        "bytes": _plain(price.nbytes),
-        "groups": {
-            dim: {"seconds": _plain(of_dim.seconds), "price": _plain(of_dim)}
-            | {"links": _plain(report.links.get(dim))}
-            for dim, of_dim in price.dims.items()
-        },
-        "busiest": report.loads.busiest(report.cluster),
-        "search": [
-            {"placement": str(c), "default": c.is_default, "seconds": _plain(c.seconds)}
-            for c in report.shown_candidates
-        ],
-        "between_rails": _plain(report.between_rails),
-        "rank": {"rank": rank, **report.layout.coordinates(rank)._asdict()},
-        "warnings": report.warnings,
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Returns dataclasses and tuples with names as dicts, links by their names; None: infinite."""
-    if dataclasses.is_dataclass(value):
-        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    elif hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, LinkClass):
-        return value.label
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if value == math.inf else value
-
-
-def topology(config: Config, typed: Sequence[str] | None = None) -> int:
-    """Prints the groups, their price and warnings; writes the files asked for.
-
-    `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
-    Returns the exit code: 0, or 141 if the reader of a pipe left. Raises UserError for what cannot
-    work.
-    """
-    svg, json_file = config.topology.svg, config.topology.json
-    check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
-    check_free("topology.json", json_file, f'"made_by": "{MADE_BY}"', MADE_BY)
-    report = make_report(config, typed, os.environ)
-    if json_file:
-        text = json.dumps(facts_of(report), indent=1, allow_nan=False)
-        write("topology.json", json_file, text + "\n")
-    if svg:
-        write("topology.svg", svg, report.picture)
-    try:
-        write_report(report, [name for name in (svg, json_file) if name], sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_LEFT
-    return 0
-
 
 def make_report(
     config: Config, typed: Sequence[str] | None, environ: Mapping[str, str]
@@ -273,3 +208,209 @@ def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
     ][: layout.world_size]
     slots = np.asarray(ranks_of_file(config, everywhere))
     return RankMapping(cluster, layout, slots, f"rank file {Path(str(config.rank_file)).name}")
+
+
+def topology(config: Config, typed: Sequence[str] | None = None) -> int:
+    """Prints the groups, their price and warnings; writes the files asked for.
+
+    `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
+    Returns the exit code: 0, or 141 if the reader of a pipe left. Raises UserError for what cannot
+    work.
+    """
+    svg, json_file = config.topology.svg, config.topology.json
+    check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
+    check_free("topology.json", json_file, f'"made_by": "{MADE_BY}"', MADE_BY)
+    report = make_report(config, typed, os.environ)
+    if json_file:
+        text = json.dumps(facts_of(report), indent=1, allow_nan=False)
+        write("topology.json", json_file, text + "\n")
+    if svg:
+        write("topology.svg", svg, picture_of(report))
+    try:
+        write_report(report, [name for name in (svg, json_file) if name], sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    return 0
+
+
+def facts_of(report: TopologyReport) -> dict[str, Any]:
+    """Returns the content of topology.json: what is shown, as the report's objects hold it."""
+    price, rank = report.price, report.config.topology.rank
+    return {
+        "made_by": MADE_BY,
+        "version": parallel3d.__version__,
+        "assumed": report.assumed,
+        "cluster": _plain(report.cluster),
+        "layout": _plain(report.layout),
+        "placement": report.placement.how,
+        "slots": report.placement.slots.tolist(),
+        "seconds": _plain(price.seconds),
+        "bytes": _plain(price.nbytes),
+        "groups": {
+            dim: {"seconds": _plain(of_dim.seconds), "price": _plain(of_dim)}
+            | {"links": _plain(report.links.get(dim))}
+            for dim, of_dim in price.dims.items()
+        },
+        "busiest": report.loads.busiest(report.cluster),
+        "search": [
+            {"placement": str(c), "default": c.is_default, "seconds": _plain(c.seconds)}
+            for c in report.shown_candidates
+        ],
+        "between_rails": _plain(report.between_rails),
+        "rank": {"rank": rank, **report.layout.coordinates(rank)._asdict()},
+        "warnings": report.warnings,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Returns dataclasses and tuples with names as dicts, links by their names; None: infinite."""
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, LinkClass):
+        return value.label
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if value == math.inf else value
+
+
+def picture_of(report: TopologyReport) -> str:
+    """Returns the map as an SVG document."""
+    sizes, _, job = job_line(report).partition("; ")
+    title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
+    words = f"{cluster_line(report.cluster)}. {job}"
+    return cluster_svg(report.placement, report.config.topology.rank, report.loads, title, words)
+
+
+def write_report(report: TopologyReport, written: Sequence[str], stream: TextIO) -> None:
+    """Writes everything in the terminal's columns (or COLUMNS), else 80; `written`: the files."""
+    width = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+    tables = (heading, group_table, search_table, route_lines, warning_lines)
+    parts = [*(table(report, width) for table in tables), [f"wrote {name}" for name in written]]
+    stream.write("\n\n".join("\n".join(part) for part in parts if part) + "\n")
+
+
+def cluster_line(c: Cluster) -> str:
+    """Formats `16 nodes of 8 GPUs = 128 GPUs, 16 NVLink domains of 8, 8 rails, ...`"""
+    domains = np.unique(c.domain, return_counts=True)[1]
+    units, leaves = np.unique(c.unit).size, count(np.unique(c.leaf).size, "leaf switch")
+    spine = "no spine" if c.oversubscription is None else f"spine {c.oversubscription:g}:1"
+    nodes = f"{count(c.nodes, 'node')}, {count(c.size, 'GPU')}"
+    if c.nodes * c.gpus_per_node == c.size:
+        nodes = f"{count(c.nodes, 'node')} of {count(c.gpus_per_node, 'GPU')} = {c.size:,}"
+    return (
+        f"{nodes}, {count(domains.size, c.intra_name + ' domain')} of {domains.max()}, "
+        f"{count(c.rails, 'rail')}, {count(units, 'unit')} with {leaves}, {spine}"
+    )
+
+
+def job_line(report: TopologyReport) -> str:
+    """Formats `tp=8 pp=4 dp=4; llama3_70b in fp32; 64 sequences a step ...; placement: ...`"""
+    config, layout = report.config, report.layout
+    numbers = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vpp": config.vpp}
+    numbers["dp"] = layout.dp
+    sizes = " ".join(f"{d}={n}" for d, n in numbers.items() if n > 1 or d not in ("cp", "vpp"))
+    sizes += f" schedule={config.schedule.name}" * (config.vpp > 1)
+    return (
+        f"{sizes}; {config.model.name} in {config.precision.name}; {config.global_batch_size:,} "
+        f"sequences a step = {config.micro_batch_size} × {config.num_microbatches} micro-batches × "
+        f"dp; placement: {report.placement.how}"
+    )
+
+
+def heading(report: TopologyReport, width: int) -> list[str]:
+    """Returns cluster, wires, job, assumptions, and the chosen rank's groups."""
+    c, layout, rank = report.cluster, report.layout, report.config.topology.rank
+    origin = f" ({c.origin})" if c.origin != "the configuration" else ""
+    wires = {c.intra: c.nvlink, "rail": c.rail}
+    if c.oversubscription is not None:
+        wires["spine"] = c.spine
+    speeds = [f"{k} {w.gb_per_s:g} GB/s {w.latency_us:g} µs" for k, w in wires.items()]
+    groups = "".join(
+        f"; {dim} group {shortened(layout.group_of(rank, dim))}"
+        for dim in DIMENSIONS
+        if layout.size(dim) > 1
+    )
+    idle, slot = c.size - layout.world_size, int(report.placement.slots[rank])
+    rows = {
+        "cluster": f"{c.name}{origin}: {cluster_line(c)}",
+        "wires": f"{', '.join(speeds)}; of one GPU, one way"
+        + ", NICs by TCP" * (c.network == "socket"),
+        "job": job_line(report),
+        "assumed": " ".join(report.assumed)
+        and f"{' '.join(report.assumed)}, as no others were given",
+        "idle": idle and f"{layout.world_size:,} of {c.size:,} GPUs hold ranks, {idle:,} idle",
+        "rank": f"{rank} = ({layout.named(rank)}) on {c.slot_name(slot)}{groups}",
+    }
+    return [line for label, text in rows.items() if text for line in labelled(label, text, width)]
+
+
+def group_table(report: TopologyReport, width: int) -> list[str]:
+    """Returns a row per dimension: size, groups, links, algorithm, bytes, time."""
+    price, label = report.price, report.cluster.label
+    rows = [("group", "size", "groups", "links of neighbours", "algorithm", "bytes", "ms")]
+    for dim, of_dim in price.dims.items():
+        n, links = of_dim.paths.n, report.links.get(dim)
+        groups = links.groups if links else report.layout.world_size // n
+        pairs = links.pairs if links else {}
+        ways = [f"{label(k)} {percent(c / sum(pairs.values()))}" for k, c in pairs.items()]
+        sums = (byte_text(sum(of_dim.nbytes.values())), ms(of_dim.seconds))
+        words = (", ".join(ways) or "any", ", ".join(of_dim.algorithms))
+        rows.append((dim, f"{n:,}", f"{groups:,}", *words, *sums))
+    total = (byte_text(sum(price.nbytes.values())), ms(price.seconds))
+    rows.append(("all", "", "", "", "", *total))
+    head = "one step's communication: bytes of all ranks, time if nothing overlaps"
+    by_link = ", ".join(f"{label(kind)} {byte_text(n)}" for kind, n in price.nbytes.items())
+    lines = [*wrap(head, width), *aligned(rows, "<>><<>>")]
+    lines += labelled("bytes", f"{by_link or 'none'} a step", width)
+    for name, sent in report.loads.busiest(report.cluster).values():
+        lines += labelled("busiest", f"{name}: {byte_text(sent)} a step", width)
+    return lines
+
+
+def search_table(report: TopologyReport, width: int) -> list[str]:
+    """Returns the best placements found, against the default order."""
+    rows = report.shown_candidates
+    if not rows:
+        return []
+    default = next(row for row in rows if row.is_default).seconds
+    table = [("placement", "predicted ms", "of the default")]
+    for row in rows:
+        known = math.isfinite(row.seconds) and 0 < default < math.inf
+        share = f"{100 * row.seconds / default:.1f} %" if known else "–"
+        table.append((str(row), ms(row.seconds), share))
+    lines = ["placement search, cheapest first", *aligned(table, "<>>")]
+    best, here = rows[0], report.price.seconds
+    if best.seconds < here * (1 - WORTH_SAYING):
+        saved = f" saves {percent(1 - best.seconds / here)} of the communication"
+        override = "default" if best.is_default else "auto"
+        gain = saved if math.isfinite(here) else ""
+        lines += wrap(f"placement={override}{gain}: {best}", width)
+    return lines
+
+
+def route_lines(report: TopologyReport, width: int) -> list[str]:
+    """Returns the priced ways of a message between rails."""
+    message, c = report.between_rails, report.cluster
+    if message is None:
+        return []
+    size = byte_text(message.nbytes)
+    a, b = (f"{c.slot_name(s)} (rail {c.rail_of[s]})" for s in (message.source, message.target))
+    head = f"between rails, {message.what or 'as an example'}, {size} from {a} to {b}:"
+    lines = wrap(head, width)
+    for way in message.ways:
+        path = c.slot_name(way.slots[0])  # node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1
+        for hop, slot in zip(way.hops, way.slots[1:], strict=True):
+            path += f" -{c.label(hop)}- {c.slot_name(slot)}"
+        lines += wrap(f"{ms(way.seconds)} ms  {path}", width, "  ", "    ")
+    return lines if message.ways else [*lines, "  no way leads there"]
+
+
+def warning_lines(report: TopologyReport, width: int) -> list[str]:
+    warnings = (f"warning: {text}" for text in report.warnings)
+    return [line for text in warnings for line in wrap(text, width, rest="  ")]

@@ -18,8 +18,7 @@ from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify, loads_of, neighbours
 from parallel3d.topology.placement.advice import refuse_unreachable
-from parallel3d.topology.report import TopologyReport, make_report
-from parallel3d.topology.text import write_report
+from parallel3d.topology.report import TopologyReport, make_report, write_report
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster
 

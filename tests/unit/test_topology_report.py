@@ -22,17 +22,20 @@ from parallel3d.estimate.network import messages
 from parallel3d.topology.assumptions import assume_batch, assume_model, chosen_keys
 from parallel3d.topology.assumptions import preset as model_preset
 from parallel3d.topology.cluster.parts import LinkClass
-from parallel3d.topology.report import TopologyReport, facts_of, make_report, topology
-from parallel3d.topology.text import (
-    byte_text,
+from parallel3d.topology.report import (
+    TopologyReport,
     cluster_line,
+    facts_of,
     group_table,
     heading,
+    make_report,
     route_lines,
     search_table,
+    topology,
     warning_lines,
     write_report,
 )
+from parallel3d.topology.text import byte_text
 
 TYPED = ("tp=8",)  # a command line that chose neither model nor batch
 

@@ -25,7 +25,7 @@ from parallel3d.commands.report.reading import COLUMNS, LOSS, STEP_FIGURES, RunR
 from parallel3d.config.fields import show, values_of
 from parallel3d.config.schema import Config
 from parallel3d.metrics.text import duration, si
-from parallel3d.topology.report import make_report
+from parallel3d.topology.report import make_report, picture_of
 from parallel3d.topology.tiling import RankMapping
 
 MOST_SETS = 3  # of validation, in the first table
@@ -300,7 +300,7 @@ def _wires(run: RunRecord) -> str:
         ran = RankMapping(report.cluster, report.layout, np.array(slots), "as the run had it")
     except ValueError as error:  # UserError, too
         return f"<p class='muted'>No picture of the wires of this cluster: {escape(str(error))}</p>"
-    return f"<div class='paper'>{replace(report, placement=ran).picture}</div>"
+    return f"<div class='paper'>{picture_of(replace(report, placement=ran))}</div>"
 
 
 def _rank_name(run: RunRecord, number: int) -> str:
