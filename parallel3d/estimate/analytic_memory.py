@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.config.schema import Config
-from parallel3d.estimate.balance import layers_of_stages, placement_of
+from parallel3d.estimate.balance import has_whole_backwards, layers_of_stages, placement_of
 from parallel3d.estimate.ops import TABLE, Op, kept, widths
 from parallel3d.estimate.optimizer import PIECE
 from parallel3d.estimate.search import LayoutChoice, configure
@@ -154,8 +154,7 @@ def _state(rank: PipelineRank, numel: int) -> RankMemory:
 def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[RankMemory]:
     """Yields the peaks of each kind of action on each stage."""
     config, stream = rank.config, rank.stream
-    name, pp, count = config.schedule.name, config.pp, config.num_microbatches
-    seen = moments(name, pp, len(rank.stages), count, rank.index)
+    seen = moments_of(config, rank.index)
     state = _state(rank, rank.layer_numel * rank.layer_count + rank.end_numel)
     if config.optim.state == "bf16":  # a piece's states in fp32, and random bits
         widest = max((s.numel for s in flat_shards(rank)), default=0)
@@ -363,8 +362,7 @@ def host_memory(config: Config, index: int) -> float:
         # Of F, B, I and W: one layer of the backward, or of the next action, is on its way back.
         back = -max(slabs, default=0)
         running.append((sum(slabs) + back * (not turns), back, back, 0))
-    name, count = config.schedule.name, config.num_microbatches
-    seen = moments(name, config.pp, len(rank.stages), count, index)
+    seen = moments_of(config, index)
     runs = np.array(running)[seen.chunk, seen.kind]
     return SLAB_BYTES * float((seen.live @ waiting + runs).max())
 
@@ -573,13 +571,20 @@ def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
 _schedule = functools.lru_cache(maxsize=64)(make)
 
 
-@functools.lru_cache(maxsize=4096)
-def moments(name: str, pp: int, vpp: int, microbatches: int, rank: int) -> Moments:
-    """Returns the states of `rank` under the schedule `name` with `vpp` chunks.
+def moments_of(config: Config, rank: int, microbatches: int | None = None) -> Moments:
+    """Returns the states of `rank` along pp in a step of the run's micro-batches, or of so many."""
+    count = config.num_microbatches if microbatches is None else microbatches
+    whole = has_whole_backwards(config)
+    return _moments(config.schedule.name, config.pp, config.vpp, count, rank, whole)
 
-    They follow from the rank's own order: a walk of all ranks would cost a search too much.
-    """
+
+@functools.lru_cache(maxsize=4096)
+def _moments(
+    name: str, pp: int, vpp: int, microbatches: int, rank: int, whole_backwards: bool
+) -> Moments:
+    """Follows the rank's own order alone: a walk of all ranks would cost a search too much."""
     made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp)
+    made = made.with_whole_backwards() if whole_backwards else made
     live, deferred = [0] * vpp, [0] * vpp
     in_flight: deque[tuple[int, int]] = deque(maxlen=SENDS)  # (chunk, micro-batch); -1: a gradient
     done: set[tuple[int, int]] = set()  # forwards whose backward is done: their output is free

@@ -161,15 +161,18 @@ class StageWeights:
 def run_schedule(config: Config, microbatches: int | None = None) -> Schedule:
     """Returns the schedule of `schedule=…` for the run's micro-batches, or as many as are given.
 
-    Backwards are whole under zero=2 and 3: FSDP2 reduces in the backward what gradients are there.
-
     Raises UserError if there is no such schedule (see `choose.wanted`).
     """
     count = config.num_microbatches if microbatches is None else microbatches
     name, file = config.schedule.name, config.schedule.file
     found = wanted(name, config.pp, count, config.vpp, file, *_costs(config))
-    shards = config.cp * (config.dp or 1)
-    return found.with_whole_backwards() if config.zero > 1 and shards > 1 else found
+    return found.with_whole_backwards() if has_whole_backwards(config) else found
+
+
+def has_whole_backwards(config: Config) -> bool:
+    """Whether no schedule of the run splits its backwards: FSDP2 reduces in the backward what
+    gradients are there."""
+    return config.zero > 1 and config.cp * (config.dp or 1) > 1
 
 
 def sends_slices(config: Config, on_accelerator: bool) -> bool:

@@ -25,7 +25,7 @@ from parallel3d.commands.dryrun.counting import (
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.estimate.analytic_memory import moments
+from parallel3d.estimate.analytic_memory import moments_of
 from parallel3d.estimate.balance import run_schedule
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
@@ -160,7 +160,7 @@ def _fewest(config: Config, index: int) -> int:
         return count  # memory grows with each, or the orders depend on their number
 
     def most(microbatches: int) -> tuple[float, float]:
-        seen = moments(name, config.pp, config.vpp, microbatches, index)
+        seen = moments_of(config, index, microbatches)
         deferred = seen.deferred.sum(axis=1)
         held = seen.live.sum(axis=1) + deferred + (seen.kind == 0)
         return held.max(), deferred.max()
