@@ -7,7 +7,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from operator import add
 from typing import NamedTuple
 
@@ -107,6 +106,9 @@ class RankMemory(NamedTuple):
         return RankMemory._make((*map(add, self[:-1], other[:-1]), phase))
 
 
+NOTHING = RankMemory()
+
+
 def peak_memory(config: Config, index: int) -> RankMemory:
     """Returns the peak memory of rank `index` along pp, as `dryrun` finds it.
 
@@ -159,8 +161,7 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     if config.optim.state == "bf16":  # a piece's states in fp32, and random bits
         widest = max((s.numel for s in flat_shards(rank)), default=0)
         yield state.plus(RankMemory(buffers=3.0 * WIDE * min(PIECE, widest)), "optimizer")
-    extra = fsdp_memory(rank) if rank.fully_sharded else {}
-    end = head.kept + (_cast_table(rank) if extra else 0)  # each forward computes its gradient
+    end = head.kept + rank.fully_sharded * _cast_table(rank)  # each forward computes its gradient
     held, waits = [], []
     output = 0.0 if rank.offloads else stream
     for stage in rank.stages:
@@ -169,21 +170,28 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     slices = rank.layout.tp if rank.sends_slices else 1
     sent = seen.in_flight if rank.offloads else seen.sent
     base = seen.live @ held + seen.deferred @ waits + sent * stream / slices
+    left = _left_by_backwards(rank) if rank.fully_sharded else {}
     for index, stage in enumerate(rank.stages):
         reads = _OF_TOKEN * rank.tokens if stage.first or stage.last else 0.0
-        for kind, begun in product(range(3), (False, True) if extra else (None,)):
+        extra = fsdp_memory(rank, stage) if rank.fully_sharded else {}
+        for kind in range(3):
             rows = (seen.kind == kind) & (seen.chunk == index)
-            rows = rows if begun is None else rows & (seen.begun == begun)
             if not rows.any():
                 continue
-            most = RankMemory(activations=base[rows].max().item(), buffers=reads)
             for moment, more in _temporary(rank, stage, kind, layer, head):
-                if moment in extra:
-                    more = more.plus(extra[moment])
-                if "begun" in extra and (begun or moment in BEHIND):
-                    more = more.plus(extra["begun"])
+                mine, begun = rows, seen.begun
+                if moment in BEHIND and rank.accumulates:
+                    begun = begun | (np.arange(len(held)) == index)
+                    if moment in REDUCES:
+                        mine = rows & seen.final
+                total = base + sum(begun[:, c] * m.total for c, m in left.items())
+                at = int(np.argmax(np.where(mine, total, -1.0)))
+                most = RankMemory(activations=float(base[at]), buffers=reads)
+                for chunk, memory in left.items():
+                    if begun[at, chunk] and (rank.accumulates or moment not in BEHIND):
+                        most = most.plus(memory)
                 phase = "head and loss" if moment in ("head", "cast") else PHASES[kind]
-                yield state.plus(most.plus(more), phase)
+                yield state.plus(most.plus(more).plus(extra.get(moment, NOTHING)), phase)
 
 
 def _kept(rank: PipelineRank, stage: LocalStage, layer: LayerBytes) -> float:
@@ -247,10 +255,10 @@ def _temporary(
         yield moment, RankMemory(activations=nbytes)
 
 
-# Memory of FSDP2 in addition to shards, by moment of a step (`data_parallel/fully_sharded.py`). The
-# buffer of its last all-gather and the input of its last reduce-scatter live until the next ones.
+# Memory of FSDP2 in addition to shards, by moment of a step (`data_parallel/fully_sharded.py`).
 
-BEHIND = ("reduction", "later", "ends", "out")  # moments after a first backward's reduction
+REDUCES = ("reduction", "later")  # of the layers; without `every` or `once` in the last backward
+BEHIND = (*REDUCES, "ends", "out")  # moments after a backward's first gradients
 
 
 def _cast_table(rank: PipelineRank) -> float:
@@ -260,49 +268,59 @@ def _cast_table(rank: PipelineRank) -> float:
     return rank.item * (model.padded_vocab_size // rank.layout.tp * model.hidden_size) * rank.last
 
 
-def fsdp_memory(rank: PipelineRank) -> dict[str, RankMemory]:
-    """Returns FSDP2's bytes by moment on a rank of one stage; "begun": those that are held after
-    the step's first backward."""
-    config, item, dp, layers = rank.config, rank.item, rank.replicas, rank.layer_count
-    one, ends, first = rank.layer_numel, rank.end_numel, rank.first
+def _numel_of_ends(rank: PipelineRank, stage: LocalStage) -> int:
+    return sum(p.numel for p in rank.held(stage, range(0)))
+
+
+def _left_by_backwards(rank: PipelineRank) -> dict[int, RankMemory]:
+    """Returns, by chunk, what its first backward leaves until the last one: sums of gradients, or
+    the input of the last reduce-scatter, which the next one frees, and of several chunks the units
+    that had no backward."""
+    one, found = rank.layer_numel, {}
+    for chunk, stage in enumerate(rank.stages):
+        ends = _numel_of_ends(rank, stage)
+        if rank.accumulates:
+            found[chunk] = RankMemory(gradients=float(WIDE * (one * len(stage.layers) + ends)))
+        elif rank.config.num_microbatches > 1 and len(rank.stages) == 1:
+            found[chunk] = RankMemory(buffers=float(WIDE * (ends or one)))
+    return found
+
+
+def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
+    """Returns FSDP2's bytes by moment of an action on a stage."""
+    config, item, dp, layers = rank.config, rank.item, rank.replicas, len(stage.layers)
+    one, ends, first = rank.layer_numel, _numel_of_ends(rank, stage), stage.first
     up, down = (
         item * op.inputs * op.outputs
         for op in rank.layer.plain
         if op.name in ("mlp.up", "mlp.down")
     )
-    cast = float(_cast_table(rank))
-    every, once = config.ddp.reduces_every_microbatch(config.zero), config.num_microbatches == 1
+    cast = float(_cast_table(rank) * stage.last)
+    once = config.num_microbatches == 1
     sums, reduced, own = float(WIDE * one), float(WIDE * (ends or one)), float(item * one)
     gathered = own if config.zero == 3 else 0.0
-    whole = float(item * (ends if config.zero == 3 else one * (layers - 1) + ends))
+    others = 0 if config.zero == 3 else one * (rank.layer_count - 1)
+    whole = float(item * (others + rank.end_numel))
     ahead, late = gathered * (layers > 1), gathered * (layers > 2)
-    before = reduced if every else 0.0  # included in "begun", and free by then
     head = whole + own - gathered
-    wide = own if every or once else 0.0  # the layer's gradients, before the cast to fp32
+    wide = 0.0 if rank.accumulates else own  # the layer's gradients, before the cast to fp32
     last = own if config.zero == 3 or once else 0.0
     found = {
         "forward": RankMemory(whole + own, buffers=last),
         "head": RankMemory(head, buffers=last, activations=2 * cast),
         "cast": RankMemory(head, buffers=last, activations=3 * cast),
     }
-    if every:
-        found["begun"] = RankMemory(buffers=reduced)
-    elif not once:
-        found["begun"] = RankMemory(gradients=float(WIDE * (one * layers + ends)))
     # Tied: two gradients, summed at the end.
-    both = first and rank.last and all(p.name != TABLE for p in rank.ends)
+    both = first and stage.last and all(p.name != TABLE for p in rank.ends)
     cast = 0.0 if both else cast
     of_layers = {
         "backward": (whole + own, ahead + down),
         "matmuls": (whole + own, ahead + down + up),
-        "reduction": (whole, ahead + wide + sums - before),
+        "reduction": (whole, ahead + wide + sums),
         "made": (whole + own, ahead + own),
     }
     if layers > 1:
-        of_layers["later"] = (
-            whole + gathered,
-            late + wide + (sums if every or once else 0.0) - before,
-        )
+        of_layers["later"] = whole + gathered, late + wide + sums * (not rank.accumulates)
     for moment, (parameters, buffers) in of_layers.items():
         found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
     if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients
@@ -310,7 +328,7 @@ def fsdp_memory(rank: PipelineRank) -> dict[str, RankMemory]:
     model = config.model
     table = item * model.hidden_size * model.padded_vocab_size / rank.layout.tp * first
     start = 0.0 if once else head
-    scattered, buffers = (reduced / dp, reduced - before) if ends else (0.0, -before)
+    scattered, buffers = (reduced / dp, reduced) if ends else (0.0, 0.0)
     # At the end autograd holds the gradients until its last node is done; then they are copied and
     # free, and the scattered sums exist.
     found["ends"] = RankMemory(
@@ -549,7 +567,8 @@ class Moments:
         live: by chunk, micro-batches between their forward and their backward (or I).
         deferred: by chunk, micro-batches between I and W.
         in_flight: sends. sent: of these, those that alone hold their tensor without offload.
-        begun: whether a backward of this step is done.
+        begun: by chunk, whether it had a backward in this step.
+        final: whether the action is the step's last backward.
     """
 
     kind: NDArray[np.int64]
@@ -559,6 +578,7 @@ class Moments:
     in_flight: NDArray[np.float64]
     sent: NDArray[np.float64]
     begun: NDArray[np.bool_]
+    final: NDArray[np.bool_]
 
 
 def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
@@ -589,12 +609,13 @@ def _moments(
     in_flight: deque[tuple[int, int]] = deque(maxlen=SENDS)  # (chunk, micro-batch); -1: a gradient
     done: set[tuple[int, int]] = set()  # forwards whose backward is done: their output is free
     seen: set[tuple[int, ...]] = set()
-    around = made.placement.around(rank)
+    around, begun, left = made.placement.around(rank), [False] * vpp, vpp * made.microbatches
     for step in made.orders[rank]:
         kind, chunk, mb = step.kind, step.chunk, step.microbatch
+        left -= kind in (Kind.B, Kind.I)
         lone = sum(m < 0 or (c, m) in done for c, m in in_flight)
-        state = _KINDS.index(kind), chunk, len(in_flight), lone, bool(done), *live, *deferred
-        seen.add(state)
+        state = _KINDS.index(kind), chunk, len(in_flight), lone, not left
+        seen.add((*state, *begun, *live, *deferred))
         _, before, after = around[chunk]
         if kind == Kind.W:
             deferred[chunk] -= 1
@@ -604,10 +625,12 @@ def _moments(
         deferred[chunk] += kind == Kind.I
         if not forward:
             done.add((chunk, mb))
+            begun[chunk] = True
         reader = after if forward else before
         if reader is not None and reader[0] != rank:
             in_flight.append((chunk, mb if forward else -1))
     rows = np.array(sorted(seen))
-    sends, counts = rows[:, 2:4].astype(float), rows[:, 5:].astype(float)
-    lives, waits, begun = counts[:, :vpp], counts[:, vpp:], rows[:, 4] > 0
-    return Moments(rows[:, 0], rows[:, 1], lives, waits, sends[:, 0], sends[:, 1], begun)
+    kinds, chunks, sends, lone, final = rows[:, :5].T
+    by_chunk = rows[:, 5:].reshape(-1, 3, vpp).astype(float)
+    found = (by_chunk[:, 1], by_chunk[:, 2], sends.astype(float), lone.astype(float))
+    return Moments(kinds, chunks, *found, by_chunk[:, 0] > 0, final > 0)

@@ -108,6 +108,12 @@ class PipelineRank:
         self.columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether FSDP2 keeps whole gradients until the last backward, which reduces them."""
+        every = self.config.ddp.reduces_every_microbatch(self.config.zero)
+        return self.fully_sharded and not every and self.config.num_microbatches > 1
+
+    @property
     def loss_chunks(self) -> dict[int, int]:
         """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
         return loss_chunk_counts(
