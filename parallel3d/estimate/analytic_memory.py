@@ -230,11 +230,14 @@ def _temporary(
             yield "head", RankMemory(activations=states, logits=head.logits)
     elif kind == 1:
         near = one * min(1 + whole_stage, stage.away)
+        first = near + ahead + layer.backward + layer.again
+        # FSDP2's alone: elsewhere a weight's gradient is added in place.
+        matmuls = near + ahead + layer.again - layer.inner + (1 + 2 * sp) * whole
         activations = {
-            "backward": near + ahead + layer.backward + layer.again - received,
-            # FSDP2's alone: elsewhere a weight's gradient is added in place.
-            "matmuls": (near + ahead + layer.again - layer.inner + (1 + 2 * sp) * whole)
-            * rank.fully_sharded,
+            "backward": first - received,
+            "matmuls": matmuls * rank.fully_sharded,
+            "next": first - inner / layers,
+            "next matmuls": matmuls - inner / layers,
             "made": near + stream - inner / layers,
             "reduction": near + stream - inner / layers,
             "later": near + stream - min(2, layers) * inner / layers,
@@ -321,6 +324,9 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     }
     if layers > 1:
         of_layers["later"] = whole + gathered, late + wide + sums * (not rank.accumulates)
+        if not rank.accumulates:  # the layer before is being reduced
+            of_layers["next"] = whole + own, late + down + sums
+            of_layers["next matmuls"] = whole + own, late + down + up + sums
     for moment, (parameters, buffers) in of_layers.items():
         found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
     if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients

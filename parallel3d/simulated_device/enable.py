@@ -30,8 +30,10 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
         return this_machine()
     machine = SimulatedMachine(data, checks_races)
     machine.special |= SPECIAL | nccl.functional() | attention.packed()
-    _setup_privateuseone_for_python_backend(TYPE, backend_module=SimulatedModule(machine))
+    module = SimulatedModule(machine)
+    _setup_privateuseone_for_python_backend(TYPE, backend_module=module)
     torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one
+    torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
     library = torch.library.Library("_", "IMPL")
     library.fallback(dispatch, "PrivateUse1")
     machine.libraries = [library, _whole_factories(), attention.register()]
