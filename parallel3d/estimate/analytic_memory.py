@@ -271,18 +271,16 @@ def _cast_table(rank: PipelineRank) -> float:
     return rank.item * (model.padded_vocab_size // rank.layout.tp * model.hidden_size) * rank.last
 
 
-def _numel_of_ends(rank: PipelineRank, stage: LocalStage) -> int:
-    return sum(p.numel for p in rank.held(stage, range(0)))
-
-
 def _left_by_backwards(rank: PipelineRank) -> dict[int, RankMemory]:
     """Returns, by chunk, what its first backward leaves until the last one: sums of gradients, or
     the input of the last reduce-scatter, which the next one frees, and of several chunks the units
     that had no backward."""
     one, found = rank.layer_numel, {}
     for chunk, stage in enumerate(rank.stages):
-        ends = _numel_of_ends(rank, stage)
+        ends = sum(p.numel for p in rank.ends_read(stage))
         if rank.accumulates:
+            if stage.first and not stage.last and rank.last and rank.table.tied:
+                ends -= rank.table.numel  # the last stage's backward is before
             found[chunk] = RankMemory(gradients=float(WIDE * (one * len(stage.layers) + ends)))
         elif rank.config.num_microbatches > 1 and len(rank.stages) == 1:
             found[chunk] = RankMemory(buffers=float(WIDE * (ends or one)))
@@ -292,7 +290,8 @@ def _left_by_backwards(rank: PipelineRank) -> dict[int, RankMemory]:
 def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     """Returns FSDP2's bytes by moment of an action on a stage."""
     config, item, dp, layers = rank.config, rank.item, rank.replicas, len(stage.layers)
-    one, ends, first = rank.layer_numel, _numel_of_ends(rank, stage), stage.first
+    one, first = rank.layer_numel, stage.first
+    ends = sum(p.numel for p in rank.ends_read(stage))
     up, down = (
         item * op.inputs * op.outputs
         for op in rank.layer.plain

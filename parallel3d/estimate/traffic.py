@@ -173,6 +173,13 @@ class PipelineRank:
     def end_numel(self) -> int:
         return sum(p.numel for p in self.ends)
 
+    def ends_read(self, stage: LocalStage) -> list[LocalParameter]:
+        """Returns the parameters of embedding and head that a stage reads: its own, and a tied
+        table that the rank's first stage holds."""
+        ends = self.held(stage, range(0))
+        borrows = stage.last and self.table.tied and self.table not in ends
+        return [*ends, self.table] if borrows else ends
+
     @property
     def table(self) -> LocalParameter:
         """The weight of the head, or the copy of it that is the embedding's, on the ends' ranks."""
@@ -540,18 +547,10 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
         yield Transfer(dim, "all_gather", numel * rank.item, times, "parameters")
         # Of a single micro-batch each backward's are reduced too (data_parallel/fully_sharded.py).
         apart = unit == "rest" and every == microbatches
-        for reduced in _ends_of_stages(rank) if apart else [numel]:
+        read = map(rank.ends_read, rank.stages)
+        ends = [dp * sum(_sharded_numel(p, dp) for p in mine) for mine in read if mine]
+        for reduced in ends if apart else [numel]:
             yield Transfer(dim, "reduce_scatter", reduced * rank.grad_item, every, "gradients")
-
-
-def _ends_of_stages(rank: PipelineRank) -> Iterator[int]:
-    """Yields, of each stage with an end, the padded elements of the ends that it reads."""
-    for stage in rank.stages:
-        ends = rank.held(stage, range(0))
-        if stage.last and rank.table.tied and rank.table not in ends:  # the first stage's
-            ends.append(rank.table)
-        if ends:
-            yield sum(rank.shards * _sharded_numel(p, rank.shards) for p in ends)
 
 
 def _sharded_numel(parameter: LocalParameter, shards: int) -> int:

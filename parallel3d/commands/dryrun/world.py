@@ -159,11 +159,15 @@ def _fewest(config: Config, index: int) -> int:
     if name in ("gpipe", "auto", "file"):
         return count  # memory grows with each, or the orders depend on their number
 
-    def most(microbatches: int) -> tuple[float, float]:
+    def most(microbatches: int) -> tuple[dict[tuple[Any, ...], float], float]:
         seen = moments_of(config, index, microbatches)
         deferred = seen.deferred.sum(axis=1)
-        held = seen.live.sum(axis=1) + deferred + (seen.kind == 0)
-        return held.max(), deferred.max()
+        held: dict[tuple[Any, ...], float] = {}
+        # FSDP2's gradients add to it from a chunk's first backward on.
+        begun = seen.begun & (config.zero > 1)
+        for *moment, live in zip(seen.kind, seen.chunk, *begun.T, seen.live.sum(axis=1) + deferred):
+            held[*moment] = max(held.get((*moment,), 0.0), live)
+        return held, deferred.max()
 
     all_of = most(count)
     return next((few for few in range(config.pp + MORE, count) if most(few) == all_of), count)
