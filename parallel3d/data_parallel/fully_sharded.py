@@ -94,8 +94,8 @@ class FullyShardedDataParallel:
             unit.set_custom_reduce_scatter(_ReduceScatter(shards))  # type: ignore[arg-type]
             if hybrid and not every_microbatch:
                 unit.set_all_reduce_hook(lambda flat: _sum_over_replicas(flat, replicas))
-        # A backward gathers the block before ahead. FSDP2's own guess is the unit that ran before in
-        # the latest forward, which may be of another chunk or micro-batch, and is gathered in vain.
+        # A backward gathers the block before ahead. FSDP2's own guess, the unit before it in the
+        # latest forward, may be of another chunk or micro-batch, and is gathered in vain.
         self.root.set_modules_to_backward_prefetch([self.root])  # none: it is gathered
         for stage in stages:
             blocks = [m for m in stage.modules() if isinstance(m, FSDPModule) and m is not root]

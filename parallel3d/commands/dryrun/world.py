@@ -159,14 +159,15 @@ def _fewest(config: Config, index: int) -> int:
     if name in ("gpipe", "auto", "file"):
         return count  # memory grows with each, or the orders depend on their number
 
-    def most(microbatches: int) -> tuple[dict[tuple[Any, ...], float], float]:
+    def most(microbatches: int) -> tuple[dict[tuple[int, ...], float], float]:
         seen = moments_of(config, index, microbatches)
         deferred = seen.deferred.sum(axis=1)
-        held: dict[tuple[Any, ...], float] = {}
+        live = seen.live.sum(axis=1) + deferred
         # FSDP2's gradients add to it from a chunk's first backward on.
-        begun = seen.begun & (config.zero > 1)
-        for *moment, live in zip(seen.kind, seen.chunk, *begun.T, seen.live.sum(axis=1) + deferred):
-            held[*moment] = max(held.get((*moment,), 0.0), live)
+        moments = np.column_stack([seen.kind, seen.chunk, seen.begun & (config.zero > 1)])
+        held: dict[tuple[int, ...], float] = {}
+        for moment, activations in zip(map(tuple, moments.tolist()), live.tolist(), strict=True):
+            held[moment] = max(held.get(moment, 0.0), activations)
         return held, deferred.max()
 
     all_of = most(count)
