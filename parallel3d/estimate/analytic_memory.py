@@ -180,16 +180,15 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
                 continue
             for moment, more in _temporary(rank, stage, kind, layer, head):
                 mine, begun = rows, seen.begun
-                if moment in BEHIND and rank.accumulates:
-                    begun = begun | (np.arange(len(held)) == index)
-                    if moment in REDUCES:
-                        mine = rows & seen.final
-                total = base + sum(begun[:, c] * m.total for c, m in left.items())
+                if moment in BEHIND:  # this backward has added to sums, or freed the input
+                    begun = (begun | (np.arange(len(held)) == index)) & rank.accumulates
+                if moment in REDUCES and rank.accumulates:
+                    mine = rows & seen.final
+                total = base + sum(begun[:, chunk] * left[chunk].total for chunk in left)
                 at = int(np.argmax(np.where(mine, total, -1.0)))
                 most = RankMemory(activations=float(base[at]), buffers=reads)
-                for chunk, memory in left.items():
-                    if begun[at, chunk] and (rank.accumulates or moment not in BEHIND):
-                        most = most.plus(memory)
+                for chunk in left:
+                    most = most.plus(left[chunk]) if begun[at, chunk] else most
                 phase = "head and loss" if moment in ("head", "cast") else PHASES[kind]
                 yield state.plus(most.plus(more).plus(extra.get(moment, NOTHING)), phase)
 
@@ -261,7 +260,7 @@ def _temporary(
 # Memory of FSDP2 in addition to shards, by moment of a step (`data_parallel/fully_sharded.py`).
 
 REDUCES = ("reduction", "later")  # of the layers; without `every` or `once` in the last backward
-BEHIND = (*REDUCES, "ends", "out")  # moments after a backward's first gradients
+BEHIND = (*REDUCES, "next", "next matmuls", "ends", "out")  # after a backward's first gradients
 
 
 def _cast_table(rank: PipelineRank) -> float:
@@ -324,8 +323,8 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     if layers > 1:
         of_layers["later"] = whole + gathered, late + wide + sums * (not rank.accumulates)
         if not rank.accumulates:  # the layer before is being reduced
-            of_layers["next"] = whole + own, late + down + sums
-            of_layers["next matmuls"] = whole + own, late + down + up + sums
+            of_layers["next"] = whole + gathered, late + down + sums
+            of_layers["next matmuls"] = whole + gathered, late + down + up + sums
     for moment, (parameters, buffers) in of_layers.items():
         found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
     if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients
@@ -335,7 +334,9 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     start = 0.0 if once else head
     scattered, buffers = (reduced / dp, reduced) if ends else (0.0, 0.0)
     # At the end autograd holds the gradients until its last node is done; then they are copied and
-    # free, and the scattered sums exist.
+    # free, and the scattered sums exist. That of a table of the rank's first stage it never holds.
+    if stage.last and rank.ends_read(stage) != rank.held(stage, range(0)):
+        cast = 0.0
     found["ends"] = RankMemory(
         start, buffers=buffers + scattered * (not first), activations=cast + (1 + both) * table
     )
