@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.launches import launches
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import host_memory, peak_memory
 from parallel3d.estimate.context_styles import STYLES
-from parallel3d.estimate.launches import launches
 from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED

@@ -180,7 +180,9 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
                 continue
             for moment, more in _temporary(rank, stage, kind, layer, head):
                 mine, begun = rows, seen.begun
-                if moment in BEHIND:  # this backward has added to sums, or freed the input
+                if moment in BEHIND or moment.startswith(
+                    "next"
+                ):  # this backward has added to sums, or freed the input
                     begun = (begun | (np.arange(len(held)) == index)) & rank.accumulates
                 if moment in REDUCES and rank.accumulates:
                     mine = rows & seen.final
@@ -229,24 +231,27 @@ def _temporary(
             yield "head", RankMemory(activations=states, logits=head.logits)
     elif kind == 1:
         near = one * min(1 + whole_stage, stage.away)
-        first = near + ahead + layer.backward + layer.again
-        # FSDP2's alone: elsewhere a weight's gradient is added in place.
-        matmuls = near + ahead + layer.again - layer.inner + (1 + 2 * sp) * whole
-        activations = {
-            "backward": first - received,
-            "matmuls": matmuls * rank.fully_sharded,
-            "next": first - inner / layers,
-            "next matmuls": matmuls - inner / layers,
-            "made": near + stream - inner / layers,
-            "reduction": near + stream - inner / layers,
-            "later": near + stream - min(2, layers) * inner / layers,
-            "ends": 2 * stream - inner,
-            "out": 2 * stream - inner,
-        }
+        begins = near + ahead + layer.again
+        activations["backward"] = begins + layer.backward - received
+        if rank.fully_sharded:  # elsewhere a weight's gradient is added in place
+            matmuls, before = (1 + 2 * sp) * whole - layer.inner, inner / layers
+            activations |= {
+                "matmuls": begins + matmuls,
+                "attention": begins + layer.attention - received,
+                "next backward": begins + layer.backward - before,
+                "next matmuls": begins + matmuls - before,
+                "next attention": begins + layer.attention - before,
+                "made": near + stream - before,
+                "reduction": near + stream - before,
+                "later": near + stream - min(2, layers) * before,
+                "ends": 2 * stream - inner,
+                "out": 2 * stream - inner,
+            }
     else:
         near = one * min(1 + whole_stage, stage.away)
         late = (layers - 1) * (layer.deferred - inner / layers)
         activations["backward"] = near + layer.halved + layer.again - received + max(late, 0.0)
+        activations["first layer"] = near + layers * layer.deferred - inner + whole + 2 * stream
     if kind > 0 and stage.first:
         # The look-up's backward, after all layers: gathered; of a part of the tokens masked, and
         # cast to the table's fp32.
@@ -259,8 +264,10 @@ def _temporary(
 
 # Memory of FSDP2 in addition to shards, by moment of a step (`data_parallel/fully_sharded.py`).
 
+# Moments of a layer's backward, and the weight whose gradient there is from then on.
+GRADIENTS = {"backward": "mlp.down", "matmuls": "mlp.up", "attention": "attention.out"}
 REDUCES = ("reduction", "later")  # of the layers; without `every` or `once` in the last backward
-BEHIND = (*REDUCES, "next", "next matmuls", "ends", "out")  # after a backward's first gradients
+BEHIND = (*REDUCES, "ends", "out")  # after a backward's first gradients, as is each "next …"
 
 
 def _cast_table(rank: PipelineRank) -> float:
@@ -291,11 +298,9 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     config, item, dp, layers = rank.config, rank.item, rank.replicas, len(stage.layers)
     one, first = rank.layer_numel, stage.first
     ends = sum(p.numel for p in rank.ends_read(stage))
-    up, down = (
-        item * op.inputs * op.outputs
-        for op in rank.layer.plain
-        if op.name in ("mlp.up", "mlp.down")
-    )
+    weights = {
+        op.name: item * op.inputs * op.outputs for op in rank.layer.plain if op.kind == "gemm"
+    }
     cast = float(_cast_table(rank) * stage.last)
     once = config.num_microbatches == 1
     sums, reduced, own = float(WIDE * one), float(WIDE * (ends or one)), float(item * one)
@@ -314,17 +319,15 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     # Tied: two gradients, summed at the end.
     both = first and stage.last and all(p.name != TABLE for p in rank.ends)
     cast = 0.0 if both else cast
-    of_layers = {
-        "backward": (whole + own, ahead + down),
-        "matmuls": (whole + own, ahead + down + up),
-        "reduction": (whole, ahead + wide + sums),
-        "made": (whole + own, ahead + own),
-    }
+    of_layers = {"reduction": (whole, ahead + wide + sums), "made": (whole + own, ahead + own)}
+    made = 0.0
+    for moment, name in GRADIENTS.items():
+        made += weights[name]
+        of_layers[moment] = whole + own, ahead + made
+        if layers > 1 and not rank.accumulates:  # while the layer before is reduced
+            of_layers[f"next {moment}"] = whole + gathered, late + made + sums
     if layers > 1:
         of_layers["later"] = whole + gathered, late + wide + sums * (not rank.accumulates)
-        if not rank.accumulates:  # the layer before is being reduced
-            of_layers["next"] = whole + gathered, late + down + sums
-            of_layers["next matmuls"] = whole + gathered, late + down + up + sums
     for moment, (parameters, buffers) in of_layers.items():
         found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
     if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients
@@ -334,11 +337,9 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     start = 0.0 if once else head
     scattered, buffers = (reduced / dp, reduced) if ends else (0.0, 0.0)
     # At the end autograd holds the gradients until its last node is done; then they are copied and
-    # free, and the scattered sums exist. That of a table of the rank's first stage it never holds.
-    if stage.last and rank.ends_read(stage) != rank.held(stage, range(0)):
-        cast = 0.0
+    # free, and the scattered sums exist.
     found["ends"] = RankMemory(
-        start, buffers=buffers + scattered * (not first), activations=cast + (1 + both) * table
+        start, buffers=buffers + scattered * (not rank.first), activations=cast + (1 + both) * table
     )
     found["out"] = RankMemory(
         start, buffers=buffers + scattered, activations=min(cast, table) + both * table
@@ -400,6 +401,7 @@ class LayerBytes(NamedTuple):
         deferred: of deferred weight gradients, from I to W (`parameters/gradients.py`).
         forward, backward, halved: temporary, at the peak of the stage's last layer: in the forward,
             in a whole backward, and in I.
+        attention: temporary beside `again` in the backward of its attention.
         again: recomputed before that backward.
         inner: the output of the activation function.
     """
@@ -412,6 +414,7 @@ class LayerBytes(NamedTuple):
     forward: float
     backward: float
     halved: float
+    attention: float
     again: float
     inner: float
 
@@ -465,26 +468,32 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
     kept, plain = bytes_kept(rank, layer.kept), bytes_kept(rank, layer.plain)
     moved, moved_plain = bytes_moved(rank, layer.kept), bytes_moved(rank, layer.plain)
     first, halved = stream + first, stream + halved
+    at = next(i for i, op in enumerate(layer.ops) if op.kind == "attention")
+    qkv, queries, later = (
+        row * layer.ops[at].inputs,
+        row * layer.ops[at].outputs,
+        layer.ops[at + 1 :],
+    )
+    split = ContextBytes(0.0, 0.0, 0.0, qkv + queries)
     if rank.config.cp > 1:
         split = context_bytes(rank)
-        at = next(i for i, op in enumerate(layer.ops) if op.kind == "attention")
-        qkv, later = row * layer.ops[at].inputs, layer.ops[at + 1 :]
-        if "attention.out" in twice:
-            forward = max(forward, stream + 2 * qkv + split.forward)
-            here = stream + split.backward - bytes_kept(rank, later)
-            again += split.gathered + split.kept
-        else:
-            free = bytes_kept(rank, [op for op in later if op in layer.kept])
-            forward = max(forward, split.forward - free)
-            before = [op for op in layer.repeated if op.name.startswith("attention")]
-            here = stream + split.backward + split.gathered - free - again
-            here += bytes_kept(rank, before) + qkv * bool(before)
-        first, halved = max(first, here), max(halved, here)
         plain, moved_plain = plain + split.kept, moved_plain + split.kept
         if "attention" not in twice:
             kept, moved = kept + split.kept, moved + split.kept
+    if "attention.out" in twice:
+        forward = max(forward, (stream + 2 * qkv + split.forward) * (rank.config.cp > 1))
+        here = stream + split.backward - bytes_kept(rank, later)
+        again += split.gathered + split.kept
+    else:
+        free = bytes_kept(rank, [op for op in later if op in layer.kept])
+        forward = max(forward, split.forward - free)
+        before = [op for op in layer.repeated if op.name.startswith("attention")]
+        here = stream + split.backward + split.gathered - free - again
+        here += bytes_kept(rank, before) + qkv * bool(before)
+    if rank.config.cp > 1:
+        first, halved = max(first, here), max(halved, here)
     return LayerBytes(
-        kept, plain, moved, moved_plain, deferred, forward, first, halved, again, inner
+        kept, plain, moved, moved_plain, deferred, forward, first, halved, here, again, inner
     )
 
 

@@ -18,7 +18,7 @@ from parallel3d.estimate.analytic_memory import (
     peak_memory,
     peak_stage,
 )
-from parallel3d.estimate.launches import launches
+from benchmarks.launches import launches
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.estimate.traffic import pipeline_ranks
 from parallel3d.schedules.schedule import make

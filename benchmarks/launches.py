@@ -86,7 +86,9 @@ def _split_attention(rank: PipelineRank) -> int:
         key_heads, several = widths(config.model, config.tp).key_heads, config.micro_batch_size > 1
         repeats_heads = key_heads < config.cp
         forward = 5 + 2 * repeats_heads + several
-        backward = 8 if repeats_heads else 7 + 2 * (key_heads > config.cp) + 2 * several
+        backward = 7 + 2 * (key_heads > config.cp) + 2 * several
+        if repeats_heads:  # gradients of two copies are added, of more summed
+            backward = 8 + (1 + 2 * several) * (config.cp == 2 * key_heads)
     again = rank.recomputed_layers * repeats * (forward - kept)
     positions = 1 + 2 * (config.model.position_embedding == "rope")
     return rank.layer_count * (forward + backward) + again + positions * len(rank.stages)
