@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from parallel3d.estimate.optimizer import PIECE
 from parallel3d.estimate.search import LayoutChoice, configure
 from parallel3d.estimate.traffic import LocalStage, PipelineRank, flat_shards, pipeline_ranks
 from parallel3d.schedules.actions import Kind
-from parallel3d.schedules.schedule import make
+from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.topology.layout import layout_of
 
 
@@ -83,7 +83,7 @@ def least_memory(
 LOOKUP_TOKENS = 1 << 16  # tensor_parallel/embedding.py
 WIDE = 4  # bytes of statistics and sums: fp32
 _OF_TOKEN = 17  # bytes of a token's ids, labels and mask on the device
-PHASES = ("forward", "backward", "backward")  # of F, B and I; no W is a peak
+PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward"}
 
 
 class RankMemory(NamedTuple):
@@ -102,11 +102,8 @@ class RankMemory(NamedTuple):
     def total(self) -> float:
         return sum(self[:-1])
 
-    def plus(self, other: RankMemory, phase: str = "") -> RankMemory:
-        return RankMemory._make((*map(add, self[:-1], other[:-1]), phase))
-
-
-NOTHING = RankMemory()
+    def plus(self, other: RankMemory) -> RankMemory:
+        return RankMemory._make((*map(add, self[:-1], other[:-1]), self.phase))
 
 
 def peak_memory(config: Config, index: int) -> RankMemory:
@@ -122,7 +119,12 @@ def peak_memories(config: Config, indices: Sequence[int]) -> list[RankMemory]:
     """Returns `peak_memory` of some ranks of a pipeline."""
     ranks = pipeline_ranks(config, layout_of(config), chosen=indices)
     layer, head = layer_bytes(ranks[0]), head_bytes(ranks[0])
-    return [max(_peaks(rank, layer, head), key=lambda peak: peak.total) for rank in ranks]
+    found = []
+    for rank in ranks:
+        peak = max(_peaks(rank, layer, head), key=lambda peak: peak.total)
+        state = _state(rank, rank.layer_numel * rank.layer_count + rank.end_numel)
+        found.append(state.plus(peak)._replace(phase=peak.phase))
+    return found
 
 
 def memory_lower_bound(config: Config) -> float:
@@ -154,45 +156,45 @@ def _state(rank: PipelineRank, numel: int) -> RankMemory:
 
 
 def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[RankMemory]:
-    """Yields the peaks of each kind of action on each stage."""
-    config, stream = rank.config, rank.stream
-    seen = moments_of(config, rank.index)
-    state = _state(rank, rank.layer_numel * rank.layer_count + rank.end_numel)
+    """Yields the peaks of each kind of action on each stage, beside the state."""
+    config, stream, sharded = rank.config, rank.stream, rank.fully_sharded
     if config.optim.state == "bf16":  # a piece's states in fp32, and random bits
         widest = max((s.numel for s in flat_shards(rank)), default=0)
-        yield state.plus(RankMemory(buffers=3.0 * WIDE * min(PIECE, widest)), "optimizer")
-    end = head.kept + rank.fully_sharded * _cast_table(rank)  # each forward computes its gradient
-    held, waits = [], []
+        yield RankMemory(buffers=3.0 * WIDE * min(PIECE, widest), phase="optimizer")
+    end = head.kept + sharded * _cast_table(rank)  # each forward computes its gradient
     output = 0.0 if rank.offloads else stream
-    for stage in rank.stages:
-        held.append(_kept(rank, stage, layer) + (end if stage.last else output))
-        waits.append(len(stage.layers) * layer.deferred)
-    slices = rank.layout.tp if rank.sends_slices else 1
-    sent = seen.in_flight if rank.offloads else seen.sent
-    base = seen.live @ held + seen.deferred @ waits + sent * stream / slices
-    left = _left_by_backwards(rank) if rank.fully_sharded else {}
-    for index, stage in enumerate(rank.stages):
+    kept = [_kept(rank, stage, layer) for stage in rank.stages]
+    held = [n + (end if stage.last else output) for n, stage in zip(kept, rank.stages, strict=True)]
+    waits = [len(stage.layers) * layer.deferred for stage in rank.stages]
+    message = stream / (rank.layout.tp if rank.sends_slices else 1)
+    left = _left_by_backwards(rank) if sharded else {}
+    for (kind, chunk), seen in states_of(config, rank.index).items():
+        if kind == Kind.W:  # no peak
+            continue
+        stage = rank.stages[chunk]
         reads = _OF_TOKEN * rank.tokens if stage.first or stage.last else 0.0
-        extra = fsdp_memory(rank, stage) if rank.fully_sharded else {}
-        for kind in range(3):
-            rows = (seen.kind == kind) & (seen.chunk == index)
-            if not rows.any():
-                continue
-            for moment, more in _temporary(rank, stage, kind, layer, head):
-                mine, begun = rows, seen.begun
-                if moment in BEHIND or moment.startswith(
-                    "next"
-                ):  # this backward has added to sums, or freed the input
-                    begun = (begun | (np.arange(len(held)) == index)) & rank.accumulates
+        sent = seen.in_flight if rank.offloads else seen.sent
+        base = seen.live @ held + seen.deferred @ waits + sent * message
+        fullest = int(base.argmax())
+        extra = fsdp_memory(rank, stage) if sharded else {}
+        for moment, more in _temporary(rank, stage, kind, kept[chunk], layer, head).items():
+            phase = "head and loss" if moment in ("head", "cast") else PHASES[kind]
+            logits = head.logits if moment == "head" else 0.0
+            at, beside = fullest, extra.get(moment)
+            if beside is not None:
+                begun = seen.begun
+                if moment in BEHIND or moment.startswith("next"):
+                    # This backward has added to the sums, or freed the input.
+                    begun = (begun | (np.arange(len(held)) == chunk)) & rank.accumulates
+                total = base + sum(begun[:, c] * left[c].total for c in left)
                 if moment in REDUCES and rank.accumulates:
-                    mine = rows & seen.final
-                total = base + sum(begun[:, chunk] * left[chunk].total for chunk in left)
-                at = int(np.argmax(np.where(mine, total, -1.0)))
-                most = RankMemory(activations=float(base[at]), buffers=reads)
-                for chunk in left:
-                    most = most.plus(left[chunk]) if begun[at, chunk] else most
-                phase = "head and loss" if moment in ("head", "cast") else PHASES[kind]
-                yield state.plus(most.plus(more).plus(extra.get(moment, NOTHING)), phase)
+                    total = np.where(seen.final, total, -1.0)
+                at = int(total.argmax())
+                for c in left:
+                    beside = beside.plus(left[c]) if begun[at, c] else beside
+            most = float(base[at]) + more
+            peak = RankMemory(activations=most, logits=logits, buffers=reads, phase=phase)
+            yield peak if beside is None else peak.plus(beside)
 
 
 def _kept(rank: PipelineRank, stage: LocalStage, layer: LayerBytes) -> float:
@@ -211,31 +213,36 @@ def _moved(stage: LocalStage, layer: LayerBytes, turns: bool = False) -> list[fl
 
 
 def _temporary(
-    rank: PipelineRank, stage: LocalStage, kind: int, layer: LayerBytes, head: HeadBytes
-) -> Iterator[tuple[str, RankMemory]]:
-    """Yields the temporary memory of an action on a stage, by moment."""
+    rank: PipelineRank,
+    stage: LocalStage,
+    kind: Kind,
+    kept: float,
+    layer: LayerBytes,
+    head: HeadBytes,
+) -> dict[str, float]:
+    """Returns the temporary activations of an action on a stage, by moment. `kept`: what its layers
+    keep of a micro-batch."""
     stream, whole, sp, layers = rank.stream, rank.hidden, rank.sp, len(stage.layers)
-    inner = _kept(rank, stage, layer)
     # Of offloaded layers the one that computes and its neighbour are on the device, and unless the
     # backward follows its forward one of the next action.
     one, whole_stage = max(_moved(stage, layer), default=0.0), stage.away == layers
     ahead = 0.0 if turns_around(rank, stage) else one
-    received = stream if stage.last else 0.0  # computed and kept by the head
-    activations = {}
-    if kind == 0:
+    if kind == Kind.F:
         near = one * max(0, min(2, 2 - layers + stage.away, stage.away))
-        activations["forward"] = inner + near + ahead + layer.forward
+        found = {"forward": kept + near + ahead + layer.forward}
         if stage.last:
-            states = inner + one * whole_stage + ahead + head.states
-            activations["cast"] = states
-            yield "head", RankMemory(activations=states, logits=head.logits)
-    elif kind == 1:
-        near = one * min(1 + whole_stage, stage.away)
+            states = kept + one * whole_stage + ahead + head.states
+            found |= {"cast": states, "head": states}
+        return found
+    near = one * min(1 + whole_stage, stage.away)
+    received = stream if stage.last else 0.0  # computed and kept by the head
+    before = kept / layers  # of a layer whose backward is done
+    if kind == Kind.B:
         begins = near + ahead + layer.again
-        activations["backward"] = begins + layer.backward - received
+        found = {"backward": begins + layer.backward - received}
         if rank.fully_sharded:  # elsewhere a weight's gradient is added in place
-            matmuls, before = (1 + 2 * sp) * whole - layer.inner, inner / layers
-            activations |= {
+            matmuls, ends = (1 + 2 * sp) * whole - layer.inner, 2 * stream - kept
+            found |= {
                 "matmuls": begins + matmuls,
                 "attention": begins + layer.attention - received,
                 "next backward": begins + layer.backward - before,
@@ -244,22 +251,22 @@ def _temporary(
                 "made": near + stream - before,
                 "reduction": near + stream - before,
                 "later": near + stream - min(2, layers) * before,
-                "ends": 2 * stream - inner,
-                "out": 2 * stream - inner,
+                "ends": ends,
+                "out": ends,
             }
     else:
-        near = one * min(1 + whole_stage, stage.away)
-        late = (layers - 1) * (layer.deferred - inner / layers)
-        activations["backward"] = near + layer.halved + layer.again - received + max(late, 0.0)
-        activations["first layer"] = near + layers * layer.deferred - inner + whole + 2 * stream
-    if kind > 0 and stage.first:
+        late = (layers - 1) * (layer.deferred - before)
+        found = {
+            "backward": near + layer.halved + layer.again - received + max(late, 0.0),
+            "first layer": near + layers * layer.deferred - kept + whole + 2 * stream,
+        }
+    if stage.first:
         # The look-up's backward, after all layers: gathered; of a part of the tokens masked, and
         # cast to the table's fp32.
         part = min(1.0, LOOKUP_TOKENS / rank.tokens)
         table = stream + sp * whole + part * whole * (1 + WIDE / rank.item * (rank.item < WIDE))
-        activations["look-up"] = layers * layer.deferred * (kind == 2) - inner + table
-    for moment, nbytes in activations.items():
-        yield moment, RankMemory(activations=nbytes)
+        found["look-up"] = layers * layer.deferred * (kind == Kind.I) - kept + table
+    return found
 
 
 # Memory of FSDP2 in addition to shards, by moment of a step (`data_parallel/fully_sharded.py`).
@@ -386,10 +393,11 @@ def host_memory(config: Config, index: int) -> float:
         waiting.append(sum(slabs))
         # Of F, B, I and W: one layer of the backward, or of the next action, is on its way back.
         back = -max(slabs, default=0)
-        running.append((sum(slabs) + back * (not turns), back, back, 0))
-    seen = moments_of(config, index)
-    runs = np.array(running)[seen.chunk, seen.kind]
-    return SLAB_BYTES * float((seen.live @ waiting + runs).max())
+        forward = sum(slabs) + back * (not turns)
+        running.append({Kind.F: forward, Kind.B: back, Kind.I: back, Kind.W: 0})
+    seen = states_of(config, index).items()
+    most = max((s.live @ waiting).max() + running[chunk][kind] for (kind, chunk), s in seen)
+    return SLAB_BYTES * float(most)
 
 
 class LayerBytes(NamedTuple):
@@ -570,15 +578,14 @@ def rotary_bytes(config: Config) -> float:
 
 
 SENDS = 8  # sends in flight: pipeline/executor.py
-_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 @dataclass(frozen=True)
-class Moments:
-    """States of one rank before an action; each row is a different one.
+class States:
+    """States of one rank before one kind of action on one of its chunks; each row is a different
+    one.
 
     Attributes:
-        kind: index into F, B, I, W. chunk: of the action.
         live: by chunk, micro-batches between their forward and their backward (or I).
         deferred: by chunk, micro-batches between I and W.
         in_flight: sends. sent: of these, those that alone hold their tensor without offload.
@@ -586,14 +593,15 @@ class Moments:
         final: whether the action is the step's last backward.
     """
 
-    kind: NDArray[np.int64]
-    chunk: NDArray[np.int64]
     live: NDArray[np.float64]
     deferred: NDArray[np.float64]
     in_flight: NDArray[np.float64]
     sent: NDArray[np.float64]
     begun: NDArray[np.bool_]
     final: NDArray[np.bool_]
+
+
+Seen: TypeAlias = dict[tuple[Kind, int], States]  # (kind, chunk) of the action → states
 
 
 def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
@@ -603,34 +611,35 @@ def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
     return 3 * pp + microbatches % pp
 
 
-_schedule = functools.lru_cache(maxsize=64)(make)
+@functools.lru_cache(maxsize=64)
+def _schedule(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: bool) -> Schedule:
+    made = make(name, pp, microbatches, vpp)
+    return made.with_whole_backwards() if whole_backwards else made
 
 
-def moments_of(config: Config, rank: int, microbatches: int | None = None) -> Moments:
+def states_of(config: Config, rank: int, microbatches: int | None = None) -> Seen:
     """Returns the states of `rank` along pp in a step of the run's micro-batches, or of so many."""
     count = config.num_microbatches if microbatches is None else microbatches
     whole = has_whole_backwards(config)
-    return _moments(config.schedule.name, config.pp, config.vpp, count, rank, whole)
+    return _states(config.schedule.name, config.pp, config.vpp, count, rank, whole)
 
 
 @functools.lru_cache(maxsize=4096)
-def _moments(
+def _states(
     name: str, pp: int, vpp: int, microbatches: int, rank: int, whole_backwards: bool
-) -> Moments:
+) -> Seen:
     """Follows the rank's own order alone: a walk of all ranks would cost a search too much."""
-    made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp)
-    made = made.with_whole_backwards() if whole_backwards else made
-    live, deferred = [0] * vpp, [0] * vpp
+    made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp, whole_backwards)
+    live, deferred, begun = [0] * vpp, [0] * vpp, [0] * vpp
     in_flight: deque[tuple[int, int]] = deque(maxlen=SENDS)  # (chunk, micro-batch); -1: a gradient
     done: set[tuple[int, int]] = set()  # forwards whose backward is done: their output is free
-    seen: set[tuple[int, ...]] = set()
-    around, begun, left = made.placement.around(rank), [False] * vpp, vpp * made.microbatches
+    seen: dict[tuple[Kind, int], set[tuple[int, ...]]] = defaultdict(set)
+    around, left = made.placement.around(rank), vpp * made.microbatches
     for step in made.orders[rank]:
         kind, chunk, mb = step.kind, step.chunk, step.microbatch
         left -= kind in (Kind.B, Kind.I)
         lone = sum(m < 0 or (c, m) in done for c, m in in_flight)
-        state = _KINDS.index(kind), chunk, len(in_flight), lone, not left
-        seen.add((*state, *begun, *live, *deferred))
+        seen[kind, chunk].add((*live, *deferred, *begun, len(in_flight), lone, not left))
         _, before, after = around[chunk]
         if kind == Kind.W:
             deferred[chunk] -= 1
@@ -640,12 +649,13 @@ def _moments(
         deferred[chunk] += kind == Kind.I
         if not forward:
             done.add((chunk, mb))
-            begun[chunk] = True
+            begun[chunk] = 1
         reader = after if forward else before
         if reader is not None and reader[0] != rank:
             in_flight.append((chunk, mb if forward else -1))
-    rows = np.array(sorted(seen))
-    kinds, chunks, sends, lone, final = rows[:, :5].T
-    by_chunk = rows[:, 5:].reshape(-1, 3, vpp).astype(float)
-    found = (by_chunk[:, 1], by_chunk[:, 2], sends.astype(float), lone.astype(float))
-    return Moments(kinds, chunks, *found, by_chunk[:, 0] > 0, final > 0)
+    found = {}
+    for action, states in seen.items():
+        rows = np.array(sorted(states), dtype=float)
+        counts, (sends, lone, last) = rows[:, :-3].reshape(-1, 3, vpp), rows[:, -3:].T
+        found[action] = States(counts[:, 0], counts[:, 1], sends, lone, counts[:, 2] > 0, last > 0)
+    return found

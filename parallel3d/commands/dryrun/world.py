@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from parallel3d.commands.dryrun.counting import (
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.estimate.analytic_memory import moments_of
+from parallel3d.estimate.analytic_memory import states_of
 from parallel3d.estimate.balance import run_schedule
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
@@ -159,16 +160,17 @@ def _fewest(config: Config, index: int) -> int:
     if name in ("gpipe", "auto", "file"):
         return count  # memory grows with each, or the orders depend on their number
 
-    def most(microbatches: int) -> tuple[dict[tuple[int, ...], float], float]:
-        seen = moments_of(config, index, microbatches)
-        deferred = seen.deferred.sum(axis=1)
-        live = seen.live.sum(axis=1) + deferred
-        # FSDP2's gradients add to it from a chunk's first backward on.
-        moments = np.column_stack([seen.kind, seen.chunk, seen.begun & (config.zero > 1)])
-        held: dict[tuple[int, ...], float] = {}
-        for moment, activations in zip(map(tuple, moments.tolist()), live.tolist(), strict=True):
-            held[moment] = max(held.get(moment, 0.0), activations)
-        return held, deferred.max()
+    def most(microbatches: int) -> tuple[dict[tuple[Any, ...], float], float]:
+        held: dict[tuple[Any, ...], float] = defaultdict(float)
+        waits = 0.0
+        for action, seen in states_of(config, index, microbatches).items():
+            deferred = seen.deferred.sum(axis=1)
+            waits = max(waits, deferred.max())
+            # FSDP2's gradients add to it from a chunk's first backward on.
+            begun = map(tuple, seen.begun & (config.zero > 1))
+            for chunks, live in zip(begun, seen.live.sum(axis=1) + deferred, strict=True):
+                held[action, chunks] = max(held[action, chunks], live)
+        return held, waits
 
     all_of = most(count)
     return next((few for few in range(config.pp + MORE, count) if most(few) == all_of), count)
