@@ -6,7 +6,7 @@ import functools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import NamedTuple, TypeAlias
 
@@ -24,8 +24,10 @@ from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.topology.layout import layout_of
 
 
-def peak_stage(config: Config) -> tuple[int, RankMemory]:
+def peak_stage(config: Config, beside: Beside | None = None) -> tuple[int, RankMemory]:
     """Returns (index along pp, peak memory) of the rank that needs most.
+
+    `beside`: see `peak_memories`.
 
     Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
     have more: only the ends, the middle, and the first rank of most layers are looked at.
@@ -37,7 +39,7 @@ def peak_stage(config: Config) -> tuple[int, RankMemory]:
         counts[index] += len(layers)
     most = counts.index(max(counts))
     seen = sorted({0, min(1, config.pp - 1), config.pp // 2, config.pp - 1, most})
-    found = zip(seen, peak_memories(config, seen), strict=True)
+    found = zip(seen, peak_memories(config, seen, beside), strict=True)
     return max(found, key=lambda pair: pair[1].total)
 
 
@@ -50,10 +52,12 @@ def memories(
     """Returns the bytes of each choice's fullest GPU plus `reserve`, which no tensor can use;
     `tell` is called with the progress."""
     totals = []
+    beside: defaultdict[LayoutChoice, Beside] = defaultdict(dict)
     for done, choice in enumerate(choices):
         if tell is not None:
             tell(f"layout {done} of {len(choices)}")
-        totals.append(peak_stage(configure(config, choice))[1].total)
+        alike = replace(choice, zero=0) if choice.zero == 1 else choice  # but for their state
+        totals.append(peak_stage(configure(config, choice), beside[alike])[1].total)
     return np.array(totals) + reserve
 
 
@@ -115,16 +119,34 @@ def peak_memory(config: Config, index: int) -> RankMemory:
     return peak_memories(config, [index])[0]
 
 
-def peak_memories(config: Config, indices: Sequence[int]) -> list[RankMemory]:
-    """Returns `peak_memory` of some ranks of a pipeline."""
+Beside: TypeAlias = dict[int, RankMemory]  # index along pp → its peak beside the state
+
+
+def peak_memories(
+    config: Config, indices: Sequence[int], beside: Beside | None = None
+) -> list[RankMemory]:
+    """Returns `peak_memory` of some ranks of a pipeline; `beside`: known parts of it, to be
+    completed."""
     ranks = pipeline_ranks(config, layout_of(config), chosen=indices)
     layer, head = layer_bytes(ranks[0]), head_bytes(ranks[0])
-    found = []
+    found, beside = [], {} if beside is None else beside
     for rank in ranks:
-        peak = max(_peaks(rank, layer, head), key=lambda peak: peak.total)
+        if rank.index not in beside:
+            peaks = _peaks(rank, layer, head)
+            beside[rank.index] = max(peaks, key=lambda peak: peak.total)
+        peak = max(beside[rank.index], _of_optimizer(rank), key=lambda peak: peak.total)
         state = _state(rank, rank.layer_numel * rank.layer_count + rank.end_numel)
-        found.append(state.plus(peak)._replace(phase=peak.phase))
+        found.append(peak.plus(state))
     return found
+
+
+def _of_optimizer(rank: PipelineRank) -> RankMemory:
+    """Returns the memory beside the state while the optimizer steps: of states in bf16 those of a
+    piece in fp32, and random bits."""
+    if rank.config.optim.state != "bf16":
+        return RankMemory()
+    widest = max((s.numel for s in flat_shards(rank)), default=0)
+    return RankMemory(buffers=3.0 * WIDE * min(PIECE, widest), phase="optimizer")
 
 
 def memory_lower_bound(config: Config) -> float:
@@ -158,9 +180,6 @@ def _state(rank: PipelineRank, numel: int) -> RankMemory:
 def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[RankMemory]:
     """Yields the peaks of each kind of action on each stage, beside the state."""
     config, stream, sharded = rank.config, rank.stream, rank.fully_sharded
-    if config.optim.state == "bf16":  # a piece's states in fp32, and random bits
-        widest = max((s.numel for s in flat_shards(rank)), default=0)
-        yield RankMemory(buffers=3.0 * WIDE * min(PIECE, widest), phase="optimizer")
     end = head.kept + sharded * _cast_table(rank)  # each forward computes its gradient
     output = 0.0 if rank.offloads else stream
     kept = [_kept(rank, stage, layer) for stage in rank.stages]
@@ -168,6 +187,7 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     waits = [len(stage.layers) * layer.deferred for stage in rank.stages]
     message = stream / (rank.layout.tp if rank.sends_slices else 1)
     left = _left_by_backwards(rank) if sharded else {}
+    extras = [fsdp_memory(rank, stage) if sharded else {} for stage in rank.stages]
     for (kind, chunk), seen in states_of(config, rank.index).items():
         if kind == Kind.W:  # no peak
             continue
@@ -176,11 +196,10 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
         sent = seen.in_flight if rank.offloads else seen.sent
         base = seen.live @ held + seen.deferred @ waits + sent * message
         fullest = int(base.argmax())
-        extra = fsdp_memory(rank, stage) if sharded else {}
         for moment, more in _temporary(rank, stage, kind, kept[chunk], layer, head).items():
             phase = "head and loss" if moment in ("head", "cast") else PHASES[kind]
             logits = head.logits if moment == "head" else 0.0
-            at, beside = fullest, extra.get(moment)
+            at, beside = fullest, extras[chunk].get(moment)
             if beside is not None:
                 begun = seen.begun
                 if moment in BEHIND or moment.startswith("next"):

@@ -28,6 +28,7 @@ class NormCost(NamedTuple):
             token beside them.
         forward, backward: launches.
         is_fused: one kernel sums the residual stream and normalises it, forward and backward.
+        has_bias: beside its weight.
     """
 
     keeps: int
@@ -35,10 +36,11 @@ class NormCost(NamedTuple):
     forward: int
     backward: int
     is_fused: bool
+    has_bias: bool = False
 
 
 NORMS = {
-    "layernorm": NormCost(1, 2, 1, 1, is_fused=False),
+    "layernorm": NormCost(1, 2, 1, 1, is_fused=False, has_bias=True),
     "rmsnorm": NormCost(1, 1, 1, 1, is_fused=True),
 }
 
@@ -170,7 +172,7 @@ def flops(ops: Sequence[Op], seq_length: Number) -> Number:
 def layer_flops(model: ModelConfig, recompute: Collection[str] | None = None) -> float:
     """Returns forward FLOPs of a layer and token over all tensor ranks; with `recompute`, only of
     what its backward repeats."""
-    ops = layer_ops(widths(model))
+    ops = _layer_ops(widths(model), frozenset()).plain
     chosen = ops if recompute is None else repeated(ops, recompute)
     return float(flops(chosen, model.seq_length))
 
@@ -249,7 +251,7 @@ def stage_parameters(
     the head's stage `borrows_table` from the first stage on the same rank.
     """
     found = list(_embedding(model, tp)) if first else []
-    of_layer = list(_layer(model, tp)) if layers else []
+    of_layer = _layer(widths(model, tp), tp, model.kv_heads) if layers else ()
     for layer in layers:
         found += [p._replace(name=f"layers.{layer}.{p.name}") for p in of_layer]
     if last:
@@ -258,25 +260,29 @@ def stage_parameters(
     return found
 
 
-def _layer(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
-    w, hidden = widths(model, tp), model.hidden_size
+@functools.lru_cache(maxsize=64)
+def _layer(w: Widths, tp: int, kv_heads: int) -> tuple[LocalParameter, ...]:
+    found: list[LocalParameter] = []
     for op in _layer_ops(w, frozenset()).plain:
         if op.kind == "gemm":
             sharded, numel = op.split == "column", op.inputs * op.outputs
-            rows = 2 * w.keys if op.name == "attention.qkv" and tp > model.kv_heads else 0
+            rows = 2 * w.keys if op.name == "attention.qkv" and tp > kv_heads else 0
             name = f"{op.name}.weight"
-            yield LocalParameter(name, numel, tp == 1, op.inputs, rows * op.inputs, model.kv_heads)
+            shared = rows * op.inputs
+            found.append(LocalParameter(name, numel, tp == 1, op.inputs, shared, kv_heads))
             if op.bias:
-                whole = tp == 1 or not sharded
-                size, name = op.outputs if sharded else hidden, f"{op.name}.bias"
-                yield LocalParameter(name, size, whole, 1, rows, model.kv_heads)
+                whole, name = tp == 1 or not sharded, f"{op.name}.bias"
+                size = op.outputs if sharded else w.hidden
+                found.append(LocalParameter(name, size, whole, 1, rows, kv_heads))
         elif op.name.endswith("qk_norm"):
+            size = int(w.queries / w.heads)
+            shared = size if tp > 1 else 0
             for part in ("q", "k"):
-                size = model.head_size
-                shared = size if tp > 1 else 0
-                yield LocalParameter(f"{op.name}.{part}", size, tp == 1, shared=shared)
+                name = f"{op.name}.{part}"
+                found.append(LocalParameter(name, size, tp == 1, shared=shared))
         elif op.kind == "norm":
-            yield from _norm(model, op.name)
+            found += _norm(w, op.name)
+    return tuple(found)
 
 
 def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
@@ -289,7 +295,7 @@ def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
 def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
     if has_table:
         yield _table(model, tp, TABLE, model.tie_embeddings and model.embedding == "replicated")
-    yield from _norm(model, "head.norm")
+    yield from _norm(widths(model, tp), "head.norm")
 
 
 def _table(model: ModelConfig, tp: int, name: str, whole: bool) -> LocalParameter:
@@ -299,17 +305,17 @@ def _table(model: ModelConfig, tp: int, name: str, whole: bool) -> LocalParamete
     )
 
 
-def _norm(model: ModelConfig, name: str) -> Iterator[LocalParameter]:
-    yield LocalParameter(f"{name}.weight", model.hidden_size, True)
-    if model.norm == "layernorm":
-        yield LocalParameter(f"{name}.bias", model.hidden_size, True)
+def _norm(w: Widths, name: str) -> list[LocalParameter]:
+    parts = ("weight", "bias") if w.norm.has_bias else ("weight",)
+    return [LocalParameter(f"{name}.{part}", w.hidden, True) for part in parts]
 
 
 def parameter_count(model: ModelConfig) -> int:
     """Counts distinct trainable parameters of the unpadded model; a tied weight counts once."""
     unpadded = replace(model, vocab_multiple=1)
     ends = sum(p.numel for p in stage_parameters(unpadded, 1, range(0), True, True))
-    return ends + model.num_layers * sum(p.numel for p in _layer(model, 1))
+    layer = sum(p.numel for p in stage_parameters(unpadded, 1, range(1), False, False))
+    return ends + model.num_layers * layer
 
 
 def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
