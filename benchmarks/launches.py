@@ -110,8 +110,8 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
     found = more * (_forward(layer.ops, copies) + _backward(layer.ops, copies) + again)
     plain = _forward(layer.plain, copies) + _backward(layer.plain, copies)
     found += (rank.layer_count - more) * plain
-    learned, (_, _, forward, backward, _) = _adds_positions(rank.config), NORMS[model.norm]
-    last = forward + backward + rank.fully_sharded  # the head's norm
+    learned, norm = _adds_positions(rank.config), NORMS[model.norm]
+    last = norm.forward + norm.backward + rank.fully_sharded  # the head's norm
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 

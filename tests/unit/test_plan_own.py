@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.launches import launches
 from benchmarks.longest import WAYS, row
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
 from parallel3d.estimate.analytic_memory import (
     enough_microbatches,
     layer_bytes,
-    moments,
     peak_memory,
     peak_stage,
+    states_of,
 )
-from benchmarks.launches import launches
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.estimate.traffic import pipeline_ranks
+from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.schedule import make
 from parallel3d.topology.layout import layout_of
 from tests.e2e.ready import run_module
@@ -47,6 +48,11 @@ PLAYED = (
      "global_batch_size": 16, "state": "bf16"},
     {"model": "gpt3_175b", "layers": 2, "tp": 4, "dp": 8, "zero": 2, "micro_batch_size": 1,
      "global_batch_size": 16},
+    {"model": "llama3_8b", "layers": 8, "pp": 2, "vpp": 2, "dp": 2, "zero": 2, "tp": 2,
+     "schedule": "interleaved_zb", "recompute": "full", "micro_batch_size": 2,
+     "global_batch_size": 16, "rank": 4},
+    {"model": "gpt2_124m", "layers": 8, "pp": 2, "vpp": 2, "dp": 2, "zero": 3, "schedule": "zbv",
+     "recompute": "[norm,attention,mlp]", "micro_batch_size": 1, "global_batch_size": 8},
     {"model": "llama3_8b", "layers": 12, "pp": 4, "dp": 1, "micro_batch_size": 1,
      "global_batch_size": 8, "offload_layers": [3]},
 )  # fmt: skip
@@ -89,11 +95,12 @@ def test_state_and_activations_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_moments_hold_as_many_micro_batches_as_the_schedule(name: str) -> None:
-    seen = [moments(name, 4, 1, 12, rank) for rank in range(4)]
-    most = [int((m.live + m.deferred).sum(axis=1).max()) for m in seen]
+    config = configured(PIPELINE | {"schedule": name})
+    seen = [states_of(config, rank, 12).values() for rank in range(4)]
+    most = [max(int((s.live + s.deferred).sum(axis=1).max()) for s in found) for found in seen]
     assert most[0] == {"gpipe": 12, "1f1b": 4, "zb_h1": 4}[name]
     assert name != "1f1b" or most == [4, 3, 2, 1]
-    assert any(m.deferred.any() for m in seen) == (name == "zb_h1")
+    assert any(s.deferred.any() for found in seen for s in found) == (name == "zb_h1")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zbv", "v_half"])
@@ -105,9 +112,9 @@ def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
     for step in all_of:
         live += {"F": 1, "W": -1, "B": -1}.get(step.kind.name, 0)
         most = max(most, live)
-    seen = moments(name, 4, vpp, 64, 0)
-    counted = seen.live.sum(axis=1) + seen.deferred.sum(axis=1) + (seen.kind == 0)
-    assert int(counted.max()) == most
+    seen = states_of(configured(PIPELINE | {"schedule": name, "vpp": vpp}), 0, 64).items()
+    counted = [(s.live + s.deferred).sum(axis=1).max() + (kind == Kind.F) for (kind, _), s in seen]
+    assert max(counted) == most
 
 
 def test_recomputation_keeps_less_and_full_least() -> None:
