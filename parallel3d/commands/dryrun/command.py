@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -165,10 +165,6 @@ def stretch(config: Config) -> float:
 
 
 WIDTH = 100
-GB = 1e9
-SIZES = ((GB, "GB"), (1e6, "MB"), (1e3, "kB"))
-WORK = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
-TIMES = ((1e-3, "ms"), (1e-6, "µs"))
 PART_LABELS = {
     "gemm_layers": "GEMMs of the layers",
     "gemm_head": "GEMMs of the head",
@@ -179,39 +175,44 @@ PART_LABELS = {
     "sharding": "FSDP2's copies of parameters and gradients",
     "other": "other",
     "communication": "communication (its time is not known)",
+    "all": "all",
 }
+Row = tuple[str, ...]
 
 
-class Unit(NamedTuple):
-    """Unit of a column; called with a value, it formats three digits."""
-
-    size: float
-    name: str
-
-    def __call__(self, value: float) -> str:
-        return three_digits(value / self.size)
+def _bytes(value: float) -> str:
+    return f"{si(value)}B"
 
 
-def _unit(value: float, *units: tuple[float, str]) -> Unit:
-    """Returns the first unit that leaves a number of at least one, else the last."""
-    return Unit(*next((u for u in units if value >= u[0]), units[-1]))
+def _ms(seconds: float) -> str:
+    return f"{three_digits(1e3 * seconds)} ms"
 
 
 def print_report(facts: Facts, stream: TextIO) -> None:
     """Prints the verdict, a row a rank, then memory, time and traffic of the fullest rank."""
     width = None if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False, legacy_windows=False)
-
-    def log(line: str, style: str = "") -> None:
-        console.print(Text(line, style=style))
-
     for line in _heading(facts):
-        log(line)
-    log(_verdict(facts), "bold green" if facts["fits"] else "bold red")
-    log(_speed(facts))
-    look: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None}
+        console.print(Text(line))
+    peak, whole, kept = (facts[f"{n}_bytes"] for n in ("peak", "gpu_memory", "reserve"))
+    said = (
+        f"It {'fits' if facts['fits'] else 'does not fit'}: {_bytes(peak)} of "
+        f"{_bytes(whole - kept)} ({_bytes(whole)} less {_bytes(kept)} kept for context, NCCL and "
+        "fragments)"
+    )
+    console.print(Text(said, style="bold green" if facts["fits"] else "bold red"))
+    bubble = f", {percent(1 - facts['busy_share'])} of it the pipeline's bubble"
+    said = (
+        f"A step takes at best {_ms(facts['step_seconds'])}{bubble * (facts['layout']['pp'] > 1)}: "
+        f"{si(facts['tokens_per_second'])}tokens/s, MFU {percent(facts['mfu'])} of "
+        f"{si(facts['peak_flops'])}FLOP/s ({facts['peak_source']})"
+    )
+    console.print(Text(said))
     for title, head, rows in _tables(facts):
-        table = Table(title=title, pad_edge=False, padding=(0, 2, 0, 0), **look)
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
+            padding=(0, 2, 0, 0),
+        )  # fmt: skip
         for i, column in enumerate(head):
             table.add_column(column, justify="right" if i else "left", no_wrap=True)
         for row in rows:
@@ -219,12 +220,8 @@ def print_report(facts: Facts, stream: TextIO) -> None:
         console.print()
         console.print(table)
     console.print()
-    if facts["offloaded"]:
-        sizes = [_unit(n, *SIZES) for n in facts["offloaded"].values()]
-        amounts = zip(sizes, facts["offloaded"].items(), strict=True)
-        log("Offload: " + ", ".join(f"{u(n)} {u.name} by {name}" for u, (name, n) in amounts))
-    log(_waits(facts))
-    log("Times assume shares of the datasheet's peaks, and communication hidden: docs/dryrun.md")
+    for line in _notes(facts):
+        console.print(Text(line))
 
 
 def _heading(facts: Facts) -> Iterator[str]:
@@ -245,84 +242,55 @@ def _heading(facts: Facts) -> Iterator[str]:
         yield f"assumed: {word}"
 
 
-def _verdict(facts: Facts) -> str:
-    memory, reserve = facts["gpu_memory_bytes"], facts["reserve_bytes"]
-    peak, usable, memory, reserve = (
-        three_digits(n / GB) for n in (facts["peak_bytes"], memory - reserve, memory, reserve)
-    )
-    return (
-        f"It {'fits' if facts['fits'] else 'does not fit'}: {peak} GB of {usable} ({memory} less "
-        f"{reserve} kept for context, NCCL and fragments)"
-    )
+def _notes(facts: Facts) -> Iterator[str]:
+    if facts["offloaded"]:
+        amounts = (f"{_bytes(n)} by {name}" for name, n in facts["offloaded"].items())
+        yield f"Offload: {', '.join(amounts)}"
+    if count := facts["host_syncs"]:
+        where = ", ".join(f"{n:.0f} × {why}" for why, n in facts["host_waits"].items())
+        yield f"The host waits for the GPU {count:.0f} time{'s'[: count > 1]} a step: {where}"
+    else:
+        yield "The host never waits for the GPU"
+    yield "Times assume shares of the datasheet's peaks, and communication hidden: docs/dryrun.md"
 
 
-def _speed(facts: Facts) -> str:
-    bubble, time = "", _unit(facts["seconds"], *TIMES)
-    if facts["layout"]["pp"] > 1:
-        bubble = f", {percent(1 - facts['busy_share'])} of it the pipeline's bubble"
-    return (
-        f"A step takes at best {time(facts['step_seconds'])} {time.name}"
-        f"{bubble}: {si(facts['tokens_per_second'])}tokens/s, MFU {percent(facts['mfu'])} of "
-        f"{si(facts['peak_flops'])}FLOP/s ({facts['peak_source']})"
-    )
-
-
-def _waits(facts: Facts) -> str:
-    count = facts["host_syncs"]
-    if not count:
-        return "The host never waits for the GPU"
-    where = ", ".join(f"{n:.0f} × {why}" for why, n in facts["host_waits"].items())
-    return f"The host waits for the GPU {count:.0f} time{'s'[: count > 1]} a step: {where}"
-
-
-def _tables(facts: Facts) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def _tables(facts: Facts) -> Iterator[tuple[str, Row, list[Row]]]:
     """Yields (title, head, rows) of every table."""
-    memory, moved = _unit(facts["peak_bytes"], *SIZES), _unit(facts["bytes"], *SIZES)
-    work, time = _unit(facts["flops"], *WORK), _unit(facts["seconds"], *TIMES)
-    total = facts["seconds"] or 1.0
+    rows: list[Row]
     if len(facts["rows"]) > 1:
-        head = ["stage", "rank", f"peak {memory.name}", "peaks in", f"start {memory.name}"]
-        yield (
-            "Ranks",
-            [*head, work.name, time.name, "fits"],
-            [
-                [
-                    *(", ".join(map(str, row["stages"])), str(row["rank"])),
-                    *(memory(row["peak_bytes"]), row["peak_in"], memory(row["start_peak_bytes"])),
-                    *(work(row["flops"]), time(row["seconds"]), "yes" if row["fits"] else "no"),
-                ]
-                for row in facts["rows"]
-            ],
-        )
+        rows = [
+            (
+                *(", ".join(map(str, row["stages"])), str(row["rank"])),
+                *(_bytes(row["peak_bytes"]), row["peak_in"], _bytes(row["start_peak_bytes"])),
+                *(f"{si(row['flops'])}FLOP", _ms(row["seconds"]), "yes" if row["fits"] else "no"),
+            )
+            for row in facts["rows"]
+        ]
+        head: Row = ("stage", "rank", "peak", "peaks in", "start", "work", "time", "fits")
+        yield "Ranks", head, rows
     kinds = {kind: (facts[f"{kind}_bytes"], live) for kind, live in facts["live_bytes"].items()}
     kinds["all"] = facts["peak_bytes"], facts["between_steps_bytes"]
-    yield (
-        f"Memory of rank {facts['rank']}, which peaks in: {facts['peak_in']}",
-        ["", f"{memory.name} at the peak", f"{memory.name} between steps"],
-        [[kind, memory(peak), memory(live)] for kind, (peak, live) in kinds.items() if peak or live]
-        + [["most while the trainer is built", memory(facts["start_peak_bytes"]), ""]]
-        + [["pinned host memory", memory(n), memory(n)] for n in [facts["host_bytes"]] if n],
-    )
+    host = facts["host_bytes"]
+    rows = [(kind, *map(_bytes, both)) for kind, both in kinds.items() if any(both)]
+    rows += [("most while the trainer is built", _bytes(facts["start_peak_bytes"]), "")]
+    rows += [("pinned host memory", _bytes(host), _bytes(host))] * bool(host)
+    title = f"Memory of rank {facts['rank']}, which peaks in: {facts['peak_in']}"
+    yield title, ("", "at the peak", "between steps"), rows
     rows = []
+    parts = facts["parts"] | {"all": {what: facts[what] for what in ("launches", "bytes", "flops")}}
     for name, label in PART_LABELS.items():
-        part = facts["parts"][name]
-        if not part["launches"]:
-            continue
-        row = [label, f"{part['launches']:,.0f}", moved(part["bytes"]), "", "", ""]
-        if name != "communication":
-            row[3] = work(part["flops"]) if part["flops"] else ""
-            row[4:] = time(part["seconds"]), percent(part["seconds"] / total)
-        rows.append(row)
-    sums = f"{facts['launches']:,.0f}", moved(facts["bytes"]), work(facts["flops"])
-    rows.append(["all", *sums, time(facts["seconds"]), ""])
-    head = ["", "launches", f"{moved.name} moved", work.name, time.name, "share"]
+        part = parts[name]
+        if part["launches"]:
+            work = f"{si(part['flops'])}FLOP" if part["flops"] else ""
+            time = part.get("seconds", facts["seconds"])
+            share = percent(time / (facts["seconds"] or 1.0))
+            timed = ("", "") if name == "communication" else (_ms(time), share)
+            rows.append((label, f"{part['launches']:,.0f}", _bytes(part["bytes"]), work, *timed))
+    head = ("", "launches", "moved", "work", "time", "share")
     yield f"A step of rank {facts['rank']}", head, rows
     if facts["groups"]:
-        yield (
-            "Communication",
-            ["group", "calls", f"{moved.name} sent"],
-            [
-                [name, f"{group['calls']:,.0f}", moved(group["bytes_sent"])]
-                for name, group in facts["groups"].items()
-            ],
-        )
+        rows = [
+            (name, f"{group['calls']:,.0f}", _bytes(group["bytes_sent"]))
+            for name, group in facts["groups"].items()
+        ]
+        yield "Communication", ("group", "calls", "sent"), rows
