@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from parallel3d.config.schema import Config
+from parallel3d.estimate.buckets import PIECE
 from parallel3d.estimate.ops import NORMS, Op, widths
-from parallel3d.estimate.optimizer import PIECE
 from parallel3d.estimate.traffic import (
     FlatShard,
     PipelineRank,

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from parallel3d.config.schema import Config
 from parallel3d.estimate.balance import has_whole_backwards, layers_of_stages, placement_of
+from parallel3d.estimate.buckets import LOOKUP_TOKENS, PIECE
 from parallel3d.estimate.ops import TABLE, Op, kept, widths
-from parallel3d.estimate.optimizer import PIECE
 from parallel3d.estimate.search import LayoutChoice, configure
 from parallel3d.estimate.traffic import LocalStage, PipelineRank, flat_shards, pipeline_ranks
 from parallel3d.schedules.actions import Kind
+from parallel3d.schedules.messages import OFFLOADED_BYTES, SENDS, SLAB_BYTES
 from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.topology.layout import layout_of
 
@@ -84,7 +85,6 @@ def least_memory(
     return found
 
 
-LOOKUP_TOKENS = 1 << 16  # tensor_parallel/embedding.py
 WIDE = 4  # bytes of statistics and sums: fp32
 _OF_TOKEN = 17  # bytes of a token's ids, labels and mask on the device
 PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward"}
@@ -385,16 +385,11 @@ def bytes_kept(rank: PipelineRank, ops: Sequence[Op]) -> float:
     return rank.tokens * (rank.item * elements + WIDE * statistics)
 
 
-# Offload: pipeline/offload.py.
-SLAB_BYTES = 16 << 20
-LEAST_BYTES = 1 << 20
-
-
 def bytes_moved(rank: PipelineRank, ops: Sequence[Op]) -> float:
     """Returns the bytes of `bytes_kept` that are in tensors large enough to be offloaded."""
     sizes = [rank.tokens * rank.item * op.keeps for op in ops]
     sizes += [rank.tokens * WIDE * op.statistics for op in ops]
-    return sum(size for size in sizes if size >= LEAST_BYTES)
+    return sum(size for size in sizes if size >= OFFLOADED_BYTES)
 
 
 def turns_around(rank: PipelineRank, stage: LocalStage) -> bool:
@@ -594,9 +589,6 @@ def rotary_bytes(config: Config) -> float:
 
 # Micro-batches in flight: the schedule's orders walked once, as counts. Bytes are a matmul with the
 # counts, so that one walk serves every model, micro-batch size and recomputation of a search.
-
-
-SENDS = 8  # sends in flight: pipeline/executor.py
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Assignment of gradients to buckets, and their padded sizes: for the reducer and its estimates."""
+"""How tensors are cut and shared out, for those who do it and for the estimates: gradients into
+buckets, optimizer states into pieces, Muon's matrices to home ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 MIB = 1024 * 1024
 FIRST_BUCKET_MIB = 1.0
@@ -63,3 +65,35 @@ def compressed_rank(rows: int, columns: int, rank: int) -> int:
     both factors together are less than half of the matrix (PyTorch's rule)."""
     rank = min(rank, rows, columns)
     return rank if 2 * rank * (rows + columns) < rows * columns else 0
+
+
+PIECE = 1 << 24  # elements whose states in bf16 are widened and stepped together on a GPU
+# Whose gradients are in the table's type at a time: of a long sequence all would be the largest
+# tensor of a step.
+LOOKUP_TOKENS = 1 << 16
+
+
+def is_hidden(name: str, dims: int) -> bool:
+    """Whether Muon steps a tensor: the matrices of the layers, no table and no head."""
+    return dims == 2 and name.startswith("layers.")
+
+
+class Home(NamedTuple):
+    """The rank of a stage that orthogonalises a matrix."""
+
+    tp: int
+    dp: int
+
+
+def homes(shapes: Mapping[str, tuple[int, ...]], tp: int, dp: int) -> dict[str, Home]:
+    """Returns each matrix's home, alike on all ranks: the longest task to the least busy rank.
+
+    A matrix of m × n costs max(m, n) · min(m, n)² (Graham 1969: at most 4/3 of the best balance).
+    """
+    cost = {name: max(shape) * min(shape) ** 2 for name, shape in shapes.items()}
+    busy = {Home(t, d): 0 for d in range(dp) for t in range(tp)}
+    found = {}
+    for name in sorted(cost, key=lambda name: (-cost[name], name)):
+        found[name] = min(busy, key=lambda home: (busy[home], home))
+        busy[found[name]] += cost[name]
+    return found

@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from parallel3d.config.schema import Config, full_shapes_of
 from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
-from parallel3d.estimate.buckets import assign, compressed_rank, padded_numel
+from parallel3d.estimate.buckets import (
+    Home,
+    assign,
+    compressed_rank,
+    homes,
+    is_hidden,
+    padded_numel,
+)
 from parallel3d.estimate.context_styles import heads_at_once, sends
 from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.ops import (
@@ -28,7 +35,6 @@ from parallel3d.estimate.ops import (
     stage_parameters,
     widths,
 )
-from parallel3d.estimate.optimizer import Home, homes, is_hidden
 from parallel3d.estimate.search import with_style
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.topology.layout import Layout

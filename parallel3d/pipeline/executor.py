@@ -29,12 +29,11 @@ from parallel3d.pipeline.p2p import (
     post,
 )
 from parallel3d.schedules.actions import Action, Kind, Step
+from parallel3d.schedules.messages import SENDS
 
 Measured = tuple[str, float, float]  # an action as text, start and end in seconds
 Loader = Callable[[int], tuple[Any, ...]]  # micro-batch number → arguments of a stage
 T = TypeVar("T")
-# Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
-SENDS = 8
 
 
 class PipelineStage(Protocol):

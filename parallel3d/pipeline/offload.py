@@ -24,12 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel3d.device import accelerator
+from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
 
 Place = tuple[int, int]  # micro-batch and chunk
-
-SLAB_BYTES = 16 << 20  # a power of two, to which PyTorch's allocator of pinned memory rounds
-# Smaller tensors (statistics, norm weights) stay: a copy of 1 MiB takes some 20 µs by PCIe 5.
-LEAST_BYTES = 1 << 20
 
 
 class HostSlabs:
@@ -123,8 +120,9 @@ class _View(NamedTuple):
 class ActivationOffload:
     """Moves the saved tensors of layers to host memory and back; the executor says when.
 
-    A storage is copied once and whole, however many views of it are saved. Those below LEAST_BYTES,
-    or of which less than half is saved, parameters, and what all layers share stay on the device.
+    A storage is copied once and whole, however many views of it are saved. Those below
+    OFFLOADED_BYTES, or of which less than half is saved, parameters, and what all layers share stay
+    on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,7 +163,7 @@ class ActivationOffload:
 
         def pack(tensor: Tensor) -> Tensor | _View:
             storage = tensor.untyped_storage()
-            if storage.nbytes() < LEAST_BYTES or tensor.device != self.device:
+            if storage.nbytes() < OFFLOADED_BYTES or tensor.device != self.device:
                 return tensor
             if not resident:  # not before: FSDP2 gathers parameters inside
                 tensors = (*module.parameters(), *_tensors_of(shared))

@@ -21,6 +21,14 @@ from parallel3d.schedules.actions import (
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Pair, highest, peer_of, walk
 
+# What the executor of a program keeps, as the planner's memory has to know.
+# Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
+SENDS = 8
+# Of offloaded activations: a power of two, to which PyTorch's allocator of pinned memory rounds.
+SLAB_BYTES = 16 << 20
+# Smaller tensors (statistics, norm weights) stay: a copy of 1 MiB takes some 20 µs by PCIe 5.
+OFFLOADED_BYTES = 1 << 20
+
 
 def add_communication(
     compute: Sequence[Sequence[Action]],

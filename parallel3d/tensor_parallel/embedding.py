@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from parallel3d.comm.group import GroupLike
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
+from parallel3d.estimate.buckets import LOOKUP_TOKENS
 from parallel3d.parameters.sharding import (
     Initializer,
     ParameterSpec,
@@ -23,10 +24,6 @@ from parallel3d.tensor_parallel.mappings import (
     reduce_from_tensor_parallel,
     scatter_to_sequence,
 )
-
-# Whose gradients are in the table's type at a time: of a long sequence all would be the largest
-# tensor of a step.
-LOOKUP_TOKENS = 1 << 16
 
 
 class _Lookup(torch.autograd.Function):

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
-from parallel3d.estimate import analytic_memory
 from parallel3d.pipeline import offload
 from parallel3d.pipeline.offload import ActivationOffload, HostSlabs
-from parallel3d.tensor_parallel import embedding
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import digests, make_trainer, plain_groups
@@ -54,7 +52,7 @@ def tiny_slabs() -> Iterator[None]:
         give(self, slabs)
 
     with (
-        patch.object(offload, "LEAST_BYTES", 100),
+        patch.object(offload, "OFFLOADED_BYTES", 100),
         patch.object(offload, "SLAB_BYTES", 4001),  # cuts through numbers of 2 bytes
         patch.object(HostSlabs, "give", poisoned),
     ):
@@ -188,12 +186,6 @@ def test_no_slab_leaks(pool: Pool) -> None:
     assert set(found) == {found[0]} and found[0][0] == found[0][1] > 0
 
 
-def test_the_estimate_knows_the_sizes() -> None:
-    known = analytic_memory.SLAB_BYTES, analytic_memory.LEAST_BYTES
-    assert known == (offload.SLAB_BYTES, offload.LEAST_BYTES)
-    assert analytic_memory.LOOKUP_TOKENS == embedding.LOOKUP_TOKENS
-
-
 # --- what is copied ---------------------------------------------------------------------------
 
 
@@ -202,7 +194,7 @@ def copied() -> tuple[list[int], int]:
     parameters or rotary tables."""
     case = Case(LLAMA, microbatches=1, keys=(("offload_layers", [1]),))
     sent: list[int] = []
-    with tiny_slabs(), patch.object(offload, "LEAST_BYTES", 1):
+    with tiny_slabs(), patch.object(offload, "OFFLOADED_BYTES", 1):
         trainer = make_trainer(case, plain_groups(Layout()))
         plain = ActivationOffload._send
 

@@ -15,9 +15,9 @@ from parallel3d.commands.plan import plan
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import OptimConfig, full_shapes_of
 from parallel3d.errors import UserError
+from parallel3d.estimate.buckets import homes, is_hidden
 from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.ops import parameter_count
-from parallel3d.estimate.optimizer import homes, is_hidden
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.muon import Muon, newton_schulz
 from parallel3d.optim import Optimizer

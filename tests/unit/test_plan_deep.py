@@ -38,7 +38,9 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
     looked_at, real = [], analytic_memory.peak_memories
     monkeypatch.setattr(
-        analytic_memory, "peak_memories", lambda c, some: looked_at.extend(some) or real(c, some)
+        analytic_memory,
+        "peak_memories",
+        lambda c, some, known: looked_at.extend(some) or real(c, some, known),
     )
     words = plan._nodes_that_fit(config, plan.sizes_of(config), {}, 1, float("inf"))
     assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"

@@ -49,8 +49,8 @@ from parallel3d.data.tokenizer import (
 )
 from parallel3d.device.precision import LossScale
 from parallel3d.errors import UserError, print_line
+from parallel3d.estimate.buckets import is_hidden
 from parallel3d.estimate.ops import parameter_count
-from parallel3d.estimate.optimizer import is_hidden
 from parallel3d.files import plain, read_bounded, write_durably
 from parallel3d.metrics.provenance import versions
 from parallel3d.models.layers import BuildContext
