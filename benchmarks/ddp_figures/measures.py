@@ -153,7 +153,7 @@ def all_reduce_times(
             parts = [torch.ones(size, device=device) for _ in range(total // size)]
 
             def reduce_all(parts: list[Tensor] = parts, group: Group = group) -> None:
-                works = [collectives.all_reduce_bucket(part, group) for part in parts]
+                works = [collectives.all_reduce_async(part, group) for part in parts]
                 for work in works:
                     work.wait()
 

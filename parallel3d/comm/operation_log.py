@@ -6,25 +6,15 @@ or formatted before something is wrong. `faults/watchdog.py` reads the log of a 
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-
-class _Group(Protocol):
-    """The part of `process_groups.Group` that this module needs."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def log(self) -> OperationLog | None: ...
+    from parallel3d.comm.group import Group
 
 
 class LoggedOperation(NamedTuple):
@@ -79,14 +69,6 @@ class Divergence(NamedTuple):
         return f"went to {self.now}, where a step before it was {self.was}"
 
 
-Note = tuple[str, int, str, "torch.Size", "torch.dtype", int | None]
-
-
-def _operation(note: Note) -> LoggedOperation:
-    group, number, name, shape, dtype, peer = note
-    return LoggedOperation(group, number, name, tuple(shape), str(dtype), peer)
-
-
 class OperationLog:
     """Operations of one rank in all of its groups, since the last phase boundary and before it.
 
@@ -94,23 +76,21 @@ class OperationLog:
         progress: grows whenever an operation starts or ends, and at every boundary.
         waiting: the entry of the operation that the host waits for, None while it computes.
         newest: group → its newest entry.
-        starting: an operation is being started; those that it calls are not logged separately.
         ranks: name of each group that communicated → its ranks.
     """
 
     def __init__(self) -> None:
         self.progress = 0
-        self.waiting: Note | None = None
-        self.starting = False
+        self.waiting: LoggedOperation | None = None
         self.ranks: dict[str, tuple[int, ...]] = {}
         self.counts: dict[str, int] = {}
-        self.newest: dict[str, Note] = {}
-        self._notes: list[Note] = []
+        self.newest: dict[str, LoggedOperation] = {}
+        self._notes: list[LoggedOperation] = []
         self._phase = ""
-        self._previous: dict[str, list[Note]] = {}  # phase → its entries the last time
+        self._previous: dict[str, list[LoggedOperation]] = {}  # phase → its entries the last time
         # The latest phases, newest first, each with the entries of the time before: a step, and
         # possibly an evaluation or a health check between two steps.
-        self._closed: deque[tuple[list[Note], list[Note]]] = deque(maxlen=3)
+        self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 
     def boundary(self, phase: str) -> None:
         """Begins a phase ("train step", "evaluation") that has the same operations every time."""
@@ -120,15 +100,15 @@ class OperationLog:
         self.progress += 1
 
     def start(
-        self, group: _Group, name: str, tensor: torch.Tensor, peer: int | None = None
-    ) -> Note:
+        self, group: Group, name: str, tensor: Tensor, peer: int | None = None
+    ) -> LoggedOperation:
         """Logs the start of an operation and returns its entry."""
         key = group.name
         number = self.counts.get(key, 0) + 1
         if number == 1:
             self.ranks[key] = group.ranks
         self.counts[key] = number
-        note = (key, number, name, tensor.shape, tensor.dtype, peer)
+        note = LoggedOperation(key, number, name, tensor.shape, str(tensor.dtype), peer)
         self.newest[key] = note
         self._notes.append(note)
         self.progress += 1
@@ -136,17 +116,13 @@ class OperationLog:
 
     def recent(self, count: int = 200) -> list[LoggedOperation]:
         """Returns the newest operations of this phase, oldest first."""
-        return [_operation(note) for note in self._notes[-count:]]
+        return self._notes[-count:]
 
     def latest(self, count: int) -> list[LoggedOperation]:
         """Returns the same, the newest of each group, and the one that the host waits for."""
         notes = [*self.newest.values(), *self._notes[-count:]]
         notes += [] if self.waiting is None else [self.waiting]
-        return [_operation(note) for note in dict.fromkeys(notes)]
-
-    def awaited(self) -> LoggedOperation | None:
-        note = self.waiting
-        return None if note is None else _operation(note)
+        return list(dict.fromkeys(notes))
 
     def divergence(self) -> Divergence | None:
         """Returns where this phase, or one of the latest before it, left its usual operations."""
@@ -157,18 +133,16 @@ class OperationLog:
         return found
 
 
-def _first_difference(now: list[Note], before: list[Note], is_over: bool) -> Divergence | None:
+def _first_difference(
+    now: list[LoggedOperation], before: list[LoggedOperation], is_over: bool
+) -> Divergence | None:
     for i, was in enumerate(before):
-        after = _operation(before[i + 1]) if i + 1 < len(before) else None
+        after = before[i + 1] if i + 1 < len(before) else None
         if i >= len(now):
-            return Divergence(None, _operation(was), after) if is_over else None
-        if _call(now[i]) != _call(was):
-            return Divergence(_operation(now[i]), _operation(was), after)
+            return Divergence(None, was, after) if is_over else None
+        if not now[i].alike(was):
+            return Divergence(now[i], was, after)
     return None
-
-
-def _call(note: Note) -> tuple:
-    return note[0], note[2:]
 
 
 class LoggedWork:
@@ -176,7 +150,7 @@ class LoggedWork:
 
     __slots__ = ("log", "note", "work")
 
-    def __init__(self, log: OperationLog, note: Note, work: Any) -> None:
+    def __init__(self, log: OperationLog, note: LoggedOperation, work: Any) -> None:
         self.log, self.note, self.work = log, note, work
 
     def wait(self) -> None:
@@ -189,7 +163,7 @@ class LoggedWork:
 
 
 @contextmanager
-def blocking(group: _Group) -> Iterator[None]:
+def blocking(group: Group) -> Iterator[None]:
     """Logs that the host waits for `group`'s newest operation while it reads a device value.
 
     The wait for a handle of NCCL only orders streams: this is where a host finds that a rank is
@@ -208,40 +182,15 @@ def blocking(group: _Group) -> Iterator[None]:
     log.progress += 1
 
 
-def operation_name(start: Callable) -> str:
-    """Returns the name of the collective that a function starts: "all_reduce"."""
-    return start.__name__.removesuffix("_async").removesuffix("_bucket")
-
-
-def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
-    """Logs a collective, but none that it calls, and its wait in the log of its group, if any."""
-    name = operation_name(start)
-
-    @functools.wraps(start)
-    def noted(tensor: torch.Tensor, group: _Group) -> Any:
-        log = group.log
-        if log is None or log.starting or len(group.ranks) == 1:
-            return start(tensor, group)
-        note = log.start(group, name, tensor)
-        outer, log.waiting, log.starting = log.waiting, note, True  # some block as they start
-        result = start(tensor, group)
-        log.waiting, log.starting = outer, False
-        if isinstance(result, tuple):
-            return result[0], LoggedWork(log, note, result[1])
-        return LoggedWork(log, note, result)
-
-    return noted
-
-
-def logged_message(
-    group: _Group, name: str, tensor: torch.Tensor, peer: int, start: Callable
+def logged(
+    group: Group, name: str, tensor: Tensor, start: Callable[[], Any], peer: int | None = None
 ) -> Any:
-    """Starts a message between stages (`name`: send or receive) by `start()`, logged likewise."""
+    """Starts an operation, or a message to or from `peer`; logs it and its wait if groups do."""
     log = group.log
     if log is None:
         return start()
     note = log.start(group, name, tensor, peer)
-    outer, log.waiting = log.waiting, note  # a full buffer blocks here
+    outer, log.waiting = log.waiting, note  # some block as they start
     work = start()
     log.waiting = outer
     return LoggedWork(log, note, work)

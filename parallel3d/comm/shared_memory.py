@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -214,25 +213,50 @@ def _attach(path: str, identity: list[int]) -> int:
 
 # Collectives
 
-SLOT_BYTES = 4 << 20  # larger tensors go through in chunks
+SLOT_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20  # stays in a core's cache between its two passes
 SLOTS = 2
+
+# Writes a result from what the ranks bring to it, each (n,), in order of ranks.
+Finish = Callable[[Tensor, list[Tensor], int], None]
+
+
+def _sum(out: Tensor, parts: list[Tensor], index: int) -> None:
+    """Adds in rank order: bit-identical on every rank."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
+
+
+def _copy(out: Tensor, parts: list[Tensor], index: int) -> None:
+    for row, part in zip(out, parts, strict=True):
+        row.copy_(part)
+
+
+def _shift(out: Tensor, parts: list[Tensor], index: int) -> None:
+    out.copy_(parts[index - 1])
 
 
 @dataclass
 class SharedCollectives:
-    """Collectives of one group on one of its ranks, one operation at a time.
+    """Collectives of one group on one of its ranks, on contiguous tensors of any size.
 
     A collective writes the rank's tensor into one of its two slots, posts a semaphore to each peer,
     waits for theirs and reads their slots. Operations alternate between the slots, and a rank
     starts its next operation only after reading all peers' slots of the last. So a peer's signal
     for operation n + 1 also says that this peer is done with operation n, whose slot may then take
     operation n + 2: no second signal is needed.
+
+    Several may be in flight. A tensor that fits a slot is written at once, unless the one before it
+    is still to be read; others go through in chunks, one operation each, when they are waited for.
+
+    Attributes:
+        unread: has been written, and is to be read before the next is written.
     """
 
     memory: SharedMemory
     operations: int = 0
-    pending: bool = False
+    unread: SharedWork | None = None
 
     @classmethod
     def open(
@@ -246,131 +270,53 @@ class SharedCollectives:
     def __post_init__(self) -> None:
         # Behind the slots: bytes in each slot. Ranks with tensors of different sizes would
         # otherwise add leftovers of an older operation.
-        count = self.memory.size * SLOTS
+        self.size, self.index = self.memory.size, self.memory.index
+        self.peers = [rank for rank in range(self.size) if rank != self.index]
+        count = self.size * SLOTS
         address = self.memory.data.data_ptr() + count * SLOT_BYTES
         self.sizes = (ctypes.c_int64 * count).from_address(address)
 
-    def fits(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
-
     def all_reduce(self, tensor: Tensor) -> SharedWork:
-        """Starts the sum over the ranks, in place, in rank order: bit-identical on every rank."""
-        slots = self._start(tensor)
-
-        def finish() -> None:
-            if len(slots) == 2:  # a + b == b + a
-                tensor.add_(slots[1 - self.memory.index].view_as(tensor))
-                return
-            torch.add(slots[0].view_as(tensor), slots[1].view_as(tensor), out=tensor)
-            for slot in slots[2:]:
-                tensor.add_(slot.view_as(tensor))
-
-        return SharedWork(self, finish)
-
-    def all_reduce_in_chunks(self, tensor: Tensor) -> InChunks:
-        """Returns the in-place sum of a tensor of any size; several may be in flight."""
-        chunks = self._chunks(tensor.view(-1))
-        return InChunks([partial(self.all_reduce, chunk) for chunk in chunks])
-
-    def reduce_scatter_in_chunks(self, tensor: Tensor, own: Tensor) -> InChunks:
-        """Returns the sum of flat (size · n), any n, into this rank's `own` (n); see above."""
-        size = self.memory.size
-        rows, outs = self._chunks(tensor.view(size, -1), size), self._chunks(own, size)
-        pairs = zip(rows, outs, strict=True)
-        return InChunks([partial(self.reduce_scatter, row, out.unsqueeze(0)) for row, out in pairs])
-
-    def all_gather_in_chunks(self, own: Tensor, out: Tensor) -> InChunks:
-        """Returns the gathering of flat (n) of every rank into `out` (size · n); see above."""
-        size = self.memory.size
-        pairs = zip(self._chunks(own, size), self._chunks(out.view(size, -1), size), strict=True)
-        return InChunks([partial(self.all_gather, chunk, row) for chunk, row in pairs])
-
-    def all_to_all_in_chunks(self, tensor: Tensor, out: Tensor) -> InChunks:
-        """Returns the exchange of contiguous (size · n, ...) of any size; see above."""
-        size = self.memory.size
-        rows, outs = (self._chunks(x.view(size, -1), size) for x in (tensor, out))
-        return InChunks([partial(self.all_to_all, *pair) for pair in zip(rows, outs, strict=True)])
-
-    def shift_in_chunks(self, tensor: Tensor, out: Tensor) -> InChunks:
-        """Returns the sending of a contiguous tensor of any size to the next rank; see above."""
-        pairs = zip(self._chunks(tensor.view(-1)), self._chunks(out.view(-1)), strict=True)
-        return InChunks([partial(self.shift, *pair) for pair in pairs])
-
-    @staticmethod
-    def _chunks(tensor: Tensor, shards: int = 1) -> tuple[Tensor, ...]:
-        """Splits the last dimension such that a chunk of each shard fits into one slot."""
-        return tensor.split(CHUNK_BYTES // (tensor.itemsize * shards), dim=-1)
-
-    def all_gather(self, tensor: Tensor, out: Tensor) -> SharedWork:
-        slots = self._start(tensor)
-
-        def finish() -> None:
-            for part, slot in zip(out.chunk(len(slots)), slots, strict=True):
-                part.copy_(slot.view_as(part))
-
-        return SharedWork(self, finish)
+        """Starts the sum over the ranks, in place."""
+        return SharedWork(self, tensor, 1, tensor, 1, _sum)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor) -> SharedWork:
-        """Starts the sum of (size · n, ...) over the ranks into this rank's `out` (n, ...)."""
-        size, index = self.memory.size, self.memory.index
-        slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
+        """Starts the sum of (size · n) over the ranks into this rank's `out` (n)."""
+        return SharedWork(self, tensor, self.size, out, 1, _sum)
 
-        def finish() -> None:
-            torch.add(slots[0].view_as(out), slots[1].view_as(out), out=out)
-            for slot in slots[2:]:
-                out.add_(slot.view_as(out))
-
-        return SharedWork(self, finish)
+    def all_gather(self, tensor: Tensor, out: Tensor) -> SharedWork:
+        """Starts gathering (n) of every rank into `out` (size · n)."""
+        return SharedWork(self, tensor, 1, out, self.size, _copy)
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> SharedWork:
         """Starts sending part j of `tensor` to rank j; `out` is in order of senders."""
-        size, index = self.memory.size, self.memory.index
-        slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
-
-        def finish() -> None:
-            for part, slot in zip(out.chunk(size), slots, strict=True):
-                part.copy_(slot.view_as(part))
-
-        return SharedWork(self, finish)
+        return SharedWork(self, tensor, self.size, out, self.size, _copy)
 
     def shift(self, tensor: Tensor, out: Tensor) -> SharedWork:
         """Starts sending `tensor` to the next rank; `out` is what the rank before sends."""
-        slot = self._start(tensor)[self.memory.index - 1]
+        return SharedWork(self, tensor, 1, out, 1, _shift)
 
-        def finish() -> None:
-            out.copy_(slot.view_as(out))
-
-        return SharedWork(self, finish)
-
-    def _start(self, tensor: Tensor) -> list[Tensor]:
-        """Writes this rank's slot, signals, and returns the flat slots of all ranks in order."""
-        if self.pending:
-            raise RuntimeError(
-                "a shared-memory collective was started before the last one's wait()"
-            )
-        self.pending = True
-        size, index = self.memory.size, self.memory.index
+    def write(self, given: Tensor) -> list[Tensor]:
+        """Writes this rank's slot and signals; returns what each rank has there for this one."""
         turn = self.operations % SLOTS
         self.operations += 1
-        slots = [self._slot(rank, turn, tensor) for rank in range(size)]
-        slots[index].view(tensor.shape).copy_(tensor)
-        self.sizes[index * SLOTS + turn] = tensor.nbytes
+        slots = []
+        for rank in range(self.size):
+            start = (rank * SLOTS + turn) * SLOT_BYTES
+            slot = self.memory.data[start : start + given.nbytes].view(given.dtype)
+            slots.append(slot if given.dim() == 1 else slot.view(given.shape))
+        slots[self.index].copy_(given)
+        self.sizes[self.index * SLOTS + turn] = given.nbytes
         for peer in self.peers:
             self.memory.post(peer)
-        return slots
-
-    @property
-    def peers(self) -> list[int]:
-        return [rank for rank in range(self.memory.size) if rank != self.memory.index]
-
-    def _slot(self, rank: int, turn: int, like: Tensor) -> Tensor:
-        start = (rank * SLOTS + turn) * SLOT_BYTES
-        return self.memory.data[start : start + like.nbytes].view(like.dtype)
+        if self.size == 2:  # a + b in place; of more ranks' sums `out` may have no term of its own
+            slots[self.index] = given
+        return slots if given.dim() == 1 else [slot[self.index] for slot in slots]
 
     def wait_for_peers(self) -> None:
         """Waits until every peer has written its slot; RuntimeError if one has another size."""
         turn = (self.operations - 1) % SLOTS
-        mine = self.sizes[self.memory.index * SLOTS + turn]
+        mine = self.sizes[self.index * SLOTS + turn]
         for peer in self.peers:
             self.memory.wait(peer)
             if (theirs := self.sizes[peer * SLOTS + turn]) != mine:
@@ -380,25 +326,50 @@ class SharedCollectives:
                 )
 
 
-@dataclass
 class SharedWork:
-    """Handle of a shared-memory collective."""
+    """Handle of a shared-memory collective.
 
-    shared: SharedCollectives
-    finish: Callable[[], None]
+    Args:
+        rows: parts of `tensor`, one for each rank, or 1 for all ranks.
+        out_rows: parts of `out`, one of each rank, or 1 of all ranks.
+    """
+
+    def __init__(
+        self,
+        shared: SharedCollectives,
+        tensor: Tensor,
+        rows: int,
+        out: Tensor,
+        out_rows: int,
+        finish: Finish,
+    ) -> None:
+        self.shared, self.finish, self.most_rows = shared, finish, max(rows, out_rows)
+        self.given, self.out = tensor.view(-1), out.view(-1)
+        if rows > 1:
+            self.given = self.given.unflatten(0, (rows, -1))
+        if out_rows > 1:
+            self.out = self.out.unflatten(0, (out_rows, -1))
+        self.done = False
+        self.parts: list[Tensor] | None = None
+        if tensor.nbytes <= SLOT_BYTES and shared.unread is None:
+            self.parts = shared.write(self.given)
+            shared.unread = self
 
     def wait(self) -> None:
+        if self.done:
+            return
+        self.done = True
+        if self.parts is not None:
+            self._read(self.out, self.parts)
+            self.shared.unread = None
+            return
+        if self.shared.unread is not None:
+            self.shared.unread.wait()
+        columns = CHUNK_BYTES // (self.given.itemsize * self.most_rows)
+        chunks = zip(self.given.split(columns, -1), self.out.split(columns, -1), strict=True)
+        for given, out in chunks:
+            self._read(out, self.shared.write(given))
+
+    def _read(self, out: Tensor, parts: list[Tensor]) -> None:
         self.shared.wait_for_peers()
-        self.finish()
-        self.shared.pending = False
-
-
-@dataclass
-class InChunks:
-    """Handle of collectives that its wait does one after the other."""
-
-    chunks: list[Callable[[], SharedWork]]
-
-    def wait(self) -> None:
-        for start in self.chunks:
-            start().wait()
+        self.finish(out, parts, self.shared.index)

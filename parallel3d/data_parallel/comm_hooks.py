@@ -117,32 +117,23 @@ class InBf16:
 
     def __call__(self, group: Group, bucket: GradBucket) -> Work:
         tensor = bucket.buffer()
-        started = _Bf16Started(tensor, group)
         if is_on_accelerator(tensor):
-            return self.side.run(tensor, lambda: started)
-        if group.shared is None:  # shared memory: all in the wait, as `all_reduce_bucket` does
-            started.exchange()
-        return started
+            return self.side.run(tensor, lambda: _Bf16Started(tensor, group))
+        return _Bf16Started(tensor, group)
 
 
-@dataclass
 class _Bf16Started:
-    tensor: Tensor
-    group: Group
-    exchanged: tuple[Tensor, Work] | None = None  # gradients of all ranks for this rank's shard
-
-    def exchange(self) -> tuple[Tensor, Work]:
-        size = self.tensor.numel()
-        padded = padded_numel(size, self.group.size)
-        rounded = self.tensor.new_zeros(padded, dtype=torch.bfloat16)
-        rounded[:size] = self.tensor
-        self.exchanged = collectives.all_to_all_async(rounded, self.group)
-        return self.exchanged
+    def __init__(self, tensor: Tensor, group: Group) -> None:
+        self.tensor, self.group = tensor, group
+        padded = padded_numel(tensor.numel(), group.size)
+        rounded = tensor.new_zeros(padded, dtype=torch.bfloat16)
+        rounded[: tensor.numel()] = tensor
+        # Gradients of all ranks for this rank's shard.
+        self.received, self.exchanging = collectives.all_to_all_async(rounded, group)
 
     def wait(self) -> None:
-        received, exchanging = self.exchanged or self.exchange()
-        exchanging.wait()
-        mine = received.view(self.group.size, -1).sum(0, dtype=torch.float32)
+        self.exchanging.wait()
+        mine = self.received.view(self.group.size, -1).sum(0, dtype=torch.float32)
         total = collectives.all_gather(mine.bfloat16(), self.group)
         self.tensor.copy_(total[: self.tensor.numel()])
 
@@ -221,7 +212,7 @@ class PowerSGD:
         tensor, factors = bucket.buffer(), self.factors_of(bucket)
         factors.steps += 1
         if factors.steps <= self.start or not factors.matrices:
-            return collectives.all_reduce_bucket(tensor, group)
+            return collectives.all_reduce_async(tensor, group)
         if is_on_accelerator(tensor):
             return self.side.run(tensor, lambda: _PowersgdStarted(tensor, group, factors))
         return _PowersgdStarted(tensor, group, factors)
@@ -278,7 +269,7 @@ class _PowersgdStarted:
             self.ps.append(whole @ m.directions())
         rest = [tensor[start:stop] for start, stop in factors.plain]
         self.sent = torch.cat([*(p.flatten() for p in self.ps), *rest])
-        self.work = collectives.all_reduce_bucket(self.sent, group)
+        self.work = collectives.all_reduce_async(self.sent, group)
 
     def wait(self) -> None:
         self.work.wait()

@@ -131,7 +131,7 @@ group. Hooks of this package sum in place."""
 
 
 def all_reduce(group: Group, bucket: GradBucket) -> Work:
-    return collectives.all_reduce_bucket(bucket.buffer(), group)
+    return collectives.all_reduce_async(bucket.buffer(), group)
 
 
 def reduce_scatter(group: Group, bucket: GradBucket) -> Work:

@@ -3,144 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.comm import collectives
-from parallel3d.comm import group as groups
-from parallel3d.comm.collectives import Work
-from parallel3d.comm.group import EXTERNAL, Group, GroupLike
+from parallel3d.comm.exchange import messages
+from parallel3d.comm.group import EXTERNAL, Group
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
+from parallel3d.data_parallel.reducer import CommHook, GradBucket, Pending, all_reduce
+from parallel3d.device.accelerator import is_accelerator
 
 DEFAULT_TIMEOUT_S = 1800.0  # of torch.distributed
-
-
-def group_of(given: GroupLike) -> Group:
-    """Returns the `Group` of a process group or a mesh; None is PyTorch's default one.
-
-    Raises TypeError for another thing, ValueError if torch.distributed is not initialised or this
-    rank is not in the group.
-    """
-    if isinstance(given, (Group, DeviceMesh)):
-        return groups.group_of(given)
-    if given is not None and not isinstance(given, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group must be a ProcessGroup, a group as groups.dp, a mesh, or None; it is a "
-            f"{type(given).__name__}"
-        )
-    if not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialised; call parallel3d.init() or "
-            "torch.distributed.init_process_group() before the module is wrapped"
-        )
-    handle = dist.group.WORLD if given is None else given
-    if handle == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"rank {dist.get_rank()} is not in the process group")
-    return groups.group_of(handle)
-
-
-def may_share(group: Group) -> bool:
-    """Returns whether to try shared memory; parallel3d's own groups have it if they want it."""
-    return group.size > 1 and (group.shared is not None or group.name == EXTERNAL)
-
-
-def timeout_of(group: Group) -> float:
-    if group.shared is not None:
-        return group.shared.memory.timeout_s
-    assert group.handle is not None  # may_share: more than one rank
-    options = getattr(group.handle._get_backend(torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout.total_seconds() if timeout else DEFAULT_TIMEOUT_S
-
-
-def group_and_devices(
-    device_ids: Sequence[int | torch.device] | None,
-    process_group: GroupLike,
-    device_mesh: DeviceMesh | None,
-) -> tuple[GroupLike, Sequence[int | torch.device] | None]:
-    """Returns the group, and the devices.
-
-    Raises RuntimeError, as PyTorch's class, for both a group and a mesh, and for a mesh of several
-    dimensions; TypeError for something else than devices in the second place.
-    """
-    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
-        raise TypeError(
-            "the second argument must be device_ids, a list of the module's own device, as in "
-            f"PyTorch; it is a {type(device_ids).__name__}: give a group as process_group=groups.dp"
-        )
-    if device_mesh is not None:
-        if process_group is not None:
-            raise RuntimeError(
-                "Cannot specify both process_group and device_mesh arguments. Give one of them"
-            )
-        if device_mesh.ndim != 1:
-            raise RuntimeError(
-                f"Only 1D device mesh is supported, but got {device_mesh}; give one dimension of it"
-            )
-        process_group = device_mesh
-    return process_group, device_ids
-
-
-def own_device(
-    device_ids: Sequence[int | torch.device] | None, device: torch.device, key: str = "device_ids"
-) -> torch.device | None:
-    if not device_ids:
-        return None
-    named = device_ids[0]
-    wanted = torch.device(device.type, named) if isinstance(named, int) else torch.device(named)
-    if len(device_ids) > 1 or wanted != device:
-        raise ValueError(
-            f"{key}={list(device_ids)} must name the one device of the module, {device}, or be None"
-        )
-    return device
-
-
 MESSAGE_BYTES = 64 << 20
-ALIGNMENT = 16  # bytes: of the widest type
+LINE = 64  # bytes of a cache line
+# In shared memory a bucket costs two signals, so that small ones are worth their overlap.
+SHARED_CAP_MIB = 1.0
 
 
-@torch.no_grad()
-def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> None:
-    """Copies the values of member `source` to every member, in place; any types and strides."""
-    for part in _messages(tensors):
-        flat, views = packed(part)
-        if group.index == source:
-            fill(views, part)
-        collectives.broadcast(flat, source, group)
-        if group.index != source:
-            fill(part, views)
+def is_shared(group: Group, device: torch.device) -> bool:
+    """Returns whether shared memory is tried: on CPUs, unless parallel3d's own group has none."""
+    on_cpu = device.type == "cpu" and group.size > 1
+    return on_cpu and (group.shared is not None or group.name == EXTERNAL)
 
 
-def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    part: list[Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        if part and filled + tensor.nbytes > MESSAGE_BYTES:
-            yield part
-            part, filled = [], 0
-        part.append(tensor)
-        filled += tensor.nbytes
-    if part:
-        yield part
+def open_memory(group: Group, size: int, signals: Sequence[int] = (0,)) -> SharedMemory | None:
+    """Opens `size` bytes that a group of several ranks shares; None if it cannot; collective."""
+    assert group.handle is not None
+    if group.shared is not None:
+        timeout_s = group.shared.memory.timeout_s
+    else:
+        options = getattr(group.handle._get_backend(torch.device("cpu")), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        timeout_s = timeout.total_seconds() if timeout else DEFAULT_TIMEOUT_S
+    return open_shared_memory(group.handle, group.index, group.size, size, timeout_s, signals)
 
 
-def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+# Tensors of any types in a row of bytes, each from a cache line on
 
 
-def packed(tensors: Sequence[Tensor], flat: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-    """Returns a buffer of bytes (`flat`, or a new one) and an unfilled view of it per tensor."""
-    if flat is None:
-        flat = torch.empty(packed_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
+Size = tuple[int, torch.dtype]  # elements of a tensor, and their type
+
+
+def _length(size: Size) -> int:
+    numel, dtype = size
+    return -(-numel * dtype.itemsize // LINE) * LINE
+
+
+def _views(data: Tensor, sizes: Sequence[Size]) -> list[Tensor]:
     views, start = [], 0
-    for tensor in tensors:
-        views.append(flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        start += _aligned(tensor.nbytes)
-    return flat, views
+    for numel, dtype in sizes:
+        views.append(data[start : start + numel * dtype.itemsize].view(dtype))
+        start += _length((numel, dtype))
+    return views
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[Size]:
+    return [(tensor.numel(), tensor.dtype) for tensor in tensors]
+
+
+def packed(tensors: Sequence[Tensor], data: Tensor) -> list[Tensor]:
+    """Returns an unfilled view of the bytes `data` for each tensor, in its shape."""
+    views = zip(_views(data, _sizes(tensors)), tensors, strict=True)
+    return [view.view(tensor.shape) for view, tensor in views]
 
 
 def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -149,22 +76,78 @@ def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+@torch.no_grad()
+def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> None:
+    """Copies the values of member `source` to every member, in place; any types and strides."""
+    lengths = [_length(size) for size in _sizes(tensors)]
+    for span in messages(lengths, MESSAGE_BYTES):
+        part = [tensors[i] for i in span]
+        flat = torch.empty(
+            sum(lengths[i] for i in span), dtype=torch.uint8, device=part[0].device
+        )
+        views = packed(part, flat)
+        if group.index == source:
+            fill(views, part)
+        collectives.broadcast(flat, source, group)
+        if group.index != source:
+            fill(part, views)
 
 
-LINE = 64  # bytes of a cache line
-# In shared memory a bucket costs two signals, so that small ones are worth their overlap.
-SHARED_CAP_MIB = 1.0
+class BufferSync:
+    """Broadcasts one rank's buffers before a forward, through shared memory if possible."""
 
-Size = tuple[int, torch.dtype]  # elements of a buffer, and their type
+    def __init__(
+        self, module: nn.Module, group: Group, device: torch.device, ignored: Set[str]
+    ) -> None:
+        self.group = group
+        # Users may replace buffers, so that each access looks them up in their module.
+        seen: set[int] = set()
+        self.places = []
+        for prefix, part in module.named_modules():
+            for name, buffer in part._buffers.items():
+                whole = f"{prefix}.{name}" if prefix else name
+                if buffer is not None and id(buffer) not in seen and whole not in ignored:
+                    seen.add(id(buffer))
+                    self.places.append((part._buffers, name))
+        self.memory: SharedMemory | None = None
+        self.rounds = 0
+        found = self.current()
+        if found and is_shared(group, device):
+            self.memory = open_memory(group, sum(map(_length, _sizes(found))))
+        if self.memory is not None:
+            self.shapes = [(b.shape, b.dtype) for b in found]
+            self.views = packed(found, self.memory.data)
+
+    def current(self) -> list[Tensor]:
+        return [buffers[name] for buffers, name in self.places]
+
+    def from_first(self) -> None:
+        buffers = self.current()
+        if self.memory is None or self.shapes != [(b.shape, b.dtype) for b in buffers]:
+            broadcast_all(buffers, 0, self.group)
+            return
+        if self.group.index > 0:
+            self.memory.wait(0)
+            fill(buffers, self.views)
+            self.memory.post(0)
+            return
+        peers = range(1, self.group.size)
+        for peer in peers if self.rounds else ():
+            self.memory.wait(peer)
+        self.rounds += 1
+        torch._foreach_copy_(self.views, buffers)
+        for peer in peers:
+            self.memory.post(peer)
+
+
+# Sums of buckets
 
 
 class Transport(Protocol):
     """Sums several buffers over a group; every rank starts them in the same order.
 
     Buffers collect a rank's gradients and are started when they are full. `finish` yields the sums
-    of all buffers in order. The last buffer also carries some flags for the reducer.
+    of all buffers in order. Flags for the reducer are summed too, behind the last buffer.
 
     Attributes:
         buffers: this rank's, to be filled.
@@ -197,57 +180,89 @@ class Transport(Protocol):
 
 
 class BackendTransport:
-    """Sums buffers by the group's backend, overlapped with the backward.
+    """Sums buckets by the group's backend or passes them to a hook, while the backward runs.
 
-    Attributes:
-        handles: if any, groups of the same ranks that take the buckets in turn; each has its own
-            connections and threads (Li et al. 2020, §5.4).
+    On a CPU each bucket waits for the previous one, if that is a future. A hook's second message is
+    sent by the thread that ends its first, so that with several buckets in flight two ranks could
+    send in different orders and deadlock (as PyTorch's PowerSGD hook does on gloo). Hooks of this
+    package send theirs in `wait`.
+
+    With a hook, which may round a buffer, the flags are a message of their own.
+
+    Args:
+        members: the parameters of each bucket.
+        flags: their number.
+        hook: with its state.
     """
 
     adds = False
-    fault: str | None = None
 
     def __init__(
-        self, sizes: Sequence[Size], flags: int, group: Group, device: torch.device
+        self,
+        members: Sequence[Sequence[nn.Parameter]],
+        flags: int,
+        group: Group,
+        hook: tuple[object, CommHook] | None,
     ) -> None:
-        self.group = group
-        self.whole = [
-            torch.zeros(n, dtype=dtype, device=device) for n, dtype in _add_flags(sizes, flags)
-        ]
-        self.buffers, self.flags = _split_flags(self.whole, flags)
+        self.group, self.members, self.hook = group, members, hook
+        self.sent, self.buffers = [], []
+        for parameters in members:
+            like, numel = parameters[0], sum(p.numel() for p in parameters)
+            more = flags if hook is None and parameters is members[-1] else 0
+            whole = torch.zeros(numel + more, dtype=like.dtype, device=like.device)
+            self.sent.append(whole)
+            self.buffers.append(whole[:numel])
+        self.flags = whole[numel:] if hook is None else torch.zeros(flags, device=like.device)
         self.summed_flags = self.flags
-        self.works: list[Work] = []
-        self.handles: list[dist.ProcessGroup] = []
+        self.pending: list[Pending] = []
+        self.fault: str | None = None
 
     def before(self) -> None:
         """Does nothing: the buffers are this rank's own."""
 
     def start(self, index: int) -> None:
-        if not self.handles:
-            self.works.append(collectives.all_reduce_bucket(self.whole[index], self.group))
-            return
-        handle = self.handles[index % len(self.handles)]
-        self.works.append(dist.all_reduce(self.whole[index], group=handle, async_op=True))
+        buffer = self.sent[index]
+        if self.pending and isinstance(self.pending[-1], torch._C.Future):
+            if not is_accelerator(buffer.device):
+                self.pending[-1].wait()
+        last = index == len(self.sent) - 1
+        state, hook = self.hook or (self.group, all_reduce)
+        pending = hook(state, GradBucket(index, last, buffer, self.members[index]))
+        if not callable(getattr(pending, "wait", None)):
+            raise TypeError(
+                f"the communication hook must return a torch.futures.Future; it returned a "
+                f"{type(pending).__name__}"
+            )
+        self.pending.append(pending)
 
     def finish(self) -> Iterator[Tensor]:
-        works, self.works = self.works, []
-        for work, buffer in zip(works, self.buffers, strict=True):
-            work.wait()
+        started, self.pending, self.fault = self.pending, [], None
+        for index, (pending, buffer) in enumerate(zip(started, self.buffers, strict=True)):
+            made = pending.wait()
+            made = made[0] if isinstance(made, (list, tuple)) else made
+            if made is None or isinstance(made, bool):  # as a work of torch.distributed returns
+                made = buffer
+            if isinstance(made, Tensor) and made.shape == buffer.shape:
+                yield made
+                continue
+            shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            self.fault = (
+                f"the communication hook returned {shape} for bucket {index}, which must stay a "
+                f"tensor of {tuple(buffer.shape)}"
+            )
             yield buffer
+        if self.hook is None:
+            return
+        if self.fault:
+            self.flags[-1] = 1
+        if self.group.size > 1:
+            dist.all_reduce(self.flags, group=self.group.handle)
 
     def release(self) -> None:
-        """Does nothing: the sums are in this rank's own buffers."""
+        """Does nothing: the sums are this rank's own."""
 
     def close(self) -> None:
-        self.works = []
-
-
-class _Place(NamedTuple):
-    """Locates a buffer: each rank's copy, their sum, and the slice that this rank sums."""
-
-    own: list[Tensor]  # by rank
-    total: Tensor
-    part: slice
+        self.pending = []
 
 
 # Kinds of signals.
@@ -274,30 +289,23 @@ class SharedTransport:
 
     fault: str | None = None
 
-    def __init__(
-        self, memory: SharedMemory, sizes: Sequence[Size], flags: int, elsewhere: bool
-    ) -> None:
-        self.adds = elsewhere and memory.size == 2
-        self.memory, self.size, self.index = memory, memory.size, memory.index
+    def __init__(self, memory: SharedMemory, sizes: Sequence[Size], flags: int, adds: bool) -> None:
+        self.adds, self.memory = adds, memory
+        self.size, self.index = memory.size, memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
-        sizes = _add_flags(sizes, flags)
-        starts, end = _starts(sizes)
-        stamps = memory.data[end * (self.size + 1) :][: 8 * self.size * len(sizes)]
+        # Of every rank its buffers, then the totals, then numbers of backwards.
+        length = sum(map(_length, sizes))
+        *ranks, totals = (_views(memory.data[length * i :], sizes) for i in range(self.size + 1))
+        self.by_rank, self.whole = ranks, ranks[1 - self.index] if adds else totals
+        stamps = memory.data[length * (self.size + 1) :][: 8 * self.size * len(sizes)]
         self.stamps = stamps.view(torch.int64).view(self.size, -1).numpy()
-        self.places = [
-            _Place(
-                [_view(memory.data, end * rank + start, size) for rank in range(self.size)],
-                _view(memory.data, end * self.size + start, size),
-                _part(size, self.size, self.index),
-            )
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-        self.buffers, self.flags = _split_flags([p.own[self.index] for p in self.places], flags)
-        self.totals, self.summed_flags = _split_flags([p.total for p in self.places], flags)
-        if self.adds:
-            other = [place.own[1 - self.index] for place in self.places]
-            self.totals, self.peer_flags = _split_flags(other, flags)
-            self.summed_flags = torch.empty_like(self.flags)
+        *self.buffers, last = ranks[self.index]
+        self.buffers.append(last[:-flags])
+        self.flags = last[-flags:]
+        *self.totals, last = self.whole
+        self.totals.append(last[:-flags])
+        self.their_flags = last[-flags:]
+        self.summed_flags = torch.empty_like(self.flags) if adds else self.their_flags
         self.step = 1
 
     @classmethod
@@ -305,14 +313,11 @@ class SharedTransport:
         cls, sizes: Sequence[Size], flags: int, group: Group, elsewhere: bool
     ) -> SharedTransport | None:
         """Returns None if the ranks cannot share memory; collective."""
-        _, end = _starts(_add_flags(sizes, flags))
-        count = group.size
-        needed = end * (count + 1) + 8 * count * len(sizes)
-        assert group.handle is not None  # may_share: more than one rank
-        memory = open_shared_memory(
-            group.handle, group.index, count, needed, timeout_of(group), signals=(0, 0)
-        )
-        return None if memory is None else cls(memory, sizes, flags, elsewhere)
+        *others, (numel, dtype) = sizes
+        sizes = [*others, (numel + flags, dtype)]
+        needed = sum(map(_length, sizes)) * (group.size + 1) + 8 * group.size * len(sizes)
+        memory = open_memory(group, needed, signals=(0, 0))
+        return memory and cls(memory, sizes, flags, elsewhere and group.size == 2)
 
     def before(self) -> None:
         if self.adds and self.step > 1:
@@ -323,35 +328,29 @@ class SharedTransport:
         self._post(FULL)
 
     def finish(self) -> Iterator[Tensor]:
-        if self.adds:
-            yield from self._peer_buffers()
-        else:
-            yield from self._sum()
-
-    def release(self) -> None:
-        if self.adds:
-            self._post(SUMMED)
-        self.step += 1
-
-    def _peer_buffers(self) -> Iterator[Tensor]:
-        for index, buffer in enumerate(self.totals):
+        for index, total in enumerate(self.totals):
             self._wait(FULL)
             self._check(index)
-            yield buffer
-        torch.add(self.flags, self.peer_flags, out=self.summed_flags)
-
-    def _sum(self) -> Iterator[Tensor]:
-        for index, place in enumerate(self.places):
-            self._wait(FULL)
-            self._check(index)
-            parts = [own[place.part] for own in place.own]
-            total = torch.add(parts[0], parts[1], out=place.total[place.part])
-            for part in parts[2:]:
-                total.add_(part)
-            self._post(SUMMED)
+            if self.adds:
+                yield total
+            else:
+                self._sum(index)
+                self._post(SUMMED)
+        if self.adds:
+            torch.add(self.flags, self.their_flags, out=self.summed_flags)
+            return
         for total in self.totals:
             self._wait(SUMMED)
             yield total
+
+    def _sum(self, index: int) -> None:
+        """Adds this rank's slice of a bucket over all ranks, in their order."""
+        whole = self.whole[index]
+        own = _part(whole, self.size, self.index)
+        parts = [buffers[index][own] for buffers in self.by_rank]
+        total = torch.add(parts[0], parts[1], out=whole[own])
+        for part in parts[2:]:
+            total.add_(part)
 
     def _check(self, index: int) -> None:
         for peer in self.peers:
@@ -360,6 +359,11 @@ class SharedTransport:
                     f"member {peer} of the group brought bucket {index} of its backward number "
                     f"{theirs}, this rank that of its number {self.step}"
                 )
+
+    def release(self) -> None:
+        if self.adds:
+            self._post(SUMMED)
+        self.step += 1
 
     def _post(self, kind: int) -> None:
         for peer in self.peers:
@@ -373,105 +377,25 @@ class SharedTransport:
         self.memory.close()
 
 
-def is_shared(group: Group, device: torch.device) -> bool:
-    """Returns whether shared memory is tried: on CPUs, unless the group disables it."""
-    return device.type == "cpu" and may_share(group)
-
-
-def open_transport(
-    sizes: Sequence[Size], flags: int, group: Group, device: torch.device, elsewhere: bool
-) -> Transport:
-    """Returns shared memory or the backend; collective. `elsewhere`: sums go to other tensors."""
-    if is_shared(group, device):
-        shared = SharedTransport.open(sizes, flags, group, elsewhere)
-        if shared is not None:
-            return shared
-    return BackendTransport(sizes, flags, group, device)
-
-
-def _add_flags(sizes: Sequence[Size], flags: int) -> list[Size]:
-    *others, (numel, dtype) = sizes
-    return [*others, (numel + flags, dtype)]
-
-
-def _split_flags(whole: list[Tensor], flags: int) -> tuple[list[Tensor], Tensor]:
-    *others, last = whole
-    return [*others, last[:-flags]], last[-flags:]
-
-
-def _starts(sizes: Sequence[Size]) -> tuple[list[int], int]:
-    """Returns the byte offset of each buffer of a rank, and the offset of the next rank."""
-    starts, end = [], 0
-    for numel, dtype in sizes:
-        starts.append(end)
-        end += -(-numel * dtype.itemsize // LINE) * LINE
-    return starts, end
-
-
-def _view(data: Tensor, start: int, size: Size) -> Tensor:
-    numel, dtype = size
-    return data[start : start + numel * dtype.itemsize].view(dtype)
-
-
-def _part(size: Size, count: int, index: int) -> slice:
+def _part(whole: Tensor, count: int, index: int) -> slice:
     """Returns an equal slice, in whole cache lines, so that no two ranks write to one line."""
-    numel, dtype = size
-    line = LINE // dtype.itemsize
+    numel, line = whole.numel(), LINE // whole.itemsize
     lines = -(-numel // line)
     first, last = lines * index // count, lines * (index + 1) // count
     return slice(min(numel, first * line), min(numel, last * line))
 
 
-class BufferSync:
-    """Broadcasts one rank's buffers before a forward, through shared memory if possible."""
-
-    def __init__(
-        self, module: nn.Module, group: Group, device: torch.device, ignored: Set[str]
-    ) -> None:
-        self.group = group
-        # Users may replace buffers, so that each access looks them up in their module.
-        seen: set[int] = set()
-        self.places = []
-        for prefix, part in module.named_modules():
-            for name, buffer in part._buffers.items():
-                whole = f"{prefix}.{name}" if prefix else name
-                if buffer is not None and id(buffer) not in seen and whole not in ignored:
-                    seen.add(id(buffer))
-                    self.places.append((part._buffers, name))
-        self.memory: SharedMemory | None = None
-        self.rounds = 0
-        found = self.current()
-        if found and device.type == "cpu" and may_share(group):
-            assert group.handle is not None  # may_share: more than one rank
-            self.memory = open_shared_memory(
-                group.handle,
-                group.index,
-                group.size,
-                packed_bytes(found),
-                timeout_of(group),
-            )
-        if self.memory is not None:
-            self.shapes = [(b.shape, b.dtype) for b in found]
-            _, self.views = packed(found, self.memory.data)
-
-    def current(self) -> list[Tensor]:
-        return [buffers[name] for buffers, name in self.places]
-
-    def from_first(self) -> None:
-        buffers = self.current()
-        if self.memory is None or self.shapes != [(b.shape, b.dtype) for b in buffers]:
-            broadcast_all(buffers, 0, self.group)
-            return
-        size, index = self.group.size, self.group.index
-        if index > 0:
-            self.memory.wait(0)
-            fill(buffers, self.views)
-            self.memory.post(0)
-            return
-        if self.rounds:
-            for peer in range(1, size):
-                self.memory.wait(peer)
-        self.rounds += 1
-        torch._foreach_copy_(self.views, buffers)
-        for peer in range(1, size):
-            self.memory.post(peer)
+def open_transport(
+    members: Sequence[Sequence[nn.Parameter]],
+    flags: int,
+    group: Group,
+    hook: tuple[object, CommHook] | None,
+    elsewhere: bool,
+) -> Transport:
+    """Returns shared memory or the backend; collective. `elsewhere`: sums go to other tensors."""
+    if hook is None and is_shared(group, members[0][0].device):
+        sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in members]
+        shared = SharedTransport.open(sizes, flags, group, elsewhere)
+        if shared is not None:
+            return shared
+    return BackendTransport(members, flags, group, hook)

@@ -19,7 +19,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.exchange import transfer
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.comm.operation_log import logged_message
+from parallel3d.comm.operation_log import logged
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.comm.step_timer import StepTimer
@@ -166,12 +166,13 @@ def post(
         call = shared.send if action.kind.is_send else shared.receive
         return call(tensor, route.peer(action))
 
-    def logged(action: Action, tensor: Tensor) -> Work:
+    def pending(action: Action, tensor: Tensor) -> PendingTransfer:
         name = "send" if action.kind.is_send else "receive"
         begin = partial(start, action, tensor)
-        return logged_message(route.group, name, tensor, route.rank(action), begin)
+        work = logged(route.group, name, tensor, begin, route.rank(action))
+        return PendingTransfer(action, tensor, work)
 
-    return [PendingTransfer(action, tensor, logged(action, tensor)) for action, tensor in messages]
+    return [pending(action, tensor) for action, tensor in messages]
 
 
 def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[Action, Work]:

@@ -127,7 +127,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     """Describes an exception that reached this rank's top."""
     lines = NOISE.sub("", str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
-    awaited, divergence = worker.log.awaited(), worker.log.divergence()
+    awaited, divergence = worker.log.waiting, worker.log.divergence()
     kind: Kind = "error"
     if isinstance(error, UserError):
         text, kind, awaited, divergence = str(error), "user", None, None

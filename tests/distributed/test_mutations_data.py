@@ -100,12 +100,12 @@ def sharded_gradients_kept() -> Iterator[None]:
 @contextmanager
 def divided_by_dp() -> Iterator[None]:
     """The loss is a mean over all tokens already, and the reduction averages once more."""
-    sound = collectives.all_reduce_bucket
+    sound = collectives.all_reduce_async
 
     def mean(tensor: Tensor, group: Group) -> collectives.Work:
-        return sound(tensor.div_(group.size), group)
+        return sound(tensor.div_(group.size) if group.name == "dp" else tensor, group)
 
-    with patch.object(collectives, "all_reduce_bucket", mean):
+    with patch.object(collectives, "all_reduce_async", mean):
         yield
 
 

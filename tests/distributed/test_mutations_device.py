@@ -222,7 +222,7 @@ def a_bucket_more_on_one_rank() -> Iterator[None]:
 
     def reduce(self: BucketedDataParallel, index: int) -> None:
         if dist.get_rank() == 1 and not self.works:
-            collectives.all_reduce_bucket(self.buckets[-1].grad, self.dp)
+            collectives.all_reduce_async(self.buckets[-1].grad, self.dp)
         plain(self, index)
 
     with patch.object(BucketedDataParallel, "_reduce", reduce):

@@ -112,13 +112,18 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
         state_of(weight).register_grad_ready()
         return None
 
-    def at_once(tensor: Tensor, group: Group) -> CompletedWork:
-        collectives.all_reduce(tensor, group)
+    sound = collectives.all_reduce_async
+
+    def at_once(tensor: Tensor, group: Group) -> collectives.Work:
+        work = sound(tensor, group)
+        if group.name != "dp":
+            return work
+        work.wait()
         return CompletedWork()
 
     with (
         patch.object(linear_ops, "add_weight_gradient", early),
-        patch.object(collectives, "all_reduce_bucket", at_once),
+        patch.object(collectives, "all_reduce_async", at_once),
     ):
         yield
 

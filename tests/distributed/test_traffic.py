@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm import collectives
+from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
@@ -56,8 +57,8 @@ class Counting:
     def __enter__(self) -> Counting:
         for name, operation, sizes in (
             ("all_reduce_async", "all_reduce", lambda t, group: t.nbytes),
-            ("all_reduce_bucket", "all_reduce", lambda t, group: t.nbytes),
             ("reduce_scatter_bucket", "reduce_scatter", lambda t, group: t.nbytes),
+            ("reduce_scatter_into", "reduce_scatter", lambda out, group: out.nbytes * group.size),
             ("all_gather_bucket", "all_gather", lambda t, group: t.nbytes),
             ("all_gather_async", "all_gather", lambda t, group: t.nbytes * group.size),
             ("reduce_scatter_async", "reduce_scatter", lambda t, group: t.nbytes),
@@ -78,10 +79,11 @@ class Counting:
         self.patches.close()
 
     def _collective(self, original: Any, operation: str, nbytes: Any) -> Any:
-        def call(tensor: torch.Tensor, group: Any, *args: Any) -> Any:
+        def call(tensor: torch.Tensor, *args: Any) -> Any:
+            group = next(arg for arg in args if isinstance(arg, Group))
             if group.size > 1 and not self.inside:  # a bucket's call may be made of another
                 self.found[group.name, operation, nbytes(tensor, group)] += 1
-            return self._within(original, tensor, group, *args)
+            return self._within(original, tensor, *args)
 
         return call
 

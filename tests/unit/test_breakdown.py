@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from parallel3d.comm.collectives import timed
+from parallel3d.comm.collectives import observed
 from parallel3d.comm.group import Group
 from parallel3d.comm.step_timer import KINDS, StepTimer
 from parallel3d.metrics.breakdown import RankTimes, by_stage
@@ -175,8 +175,7 @@ def test_on_a_gpu_the_wait_for_a_collective_counts_and_its_start_does_not(
         def wait(self) -> None:
             clock_time.now += 3
 
-    @timed
-    def start(tensor: torch.Tensor, group: Group) -> Work:
+    def start() -> Work:
         clock_time.now += 2
         return Work()
 
@@ -184,7 +183,7 @@ def test_on_a_gpu_the_wait_for_a_collective_counts_and_its_start_does_not(
     group = Group("tp", (0, 1), 0, None, timer=clock)
     clock.start_step()
     with clock.within("forward"):
-        work = start(torch.zeros(1), group)
+        work = observed("all_reduce", torch.zeros(1), group, start)
         clock_time.now += 1
         work.wait()
     clock.end_step()

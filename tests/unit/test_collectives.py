@@ -36,8 +36,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, Tensor, 
         return call
 
     with ExitStack() as patches:
-        on_accelerator = patch.object(collectives, "is_on_accelerator", lambda tensor: True)
-        patches.enter_context(on_accelerator)
         patches.enter_context(patch.object(collectives, "_is_cpu_pair", lambda *_: False))
         for name in NAMES[0]:
             if request.param != NAMES[0] and hasattr(dist, name):
@@ -79,9 +77,9 @@ def test_a_scatter_into_an_output_is_noted_like_any_other(
     noted: list[str] = []
 
     class Log:
-        starting, waiting, progress = False, None, 0
+        waiting, progress = None, 0
 
-        def start(self, group: Group, name: str, tensor: Tensor) -> str:
+        def start(self, group: Group, name: str, tensor: Tensor, peer: None) -> str:
             noted.append(name)
             return name
 

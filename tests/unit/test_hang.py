@@ -113,25 +113,15 @@ class Group:
         self.log = log
 
 
-@logged
-def all_reduce_async(tensor, group):
-    return Handle()
-
-
-@logged
-def broadcast_async(tensor, group):
-    return Handle()
-
-
 def log_of(*steps: str) -> OperationLog:
     """A log of steps, each a word of a (all-reduce), A (a longer one) and b (broadcast)."""
     log = OperationLog()
-    calls = {"a": all_reduce_async, "A": all_reduce_async, "b": broadcast_async}
+    names = {"a": "all_reduce", "A": "all_reduce", "b": "broadcast"}
     for step in steps:
         log.boundary("train step")
         for letter in step:
             size = 12 if letter == "A" else 4
-            calls[letter](torch.zeros(size), Group(log)).wait()
+            logged(Group(log), names[letter], torch.zeros(size), Handle).wait()
     return log
 
 
@@ -175,30 +165,30 @@ def test_wait_is_noted_until_it_ends() -> None:
 
     class Failing:
         def wait(self) -> None:
-            assert str(log.awaited()) == "all_reduce 1 of dp (float32[4])"
+            assert str(log.waiting) == "all_reduce 1 of dp (float32[4])"
             raise RuntimeError("closed")
 
     note = log._notes[0]
     before = log.progress
     LoggedWork(log, note, Handle()).wait()
-    assert log.awaited() is None
+    assert log.waiting is None
     assert log.progress > before
     try:
         LoggedWork(log, note, Failing()).wait()
     except RuntimeError:
-        assert log.awaited() is not None  # a failure says in what
+        assert log.waiting is not None  # a failure says in what
 
 
 def test_what_reads_off_the_device_is_a_wait_for_the_groups_newest_operation() -> None:
     log = log_of("ab")
     before = log.progress
     with blocking(Group(log)):
-        assert str(log.awaited()) == "broadcast 2 of dp (float32[4])"
-    assert log.awaited() is None
+        assert str(log.waiting) == "broadcast 2 of dp (float32[4])"
+    assert log.waiting is None
     assert log.progress > before
     with pytest.raises(RuntimeError), blocking(Group(log)):
         raise RuntimeError("device-side assert")
-    assert log.awaited() is None
+    assert log.waiting is None
     with blocking(Group(OperationLog())):  # nothing was exchanged yet
         pass
     with blocking(Group(None)):

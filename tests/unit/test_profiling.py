@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from parallel3d.comm.collectives import timed
+from parallel3d.comm.collectives import observed
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import profiling
 from parallel3d.commands.profiling import StepProfiler, layers_shown, longest, table
@@ -213,13 +213,9 @@ def test_what_only_starts_a_communication_has_a_range_on_every_device(on_device:
     clock, opened = StepTimer(), Opened()
     clock.times.marks_starts = not on_device
     clock.ranges = opened
-    group = SimpleNamespace(name="tp", size=2, timer=clock)
-
-    @timed
-    def all_reduce_async(tensor: torch.Tensor, group: Any) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: opened.push("the wait itself") or opened.pop())
-
-    all_reduce_async(torch.ones(1), group).wait()
+    group = SimpleNamespace(name="tp", size=2, timer=clock, log=None)
+    work = SimpleNamespace(wait=lambda: opened.push("the wait itself") or opened.pop())
+    observed("all_reduce", torch.ones(1), group, lambda: work).wait()
     with clock.starting("pp", "send activation m0 c0"):
         assert opened.open == ["send activation m0 c0"]
     assert opened.names == [

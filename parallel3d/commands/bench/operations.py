@@ -177,13 +177,10 @@ class Site:
         """Returns the transport: the backend's name, or our own's."""
         if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
-        nbytes, shared = self.whole_bytes(size), self.group.shared
         if operation.name == "send_recv":
-            fits = self.boxes is not None and self.boxes.fits(torch.empty(nbytes // ITEM))
-            return "mailbox" if fits else self.backend
-        part = nbytes // self.group.size if operation.name == "all_gather" else nbytes
-        splits = operation.name == "all_reduce"  # sends buffers of any size in chunks
-        if shared is not None and (splits or shared.fits(torch.empty(part // ITEM))):
+            message = torch.empty(self.whole_bytes(size) // ITEM)
+            return "mailbox" if self.boxes and self.boxes.fits(message) else self.backend
+        if self.group.shared is not None:
             return "shared memory"
         return "pair exchange" if self.group.size == 2 else self.backend
 
