@@ -9,9 +9,9 @@ node and along dp on its rail: one all-to-all each way and dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -95,13 +95,9 @@ def ranges_of(parts: Iterable[SegmentPart]) -> list[tuple[MatrixRange, int, Shar
     found = []
     offset = 0
     for part in parts:
-        for shard in filter(is_hidden_shard, part.spec.shards):
-            base = shard.row * math.prod(shard.shape[1:])
-            first = max(part.start, base)
-            end = min(part.start + part.numel, base + math.prod(shard.shape))
-            if first < end:
-                piece = MatrixRange(shard.name, first - base, end - base)
-                found.append((piece, offset + first - part.start, shard))
+        for shard, first, end, at in part.spec.shards_in(part.start, part.numel):
+            if is_hidden_shard(shard):
+                found.append((MatrixRange(shard.name, first, end), offset + at, shard))
         offset += part.numel
     return found
 
@@ -152,103 +148,97 @@ class Muon:
             whole[name] = newton_schulz(matrix) * scale(tuple(matrix.shape), self.mode)
         self._scatter_over_dp(self._scatter_over_tp(whole), views)
 
-    def _column(self, dp_index: int) -> list[str]:
-        """Returns the matrices whose homes have this index along dp."""
-        return [name for name in self.matrices if self.homes[name].dp == dp_index]
-
-    def _is_sent(self, piece: MatrixRange, source: int, target: int) -> bool:
-        """Whether rank `source` of dp gives its `piece` to `target`, which passes it home."""
-        holders = self.holders[piece]
-        given = target if target in holders else holders[target % len(holders)]
-        return self.homes[piece.matrix].dp == target and given == source
-
     def _gather_over_dp(self, views: dict[MatrixRange, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's shards, flat, of the matrices whose home is in its column."""
-        me, ranks = self.dp.index, range(self.dp.size)
-        sent = [[p for p in self.pieces[me] if self._is_sent(p, me, d)] for d in ranks]
-        due = [[p for p in self.pieces[d] if self._is_sent(p, d, me)] for d in ranks]
+        """Returns this rank's shards, flat, of the matrices whose home has its index along dp."""
+
+        def moved(source: int, target: int) -> dict[MatrixRange, int]:
+            found = {}
+            for piece in self.pieces[source]:
+                holders = self.holders[piece]  # of equal bits, of which one gives
+                giver = target if target in holders else holders[target % len(holders)]
+                if self.homes[piece.matrix].dp == target and giver == source:
+                    found[piece] = piece.end - piece.first
+            return found
+
         if self.gathers:
-            lengths = [[p.end - p.first for p in each] for each in due]
-            given = [[views[p] for p in each] for each in sent]
-            got = _exchange(given, lengths, self.empty, self.dp)
+            got = _exchange(moved, lambda piece, _: views[piece], self.empty, self.dp)
         else:
-            got = [[views[p].to(self.empty.dtype) for p in each] for each in due]
+            got = [(piece, views[piece]) for piece in moved(self.dp.index, self.dp.index)]
         shards = {
-            name: self.empty.new_empty(math.prod(self.matrices[name].local))
-            for name in self._column(me)
+            name: self.empty.new_empty(math.prod(matrix.local))
+            for name, matrix in self.matrices.items()
+            if self.homes[name].dp == self.dp.index
         }
-        for pieces, tensors in zip(due, got, strict=True):
-            for piece, tensor in zip(pieces, tensors, strict=True):
-                shards[piece.matrix][piece.first : piece.end] = tensor
+        for piece, tensor in got:
+            shards[piece.matrix][piece.first : piece.end] = tensor
         return shards
 
-    def _at_home(self, tp_index: int) -> list[str]:
-        column = self._column(self.dp.index)
-        return [name for name in column if self.homes[name].tp == tp_index]
-
-    def _gives(self, tp_index: int, name: str) -> bool:
-        """Whether a rank is the first of those that hold its shard."""
-        return tp_index % self.matrices[name].replicas == 0
+    def _at_home(self, tp_index: int) -> dict[str, int]:
+        """Returns the elements of a shard of each matrix whose home has these indices."""
+        return {
+            name: math.prod(matrix.local)
+            for name, matrix in self.matrices.items()
+            if self.homes[name] == (tp_index, self.dp.index)
+        }
 
     def _gather_over_tp(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the whole matrices whose home is this rank."""
-        me, ranks = self.tp.index, range(self.tp.size)
-        sent = [[shards[n] for n in self._at_home(t) if self._gives(me, n)] for t in ranks]
-        due = [[n for n in self._at_home(me) if self._gives(t, n)] for t in ranks]
-        sizes = [[math.prod(self.matrices[n].local) for n in each] for each in due]
-        got = _exchange(sent, sizes, self.empty, self.tp)
-        found: dict[str, list[Tensor]] = {name: [] for name in self._at_home(me)}
-        for names, tensors in zip(due, got, strict=True):
-            for name, tensor in zip(names, tensors, strict=True):
-                found[name].append(tensor.view(self.matrices[name].local))
+
+        def moved(source: int, target: int) -> dict[str, int]:
+            # The first of the ranks that hold a shard gives it.
+            home = self._at_home(target)
+            return {n: home[n] for n in home if source % self.matrices[n].replicas == 0}
+
+        found: dict[str, list[Tensor]] = {name: [] for name in self._at_home(self.tp.index)}
+        for name, tensor in _exchange(moved, lambda n, _: shards[n], self.empty, self.tp):
+            found[name].append(tensor.view(self.matrices[name].local))
         return {name: torch.cat(t, self.matrices[name].axis) for name, t in found.items()}
 
     def _scatter_over_tp(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's shards, flat, of the matrices of its column."""
+        """Returns this rank's shards, flat, of the matrices whose home has its index along dp."""
 
-        def shard(name: str, tp_index: int) -> Tensor:
+        def shard(name: str, target: int) -> Tensor:
             matrix = self.matrices[name]
-            start, length = matrix.start(tp_index), matrix.local[matrix.axis]
+            start, length = matrix.start(target), matrix.local[matrix.axis]
             return whole[name].narrow(matrix.axis, start, length)
 
-        ranks = range(self.tp.size)
-        sent = [[shard(name, t) for name in self._at_home(self.tp.index)] for t in ranks]
-        due = [self._at_home(t) for t in ranks]
-        sizes = [[math.prod(self.matrices[n].local) for n in each] for each in due]
-        got = _exchange(sent, sizes, self.empty, self.tp)
-        return {
-            name: tensor
-            for names, tensors in zip(due, got, strict=True)
-            for name, tensor in zip(names, tensors, strict=True)
-        }
+        return dict(_exchange(lambda source, _: self._at_home(source), shard, self.empty, self.tp))
 
     def _scatter_over_dp(self, shards: dict[str, Tensor], views: dict[MatrixRange, Tensor]) -> None:
-        me, ranks = self.dp.index, range(self.dp.size)
+        def moved(source: int, target: int) -> dict[MatrixRange, int]:
+            pieces = self.pieces[target]
+            return {p: p.end - p.first for p in pieces if self.homes[p.matrix].dp == source}
 
-        def of_column(held: int, column: int) -> list[MatrixRange]:
-            return [p for p in self.pieces[held] if self.homes[p.matrix].dp == column]
+        def part(piece: MatrixRange, _: int) -> Tensor:
+            return shards[piece.matrix][piece.first : piece.end]
 
-        sent = [[shards[p.matrix][p.first : p.end] for p in of_column(d, me)] for d in ranks]
-        due = [of_column(me, d) for d in ranks]
-        sizes = [[p.end - p.first for p in each] for each in due]
-        got = _exchange(sent, sizes, self.empty, self.dp)
-        for pieces, tensors in zip(due, got, strict=True):
-            for piece, tensor in zip(pieces, tensors, strict=True):
-                views[piece].copy_(tensor)
+        for piece, tensor in _exchange(moved, part, self.empty, self.dp):
+            views[piece].copy_(tensor)
+
+
+Name = TypeVar("Name", str, MatrixRange)
 
 
 def _exchange(
-    sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], empty: Tensor, group: Group
-) -> list[list[Tensor]]:
-    """Sends some tensors to each rank of a group; returns the flat ones that each gave.
+    moved: Callable[[int, int], dict[Name, int]],
+    tensor_of: Callable[[Name, int], Tensor],
+    empty: Tensor,
+    group: Group,
+) -> list[tuple[Name, Tensor]]:
+    """Sends some tensors to each rank of a group; returns the flat ones that each gave, by name.
 
-    `sizes` are the elements of those; all are of the type of `empty`.
+    Args:
+        moved: (source, target) → names and elements of what goes from one to the other.
+        tensor_of: (name, target) → what this rank gives.
+        empty: of the type in which they are sent.
     """
-    counts = [sum(t.numel() for t in each) for each in sent]
-    given = [t.reshape(-1).to(empty.dtype) for each in sent for t in each]
-    flat = torch.cat(given) if given else empty
-    received = [sum(each) for each in sizes]
+    ranks = range(group.size)
+    sent = [moved(group.index, target) for target in ranks]
+    due = [moved(source, group.index) for source in ranks]
+    given: list[Tensor] = [tensor_of(name, target) for target in ranks for name in sent[target]]
+    flat = torch.cat([empty, *(t.reshape(-1).to(empty.dtype) for t in given)])
+    counts, received = ([sum(each.values()) for each in ways] for ways in (sent, due))
     got = collectives.all_to_all_uneven(flat, group, counts, received)
-    return [
-        list(part.split(list(each))) for part, each in zip(got.split(received), sizes, strict=True)
-    ]
+    names = [name for each in due for name in each]
+    sizes = [size for each in due for size in each.values()]
+    return list(zip(names, got.split(sizes), strict=True))

@@ -23,7 +23,6 @@ from parallel3d.parameters.sharding import (
     Segment,
     SegmentPart,
     ShardSpec,
-    split_part,
 )
 from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
@@ -129,9 +128,9 @@ class Optimizer:
         rest: list[Tensor] = []
         for segment in self.segments:
             counts = counts_in_norm(segment, self.tp)
-            for run, tp_replicas in segment.runs():
+            for tp_replicas, run in segment.runs():
                 first = self.tp.index % tp_replicas == 0  # of the ranks that share the run
-                (counted if counts and first else rest).append(segment.grad[run])
+                (counted if counts and first else rest).append(run.grad)
         return norm_share(counted, rest, self.device)
 
     @torch.no_grad()
@@ -299,7 +298,7 @@ def trained_parts(parts: list[SegmentPart], optim: OptimConfig) -> list[SegmentP
     def is_frozen(shard: ShardSpec) -> bool:
         return treatment(optim, shard.name).frozen
 
-    pieces = [piece for part in parts for piece in split_part(part, is_frozen)]
+    pieces = [piece for part in parts for piece in part.split(is_frozen)]
     return [part for frozen, part in pieces if not frozen]
 
 
@@ -311,37 +310,25 @@ def norm_share(
     Not finite if any gradient here is not, also of the rest, which another rank counts.
     """
     # 0 · inf and 0 · NaN are NaN
-    if norm_type == 2.0:
-        return sum_of_squares(counted, device) + 0.0 * sum_of_squares(rest, device)
-    return sum_of_powers(counted, device, norm_type) + 0.0 * sum_of_powers(rest, device, norm_type)
+    own, others = (sum_of_powers(grads, device, norm_type) for grads in (counted, rest))
+    return own + 0.0 * others
 
 
-def sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
+def sum_of_powers(grads: list[Tensor], device: torch.device, norm_type: float = 2.0) -> Tensor:
+    """Returns Σ |g|^norm_type, or max |g| for inf, float64; of half precision taken in fp32."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if not is_accelerator(device):
         # In pieces: an fp32 sum over a whole bucket loses its small terms (3e-5 of the norm).
         # Accelerators add in a tree, and each piece would cost the host a call.
         grads = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
-    return _norms(grads).square().sum()
-
-
-def sum_of_powers(grads: list[Tensor], device: torch.device, norm_type: float) -> Tensor:
-    """Returns Σ |g|^norm_type, or max |g| for inf, in float64."""
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = _norms(grads, norm_type)
-    return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-
-
-def _norms(grads: list[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Returns the norm of each tensor, float64; those of half precision are taken in fp32."""
     half = [g for g in grads if g.dtype.itemsize < 4]
     wide = [g for g in grads if g.dtype.itemsize >= 4]
     norms = [*torch._foreach_norm(wide, norm_type)] if wide else []
     if half:
         norms += torch._foreach_norm(half, norm_type, dtype=torch.float32)
-    return torch.stack(norms).double()
+    all_norms = torch.stack(norms).double()
+    return all_norms.amax() if math.isinf(norm_type) else all_norms.pow(norm_type).sum()
 
 
 def counts_in_norm(segment: Segment, tp: Group) -> bool:
@@ -372,8 +359,8 @@ def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
     """
     shared: dict[int, list[Tensor]] = {}
     for segment in segments:
-        for run, tp_replicas in segment.runs():
-            shared.setdefault(tp_replicas, []).append(segment.grad[run])
+        for tp_replicas, run in segment.runs():
+            shared.setdefault(tp_replicas, []).append(run.grad)
     sum_over_replicas(shared, tp)
 
 
@@ -422,7 +409,7 @@ def parameter_slices(
             values |= {name: moments[i] for name, moments in group.state.items()}
             offset = 0
             for part in segment.parts:
-                for first, end, tp_replicas in part.spec.runs(part.start, part.numel):
+                for tp_replicas, first, end in part.spec.runs(part.start, part.numel):
                     views = {k: v[offset + first : offset + end] for k, v in values.items()}
                     replica = _replica(part.spec, tp_replicas, groups, replicas, tied)
                     start = part.start + first

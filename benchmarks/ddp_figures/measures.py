@@ -21,7 +21,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.commands.bench.operations import timed_calls
 from parallel3d.data_parallel.ddp import DistributedDataParallel
-from parallel3d.data_parallel.transport import BackendTransport
+from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.device.accelerator import is_accelerator, module, synchronize
 from parallel3d.estimate import network
 from parallel3d.topology.cluster.parts import Link
@@ -58,10 +58,9 @@ class Trial:
         self.inputs, self.labels = (t.to(self.device) for t in inputs(self.name, self.group.index))
         self.finish = partial(synchronize, self.device)
         self.steps = 0
+        if self.in_turn:
+            self.net.register_comm_hook(self.in_turn, average_in_turn)
         self.step()  # after it the buckets are in their final order
-        transport = self.net.averager.transport if self.net.averager else None
-        if self.in_turn and isinstance(transport, BackendTransport):
-            transport.handles = list(self.in_turn)
 
     def step(self) -> dict[str, float]:
         """One step; seconds by part, each of which the device has done when it ends. What of the
@@ -130,6 +129,13 @@ class Trial:
         means = (times / self.group.size).median(0).values.tolist()
         whole = slowest.mean().item() if self.every > 1 else slowest.median().item()
         return dict(zip(PARTS, means[:-1], strict=True)) | {"step": whole}
+
+
+def average_in_turn(handles: Sequence[dist.ProcessGroup], bucket: GradBucket) -> dist.Work:
+    """Is a communication hook that gives each bucket to the next of some groups of equal ranks."""
+    handle = handles[bucket.index() % len(handles)]
+    flat = bucket.buffer().div_(handle.size())
+    return dist.all_reduce(flat, group=handle, async_op=True)
 
 
 def collectives_of(group: Group) -> None:

@@ -7,7 +7,7 @@ come back as JSON makes them: tuples become lists, keys strings. A handle of Non
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,18 @@ def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.d
     encoded = mine.to(device) if first else mine.new_empty(int(length), device=device)
     dist.broadcast(encoded, source, group=handle)
     return _value(encoded.cpu())
+
+
+def messages(sizes: Sequence[int], most: int) -> Iterator[range]:
+    """Groups tensors of these sizes into messages of up to `most`; a larger one goes alone."""
+    first, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > most:
+            yield range(first, i)
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield range(first, len(sizes))
 
 
 def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGroup) -> None:

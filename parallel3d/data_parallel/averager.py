@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.group import Group
-from parallel3d.data_parallel.reducer import CommHook, GradBucket, Pending, Reducer, views_of
-from parallel3d.data_parallel.transport import (
-    SHARED_CAP_MIB,
-    Size,
-    Transport,
-    is_shared,
-    open_transport,
-)
+from parallel3d.data_parallel.reducer import CommHook, Reducer, views_of
+from parallel3d.data_parallel.transport import SHARED_CAP_MIB, is_shared, open_transport
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_accelerator, moved
 from parallel3d.estimate.buckets import assign
@@ -61,80 +54,6 @@ def arrange(
         groups = assign(sizes, bucket_cap_mb, accelerated=accelerated)
         found += [[numbers[i] for i in group] for group in groups]
     return sorted(found, key=lambda members: place[members[-1]])
-
-
-class HookTransport:
-    """Passes each full bucket to a hook, whose future holds the result.
-
-    On a CPU each bucket waits for the previous one, if that is a future. A hook's second message is
-    sent by the thread that ends its first, so that with several buckets in flight two ranks could
-    send in different orders and deadlock (as PyTorch's PowerSGD hook does on gloo). Hooks of this
-    package send theirs in `wait`.
-
-    The flags are all-reduced separately, after the buckets: a hook may round a buffer.
-    """
-
-    adds = False
-
-    def __init__(
-        self,
-        sizes: Sequence[Size],
-        flags: int,
-        group: Group,
-        members: Sequence[Sequence[nn.Parameter]],
-        state: object,
-        hook: CommHook,
-    ) -> None:
-        device = members[0][0].device
-        self.group, self.members, self.state, self.hook = group, members, state, hook
-        self.buffers = [torch.zeros(n, dtype=dtype, device=device) for n, dtype in sizes]
-        self.flags = self.summed_flags = torch.zeros(flags, device=device)
-        self.pending: list[Pending] = []
-        self.fault: str | None = None
-
-    def before(self) -> None:
-        """Does nothing: the buffers are this rank's own."""
-
-    def start(self, index: int) -> None:
-        on_cpu = not is_accelerator(self.buffers[index].device)
-        if on_cpu and self.pending and isinstance(self.pending[-1], torch._C.Future):
-            self.pending[-1].wait()
-        last = index == len(self.buffers) - 1
-        bucket = GradBucket(index, last, self.buffers[index], self.members[index])
-        pending = self.hook(self.state, bucket)
-        if not callable(getattr(pending, "wait", None)):
-            raise TypeError(
-                f"the communication hook must return a torch.futures.Future; it returned a "
-                f"{type(pending).__name__}"
-            )
-        self.pending.append(pending)
-
-    def finish(self) -> Iterator[Tensor]:
-        started, self.pending, self.fault = self.pending, [], None
-        for index, (pending, buffer) in enumerate(zip(started, self.buffers, strict=True)):
-            made = pending.wait()
-            made = made[0] if isinstance(made, (list, tuple)) else made
-            if made is None:
-                made = buffer
-            if isinstance(made, Tensor) and made.shape == buffer.shape:
-                yield made
-                continue
-            shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-            self.fault = (
-                f"the communication hook returned {shape} for bucket {index}, which must stay a "
-                f"tensor of {tuple(buffer.shape)}"
-            )
-            yield buffer
-        if self.fault:
-            self.flags[-1] = 1
-        if self.group.size > 1:
-            dist.all_reduce(self.flags, group=self.group.handle)
-
-    def release(self) -> None:
-        """Does nothing: the hooks' results are this rank's own."""
-
-    def close(self) -> None:
-        self.pending = []
 
 
 class BackwardFlags:
@@ -277,17 +196,12 @@ class GradientAverager:
             cap = SHARED_CAP_MIB
         members = arrange(self.parameters, ready, cap)
         of_buckets = [[self.parameters[n] for n in numbers] for numbers in members]
-        sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in of_buckets]
         if self.buckets:
             self.close()
         flags = len(self.parameters) + 1
-        self.transport: Transport
-        if self.hook is not None:
-            self.transport = HookTransport(sizes, flags, self.group, of_buckets, *self.hook)
-        else:
-            self.transport = open_transport(
-                sizes, flags, self.group, self.device, elsewhere=not self.as_views
-            )
+        self.transport = open_transport(
+            of_buckets, flags, self.group, self.hook, elsewhere=not self.as_views
+        )
         usual = torch.ones(flags, dtype=self.transport.flags.dtype)
         usual[-1] = 0
         self.usual_flags = usual.to(self.device)

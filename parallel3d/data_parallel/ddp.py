@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.group import Group, GroupLike
+from parallel3d.comm.group import Group, GroupLike, group_of
 from parallel3d.data_parallel.averager import GradientAverager, check_shared
 from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.data_parallel.transport import (
@@ -29,9 +29,6 @@ from parallel3d.data_parallel.transport import (
     BufferSync,
     SharedTransport,
     broadcast_all,
-    group_and_devices,
-    group_of,
-    own_device,
 )
 from parallel3d.estimate.buckets import MIB
 
@@ -130,8 +127,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         _check_caps(bucket_cap_mb_list)
         _warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
-        given, device_ids = group_and_devices(device_ids, process_group, device_mesh)
-        self.group = group_of(given)
+        self.group = _group_of(device_ids, process_group, device_mesh)
         self.parameters_to_ignore = frozenset(getattr(module, IGNORED, ()))
         some = next(module.parameters(), None)
         if init_sync:
@@ -142,9 +138,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_trainable(trained, module)
         check_shared(trained, gradient_as_bucket_view)
         self.device = trained[0][1].device
-        self.inputs_to = own_device(device_ids, self.device)
+        self.inputs_to = _own_device(device_ids, self.device)
         if output_device is not None:
-            own_device([output_device], self.device, "output_device")
+            _own_device([output_device], self.device, "output_device")
         wanted = broadcast_buffers is None or broadcast_buffers
         if init_sync:
             sent = [p.detach() for _, p in named]
@@ -427,6 +423,54 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.averager is not None:
             self.averager.set_static()
         self.static_graph = True
+
+
+def _group_of(
+    device_ids: Sequence[int | torch.device] | None,
+    process_group: GroupLike,
+    device_mesh: DeviceMesh | None,
+) -> Group:
+    """Returns the group of both arguments.
+
+    Raises RuntimeError, as PyTorch's class, for both a group and a mesh, and for a mesh of several
+    dimensions; TypeError for something else than devices in the second place; ValueError for no
+    group, if torch.distributed is not initialised, and if this rank is not in the group.
+    """
+    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
+        raise TypeError(
+            "the second argument must be device_ids, a list of the module's own device, as in "
+            f"PyTorch; it is a {type(device_ids).__name__}: give a group as process_group=groups.dp"
+        )
+    if device_mesh is not None:
+        if process_group is not None:
+            raise RuntimeError(
+                "Cannot specify both process_group and device_mesh arguments. Give one of them"
+            )
+        if device_mesh.ndim != 1:
+            raise RuntimeError(
+                f"Only 1D device mesh is supported, but got {device_mesh}; give one dimension of it"
+            )
+        process_group = device_mesh
+    if process_group is None and not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised; call parallel3d.init() or "
+            "torch.distributed.init_process_group() before the module is wrapped"
+        )
+    return group_of(process_group)
+
+
+def _own_device(
+    device_ids: Sequence[int | torch.device] | None, device: torch.device, key: str = "device_ids"
+) -> torch.device | None:
+    if not device_ids:
+        return None
+    named = device_ids[0]
+    wanted = torch.device(device.type, named) if isinstance(named, int) else torch.device(named)
+    if len(device_ids) > 1 or wanted != device:
+        raise ValueError(
+            f"{key}={list(device_ids)} must name the one device of the module, {device}, or be None"
+        )
+    return device
 
 
 def _check_defaults(**given: tuple[object, object]) -> None:

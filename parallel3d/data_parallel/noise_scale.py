@@ -22,7 +22,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.buckets import Bucket
 from parallel3d.data_parallel.engine import BucketedDataParallel
-from parallel3d.optim import sum_of_squares
+from parallel3d.optim import sum_of_powers
 from parallel3d.parameters.sharding import ParameterSpec, Segment, spec_of, state_of
 
 HEAD_TABLE = "head.table"  # of an output head that is not tied
@@ -81,7 +81,7 @@ class PartialNorms:
         whole = torch.zeros_like(self.part)
         if self.engine.replicas[0] == 0:  # only the first of equal replicas contributes
             views = [grad for s in self.engine.segments for grad in self._counted_of(s)]
-            whole = sum_of_squares(views, whole.device)
+            whole = sum_of_powers(views, whole.device)
         return torch.stack((self.part, whole))
 
     def _squares_of(self, name: str) -> Tensor:
@@ -94,7 +94,7 @@ class PartialNorms:
             if self.cp.index > 0:
                 return self.part.new_zeros(())
         views = [grad[run] for run in self._runs(name, spec_of(parameter), 0, grad.numel())]
-        return sum_of_squares(views, self.part.device)
+        return sum_of_powers(views, self.part.device)
 
     def _counted_of(self, segment: Segment) -> Iterator[Tensor]:
         offset = 0
@@ -110,7 +110,7 @@ class PartialNorms:
             return
         if not self.by_replicas and (spec.uses > 1 or name == HEAD_TABLE):
             return
-        for first, end, tp_replicas in spec.runs(start, numel):
+        for tp_replicas, first, end in spec.runs(start, numel):
             if tp_replicas == 1:
                 yield slice(first, end)
 

@@ -82,9 +82,7 @@ def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> None:
     lengths = [_length(size) for size in _sizes(tensors)]
     for span in messages(lengths, MESSAGE_BYTES):
         part = [tensors[i] for i in span]
-        flat = torch.empty(
-            sum(lengths[i] for i in span), dtype=torch.uint8, device=part[0].device
-        )
+        flat = torch.empty(sum(lengths[i] for i in span), dtype=torch.uint8, device=part[0].device)
         views = packed(part, flat)
         if group.index == source:
             fill(views, part)
@@ -222,12 +220,15 @@ class BackendTransport:
 
     def start(self, index: int) -> None:
         buffer = self.sent[index]
-        if self.pending and isinstance(self.pending[-1], torch._C.Future):
-            if not is_accelerator(buffer.device):
-                self.pending[-1].wait()
-        last = index == len(self.sent) - 1
-        state, hook = self.hook or (self.group, all_reduce)
-        pending = hook(state, GradBucket(index, last, buffer, self.members[index]))
+        on_cpu = not is_accelerator(buffer.device)
+        if on_cpu and self.pending and isinstance(self.pending[-1], torch._C.Future):
+            self.pending[-1].wait()
+        bucket = GradBucket(index, index == len(self.sent) - 1, buffer, self.members[index])
+        if self.hook is None:
+            pending = all_reduce(self.group, bucket)
+        else:
+            state, hook = self.hook
+            pending = hook(state, bucket)
         if not callable(getattr(pending, "wait", None)):
             raise TypeError(
                 f"the communication hook must return a torch.futures.Future; it returned a "
@@ -317,7 +318,8 @@ class SharedTransport:
         sizes = [*others, (numel + flags, dtype)]
         needed = sum(map(_length, sizes)) * (group.size + 1) + 8 * group.size * len(sizes)
         memory = open_memory(group, needed, signals=(0, 0))
-        return memory and cls(memory, sizes, flags, elsewhere and group.size == 2)
+        adds = elsewhere and group.size == 2
+        return None if memory is None else cls(memory, sizes, flags, adds)
 
     def before(self) -> None:
         if self.adds and self.step > 1:

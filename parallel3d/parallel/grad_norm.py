@@ -182,7 +182,7 @@ class _Gradient:
         if spec is None or spec.replicated:
             yield flat, not (spec is not None and spec.tied_lm_head)
             return
-        for first, end, tp_replicas in spec.runs(self.start, flat.numel()):
+        for tp_replicas, first, end in spec.runs(self.start, flat.numel()):
             first_of_replicas = self.state.tp.index % tp_replicas == 0
             yield flat[first:end], first_of_replicas and not spec.tied_lm_head
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.comm.exchange import gather_json, transfer
+from parallel3d.comm.exchange import gather_json, messages, transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.parameters.sharding import ShardSpec, spec_of, state_of
 
@@ -66,7 +66,7 @@ def _gather(
     if groups.rank > 0:
         assert groups.world.handle is not None
         sizes = [values.nbytes for _, values in shards]
-        for span in messages(sizes):
+        for span in messages(sizes, MESSAGE_BYTES):
             parts = [shards[i][1].reshape(-1).view(torch.uint8) for i in span]
             flat = torch.cat(parts) if len(parts) > 1 else parts[0]
             transfer(dist.isend, flat, 0, groups.world.handle)
@@ -76,7 +76,7 @@ def _gather(
         assert groups.world.handle is not None
         specs = [(_shard_spec(fact), _dtype(name)) for fact, name in by_rank[rank]]
         sizes = [math.prod(spec.shape) * dtype.itemsize for spec, dtype in specs]
-        for span in messages(sizes):
+        for span in messages(sizes, MESSAGE_BYTES):
             flat = torch.empty(sum(sizes[i] for i in span), dtype=torch.uint8, device=device)
             transfer(dist.irecv, flat, rank, groups.world.handle)
             parts = flat.cpu().split([sizes[i] for i in span])
@@ -84,18 +84,6 @@ def _gather(
                 # A copy is aligned for its dtype, whatever came before it in the message.
                 found.append((rank, spec, part.clone().view(dtype).view(spec.shape)))
     return found
-
-
-def messages(sizes: Sequence[int]) -> Iterator[range]:
-    """Groups shards of these sizes into messages of up to `MESSAGE_BYTES`."""
-    first, total = 0, 0
-    for i, size in enumerate(sizes):
-        if i > first and total + size > MESSAGE_BYTES:
-            yield range(first, i)
-            first, total = i, 0
-        total += size
-    if sizes:
-        yield range(first, len(sizes))
 
 
 def _shard_spec(values: Sequence[Any]) -> ShardSpec:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -64,6 +66,14 @@ class ShardSpec:
         return local.narrow(0, self.row, self.shape[0])
 
 
+Kind = TypeVar("Kind")
+NO_SHARD = ShardSpec("", (), (), ())  # of padding alone
+
+
+def tp_replicas_of(shard: ShardSpec) -> int:
+    return shard.tp_replicas
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """Maps a local parameter to full tensors.
@@ -91,24 +101,38 @@ class ParameterSpec:
     def is_whole(self, tp: int) -> bool:
         return self.replicated or all(shard.tp_replicas == tp for shard in self.shards)
 
-    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (first, end, tp_replicas), counted from `start`, of equally replicated elements.
+    def split(
+        self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int
+    ) -> Iterator[tuple[Kind, int, int]]:
+        """Yields (kind, first, end), counted from `start`, of runs of shards of one kind.
 
-        Together they are elements [start, start + numel) of the flattened local parameter.
+        Together they are elements [start, start + numel) of the flattened local parameter. Padding
+        goes with the shard before it.
         """
         width = math.prod(self.shape[1:])
-        cuts: list[tuple[int, int, int]] = []
-        for shard in self.shards or (ShardSpec("", (), (), self.shape),):
-            end = (shard.row + shard.shape[0]) * width
-            first = cuts[-1][1] if cuts else 0  # padding in between goes with the next shard
-            if cuts and cuts[-1][2] == shard.tp_replicas:
-                first = cuts.pop()[0]
-            cuts.append((first, end, shard.tp_replicas))
-        cuts[-1] = (cuts[-1][0], math.prod(self.shape), cuts[-1][2])
-        for first, end, tp_replicas in cuts:
-            first, end = max(first - start, 0), min(end - start, numel)
+        rows = [(kind_of(shard), shard.row) for shard in self.shards or (NO_SHARD,)]
+        runs = [(kind, next(run)[1]) for kind, run in groupby(rows, itemgetter(0))]
+        ends = [row for _, row in runs[1:]] + [self.shape[0] if self.shape else 1]
+        for i, ((kind, row), end) in enumerate(zip(runs, ends, strict=True)):
+            first = max(row * width - start, 0) if i else 0
+            last = min(end * width - start, numel)
+            if first < last:
+                yield kind, first, last
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (tp_replicas, first, end) of equally replicated elements, as `split`."""
+        return self.split(tp_replicas_of, start, numel)
+
+    def shards_in(self, start: int, numel: int) -> Iterator[tuple[ShardSpec, int, int, int]]:
+        """Yields (shard, first, end, at) of the shards in a range of the flattened parameter.
+
+        Elements [first, end) of the flattened shard, which stand `at` elements behind `start`.
+        """
+        for shard in self.shards:
+            begin = shard.row * math.prod(shard.shape[1:])
+            first, end = max(start, begin), min(start + numel, begin + math.prod(shard.shape))
             if first < end:
-                yield first, end, tp_replicas
+                yield shard, first - begin, end - begin, first - start
 
     @property
     def decays(self) -> bool:
@@ -302,28 +326,10 @@ class SegmentPart(NamedTuple):
     start: int
     numel: int
 
-
-Kind = TypeVar("Kind")
-NO_SHARD = ShardSpec("", (), (), ())  # of padding alone
-
-
-def split_part(
-    part: SegmentPart, kind_of: Callable[[ShardSpec], Kind]
-) -> Iterator[tuple[Kind, SegmentPart]]:
-    """Yields a part in runs of shards of one kind, as q, k and v lie in one local parameter.
-
-    Padding goes with the shard before it.
-    """
-    width = math.prod(part.spec.shape[1:])
-    cuts: list[tuple[Kind, int]] = []
-    for shard in part.spec.shards or (NO_SHARD,):
-        if not cuts or cuts[-1][0] != (kind := kind_of(shard)):
-            cuts.append((kind_of(shard), shard.row * width if cuts else 0))
-    ends = [first for _, first in cuts[1:]] + [math.prod(part.spec.shape)]
-    for (kind, first), end in zip(cuts, ends, strict=True):
-        first, end = max(first, part.start), min(end, part.start + part.numel)
-        if first < end:
-            yield kind, part._replace(start=first, numel=end - first)
+    def split(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, SegmentPart]]:
+        """Yields the part in runs of shards of one kind, as q, k and v lie in one parameter."""
+        for kind, first, end in self.spec.split(kind_of, self.start, self.numel):
+            yield kind, self._replace(start=self.start + first, numel=end - first)
 
 
 @dataclass
@@ -344,35 +350,23 @@ class Segment:
     tied_lm_head: bool
     parts: list[SegmentPart] = field(default_factory=list)
 
-    def runs(self) -> list[tuple[slice, int]]:
-        """Returns (elements, tp_replicas) of equally replicated runs, in order."""
-        found: list[tuple[slice, int]] = []
-        offset = 0
-        for part in self.parts:
-            for first, end, tp_replicas in part.spec.runs(part.start, part.numel):
-                begin = offset + first
-                if found and found[-1][1] == tp_replicas:
-                    begin = found.pop()[0].start
-                found.append((slice(begin, offset + end), tp_replicas))
-            offset += part.numel
-        return found
-
     def split(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
         """Yields the segment in runs of one kind, as views; whole if there is one kind alone."""
-        runs: list[tuple[Kind, list[SegmentPart]]] = []
-        for part in self.parts:
-            for kind, piece in split_part(part, kind_of):
-                if not runs or runs[-1][0] != kind:
-                    runs.append((kind, []))
-                runs[-1][1].append(piece)
+        pieces = [pair for part in self.parts for pair in part.split(kind_of)]
+        runs = [(kind, [part for _, part in run]) for kind, run in groupby(pieces, itemgetter(0))]
+        if len(runs) < 2:
+            yield runs[0][0] if runs else kind_of(NO_SHARD), self
+            return
         first = 0
-        for kind, parts in runs or [(kind_of(NO_SHARD), [])]:
+        for kind, parts in runs:
             own = slice(first, first + sum(part.numel for part in parts))
             first = own.stop
             param, grad, master = (t[own] for t in (self.param, self.grad, self.master))
-            whole = len(runs) <= 1
-            views = replace(self, param=param, grad=grad, master=master, parts=parts)
-            yield kind, self if whole else views
+            yield kind, replace(self, param=param, grad=grad, master=master, parts=parts)
+
+    def runs(self) -> Iterator[tuple[int, Segment]]:
+        """Yields (tp_replicas, segment) of equally replicated runs, as `split`."""
+        return self.split(tp_replicas_of)
 
 
 @dataclass(frozen=True)
@@ -403,17 +397,13 @@ def chunks_of_range(
     for shard in spec.shards:
         if len(shard.shape) > 2 or math.prod(shard.shape[1:]) != width:
             raise ValueError(f"{shard.name}: {shard.shape} is not whole rows of {spec.shape}")
-        first = shard.row * width
-        low = max(start, first) - first
-        high = min(start + count, first + shard.shape[0] * width) - first
-        for chunk, at in _rectangles(shard, low, high):
-            yield shard, chunk, first + at - start
+    for shard, low, high, at in spec.shards_in(start, count):
+        for chunk, first in _rectangles(shard, low, high):
+            yield shard, chunk, at + first - low
 
 
 def _rectangles(shard: ShardSpec, low: int, high: int) -> Iterator[tuple[Chunk, int]]:
     """Yields elements [low, high) of a shard as chunks of the full tensor, with first elements."""
-    if low >= high:
-        return
     if len(shard.shape) == 1:
         yield Chunk((shard.start[0] + low,), (high - low,)), low
         return

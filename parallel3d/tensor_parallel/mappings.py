@@ -67,7 +67,7 @@ class _CopyShared(torch.autograd.Function):
         whole = grad.clone(memory_format=torch.contiguous_format)
         flat = whole.view(-1)
         shared: dict[int, list[Tensor]] = {}
-        for first, end, tp_replicas in ctx.spec.runs(0, flat.numel()):
+        for tp_replicas, first, end in ctx.spec.runs(0, flat.numel()):
             shared.setdefault(tp_replicas, []).append(flat[first:end])
         sum_over_replicas(shared, ctx.group)
         return whole, None, None

@@ -209,7 +209,9 @@ def half() -> AbstractContextManager[None]:
     return replaced(
         transport,
         "_part",
-        lambda size, count, index: slice(0, 0) if index == count - 1 else sound(size, count, index),
+        lambda whole, count, index: (
+            slice(0, 0) if index == count - 1 else sound(whole, count, index)
+        ),
     )
 
 

@@ -98,8 +98,7 @@ def test_boxes_of_any_type_keep_it(pool: Pool) -> None:
     assert pool.run(2, mixed_types)[0] == [(n, 3) for n in names] + [(n, 6) for n in names]
 
 
-def test_small_boxes_travel_together_and_large_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "MESSAGE_BYTES", 10)
-    spans = [list(span) for span in gather.messages([4, 6, 1, 30, 2, 8, 1])]
+def test_small_boxes_travel_together_and_large_ones_alone() -> None:
+    spans = [list(span) for span in exchange.messages([4, 6, 1, 30, 2, 8, 1], 10)]
     assert spans == [[0, 1], [2], [3], [4, 5], [6]]
-    assert list(gather.messages([])) == []
+    assert list(exchange.messages([], 10)) == []

@@ -85,12 +85,12 @@ def test_runs_cut_a_parameter_where_its_copies_change() -> None:
         for name, rows, row, copies in (("q", 4, 0, 1), ("k", 2, 4, 2), ("v", 2, 6, 2))
     )
     spec = ParameterSpec((8, 4), (q, k, v), replicated=False)
-    assert list(spec.runs(0, 32)) == [(0, 16, 1), (16, 32, 2)]
-    assert list(spec.runs(10, 10)) == [(0, 6, 1), (6, 10, 2)]
-    assert list(spec.runs(20, 7)) == [(0, 7, 2)]
-    assert list(ParameterSpec((8, 4), (), replicated=False).runs(3, 5)) == [(0, 5, 1)]
+    assert list(spec.runs(0, 32)) == [(1, 0, 16), (2, 16, 32)]
+    assert list(spec.runs(10, 10)) == [(1, 0, 6), (2, 6, 10)]
+    assert list(spec.runs(20, 7)) == [(2, 0, 7)]
+    assert list(ParameterSpec((8, 4), (), replicated=False).runs(3, 5)) == [(1, 0, 5)]
     padded = ParameterSpec((9, 4), (q,), replicated=False)
-    assert list(padded.runs(0, 36)) == [(0, 36, 1)]
+    assert list(padded.runs(0, 36)) == [(1, 0, 36)]
 
 
 @pytest.mark.parametrize(("threads", "band"), [(1, 1), (3, 1), (3, 1 << 24), (2, 3 * TILE * TILE)])
