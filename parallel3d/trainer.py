@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.operation_log import blocking
-from parallel3d.comm.process_groups import ProcessGroups, with_timer
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
@@ -129,7 +129,7 @@ class Trainer:
         config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
         config = with_style(config)
         self.step_timer = StepTimer(self.device)
-        self.groups = with_timer(self.groups, self.step_timer)
+        self.groups = self.groups.observed(timer=self.step_timer)
         self.config, groups, model = config, self.groups, config.model
         self.dtype = compute_dtype(config.precision)
         set_numerics(config.precision, self.device, config.deterministic)

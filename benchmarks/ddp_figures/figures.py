@@ -27,8 +27,7 @@ from benchmarks.ddp_figures.measures import (
 from benchmarks.ddp_figures.nets import NETS, made
 from benchmarks.ddp_figures.report import write_report
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.comm.group_options import GLOO_ON, Interfaces, gloo_on
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import GLOO_ON, Interfaces, ProcessGroups, gloo_on
 from parallel3d.commands.bench.fit import MeasuredOperation, fit
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError

@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from parallel3d.comm.group import Group
+
+class _Group(Protocol):
+    """The part of `group.Group` that this module needs."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def log(self) -> OperationLog | None: ...
 
 
 class LoggedOperation(NamedTuple):
@@ -100,7 +109,7 @@ class OperationLog:
         self.progress += 1
 
     def start(
-        self, group: Group, name: str, tensor: Tensor, peer: int | None = None
+        self, group: _Group, name: str, tensor: Tensor, peer: int | None = None
     ) -> LoggedOperation:
         """Logs the start of an operation and returns its entry."""
         key = group.name
@@ -163,7 +172,7 @@ class LoggedWork:
 
 
 @contextmanager
-def blocking(group: Group) -> Iterator[None]:
+def blocking(group: _Group) -> Iterator[None]:
     """Logs that the host waits for `group`'s newest operation while it reads a device value.
 
     The wait for a handle of NCCL only orders streams: this is where a host finds that a rank is
@@ -183,7 +192,7 @@ def blocking(group: Group) -> Iterator[None]:
 
 
 def logged(
-    group: Group, name: str, tensor: Tensor, start: Callable[[], Any], peer: int | None = None
+    group: _Group, name: str, tensor: Tensor, start: Callable[[], Any], peer: int | None = None
 ) -> Any:
     """Starts an operation, or a message to or from `peer`; logs it and its wait if groups do."""
     log = group.log

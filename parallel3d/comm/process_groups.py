@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+import fnmatch
+import socket
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.comm.group import SINGLE, Group, set_groups_of_mesh
-from parallel3d.comm.group_options import (
-    BACKWARD,
-    DEFAULTS,
-    GLOO_ON,
-    Interfaces,
-    gloo_on,
-    nccl_options,
-    nccl_settings,
-)
-from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.shared_memory import SharedCollectives
-from parallel3d.config.schema import LaunchConfig
+from parallel3d.config.checks.parallelism import parse_nccl_settings
+from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import two_levels
-from parallel3d.topology.layout import Coordinates, Layout, layout_of
+from parallel3d.topology.cluster.parts import natural
+from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
+from parallel3d.topology.tiling import RankMapping
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
 
+    from parallel3d.comm.operation_log import OperationLog
     from parallel3d.comm.step_timer import StepTimer
     from parallel3d.config.schema import Config
-    from parallel3d.topology.tiling import RankMapping
 
+
+DEFAULTS = (False, ())  # `nccl_settings` of a group that leaves everything to the backend
+BACKWARD = "pp_backward"  # the group of a pipeline's gradients
+GLOO_ON = "gloo_on"  # gloo on a chosen interface; torch's own gloo backend ignores its options
 
 # Groups with enough bytes for an interface of their own; the others carry a few numbers a step and
 # cross rails, so they stay on the interface of the rendezvous.
@@ -66,22 +65,19 @@ class ProcessGroups:
 
     layout: Layout
     rank: int
-    tp: Group
-    dp: Group
-    pp: Group
-    pp_backward: Group
-    embedding: Group
-    world: Group
+    # In order of creation, alike on all ranks.
+    tp: Group = SINGLE
     cp: Group = SINGLE
-    dp_cp: Group = None  # type: ignore[assignment]  # dp, by `__post_init__`
+    dp: Group = SINGLE
+    dp_cp: Group = SINGLE
+    pp: Group = SINGLE
+    pp_backward: Group = SINGLE
+    embedding: Group = SINGLE
+    world: Group = SINGLE
     dp_inner: Group = SINGLE
     dp_outer: Group = SINGLE
     device: torch.device = CPU
-    lazy_mesh: _LazyMesh | None = None  # of an initialised world
-
-    def __post_init__(self) -> None:
-        if self.dp_cp is None:
-            self.dp_cp = self.dp
+    maker: _Maker | None = None  # of groups of an initialised world
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -95,7 +91,7 @@ class ProcessGroups:
 
         Raises UserError for groups without a world.
         """
-        if self.lazy_mesh is None:
+        if self.maker is None:
             raise UserError(
                 "groups.mesh must have a world of torch.distributed; give the groups of init "
                 "instead of ProcessGroups.single()"
@@ -103,7 +99,7 @@ class ProcessGroups:
         dims = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
         if self.layout.cp == 1:
             del dims["cp"]
-        return self.lazy_mesh.get(dims)
+        return self.maker.mesh(self.layout, dims)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -158,49 +154,55 @@ class ProcessGroups:
         world = dist.get_world_size()
         if world != layout.world_size:
             raise ValueError(f"world size {world} is not the layout's {layout.world_size}")
-        launch = launch or LaunchConfig()
-        maker = _Maker(
-            torch.device(device_type), datetime.timedelta(seconds=timeout_s), launch, interfaces
-        )
-        kinds = ["tp", "cp", "dp", *["dp_cp"] * (layout.cp > 1)]
-        made = {kind: maker.group(kind, layout.groups(kind)) for kind in kinds}
-        pp = maker.group("pp", layout.groups("pp"))
-        back = maker.group(BACKWARD, layout.groups("pp"))
-        if device_type == "cpu" and launch.shared_memory:
-            shared = [kind for kind in kinds if kind != "dp" or layout.cp == 1]  # a few numbers
-            made |= {kind: _with_shared_memory(made[kind], timeout_s) for kind in shared}
-        inner, outer = levels or ([], [])
-        ends = [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")]
-        return cls(
-            layout=layout,
-            rank=dist.get_rank(),
-            pp=pp,
-            **made,
-            pp_backward=back,
-            embedding=maker.group("embedding", ends),
-            world=maker.group("world", [list(range(world))]),
-            dp_inner=maker.group("dp_inner", inner) if inner else SINGLE,
-            dp_outer=maker.group("dp_outer", outer) if outer else SINGLE,
-            device=accelerator.current(torch.device(device_type)),
-            lazy_mesh=_LazyMesh(layout, maker),
-        )
+        device = torch.device(device_type)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        maker = _Maker(device, timeout, launch or LaunchConfig(), interfaces)
+        pipelines = layout.groups("pp")
+        wanted = {kind: layout.groups(kind) for kind in ("tp", "cp", "dp")}
+        wanted |= {"dp_cp": layout.groups("dp_cp")} if layout.cp > 1 else {}
+        wanted |= {"pp": pipelines, BACKWARD: pipelines}
+        wanted["embedding"] = [[g[0], g[-1]] if len(g) > 1 else g for g in pipelines]
+        wanted["world"] = [list(range(world))]
+        wanted |= dict(zip(("dp_inner", "dp_outer"), levels or (), strict=False))
+        made = {kind: maker.group(kind, ranks) for kind, ranks in wanted.items()}
+        if device_type == "cpu" and maker.launch.shared_memory:
+            # With cp, dp sums a few numbers alone.
+            for kind in ("tp", "cp", "dp") if layout.cp == 1 else ("tp", "cp", "dp_cp"):
+                made[kind] = _with_shared_memory(made[kind], timeout_s)
+        made.setdefault("dp_cp", made["dp"])
+        here = accelerator.current(device)
+        return cls(layout, dist.get_rank(), **made, device=here, maker=maker)
 
     @classmethod
     def single(cls) -> ProcessGroups:
         """Returns groups of one: the whole model on this process, whatever world exists."""
-        return cls(Layout(), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+        return cls(Layout(), 0)
+
+    def observed(
+        self, timer: StepTimer | None = None, log: OperationLog | None = None
+    ) -> ProcessGroups:
+        """Returns the same groups, timed or logged."""
+
+        def changed(group: Group) -> Group:
+            return replace(group, timer=timer or group.timer, log=log or group.log)
+
+        changes: dict[str, Any] = {name: changed(g) for name, g in self._groups().items()}
+        return replace(self, **changes)
+
+    def _groups(self) -> dict[str, Group]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Group)}
 
     def close(self) -> None:
         """Destroys the groups that `create` made; the world stays with its creator."""
-        for group in dict.fromkeys((self.tp, self.cp, self.dp, self.dp_cp)):
+        groups = self._groups().values()
+        for group in groups:
             if group.shared is not None:
                 group.shared.memory.close()
         # In order of creation, alike on all ranks: NCCL's members destroy a communicator together,
         # and ranks that take two of them in different orders would deadlock.
-        kinds = (self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.pp_backward, self.embedding)
-        handles = [g.handle for g in (*kinds, self.dp_inner, self.dp_outer)]
-        if self.lazy_mesh is not None:
-            handles.append(self.lazy_mesh.alone)
+        handles = [group.handle for group in groups]
+        if self.maker is not None:
+            handles.append(self.maker.alone)
         for handle in dict.fromkeys(handles):
             if handle not in (None, dist.group.WORLD):
                 dist.destroy_process_group(handle)
@@ -236,6 +238,7 @@ class _Maker:
     Attributes:
         splits: the world's backend if it can split (NCCL), else None (gloo).
         made: (settings, ranks) of groups → this rank's group.
+        alone: the group of this rank alone, for a mesh's dimensions of one rank, once it is made.
     """
 
     device: torch.device
@@ -244,6 +247,8 @@ class _Maker:
     interfaces: Interfaces | None
     splits: Backend | None = field(init=False, default=None)
     made: dict[tuple[Hashable, Hashable], dist.ProcessGroup | None] = field(default_factory=dict)
+    alone: dist.ProcessGroup | None = None
+    whole_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         if accelerator.is_accelerator(self.device):
@@ -255,32 +260,23 @@ class _Maker:
         """Returns this rank's group among `all_ranks`, a list alike on every rank of the world."""
         rank = dist.get_rank()
         mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
-        handle = self._reuse_or_make(kind, all_ranks) if len(all_ranks[0]) > 1 else None
+        handle = None
+        if len(all_ranks[0]) > 1:
+            handle = self._reuse_or_make(kind, all_ranks, mine)
         return Group(kind, tuple(mine), mine.index(rank), handle if len(mine) > 1 else None)
 
-    def _reuse_or_make(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
+    def _reuse_or_make(
+        self, kind: str, all_ranks: Ranks, mine: list[int]
+    ) -> dist.ProcessGroup | None:
         """Returns a group of these ranks that `kind` can share with another kind, or a new one."""
         wants, ranks = self._settings(kind), tuple(map(tuple, all_ranks))
-        if (wants, ranks) in self.made:
-            return self.made[wants, ranks]
         if wants is None and len(all_ranks[0]) == dist.get_world_size():
             return dist.group.WORLD  # the same ranks in the same order need no second group
-        others = [key for key in self.made if key[1] == ranks]
-        if wants is None and others:
-            return self.made[others[0]]
-        self.made[wants, ranks] = made = self._make(kind, all_ranks)
+        for key, made in self.made.items():
+            if key[1] == ranks and wants in (None, key[0]):
+                return made
+        self.made[wants, ranks] = made = self._make(kind, all_ranks, mine)
         return made
-
-    def alone(self) -> dist.ProcessGroup | None:
-        """Returns a group of this rank alone; with NCCL collective over the world."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        if world == 1:
-            return dist.group.WORLD
-        if self.splits is not None:
-            return self._make("alone", [[r] for r in range(world)])
-        return dist.new_group(
-            [rank], self.timeout, use_local_synchronization=True, group_desc="alone"
-        )
 
     def _settings(self, kind: str) -> Hashable:
         """Returns settings that need groups apart from others of the same ranks; None for none."""
@@ -294,7 +290,7 @@ class _Maker:
         # Kinds with interfaces of their own are separate from the world's group.
         return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None
 
-    def _make(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
+    def _make(self, kind: str, all_ranks: Ranks, mine: list[int]) -> dist.ProcessGroup | None:
         if self.splits is not None:
             # One communicator split for all groups of a kind; created one by one, each group would
             # cost every rank of the world a collective call.
@@ -302,12 +298,9 @@ class _Maker:
             return dist.split_group(
                 split_ranks=all_ranks, timeout=self.timeout, group_desc=kind, pg_options=options
             )
-        rank = dist.get_rank()
-        mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
-        backend: str | None = None
-        options = None
+        backend, options = None, None
         if self.interfaces is not None and kind in DATA_KINDS and len(mine) > 1:
-            interface = self.interfaces.of_group(mine, rank)
+            interface = self.interfaces.of_group(mine, dist.get_rank())
             if interface is not None:
                 backend, options = GLOO_ON, gloo_on(interface, self.timeout)
         made, _ = dist.new_subgroups_by_enumeration(
@@ -315,47 +308,127 @@ class _Maker:
         )
         return made
 
-
-@dataclass
-class _LazyMesh:
-    """Makes the `DeviceMesh` of the groups when it is first used.
-
-    Attributes:
-        alone: the group of this rank alone, for dimensions of one rank, once it is made.
-    """
-
-    layout: Layout
-    maker: _Maker
-    mesh: DeviceMesh | None = None
-    alone: dist.ProcessGroup | None = None
-
-    def get(self, by_dim: dict[str, Group]) -> DeviceMesh:
-        if self.mesh is None:
+    def mesh(self, layout: Layout, by_dim: dict[str, Group]) -> DeviceMesh:
+        """Makes the mesh of these groups when it is first used."""
+        if self.whole_mesh is None:
             if any(group.handle is None for group in by_dim.values()):
-                self.alone = self.maker.alone()
+                self.alone = self._make_alone()
             handles = [h for g in by_dim.values() if (h := g.handle or self.alone) is not None]
             # Explicit ranks, so that FSDP2, DTensor and DCP see the same placement.
-            sizes, strides = zip(
-                *((self.layout.size(d), self.layout.stride(d)) for d in by_dim), strict=True
+            sizes, strides = zip(*((layout.size(d), layout.stride(d)) for d in by_dim), strict=True)
+            grid = torch.arange(layout.world_size).as_strided(sizes, strides).contiguous()
+            self.whole_mesh = DeviceMesh.from_group(
+                handles, self.device.type, grid, mesh_dim_names=tuple(by_dim)
             )
-            grid = torch.arange(self.layout.world_size).as_strided(sizes, strides).contiguous()
-            kind = self.maker.device.type
-            self.mesh = DeviceMesh.from_group(handles, kind, grid, mesh_dim_names=tuple(by_dim))
-            set_groups_of_mesh(self.mesh, by_dim)
-        return self.mesh
+            set_groups_of_mesh(self.whole_mesh, by_dim)
+        return self.whole_mesh
+
+    def _make_alone(self) -> dist.ProcessGroup | None:
+        """Returns a group of this rank alone; with NCCL collective over the world."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if world == 1:
+            return dist.group.WORLD
+        if self.splits is not None:
+            return self._make("alone", [[r] for r in range(world)], [rank])
+        return dist.new_group(
+            [rank], self.timeout, use_local_synchronization=True, group_desc="alone"
+        )
 
 
-def with_timer(groups: ProcessGroups, timer: StepTimer) -> ProcessGroups:
-    return _replace_each(groups, lambda group: replace(group, timer=timer))
+# Options of a group's backend
+#
+# A high-priority stream lets short kernels that others wait for (tensor groups, stage messages)
+# overtake long ones (gradient buckets); a bound on CTAs leaves multiprocessors to the computation
+# that a reduction overlaps with.
 
 
-def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
-    return _replace_each(groups, lambda group: replace(group, log=log))
+@dataclass(frozen=True)
+class Interfaces:
+    """Network interfaces by kind of group: within one NVLink domain, or across domains.
+
+    `nvlink` and `rail` are names or globs, None for the system's choice. Where a glob matches
+    several, a GPU takes the one of its own rail.
+    """
+
+    placement: RankMapping
+    nvlink: str | None
+    rail: str | None
+
+    @classmethod
+    def of_run(cls, cluster: ClusterConfig, placement: RankMapping | None) -> Interfaces | None:
+        """Returns the configured interfaces; None where the choice is left to the system."""
+        if placement is None or not (cluster.nvlink_interface or cluster.rail_interface):
+            return None
+        return cls(placement, cluster.nvlink_interface, cluster.rail_interface)
+
+    def check(self, layout: Layout, rank: int) -> None:
+        """Raises UserError unless this host has the interfaces of this rank's groups."""
+        for dim in DIMENSIONS:
+            ranks = layout.group_of(rank, dim)
+            if len(ranks) > 1:
+                self.of_group(ranks, rank)
+
+    def of_group(self, ranks: Sequence[int], rank: int) -> str | None:
+        """Returns the interface of member `rank` of a group, or None. Raises UserError."""
+        cluster, slots = self.placement.cluster, self.placement.slots
+        members = slots[list(ranks)]
+        inside = np.unique(cluster.domain[members]).size == 1
+        key, pattern = ("nvlink", self.nvlink) if inside else ("rail", self.rail)
+        # Without a spine nothing joins the rails: such a group meets where the world does.
+        is_joined = (
+            inside or cluster.oversubscription or np.unique(cluster.rail_of[members]).size == 1
+        )
+        if pattern is None or not is_joined:
+            return None
+        names = [name for _, name in socket.if_nameindex()]
+        fitting = sorted(fnmatch.filter(names, pattern), key=natural)
+        if not fitting:
+            raise UserError(
+                f"cluster.{key}_interface={pattern}: host {socket.gethostname()} has no such "
+                f"network interface; it must be one of {', '.join(names)}"
+            )
+        return fitting[int(cluster.rail_of[slots[rank]]) % len(fitting)]
 
 
-def _replace_each(groups: ProcessGroups, change: Callable[[Group], Group]) -> ProcessGroups:
-    changed = copy.copy(groups)
-    for f in fields(groups):
-        if isinstance(group := getattr(groups, f.name), Group):
-            setattr(changed, f.name, change(group))
-    return changed
+def gloo_on(interface: str, timeout: datetime.timedelta) -> Any:
+    if not hasattr(dist.Backend, GLOO_ON.upper()):  # torch knows it once per process
+        dist.Backend.register_backend(GLOO_ON, _create_gloo, extended_api=True, devices=["cpu"])
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    options._timeout = timeout
+    return options
+
+
+def _create_gloo(asked: Any, options: Any) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, options)
+
+
+def nccl_options(
+    kind: str, launch: LaunchConfig, timeout: datetime.timedelta, backend: Backend
+) -> Any:
+    """Returns options of the world's class for groups that are split from its `backend`."""
+    options_class: Any = type(backend.options)
+    options = options_class()
+    options._timeout = timeout
+    set_nccl_options(options, kind, launch)
+    return options
+
+
+def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[str, int], ...]]:
+    """Returns (high-priority stream, fields of ncclConfig_t) for a kind of group."""
+    kind = {"dp_cp": "dp", "dp_inner": "dp", "dp_outer": "dp", BACKWARD: "pp"}.get(kind, kind)
+    settings = parse_nccl_settings(launch.nccl_settings)
+    fields = tuple((field, value) for group, field, value in settings if group == kind)
+    return kind in launch.nccl_high_priority, fields
+
+
+def set_nccl_options(options: Any, kind: str, launch: LaunchConfig) -> None:
+    """Sets stream priority and ncclConfig_t fields of `kind`; raises UserError for unknown ones."""
+    options.is_high_priority_stream, fields = nccl_settings(kind, launch)
+    for name, value in fields:
+        if not hasattr(getattr(options, "config", None), name):
+            raise UserError(
+                f"launch.nccl_settings={kind}.{name}:{value} is not known to this torch's NCCL; "
+                "leave it out"
+            )
+        setattr(options.config, name, value)

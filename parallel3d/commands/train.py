@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.process_groups import ProcessGroups, with_log
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.preflight import preflight
 from parallel3d.commands.init_from import load_initial
 from parallel3d.commands.profiling import StepProfiler
@@ -70,7 +70,8 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "making process groups"
     worker.watchdog = watchdog = start_watchdog(config, worker)
     device = torch.device(worker.device)
-    groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
+    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    groups = groups.observed(log=worker.log)
     if worker.rank == 0:
         if not config.train.eval_only and (sentence := toy_defaults(config)) is not None:
             print_line(sentence)

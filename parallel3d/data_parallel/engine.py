@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
@@ -269,10 +269,6 @@ class BucketedDataParallel:
             self.gathering.pop(index).wait()
 
 
-# Flat values of whole local parameters, by kind of value and name.
-FullValues = dict[str, dict[str, Tensor]]
-
-
 def rebuild_buckets(
     engine: BucketedDataParallel,
     optimizer: Optimizer,
@@ -305,40 +301,39 @@ def agreed_order(ready_order: list[str], names: list[str], groups: ProcessGroups
 
     All ranks of a stage need the same buckets and, under sequence parallelism, the same segments.
     """
-    seen = set(ready_order)
-    mine = [*ready_order, *(name for name in reversed(names) if name not in seen)]
-    numbers = torch.tensor([names.index(name) for name in mine]).to(groups.device)
+    mine = [*ready_order, *(name for name in reversed(names) if name not in set(ready_order))]
     for group in (groups.tp, groups.dp_cp):
-        collectives.broadcast(numbers, 0, group)
-    return [names[i] for i in numbers.tolist()]
+        mine = broadcast_json(mine, group.handle, groups.device)
+    return mine
 
 
 def full_values(
     slices: Iterable[ParameterSlice], parameters: dict[str, nn.Parameter], shards: Group | None
-) -> FullValues:
-    """Assembles whole local parameters from the slices of the ranks of `shards`, or of this one."""
-    found: dict[str, Tensor] = {}
-    total = sum(p.numel() for p in parameters.values())
-    starts, offset = {}, 0
-    for name, parameter in parameters.items():
-        starts[name] = offset
-        offset += parameter.numel()
+) -> dict[str, dict[str, Tensor]]:
+    """Assembles whole local parameters from the slices of the ranks of `shards`, or of this one.
+
+    Returns flat values by kind of value and name.
+    """
+    slices = list(slices)
+    dtypes = {kind: str(values.dtype) for s in slices for kind, values in s.values.items()}
+    if shards is not None:
+        device = next(iter(parameters.values())).device
+        for theirs in all_gather_json(dtypes, shards.handle, device):  # a rank may lack a kind
+            dtypes |= theirs
+    found = {
+        kind: {
+            name: torch.zeros(
+                p.numel(), dtype=getattr(torch, dtype.removeprefix("torch.")), device=p.device
+            )
+            for name, p in parameters.items()
+        }
+        for kind, dtype in sorted(dtypes.items())
+    }
     for s in slices:
         for kind, values in s.values.items():
-            flat = found.setdefault(kind, values.new_zeros(total))
-            first = starts[s.name] + s.start
-            flat[first : first + values.numel()] = values
+            found[kind][s.name][s.start : s.start + values.numel()] = values
     if shards is not None:
-        # A rank may have no slice of some kind, or have the kinds in another order.
-        mine = {kind: str(flat.dtype).removeprefix("torch.") for kind, flat in found.items()}
-        device = next(iter(parameters.values())).device
-        for kinds in all_gather_json(mine, shards.handle, device):
-            for kind, dtype in kinds.items():
-                if kind not in found:
-                    found[kind] = torch.zeros(total, dtype=getattr(torch, dtype), device=device)
-        for kind in sorted(found):
-            collectives.all_reduce(found[kind], shards)  # disjoint slices, zeros elsewhere
-    return {
-        kind: {name: flat[starts[name] :][: p.numel()] for name, p in parameters.items()}
-        for kind, flat in found.items()
-    }
+        for by_name in found.values():
+            for flat in by_name.values():
+                collectives.all_reduce(flat, shards)  # disjoint slices, zeros elsewhere
+    return found

@@ -233,7 +233,7 @@ def _prepare_accelerator(config: Config, device: torch.device) -> None:
 
 def _prepare_cpu(config: Config, worker: Worker) -> None:
     """Sets malloc up and checks the network interfaces before any peer waits."""
-    from parallel3d.comm.group_options import Interfaces
+    from parallel3d.comm.process_groups import Interfaces
 
     if config.launch.huge_pages:
         keep_freed_memory()

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group_options import GLOO_ON, Interfaces
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import GLOO_ON, Interfaces, ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.pipeline.p2p import P2PRoute, post
 from parallel3d.schedules import orders

@@ -232,13 +232,13 @@ def shared_heads_counted_twice() -> Iterator[None]:
     """Every copy of a key-value head enters the gradient norm."""
     sound = Segment.runs
     with (
-        patch.object(Segment, "runs", lambda self: [(run, 1) for run, _ in sound(self)]),
+        patch.object(Segment, "runs", lambda self: [(1, run) for _, run in sound(self)]),
         patch.object(parallel3d.trainer, "all_reduce_shared_kv_grads", summed(sound)),
     ):
         yield
 
 
-def summed(runs: Callable[[Segment], list[tuple[slice, int]]]) -> Callable[..., None]:
+def summed(runs: Callable[[Segment], Iterator[tuple[int, Segment]]]) -> Callable[..., None]:
     """The sum over copies as it should be, whatever `Segment.runs` says by now."""
 
     def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:

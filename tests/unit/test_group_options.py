@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.comm.group_options import (
+from parallel3d.comm.process_groups import (
     DEFAULTS,
     Interfaces,
+    ProcessGroups,
     nccl_options,
     nccl_settings,
     set_nccl_options,
 )
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.parallelism import parse_nccl_env, parse_nccl_settings
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig

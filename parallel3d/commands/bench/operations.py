@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.comm.group_options import GLOO_ON
+from parallel3d.comm.process_groups import GLOO_ON
 from parallel3d.device import accelerator
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, post
 from parallel3d.schedules.actions import Action, Kind
