@@ -12,14 +12,14 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import Group
-from parallel3d.data_parallel.reducer import GradBucket
+from parallel3d.data_parallel.reducer import CommHook, GradBucket, Pending
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.estimate.buckets import compressed_rank, padded_numel
 
 
 class SideStream:
-    """Runs all phases of a bucket's reduction on an accelerator stream of their own.
+    """A `CommHook`: runs all phases of another hook on an accelerator stream of their own.
 
     A phase waits for the collective of the phase before: on the compute stream this would block the
     backward. The compute stream waits once, when the step needs the sums. Buckets follow each other
@@ -30,10 +30,16 @@ class SideStream:
     keeps it in its handle until then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hook: CommHook) -> None:
+        self.hook = hook
         self.stream: Any = None
 
-    def run(self, tensor: Tensor, start: Callable[[], Work]) -> Work:
+    def __call__(self, group: Group, bucket: GradBucket) -> Pending:
+        if is_on_accelerator(bucket.buffer()):
+            return self.run(bucket.buffer(), lambda: self.hook(group, bucket))
+        return self.hook(group, bucket)
+
+    def run(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
         """Queues `start()` and the wait for its handle, after the current stream."""
         module = accelerator.module(tensor.device)
         if self.stream is None:
@@ -49,7 +55,7 @@ class SideStream:
 class _Queued:
     tensor: Tensor
     done: Any
-    kept: Work | None
+    kept: Pending | None
 
     def wait(self) -> None:
         """Makes the current stream wait for the sum; the host does not wait."""
@@ -58,76 +64,47 @@ class _Queued:
         self.kept = None
 
 
-@dataclass(frozen=True)
 class HierarchicalAllReduce:
-    """A `CommHook`: reduce-scatters inside NVLink domains, all-reduces the shards between domains.
+    """Reduce-scatters a bucket inside NVLink domains, all-reduces the shards between domains.
 
     A flat ring over several domains sends all gradients through a NIC. Here only 1/g of them leaves
     a domain of g members, between members of equal index, which are on one rail
     (`estimate.network.two_level_time`).
     """
 
-    inner: Group
-    outer: Group
-    side: SideStream = field(default_factory=SideStream)
-
-    def __call__(self, group: Group, bucket: GradBucket) -> Work:
+    def __init__(self, inner: Group, outer: Group, bucket: GradBucket) -> None:
+        self.inner, self.outer = inner, outer
         tensor = bucket.buffer()
-        if is_on_accelerator(tensor):
-            return self.side.run(tensor, lambda: self._start(tensor))
-        return self._start(tensor)
-
-    def _start(self, tensor: Tensor) -> Work:
-        even = tensor.numel() // self.inner.size * self.inner.size
-        if even == 0:
-            return _Started(self, tensor, 0, tensor[:0], collectives.CompletedWork())
-        shard, scattering = collectives.reduce_scatter_async(tensor[:even], self.inner)
-        return _Started(self, tensor, even, shard, scattering)
-
-
-@dataclass(frozen=True)
-class _Started:
-    levels: HierarchicalAllReduce
-    tensor: Tensor
-    even: int
-    shard: Tensor
-    scattering: Work
+        even = tensor.numel() // inner.size * inner.size
+        # The rest has fewer elements than the inner group members.
+        self.whole, self.rest = tensor[:even], tensor[even:]
+        self.shard = self.whole
+        self.scattering: Work | None = None
+        if even:
+            self.shard, self.scattering = collectives.reduce_scatter_async(self.whole, inner)
 
     def wait(self) -> None:
-        inner, outer = self.levels.inner, self.levels.outer
-        self.scattering.wait()
-        if self.even:
-            collectives.all_reduce(self.shard, outer)
-            self.tensor[: self.even] = collectives.all_gather(self.shard, inner)
-        rest = self.tensor[self.even :]  # fewer elements than the inner group has members
-        if rest.numel():
-            for group in (inner, outer):
-                collectives.all_reduce(rest, group)
+        if self.scattering is not None:
+            self.scattering.wait()
+            collectives.all_reduce(self.shard, self.outer)
+            self.whole.copy_(collectives.all_gather(self.shard, self.inner))
+        if self.rest.numel():
+            for group in (self.inner, self.outer):
+                collectives.all_reduce(self.rest, group)
 
 
-@dataclass(frozen=True)
 class InBf16:
-    """A `CommHook`: sends gradients as bf16 and adds them in fp32.
+    """Sends a bucket as bf16 and adds in fp32; the class is a `CommHook`.
 
     Two roundings of at most 2⁻⁹ for any number of ranks; an all-reduce of bf16 tensors sends the
     same bytes and rounds after each of its n − 1 additions.
     """
 
-    side: SideStream = field(default_factory=SideStream)
-
-    def __call__(self, group: Group, bucket: GradBucket) -> Work:
-        tensor = bucket.buffer()
-        if is_on_accelerator(tensor):
-            return self.side.run(tensor, lambda: _Bf16Started(tensor, group))
-        return _Bf16Started(tensor, group)
-
-
-class _Bf16Started:
-    def __init__(self, tensor: Tensor, group: Group) -> None:
-        self.tensor, self.group = tensor, group
-        padded = padded_numel(tensor.numel(), group.size)
-        rounded = tensor.new_zeros(padded, dtype=torch.bfloat16)
-        rounded[: tensor.numel()] = tensor
+    def __init__(self, group: Group, bucket: GradBucket) -> None:
+        self.tensor, self.group = bucket.buffer(), group
+        numel = self.tensor.numel()
+        rounded = self.tensor.new_zeros(padded_numel(numel, group.size), dtype=torch.bfloat16)
+        rounded[:numel] = self.tensor
         # Gradients of all ranks for this rank's shard.
         self.received, self.exchanging = collectives.all_to_all_async(rounded, group)
 
@@ -205,7 +182,6 @@ class PowerSGD:
         rank_of: Callable[[int, int, int], int] = compressed_rank,
     ) -> None:
         self.rank, self.start, self.rank_of = rank, start, rank_of
-        self.side = SideStream()
         self.factors: dict[int, Factors] = {}
 
     def __call__(self, group: Group, bucket: GradBucket) -> Work:
@@ -213,8 +189,6 @@ class PowerSGD:
         factors.steps += 1
         if factors.steps <= self.start or not factors.matrices:
             return collectives.all_reduce_async(tensor, group)
-        if is_on_accelerator(tensor):
-            return self.side.run(tensor, lambda: _PowersgdStarted(tensor, group, factors))
         return _PowersgdStarted(tensor, group, factors)
 
     def factors_of(self, bucket: GradBucket) -> Factors:

@@ -9,7 +9,7 @@ import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -526,29 +526,27 @@ def unused_parameters(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, 
     return set(left.values())
 
 
-Entry = list[object]  # kind, name, shape, type, strides, whether it is trained
 T = TypeVar("T", bound=Tensor)
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # PyTorch's name
-FACTS = ("name", "shape", "type", "strides", "requires_grad")
 
 
 def left(named: Iterable[tuple[str, T]], ignored: Set[str]) -> list[tuple[str, T]]:
     return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
-def described(module: nn.Module, ignored: Set[str]) -> list[Entry]:
+def described(module: nn.Module, ignored: Set[str]) -> list[str]:
     """Describes parameters and buffers, which must be the same on all ranks, in their order."""
-    return [
-        *(_entry("parameter", name, p) for name, p in left(module.named_parameters(), ignored)),
-        *(_entry("buffer", name, b) for name, b in left(module.named_buffers(), ignored)),
-    ]
-
-
-def _entry(kind: str, name: str, tensor: Tensor) -> Entry:
-    if is_lazy(tensor):
-        return [kind, name, "not known yet", str(tensor.dtype), None, tensor.requires_grad]
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    return [kind, name, shape, str(tensor.dtype), strides, tensor.requires_grad]
+    parameters = left(module.named_parameters(), ignored)
+    named: list[tuple[str, Tensor]] = [(f"parameter {name}", p) for name, p in parameters]
+    named += [(f"buffer {name}", b) for name, b in left(module.named_buffers(), ignored)]
+    lines = []
+    for name, tensor in named:
+        layout = "not known yet"
+        if not is_lazy(tensor):
+            layout = f"shape {list(tensor.shape)}, strides {list(tensor.stride())}"
+        trained = f"requires_grad={tensor.requires_grad}"
+        lines.append(f"{name} ({layout}, {tensor.dtype}, {trained})")
+    return lines
 
 
 def verify_params_across_ranks(
@@ -559,27 +557,13 @@ def verify_params_across_ranks(
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(all_gather_json(digest, group.handle, device))) == 1:
         return
-    everyone = all_gather_json(mine, group.handle, device)
-    for rank, theirs in zip(group.ranks[1:], everyone[1:], strict=True):
-        if theirs != everyone[0]:
-            first = _difference(everyone[0], theirs, group.ranks[0], rank)
-            raise ValueError(f"the ranks' modules differ: {first}")
-
-
-def _difference(ours: list[Entry], theirs: list[Entry], rank: int, other: int) -> str:
-    for a, b in zip(ours, theirs, strict=False):
-        if a == b:
-            continue
-        if a[:2] != b[:2]:
-            return f"rank {rank} has {a[0]} {a[1]} where rank {other} has {b[0]} {b[1]}"
-        what = next(i for i in range(2, len(a)) if a[i] != b[i])
-        return (
-            f"{a[0]} {a[1]} has {FACTS[what - 1]} {a[what]} on rank {rank} "
-            f"and {b[what]} on rank {other}"
-        )
-    longer, who, lacks = (ours, rank, other) if len(ours) > len(theirs) else (theirs, other, rank)
-    kind, name = longer[min(len(ours), len(theirs))][:2]
-    return f"rank {who} has {kind} {name}, which rank {lacks} has not"
+    first, *others = all_gather_json(mine, group.handle, device)
+    for rank, theirs in zip(group.ranks[1:], others, strict=True):
+        for a, b in zip_longest(first, theirs, fillvalue="nothing more"):
+            if a != b:
+                raise ValueError(
+                    f"the ranks' modules differ: rank {group.ranks[0]} has {a}, rank {rank} has {b}"
+                )
 
 
 def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:

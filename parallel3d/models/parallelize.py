@@ -10,7 +10,7 @@ from torch import nn
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.data_parallel.buckets import current_values
-from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD
+from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
 from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
@@ -74,15 +74,15 @@ def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter
 
 
 def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
-    ddp = config.ddp
+    ddp, inner, outer = config.ddp, groups.dp_inner, groups.dp_outer
     if config.zero and groups.dp_cp.size > 1:
         return reduce_scatter
-    if groups.dp_inner.size > 1:
-        return HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)
+    if inner.size > 1:
+        return SideStream(lambda _, bucket: HierarchicalAllReduce(inner, outer, bucket))
     if ddp.comm_hook == "bf16":
-        return InBf16()
+        return SideStream(InBf16)
     if ddp.comm_hook == "powersgd":
-        return PowerSGD(ddp.powersgd_rank, ddp.powersgd_start)
+        return SideStream(PowerSGD(ddp.powersgd_rank, ddp.powersgd_start))
     return all_reduce
 
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.data_parallel import comm_hooks
 from parallel3d.data_parallel.comm_hooks import InBf16, PowerSGD, orthonormal
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.estimate.buckets import compressed_rank
@@ -50,16 +50,16 @@ def of_rank(rank: int, numel: int, dtype: torch.dtype, scale: float = 1.0) -> Te
 def rounded_twice() -> Iterator[None]:
     """The contributions are added in bf16: rounded again after every addition."""
 
-    def add_in_bf16(self: comm_hooks._Bf16Started) -> None:
+    def add_in_bf16(self: InBf16) -> None:
         self.exchanging.wait()
         parts = self.received.view(self.group.size, -1)
         mine = parts[0].clone()
         for part in parts[1:]:
             mine += part
-        total = comm_hooks.collectives.all_gather(mine, self.group)
+        total = collectives.all_gather(mine, self.group)
         self.tensor.copy_(total[: self.tensor.numel()])
 
-    with patch.object(comm_hooks._Bf16Started, "wait", add_in_bf16):
+    with patch.object(InBf16, "wait", add_in_bf16):
         yield
 
 
@@ -69,7 +69,7 @@ def bf16_sums(dp: int, shared_memory: bool, mutation: Mutation = nullcontext) ->
     kinds = [(5003, torch.float32), (3, torch.float32), (256, torch.float64)]
     buckets = [of_rank(groups.rank, n, dtype) for n, dtype in kinds]
     with mutation():
-        works = [InBf16()(groups.dp, bucket_of(bucket, [bucket.shape])) for bucket in buckets]
+        works = [InBf16(groups.dp, bucket_of(bucket, [bucket.shape])) for bucket in buckets]
         for work in works:
             work.wait()
     groups.close()

@@ -305,13 +305,16 @@ def bad_inputs() -> dict[str, str]:
 SENTENCES = {
     "none": "no parameter that requires a gradient",
     "frozen": "no parameter that requires a gradient",
-    "none on one": "the ranks' modules differ: rank 0 has parameter 0.weight, which rank 1 has not",
-    "shape": "parameter 0.weight has shape [5, 4] on rank 0 and [6, 4] on rank 1",
-    "name": "rank 0 has parameter 1.weight where rank 1 has parameter top.weight",
-    "longer": "rank 0 has parameter 1.weight, which rank 1 has not",
-    "type": "parameter 0.weight has type torch.float32 on rank 0 and torch.float64 on rank 1",
-    "trained": "parameter 0.weight has requires_grad True on rank 0 and False on rank 1",
-    "buffer": "rank 0 has buffer running_mean, which rank 1 has not",
+    "none on one": (
+        "the ranks' modules differ: rank 0 has parameter 0.weight (shape [3, 4], strides [4, 1], "
+        "torch.float32, requires_grad=True), rank 1 has nothing more"
+    ),
+    "shape": "torch.float32, requires_grad=True), rank 1 has parameter 0.weight (shape [6, 4], ",
+    "name": ", rank 1 has parameter top.weight (",
+    "longer": "rank 0 has parameter 1.weight (shape [3, 5], ",
+    "type": "rank 1 has parameter 0.weight (shape [3, 4], strides [4, 1], torch.float64, ",
+    "trained": "strides [4, 1], torch.float32, requires_grad=False)",
+    "buffer": "rank 0 has buffer running_mean (",
     "lazy": "parameter 0.weight has no shape yet",
     "sparse": "sparse=False",
     "device": "device_ids=[1] must name the one device of the module, cpu",

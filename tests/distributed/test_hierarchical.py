@@ -63,8 +63,8 @@ def sums(elements: int) -> tuple[np.ndarray, list[int]]:
     groups = in_two_levels(Layout(dp=8))
     tensor = (groups.rank + 1) * torch.arange(1.0, elements + 1, dtype=torch.float64)
     sent: list[int] = []
-    reduce = HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)
-    started = reduce(groups.dp, GradBucket(0, True, tensor, []))
+    bucket = GradBucket(0, True, tensor, [])
+    started = HierarchicalAllReduce(groups.dp_inner, groups.dp_outer, bucket)
     sent.append(started.shard.numel())
     started.wait()
     groups.close()

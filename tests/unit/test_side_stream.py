@@ -66,11 +66,15 @@ def streams() -> Iterator[Streams]:
 
 
 def two_levels() -> CommHook:
-    return HierarchicalAllReduce(SINGLE, SINGLE)
+    return SideStream(lambda _, bucket: HierarchicalAllReduce(SINGLE, SINGLE, bucket))
 
 
-def low_rank() -> PowerSGD:
-    return PowerSGD(rank=2, start=0)
+def in_bf16() -> CommHook:
+    return SideStream(InBf16)
+
+
+def low_rank() -> SideStream:
+    return SideStream(PowerSGD(rank=2, start=0))
 
 
 def bucket_of_one() -> GradBucket:
@@ -82,7 +86,7 @@ def bucket_of_one() -> GradBucket:
     ("make", "phase"),
     [
         (two_levels, (comm_hooks.collectives, "all_gather")),
-        (InBf16, (comm_hooks.collectives, "all_gather")),
+        (in_bf16, (comm_hooks.collectives, "all_gather")),
         (low_rank, (comm_hooks.collectives, "all_reduce")),
     ],
 )
@@ -112,7 +116,7 @@ def test_the_last_phase_is_queued_before_anybody_waits(
 def test_what_a_phase_replaces_lives_until_the_compute_stream_has_waited(streams: Streams) -> None:
     bucket = bucket_of_one()
     hook = low_rank()
-    (matrix,) = hook.factors_of(bucket).matrices
+    (matrix,) = hook.hook.factors_of(bucket).matrices
     first = [matrix.q.data_ptr(), matrix.error.data_ptr()]  # made on the compute stream
     work = hook(SINGLE, bucket)
     assert [matrix.q.data_ptr(), matrix.error.data_ptr()] != first
@@ -122,7 +126,7 @@ def test_what_a_phase_replaces_lives_until_the_compute_stream_has_waited(streams
 
 
 def test_one_stream_for_all_buckets(streams: Streams) -> None:
-    side, used = SideStream(), []
+    side, used = low_rank(), []
     for _ in range(2):
         side.run(torch.zeros(1), lambda: SimpleNamespace(wait=lambda: None))
         used.append(side.stream)
