@@ -26,15 +26,13 @@ class DDPBucket:
     Attributes:
         members: numbers of its parameters, in the order of readiness.
         flat: their gradients, concatenated.
-        views: the part of `flat` of each member, with the parameter's shape and strides.
-        total, total_views: the same of the sum over the ranks, once there is one.
+        total: the sum over the ranks, once there is one; totals: each member's part of it.
     """
 
     members: list[int]
     flat: Tensor
-    views: list[Tensor]
     total: Tensor | None = None
-    total_views: list[Tensor] = field(default_factory=list)
+    totals: list[Tensor] = field(default_factory=list)
 
 
 def arrange(
@@ -202,19 +200,11 @@ class GradientAverager:
         self.transport = open_transport(
             of_buckets, flags, self.group, self.hook, elsewhere=not self.as_views
         )
-        usual = torch.ones(flags, dtype=self.transport.flags.dtype)
-        usual[-1] = 0
-        self.usual_flags = usual.to(self.device)
         self.order = ready
-        self.buckets = [
-            DDPBucket(numbers, flat, views_of(flat, part))
-            for numbers, flat, part in zip(members, self.transport.buffers, of_buckets, strict=True)
-        ]
-        self.view_of = {
-            n: view
-            for bucket in self.buckets
-            for n, view in zip(bucket.members, bucket.views, strict=True)
-        }
+        self.buckets = list(map(DDPBucket, members, self.transport.buffers))
+        self.view_of: dict[int, Tensor] = {}  # a parameter's part of its bucket
+        for bucket, part in zip(self.buckets, of_buckets, strict=True):
+            self.view_of |= zip(bucket.members, views_of(bucket.flat, part), strict=True)
         self.reducer = Reducer(members, self.overlap, held=1)
 
     def use(self, state: object, hook: CommHook) -> None:
@@ -314,12 +304,9 @@ class GradientAverager:
         self.transport.start(index)
 
     def _write_flags(self, flags: list[bool]) -> None:
-        if all(flags[:-1]) and not flags[-1]:
-            self.transport.flags.copy_(self.usual_flags)
-        else:
-            # `moved` pins: a copy of pageable memory would wait for the whole backward.
-            given = torch.tensor(flags, dtype=self.transport.flags.dtype)
-            self.transport.flags.copy_(moved(given, self.device))
+        # `moved` pins: a copy of pageable memory would wait for the whole backward.
+        given = torch.tensor(flags, dtype=self.transport.flags.dtype)
+        self.transport.flags.copy_(moved(given, self.device))
 
     def _end(self) -> None:
         """Ends the backward: sends what is left and writes the means."""
@@ -359,17 +346,16 @@ class GradientAverager:
         for bucket, total in zip(self.buckets, self.transport.finish(), strict=True):
             if total is not bucket.total:
                 bucket.total = total
-                bucket.total_views = views_of(total, [self.parameters[n] for n in bucket.members])
+                bucket.totals = views_of(total, [self.parameters[n] for n in bucket.members])
             if self.as_views and total is not bucket.flat:
                 bucket.flat.copy_(total)
             grads, means = [], []
-            parts = zip(bucket.members, bucket.views, bucket.total_views, strict=True)
-            for number, own, mean in parts:
+            for number, mean in zip(bucket.members, bucket.totals, strict=True):
                 grad = self.parameters[number].grad
                 if grad is None:
                     lacking.append((number, mean))
                 elif self.transport.adds:
-                    torch.add(own, mean, out=grad)
+                    torch.add(self.view_of[number], mean, out=grad)
                 elif not self.as_views:
                     grads.append(grad)
                     means.append(mean)

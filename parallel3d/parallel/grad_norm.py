@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,6 @@ from parallel3d.device.accelerator import backend_of
 from parallel3d.errors import UserError
 from parallel3d.optim import norm_share
 from parallel3d.parameters.sharding import ParameterState, state_of
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 SAME = 1e-3  # relative difference up to which copies of a gradient count as equal
 NOISE = 1e-5  # share of the whole norm up to which a gradient may be rounding alone, and differ
@@ -63,7 +59,15 @@ def clip_grad_norm_(
             or of FSDP1, which clip by themselves; sparse gradients; no parameter in a world of
             several ranks, which may wait for this one in vain; a wrong number.
     """
-    _check_numbers(max_norm, norm_type)
+    if not float(norm_type) > 0:
+        raise UserError(
+            f"clip_grad_norm_(norm_type={norm_type}) must be above 0 or inf; the nearest is "
+            "norm_type=2.0"
+        )
+    if not float(max_norm) >= 0:
+        raise UserError(
+            f"clip_grad_norm_(max_norm={max_norm}) must be at least 0; the nearest is max_norm=0"
+        )
     given = groups if isinstance(groups, (list, tuple)) else (groups,)
     further = [g for g in dict.fromkeys(map(group_of, given)) if g.size > 1]
     gradients = [_Gradient.of(p) for p in _distinct(parameters, bool(further))]
@@ -80,18 +84,6 @@ def clip_grad_norm_(
     for (device, dtype), alike in kinds.items():
         torch._foreach_mul_(alike, factor.to(device, torch.promote_types(dtype, torch.float32)))
     return total
-
-
-def _check_numbers(max_norm: float, norm_type: float) -> None:
-    if not float(norm_type) > 0:
-        raise UserError(
-            f"clip_grad_norm_(norm_type={norm_type}) must be above 0 or inf; the nearest is "
-            "norm_type=2.0"
-        )
-    if not float(max_norm) >= 0:
-        raise UserError(
-            f"clip_grad_norm_(max_norm={max_norm}) must be at least 0; the nearest is max_norm=0"
-        )
 
 
 def _distinct(parameters: Tensor | Iterable[Tensor], has_groups: bool) -> list[Tensor]:
@@ -139,14 +131,14 @@ class _Gradient:
     Attributes:
         local: to be scaled; None: the parameter has no gradient here.
         whole: the same without partial sums, to be measured.
-        start: of its first element in the flattened parameter that `spec` describes.
-        shards: the groups that split the parameter, beside `state.pp`.
+        start: place of its first element in the flattened parameter.
+        groups: those that split the parameter, and last that of its pipeline.
     """
 
     local: Tensor | None
     whole: Tensor | None
     start: int
-    shards: list[Group]
+    groups: list[Group]
     state: ParameterState
     device: torch.device
 
@@ -158,6 +150,7 @@ class _Gradient:
         if hasattr(parameter, "placements"):
             # Imported here: DTensor takes a second, and who has none need not wait for it.
             from torch.distributed.tensor import DTensor, Replicate
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
             placed = parameter if grad is None else grad
             assert isinstance(placed, DTensor)
@@ -169,10 +162,12 @@ class _Gradient:
             for dim, placement in enumerate(placed.placements):
                 if not placement.is_replicate():
                     shards.append(group_of(placed.device_mesh.get_group(dim)))
-            if state.spec is not None and not state.spec.replicated:
-                start = _start(placed)
-        shards = [group for group in shards if group.size > 1]
-        return cls(local, whole, start, shards, state, parameter.device)
+            _, offset = compute_local_shape_and_global_offset(
+                placed.shape, placed.device_mesh, placed.placements
+            )
+            start = sum(i * stride for i, stride in zip(offset, placed.stride(), strict=True))
+        groups = [*(group for group in shards if group.size > 1), state.pp]
+        return cls(local, whole, start, groups, state, parameter.device)
 
     def runs(self) -> Iterable[tuple[Tensor, bool]]:
         """Yields parts of the gradient, flat, and whether this rank counts them."""
@@ -187,21 +182,6 @@ class _Gradient:
             yield flat[first:end], first_of_replicas and not spec.tied_lm_head
 
 
-def _start(tensor: DTensor) -> int:
-    """Returns the place of the local shard's first element in the flattened tensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return sum(i * s for i, s in zip(offset, _contiguous(tensor.shape), strict=True))
-
-
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-
-
-@dataclass
 class _Norm:
     """Adds up a norm over ranks; a value is a sum of |g|^p, or the largest |g|, in float64.
 
@@ -209,52 +189,47 @@ class _Norm:
         wrong: the largest value of copies that differ, and 1 for a given group of copies, or 0.
     """
 
-    norm_type: float
-    device: torch.device
-    wrong: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.wrong = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def __init__(self, norm_type: float, device: torch.device) -> None:
+        self.norm_type, self.device = norm_type, device
+        self.is_largest = math.isinf(norm_type)
+        self.wrong = torch.zeros(2, dtype=torch.float64, device=device)
 
     def of(self, gradients: Sequence[_Gradient], given: Sequence[Group]) -> Tensor:
         """Returns the norm of all gradients, the same on every rank of every group."""
         known: dict[tuple[int, ...], Group] = {}  # layers may have different groups of equal ranks
-        alike: dict[tuple[Group, ...], dict[Group, list[_Gradient]]] = {(): {}}
+        alike: dict[tuple[tuple[Group, ...], Group], list[_Gradient]] = {}
         for gradient in gradients:
-            shards = tuple(known.setdefault(g.ranks, g) for g in gradient.shards)
-            pp = known.setdefault(gradient.state.pp.ranks, gradient.state.pp)
-            alike.setdefault(shards, {}).setdefault(pp, []).append(gradient)
+            *split, pipeline = (known.setdefault(g.ranks, g) for g in gradient.groups)
+            alike.setdefault((tuple(split), pipeline), []).append(gradient)
         # All ranks of a group that splits tensors hold parts of the same ones, in one order, so
         # their collectives match. Stages of a pipeline differ, so they meet afterwards, in one
         # number. Whole copies come first: what is wrong with them travels with what follows.
-        splitting = list(dict.fromkeys(group for shards in alike for group in shards))
-        on_stages: dict[Group, Tensor] = {SINGLE: self._zero()}
-        for shards, by_pipeline in alike.items():
-            for pp, members in by_pipeline.items():
-                value = self._share(members)
-                for group in shards:
-                    value = self._combined(self._gathered(value, group))
-                for group in splitting:
-                    if group not in shards:
-                        value = self._copy(self._gathered(value, group))
-                pp = pp if pp.size > 1 else SINGLE
-                on_stages[pp] = self._plus(on_stages.get(pp, self._zero()), value)
-        total = on_stages.pop(SINGLE)
+        splitting = dict.fromkeys(group for shards, _ in alike for group in shards)
+        on_stages: dict[Group, list[Tensor]] = {}
+        for (shards, pp), members in sorted(alike.items(), key=lambda item: item[0][0] != ()):
+            value = self._share(members)
+            for group in shards:
+                value = self._combined(self._gathered(value, group))
+            for group in splitting:
+                if group not in shards:
+                    value = self._copy(self._gathered(value, group))
+            on_stages.setdefault(pp if pp.size > 1 else SINGLE, []).append(value)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = self._combined(torch.stack([zero, *on_stages.pop(SINGLE, ())]))
         for pp in on_stages:
             total = self._copy(self._gathered(total, pp))
-        for pp, value in on_stages.items():
-            total = self._plus(total, self._combined(self._gathered(value, pp)))
+        for pp, values in on_stages.items():
+            value = self._combined(torch.stack(values))
+            value = self._combined(self._gathered(value, pp))
+            total = self._combined(torch.stack([total, value]))
         further = [group for group in given if group.ranks not in known]
         for group in further:
-            values = self._gathered(total, group)
-            self.wrong[1] += (values == values[0]).all() & (values[0] > 0)
-            total = self._combined(values)
+            gathered = self._gathered(total, group)
+            self.wrong[1] += (gathered == gathered[0]).all() & (gathered[0] > 0)
+            total = self._combined(gathered)
         if splitting or on_stages or further:
             self._raise(total)
-        return total if math.isinf(self.norm_type) else total.pow(1 / self.norm_type)
-
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.device)
+        return total if self.is_largest else total.pow(1 / self.norm_type)
 
     def _share(self, members: Iterable[_Gradient]) -> Tensor:
         runs = [run for member in members for run in member.runs()]
@@ -270,10 +245,7 @@ class _Norm:
         return everyone[:, 0]
 
     def _combined(self, values: Tensor) -> Tensor:
-        return values.amax() if math.isinf(self.norm_type) else values.sum()
-
-    def _plus(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.maximum(a, b) if math.isinf(self.norm_type) else a + b
+        return values.amax() if self.is_largest else values.sum()
 
     def _copy(self, values: Tensor) -> Tensor:
         """Returns the first rank's value, of copies; not finite if any of them is not."""
@@ -283,7 +255,7 @@ class _Norm:
         return torch.where(high.isfinite(), values[0], high)
 
     def _raise(self, total: Tensor) -> None:
-        noise = NOISE if math.isinf(self.norm_type) else NOISE**self.norm_type
+        noise = NOISE if self.is_largest else NOISE**self.norm_type
         differ, equal = torch.stack((self.wrong[0] > noise * total, self.wrong[1] > 0)).tolist()
         if differ:
             raise UserError(
