@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group, mesh_of_group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data_parallel.buckets import segment_kind
+from parallel3d.data_parallel.engine import segment_kind
 from parallel3d.device import accelerator
 from parallel3d.parameters.sharding import (
     Initializer,

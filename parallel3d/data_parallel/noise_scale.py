@@ -20,8 +20,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data_parallel.buckets import Bucket
-from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.data_parallel.engine import Bucket, BucketedDataParallel
 from parallel3d.optim import sum_of_powers
 from parallel3d.parameters.sharding import ParameterSpec, Segment, spec_of, state_of
 

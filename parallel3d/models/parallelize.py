@@ -9,9 +9,8 @@ from torch import nn
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
-from parallel3d.data_parallel.buckets import current_values
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
-from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
+from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel, current_values
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.transformer import Stage

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.data_parallel import buckets as buckets_module
-from parallel3d.data_parallel.buckets import Sharding, build_buckets
-from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.data_parallel import engine as engines
+from parallel3d.data_parallel.engine import BucketedDataParallel, Sharding, build_buckets
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.estimate.buckets import MIB, assign
 from parallel3d.parameters.sharding import ParameterSpec, spec_of, state_of
@@ -47,7 +46,7 @@ def test_the_cap_is_that_of_the_parameters_device() -> None:
         return len(build_buckets(on_meta, None, torch.float32))
 
     assert buckets() == 9  # of 32 MiB each
-    with patch.object(buckets_module, "is_accelerator", lambda device: True):
+    with patch.object(engines, "is_accelerator", lambda device: True):
         assert buckets() == 3
 
 

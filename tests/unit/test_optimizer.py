@@ -12,8 +12,7 @@ import torch
 from parallel3d import optim as optimizer_module
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, OptimConfig
-from parallel3d.data_parallel import buckets
-from parallel3d.data_parallel.buckets import build_buckets
+from parallel3d.data_parallel.engine import build_buckets
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer
@@ -140,7 +139,7 @@ def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
     assert sum(p.numel() for p in stage.parameters()) > 1.1e9
     with (
         on_an_accelerator(),
-        patch.object(buckets, "is_accelerator", lambda device: True),
+        patch.object(engine, "is_accelerator", lambda device: True),
         patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as norms,
     ):
         made = build_buckets(list(stage.named_parameters()), None, torch.bfloat16)
