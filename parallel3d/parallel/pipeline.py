@@ -17,9 +17,9 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, check_agreement
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
 from parallel3d.data_parallel.averager import GradientAverager
+from parallel3d.data_parallel.transport import broadcast_all
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parallel.replicated import start_equal
 from parallel3d.parallel.split_backward import SplitBackward
 from parallel3d.parameters.sharding import state_of
 from parallel3d.pipeline.executor import Executor, StageFailure
@@ -118,7 +118,9 @@ class Pipeline(nn.Module):
                 "gradients already; give no dp, or modules without fully_shard"
             )
         self._mark()
-        start_equal(self, self.dp)
+        if self.dp.size > 1:  # every replica starts from the first one's values
+            values = [*(p.detach() for p in self.parameters()), *self.buffers()]
+            broadcast_all(values, 0, self.dp)
         self.averager: GradientAverager | None = None  # over dp; from the first step on
 
     def _mark(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps replicas equal: first values, and parameters that all tensor-parallel ranks hold."""
+"""Keeps parameters equal that all tensor-parallel ranks hold."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group, GroupLike, group_of
-from parallel3d.data_parallel.transport import broadcast_all
 from parallel3d.errors import UserError
 from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
-
-
-def start_equal(module: nn.Module, dp: Group) -> None:
-    """Broadcasts parameters and buffers of the group's first rank; collective."""
-    tensors = [p.detach() for p in module.parameters()] + list(module.buffers())
-    if dp.size > 1 and tensors:
-        broadcast_all(tensors, 0, dp)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from parallel3d import optim as optimizer_module
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, OptimConfig
+from parallel3d.data_parallel import engine
 from parallel3d.data_parallel.engine import build_buckets
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
