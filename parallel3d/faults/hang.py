@@ -133,7 +133,7 @@ def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
 
 def of_host(log: OperationLog) -> tuple[Queued, ...]:
     """Returns the newest operations that the host has begun; it waits for one of them at most."""
-    waiting = log.awaited()
+    waiting = log.waiting
     return tuple(Queued(operation, operation != waiting) for operation in log.latest(20))
 
 
