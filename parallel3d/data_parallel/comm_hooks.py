@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import Group
-from parallel3d.data_parallel.reducer import CommHook, GradBucket, Pending
+from parallel3d.data_parallel.reducer import CommHook, GradBucket
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.estimate.buckets import compressed_rank, padded_numel
@@ -34,12 +34,12 @@ class SideStream:
         self.hook = hook
         self.stream: Any = None
 
-    def __call__(self, group: Group, bucket: GradBucket) -> Pending:
+    def __call__(self, group: Group, bucket: GradBucket) -> Work:
         if is_on_accelerator(bucket.buffer()):
             return self.run(bucket.buffer(), lambda: self.hook(group, bucket))
         return self.hook(group, bucket)
 
-    def run(self, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
+    def run(self, tensor: Tensor, start: Callable[[], Work]) -> Work:
         """Queues `start()` and the wait for its handle, after the current stream."""
         module = accelerator.module(tensor.device)
         if self.stream is None:
@@ -55,7 +55,7 @@ class SideStream:
 class _Queued:
     tensor: Tensor
     done: Any
-    kept: Pending | None
+    kept: Work | None
 
     def wait(self) -> None:
         """Makes the current stream wait for the sum; the host does not wait."""

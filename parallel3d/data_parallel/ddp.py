@@ -164,7 +164,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _reset_state(self) -> None:
         """Sets up the state of this process; not collective."""
         named = left(self.module.named_parameters(), self.parameters_to_ignore)
-        self.frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self.frozen = [p for _, p in named if not p.requires_grad]
         self._trained = [name for name, p in named if p.requires_grad]
         self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
         self.contents = Contents(self.module)
@@ -207,12 +207,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             averager.running = False  # the last backward raised
         if not averager.began:
             check_optimizers(list(zip(averager.names, averager.parameters, strict=True)))
-        for name, parameter in self.frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name} was frozen when the module was wrapped and requires a gradient now; "
-                    "wrap the module again"
-                )
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._check_contents()
         joining = self._join_config.enable
@@ -229,15 +223,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _check_contents(self) -> None:
         # Dynamo would trace the comparison and guard its result.
-        if torch.compiler.is_compiling() or not self.contents.changed():
+        if torch.compiler.is_compiling():
+            return
+        if not self.contents.changed() and not any(p.requires_grad for p in self.frozen):
             return
         for name, parameter in left(self.module.named_parameters(), self.parameters_to_ignore):
             # `functional_call` puts plain tensors there for one forward.
             trained = isinstance(parameter, nn.Parameter) and parameter.requires_grad
             if trained and parameter not in self.numbers:
                 raise RuntimeError(
-                    f"{name} was added or replaced after the module was wrapped, so its gradient "
-                    "would be this rank's alone; wrap the module again"
+                    f"{name} was frozen when the module was wrapped, or was added or replaced "
+                    "since, so its gradient would be this rank's alone; wrap the module again"
                 )
 
     def _after_forward(self, averager: GradientAverager, output: Any) -> None:
@@ -485,16 +481,12 @@ def _warn_of_deprecated(
     """Warns where PyTorch's class does, of arguments that it is going to lose."""
     if check_reduction:
         warnings.warn("check_reduction is deprecated and ignored", FutureWarning, stacklevel=3)
-    if broadcast_buffers is None:
-        return
-    if forward_sync_buffers is None:
-        sentence = (
-            "broadcast_buffers is deprecated; forward_sync_buffers takes its place, but does not "
-            "keep the first synchronisation from sending buffers, as broadcast_buffers=False does"
-        )
-    else:
-        sentence = "broadcast_buffers is deprecated: forward_sync_buffers decides"
-    warnings.warn(sentence, FutureWarning, stacklevel=3)
+    if broadcast_buffers is not None:
+        sentence = "forward_sync_buffers takes its place, but the first synchronisation sends all"
+        if forward_sync_buffers is not None:
+            sentence = "forward_sync_buffers decides"
+        sentence = f"broadcast_buffers is deprecated: {sentence}"
+        warnings.warn(sentence, FutureWarning, stacklevel=3)
 
 
 def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:

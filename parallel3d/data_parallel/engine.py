@@ -19,7 +19,6 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.data_parallel.reducer import (
     CommHook,
     GradBucket,
-    Pending,
     Reducer,
     all_reduce,
     reduce_scatter,
@@ -237,7 +236,7 @@ class BucketedDataParallel:
         self.tied = list(tied)
         self.make_hook = make_hook or (lambda: reduce_scatter if self.sharded else all_reduce)
         self.gathering: dict[int, Work] = {}
-        self.works: list[Pending] = []
+        self.works: list[Work] = []
         self.running = False
         self.observer: GradientObserver | None = None
         self.step_timer = dp.timer or StepTimer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -116,18 +116,10 @@ class GradBucket:
         return views_of(self._buffer, self._parameters)
 
 
-class Pending(Protocol):
-    """The handle that a communication hook returns: a `torch.futures.Future`, for one.
-
-    `wait` returns the reduced gradients, or None if they are in the bucket's buffer.
-    """
-
-    def wait(self) -> Any: ...
-
-
-CommHook = Callable[[Any, GradBucket], Pending]
+CommHook = Callable[[Any, GradBucket], Work]
 """Starts the reduction of a bucket; the first argument is its state, for hooks of this package the
-group. Hooks of this package sum in place."""
+group. The handle (a `torch.futures.Future`, for one) waits for the reduced gradients, and returns
+them unless they are in the bucket's buffer, as those of this package are."""
 
 
 def all_reduce(group: Group, bucket: GradBucket) -> Work:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Work
 from parallel3d.comm.exchange import messages
 from parallel3d.comm.group import EXTERNAL, Group
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
-from parallel3d.data_parallel.reducer import CommHook, GradBucket, Pending, all_reduce
+from parallel3d.data_parallel.reducer import CommHook, GradBucket, all_reduce
 from parallel3d.device.accelerator import is_accelerator
 
 DEFAULT_TIMEOUT_S = 1800.0  # of torch.distributed
@@ -139,42 +139,17 @@ class BufferSync:
 
 
 # Sums of buckets
-
-
-class Transport(Protocol):
-    """Sums several buffers over a group; every rank starts them in the same order.
-
-    Buffers collect a rank's gradients and are started when they are full. `finish` yields the sums
-    of all buffers in order. Flags for the reducer are summed too, behind the last buffer.
-
-    Attributes:
-        buffers: this rank's, to be filled.
-        flags: to be written before the last start, and summed.
-        summed_flags: after `finish`.
-        fault: an error on this rank, as a sentence.
-        adds: `finish` yields the terms to add to this rank's buffers, not the sums.
-    """
-
-    adds: bool
-    buffers: list[Tensor]
-    flags: Tensor
-    summed_flags: Tensor
-    fault: str | None
-
-    def before(self) -> None:
-        """Waits until this rank's buffers may be written."""
-
-    def start(self, index: int) -> None:
-        """Sends a buffer, which is full."""
-
-    def finish(self) -> Iterator[Tensor]:
-        """Yields the sums, in order, after all buffers have been started."""
-
-    def release(self) -> None:
-        """Lets the buffers of `finish` be written again."""
-
-    def close(self) -> None:
-        """Frees shared memory."""
+#
+# A transport sums several buffers over a group, which every rank starts in the same order. It has
+#
+# buffers        this rank's, to be filled with gradients and started when they are full
+# flags          for the reducer, summed too: to be written before the last start
+# summed_flags   after `finish`
+# fault          an error on this rank, as a sentence
+# adds           `finish` yields the terms to add to this rank's buffers, not the sums
+#
+# and is used in the order `before` (the buffers may be written), `start` of each, `finish` (yields
+# the sums in order), `release` (what `finish` yielded may be written again).
 
 
 class BackendTransport:
@@ -212,7 +187,7 @@ class BackendTransport:
             self.buffers.append(whole[:numel])
         self.flags = whole[numel:] if hook is None else torch.zeros(flags, device=like.device)
         self.summed_flags = self.flags
-        self.pending: list[Pending] = []
+        self.pending: list[Work] = []
         self.fault: str | None = None
 
     def before(self) -> None:
@@ -385,6 +360,9 @@ def _part(whole: Tensor, count: int, index: int) -> slice:
     lines = -(-numel // line)
     first, last = lines * index // count, lines * (index + 1) // count
     return slice(min(numel, first * line), min(numel, last * line))
+
+
+Transport = BackendTransport | SharedTransport
 
 
 def open_transport(

@@ -328,8 +328,8 @@ SENTENCES = {
     "late hook": "before the first backward",
     "assign": "load the weights before wrapping",
     "thawed": "0.weight was frozen when the module was wrapped",
-    "added": "0.adapter.weight was added or replaced after the module was wrapped",
-    "replaced": "0.weight was added or replaced after the module was wrapped",
+    "added": "0.adapter.weight was frozen when the module was wrapped, or was added or replaced",
+    "replaced": "0.weight was frozen when the module was wrapped, or was added or replaced",
 }
 
 
