@@ -174,9 +174,9 @@ class StepTimer:
         self.running = False
         self.ranges: Ranges | None = None
         self._stack: list[str] = []
-        self._first: list[dict[str, float]] = []
-        self._sum = dict.fromkeys(KINDS, 0.0)
-        self._steps = 0
+        self._steps = 0  # of which `_sums` are, without those of the warm-up once there are others
+        self._sums = dict.fromkeys(KINDS, 0.0)
+        self._is_warm = False
 
     def start_step(self) -> None:
         self._stack = [BASE]
@@ -193,12 +193,11 @@ class StepTimer:
     def _take(self, wait: bool) -> None:
         for spent in self.times.finished(wait):
             self.last = spent
-            if len(self._first) < WARMUP_STEPS:
-                self._first.append(spent)
-                continue
+            if self._steps == WARMUP_STEPS and not self._is_warm:
+                self._is_warm, self._steps, self._sums = True, 0, dict.fromkeys(KINDS, 0.0)
             self._steps += 1
             for kind, seconds in spent.items():
-                self._sum[kind] += seconds
+                self._sums[kind] += seconds
 
     def push(self, kind: str, name: str | None = None) -> None:
         """Begins `kind`, until the matching `pop`; a profile shows it as `name` if given."""
@@ -234,7 +233,4 @@ class StepTimer:
         """Returns mean seconds a step by kind, without warm-up if possible; synchronises."""
         if isinstance(self.times, DeviceTimes):
             self._take(wait=True)
-        if self._steps:
-            return {kind: self._sum[kind] / self._steps for kind in KINDS}
-        count = max(1, len(self._first))
-        return {kind: sum(step[kind] for step in self._first) / count for kind in KINDS}
+        return {kind: seconds / max(1, self._steps) for kind, seconds in self._sums.items()}
