@@ -41,6 +41,14 @@ def backend_of(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
+def device_of_world() -> torch.device:
+    """Returns the current accelerator if the world's backend is for it, else the CPU."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not dist.is_initialized() or dist.get_backend() != backend_of(kind):
+        return torch.device("cpu")
+    return current(kind)
+
+
 def make_current(device: torch.device) -> None:
     """Makes `device` the thread's current one; no-op on a CPU. ValueError without an index."""
     if is_accelerator(device):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
-from parallel3d.device.accelerator import backend_of
+from parallel3d.device.accelerator import device_of_world
 from parallel3d.errors import UserError
 from parallel3d.optim import norm_share
 from parallel3d.parameters.sharding import ParameterState, state_of
@@ -71,7 +71,8 @@ def clip_grad_norm_(
     given = groups if isinstance(groups, (list, tuple)) else (groups,)
     further = [g for g in dict.fromkeys(map(group_of, given)) if g.size > 1]
     gradients = [_Gradient.of(p) for p in _distinct(parameters, bool(further))]
-    total = _Norm(float(norm_type), _device(gradients)).of(gradients, further)
+    device = gradients[0].device if gradients else device_of_world()
+    total = _Norm(float(norm_type), device).of(gradients, further)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
@@ -113,15 +114,6 @@ def _distinct(parameters: Tensor | Iterable[Tensor], has_groups: bool) -> list[T
                 "embedding sparse=False instead"
             )
     return list(dict.fromkeys(listed))
-
-
-def _device(gradients: Sequence[_Gradient]) -> torch.device:
-    """Returns where norms are added up: beside the gradients, or on the world's device."""
-    if gradients:
-        return gradients[0].device
-    kind = torch.accelerator.current_accelerator()
-    backend = dist.get_backend() if dist.is_initialized() else ""
-    return torch.device("cpu") if kind is None or backend != backend_of(kind) else kind
 
 
 @dataclass

@@ -18,7 +18,7 @@ from parallel3d.comm.exchange import check_agreement
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import renamed_value
 from parallel3d.config.schema import Config, LaunchConfig
-from parallel3d.device.accelerator import backend_of, current, is_accelerator, make_current
+from parallel3d.device.accelerator import backend_of, device_of_world, is_accelerator, make_current
 from parallel3d.errors import UserError, closest
 from parallel3d.host.devices import SIMULATED, choose_device, device_of_rank
 from parallel3d.run.failure import leave
@@ -91,14 +91,6 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
         device_id=device if is_accelerator(device) else None,
     )
     return device
-
-
-def device_of_world() -> torch.device:
-    """Returns the current accelerator if the world's backend is for it, else the CPU."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or dist.get_backend() != backend_of(kind):
-        return torch.device("cpu")
-    return current(kind)
 
 
 def _agreed_layout(sizes: dict[str, int | None], order: str, device: torch.device) -> Layout:

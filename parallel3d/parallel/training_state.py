@@ -34,10 +34,10 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.storage import DTYPES, read_state, stored_shapes, write_state
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
+from parallel3d.device.accelerator import device_of_world
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder
 from parallel3d.metrics.provenance import versions
-from parallel3d.parallel.groups import device_of_world
 from parallel3d.parallel.state_dicts import sharded_state_dict
 from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel.dtensors import dtensor_of

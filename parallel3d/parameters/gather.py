@@ -87,11 +87,8 @@ def _gather(
 
 
 def _shard_spec(values: Sequence[Any]) -> ShardSpec:
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in zip(FIELDS, values, strict=True)
-    }
-    return ShardSpec(**given)
+    given: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
+    return ShardSpec(*given)
 
 
 def _dtype(name: str) -> torch.dtype:
