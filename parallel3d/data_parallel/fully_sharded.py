@@ -120,10 +120,8 @@ class FullyShardedDataParallel:
             grad = self.gradients[offset : offset + flat.numel()]
             offset += flat.numel()
             self._keep_gradient(name, parameter, grad)
-            if flat.numel():  # with fewer rows than ranks some shards are empty
-                rows, *row = whole[name]
-                start = first_row(rows, shards.size, shards.index) * math.prod(row)
-                part = SegmentPart(name, specs[name], start, flat.numel())
+            part = self._part(name, shards.index)
+            if part.numel:  # with fewer rows than ranks some shards are empty
                 self.segments.append(Segment(flat, grad, flat, *segment_kind(parameter), [part]))
 
     def _keep_gradient(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
@@ -143,14 +141,14 @@ class FullyShardedDataParallel:
 
     def parts_of(self, index: int) -> list[SegmentPart]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
-        found = []
-        for name, (rows, *row) in self.whole.items():
-            at, width = index % self.shards.size, math.prod(row)
-            first, end = (first_row(rows, self.shards.size, i) * width for i in (at, at + 1))
-            if first < end:
-                spec = spec_of(self.parameters[name])
-                found.append(SegmentPart(name, spec, first, end - first))
-        return found
+        parts = (self._part(name, index % self.shards.size) for name in self.whole)
+        return [part for part in parts if part.numel]
+
+    def _part(self, name: str, shard: int) -> SegmentPart:
+        rows, *row = self.whole[name]
+        first, end = (first_row(rows, self.shards.size, i) for i in (shard, shard + 1))
+        width, spec = math.prod(row), spec_of(self.parameters[name])
+        return SegmentPart(name, spec, first * width, (end - first) * width)
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
         """Returns what the pipeline calls for these stages: through the root where that is none."""
