@@ -27,7 +27,7 @@ def optimizer_of(rows: int, columns: int, **keys: object) -> Optimizer:
     spec = ParameterSpec(shape, (ShardSpec("w", shape, (0, 0), shape),), replicated=False)
     flat = torch.randn(rows * columns)
     part = SegmentPart("w", spec, 0, flat.numel())
-    segment = Segment(flat, torch.randn_like(flat), flat, True, False, False, [part])
+    segment = Segment(flat, torch.randn_like(flat), flat, [part])
     return Optimizer(OptimConfig(clip_grad=0.0, **keys), [segment], SINGLE)
 
 

@@ -104,7 +104,7 @@ class Optimizer:
             by_shape = _split(some, is_hidden_shard) if muon is not None else {False: some}
             hidden, rest = by_shape.get(True, []), by_shape.get(False, [])
             kinds = [(True, optim.weight_decay), (False, 0.0)]
-            alike = [([s for s in rest if s.decays is d], decay, names) for d, decay in kinds]
+            alike = [([s for s in rest if s.spec.decays is d], decay, names) for d, decay in kinds]
             alike.append((hidden, optim.weight_decay, ("momentum",)))
             self.groups += [FlatGroup.of(*each, dtype, treated) for each in alike if each[0]]
         self.trained = [group for group in self.groups if not group.frozen]
@@ -175,7 +175,7 @@ class Optimizer:
             for piece in self.pieces[id(segment)]:
                 here = slice(piece.start, piece.end)
                 master = segment.master[here]
-                inside = replace(segment, master=master, grad=segment.grad[here], parts=[])
+                inside = replace(segment, master=master, grad=segment.grad[here])
                 wide = {name: [s[here].to(master.dtype)] for name, s in stored.items()}
                 yield replace(group, segments=[inside], state=wide, steps=[group.steps[i]])
                 bits = piece.random_bits(self.updates)
@@ -333,7 +333,8 @@ def sum_of_powers(grads: list[Tensor], device: torch.device, norm_type: float = 
 
 def counts_in_norm(segment: Segment, tp: Group) -> bool:
     """Whether this rank counts a segment: every sharded one, a replicated one on tp rank 0."""
-    return not segment.tied_lm_head and (not segment.replicated or tp.index == 0)
+    spec = segment.spec
+    return not spec.tied_lm_head and (not spec.replicated or tp.index == 0)
 
 
 @torch.no_grad()
@@ -343,7 +344,7 @@ def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
     Norms, biases after row-parallel layers and position embeddings have seen this rank's tokens
     alone (Korthikanti et al. 2022 §4.2.2). One all-reduce for all of them.
     """
-    partial = [s.grad for s in segments if s.replicated]
+    partial = [s.grad for s in segments if s.spec.replicated]
     if tp.size == 1 or not partial:
         return
     flat = collectives.all_reduce(torch.cat(partial), tp)

@@ -131,7 +131,7 @@ def _build(
             if dtype != wide:
                 master = torch.empty(last - first, dtype=wide, device=device)
             parts = _parts(alike, offset, first, last)
-            segment = Segment(flat[first:last], grad[first:last], master, *kind, parts)
+            segment = Segment(flat[first:last], grad[first:last], master, parts)
             bucket.segments.append(segment)
         bucket.params |= alike
         for p in alike.values():

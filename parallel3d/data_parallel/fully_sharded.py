@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group, mesh_of_group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data_parallel.engine import segment_kind
 from parallel3d.device import accelerator
 from parallel3d.parameters.sharding import (
     Initializer,
@@ -122,7 +121,7 @@ class FullyShardedDataParallel:
             self._keep_gradient(name, parameter, grad)
             part = self._part(name, shards.index)
             if part.numel:  # with fewer rows than ranks some shards are empty
-                self.segments.append(Segment(flat, grad, flat, *segment_kind(parameter), [part]))
+                self.segments.append(Segment(flat, grad, flat, [part]))
 
     def _keep_gradient(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
         """Makes `parameter.grad`, to which FSDP2 adds reduced gradients, a view of the buffer."""

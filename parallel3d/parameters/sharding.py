@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -339,23 +339,24 @@ class Segment:
     Attributes:
         param: flat, in the compute type; grad: flat, fp32 or better.
         master: flat tensor that the optimizer steps: `param` itself if that is fp32 or better.
-        decays, replicated, tied_lm_head: see `ParameterSpec`.
     """
 
     param: Tensor
     grad: Tensor
     master: Tensor
-    decays: bool
-    replicated: bool
-    tied_lm_head: bool
-    parts: list[SegmentPart] = field(default_factory=list)
+    parts: list[SegmentPart]
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """The spec of its first parameter: all decay, and are replicated and tied, alike."""
+        return self.parts[0].spec
 
     def split(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
         """Yields the segment in runs of one kind, as views; whole if there is one kind alone."""
         pieces = [pair for part in self.parts for pair in part.split(kind_of)]
         runs = [(kind, [part for _, part in run]) for kind, run in groupby(pieces, itemgetter(0))]
-        if len(runs) < 2:
-            yield runs[0][0] if runs else kind_of(NO_SHARD), self
+        if len(runs) == 1:
+            yield runs[0][0], self
             return
         first = 0
         for kind, parts in runs:

@@ -83,7 +83,7 @@ def tied_weight_counted_twice() -> Iterator[None]:
     """The last stage's copy of the table enters the gradient norm too."""
 
     def counts_in_norm(segment: Any, tp: Any) -> bool:
-        return not segment.replicated or tp.index == 0
+        return not segment.spec.replicated or tp.index == 0
 
     with patch.object(parallel3d.optim, "counts_in_norm", counts_in_norm):
         yield

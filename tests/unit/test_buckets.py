@@ -78,7 +78,7 @@ def test_buckets_are_in_reverse_forward_order_and_hold_every_value() -> None:
 
 def test_segments_separate_what_is_treated_differently() -> None:
     (bucket,) = build_buckets(named(), 1.0, torch.float64)
-    kinds = [(s.decays, s.replicated, s.param.numel()) for s in bucket.segments]
+    kinds = [(s.spec.decays, s.spec.replicated, s.param.numel()) for s in bucket.segments]
     assert sorted(kinds) == [(False, True, 8), (True, False, 64)]
     assert bucket.grad.dtype == torch.float64
     assert sum(s.grad.numel() for s in bucket.segments) == bucket.grad.numel()

@@ -71,7 +71,7 @@ def test_a_step_is_that_of_the_dense_oracle() -> None:
         SegmentPart("qk", ParameterSpec((9, 4), (first, second), True), 0, 36),
     ]
     param, grad = torch.randn(56, dtype=torch.float64), torch.randn(56, dtype=torch.float64)
-    segment = Segment(param, grad, param, True, True, False, parts)
+    segment = Segment(param, grad, param, parts)
     optim = OptimConfig(name="muon", momentum=0.9, weight_decay=0.1, clip_grad=0.0)
     muon = Muon([parts], optim.muon_scale, torch.float64, SINGLE, SINGLE, grad.device)
     before, given = param.clone(), grad.clone()

@@ -32,8 +32,8 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
     torch.manual_seed(0)
     params, grads = [torch.randn(100), torch.randn(50)], [torch.zeros(100), torch.zeros(50)]
     segments = [
-        Segment(param, grad, param, decays, replicated=True, tied_lm_head=False)
-        for param, grad, decays in zip(params, grads, (True, False), strict=True)
+        Segment(param, grad, param, [SegmentPart("p", ParameterSpec(shape, (), True), 0, shape[0])])
+        for param, grad, shape in zip(params, grads, ((100, 1), (50,)), strict=True)
     ]
     optim = OptimConfig(name=name, momentum=momentum, clip_grad=0.0, weight_decay=0.1)
     ours = Optimizer(optim, segments, SINGLE)
@@ -62,7 +62,7 @@ def test_a_stage_that_is_frozen_wholly_keeps_its_bits_and_has_no_norm(name: str)
     spec = ParameterSpec((4, 5), (shard,), replicated=False)
     param, grad = torch.randn(20), torch.randn(20)
     before, parts = param.clone(), [SegmentPart("up", spec, 0, 20)]
-    segment = Segment(param, grad, param, True, False, False, parts)
+    segment = Segment(param, grad, param, parts)
     optim = OptimConfig(name=name, weight_decay=0.5, clip_grad=0.1, freeze=["layers.0.*"])
     optimizer = Optimizer(optim, [segment], SINGLE)
     assert optimizer.squared_norm() == 0
@@ -84,9 +84,9 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
 
 
 def one_segment(grad: torch.Tensor, **changes: object) -> tuple[torch.Tensor, Optimizer]:
-    param, spec = torch.ones_like(grad), ParameterSpec(tuple(grad.shape), (), replicated=True)
+    param, spec = torch.ones_like(grad), ParameterSpec((grad.numel(), 1), (), replicated=True)
     parts = [SegmentPart("p", spec, 0, grad.numel())]
-    segment = Segment(param, grad, param, True, True, tied_lm_head=False, parts=parts)
+    segment = Segment(param, grad, param, parts)
     return param, Optimizer(OptimConfig(**changes), [segment], SINGLE)
 
 

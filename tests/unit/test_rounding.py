@@ -26,7 +26,7 @@ def matrix(rows: int, width: int, start: tuple[int, int], name: str = "w") -> Pa
 
 def segment_of(*parts: SegmentPart, dtype: torch.dtype = torch.float32) -> Segment:
     flat = torch.zeros(sum(p.numel for p in parts), dtype=dtype)
-    return Segment(flat, flat.clone(), flat, True, False, False, list(parts))
+    return Segment(flat, flat.clone(), flat, list(parts))
 
 
 def bits_of(segment: Segment, seed: int, update: int) -> torch.Tensor:
