@@ -23,6 +23,7 @@ from parallel3d.parameters.sharding import (
     Segment,
     SegmentPart,
     ShardSpec,
+    tp_replicas_of,
 )
 from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
@@ -410,12 +411,11 @@ def parameter_slices(
             values |= {name: moments[i] for name, moments in group.state.items()}
             offset = 0
             for part in segment.parts:
-                for tp_replicas, first, end in part.spec.runs(part.start, part.numel):
-                    views = {k: v[offset + first : offset + end] for k, v in values.items()}
-                    replica = _replica(part.spec, tp_replicas, groups, replicas, tied)
-                    start = part.start + first
-                    found.append(ParameterSlice(part.name, part.spec, start, views, replica))
-                offset += part.numel
+                for tp_replicas, run in part.split(tp_replicas_of):
+                    views = {k: v[offset : offset + run.numel] for k, v in values.items()}
+                    replica = _replica(run.spec, tp_replicas, groups, replicas, tied)
+                    found.append(ParameterSlice(run.name, run.spec, run.start, views, replica))
+                    offset += run.numel
     return found
 
 
