@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from parallel3d.data_parallel.ddp import DistributedDataParallel
     from parallel3d.errors import UserError
     from parallel3d.parallel.context_parallel import SplitSequences, context_parallel_attention
-    from parallel3d.parallel.grad_norm import clip_grad_norm_
+    from parallel3d.parallel.gradients import (
+        check_replicated,
+        clip_grad_norm_,
+        sum_gradients_over,
+    )
     from parallel3d.parallel.groups import init
     from parallel3d.parallel.pipeline import Pipeline
-    from parallel3d.parallel.replicated import check_replicated, sum_gradients_over
     from parallel3d.parallel.state_dicts import full_state_dict, sharded_state_dict
     from parallel3d.parallel.training_state import load, save
     from parallel3d.run.launch import Worker
@@ -79,8 +82,8 @@ _HOME = {
     "VocabParallelEmbedding": "parallel3d.tensor_parallel.embedding",
     "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.config.checks.whole",
-    "check_replicated": "parallel3d.parallel.replicated",
-    "clip_grad_norm_": "parallel3d.parallel.grad_norm",
+    "check_replicated": "parallel3d.parallel.gradients",
+    "clip_grad_norm_": "parallel3d.parallel.gradients",
     "compose": "parallel3d.config.overrides",
     "context_parallel_attention": "parallel3d.parallel.context_parallel",
     "full_state_dict": "parallel3d.parallel.state_dicts",
@@ -89,7 +92,7 @@ _HOME = {
     "open_corpus": "parallel3d.data.corpus",
     "save": "parallel3d.parallel.training_state",
     "sharded_state_dict": "parallel3d.parallel.state_dicts",
-    "sum_gradients_over": "parallel3d.parallel.replicated",
+    "sum_gradients_over": "parallel3d.parallel.gradients",
     "verify": "parallel3d.commands.verify",
 }
 
