@@ -12,7 +12,7 @@ gradient after the first micro-batch), and of the reduced one: no further forwar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.engine import Bucket, BucketedDataParallel
 from parallel3d.optim import sum_of_powers
-from parallel3d.parameters.sharding import ParameterSpec, Segment, spec_of, state_of
+from parallel3d.parameters.sharding import ParameterSpec, spec_of, state_of
 
 HEAD_TABLE = "head.table"  # of an output head that is not tied
 KEEP = 0.98  # decay of the running means per step: they average over about 50 steps
@@ -79,8 +79,12 @@ class PartialNorms:
         """Returns this rank's shares of both squared norms, after the reduction: (2,), float64."""
         whole = torch.zeros_like(self.part)
         if self.engine.replicas[0] == 0:  # only the first of equal replicas contributes
-            views = [grad for s in self.engine.segments for grad in self._counted_of(s)]
-            whole = sum_of_powers(views, whole.device)
+            counted = []
+            for segment in self.engine.segments:
+                grads = segment.grad.split([part.numel for part in segment.parts])
+                for part, grad in zip(segment.parts, grads, strict=True):
+                    counted += self._counted(part.name, part.spec, part.start, grad)
+            whole = sum_of_powers(counted, whole.device)
         return torch.stack((self.part, whole))
 
     def _squares_of(self, name: str) -> Tensor:
@@ -92,26 +96,18 @@ class PartialNorms:
             grad = collectives.all_reduce(grad.clone(), self.cp)
             if self.cp.index > 0:
                 return self.part.new_zeros(())
-        views = [grad[run] for run in self._runs(name, spec_of(parameter), 0, grad.numel())]
-        return sum_of_powers(views, self.part.device)
+        return sum_of_powers(self._counted(name, spec_of(parameter), 0, grad), self.part.device)
 
-    def _counted_of(self, segment: Segment) -> Iterator[Tensor]:
-        offset = 0
-        for name, spec, start, numel in segment.parts:
-            for run in self._runs(name, spec, start, numel):
-                yield segment.grad[offset + run.start : offset + run.stop]
-            offset += numel
-
-    def _runs(self, name: str, spec: ParameterSpec, start: int, numel: int) -> Iterator[slice]:
+    def _counted(self, name: str, spec: ParameterSpec, start: int, grad: Tensor) -> list[Tensor]:
+        """Returns what counts of a parameter's flat gradient from element `start` on."""
         if spec.tied_lm_head or name == self.tied:
-            return
+            return []
         if spec.replicated and (self.sp or self.tp.index > 0):
-            return
+            return []
         if not self.by_replicas and (spec.uses > 1 or name == HEAD_TABLE):
-            return
-        for tp_replicas, first, end in spec.runs(start, numel):
-            if tp_replicas == 1:
-                yield slice(first, end)
+            return []
+        runs = spec.runs(start, grad.numel())
+        return [grad[first:end] for tp_replicas, first, end in runs if tp_replicas == 1]
 
 
 class NoiseScale:
