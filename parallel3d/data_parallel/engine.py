@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
-from parallel3d.comm.group import Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.data_parallel.reducer import (
@@ -52,19 +52,7 @@ class Bucket:
     own: slice
     segments: list[Segment] = field(default_factory=list)
 
-    def parts_of(self, index: int, sharding: Sharding) -> list[SegmentPart]:
-        """Returns what rank `index` of the sharding's ranks steps, in the order of its segments."""
-        shard = self.param.numel() // sharding.shards
-        first = shard * index if sharding.shards > 1 else 0
-        return _parts(self.params, 0, first, first + shard)
 
-
-class Sharding(NamedTuple):
-    shards: int
-    shard: int
-
-
-UNSHARDED = Sharding(1, 0)
 InitFn = Callable[[nn.Parameter], Tensor]
 
 
@@ -76,7 +64,7 @@ def build_buckets(
     parameters: list[tuple[str, nn.Parameter]],
     bucket_cap_mb: float | None,
     param_dtype: torch.dtype,
-    sharding: Sharding = UNSHARDED,
+    shards: Group = SINGLE,
     alone: Collection[str] = (),
     values: InitFn = current_values,
     first: int = 0,
@@ -87,6 +75,7 @@ def build_buckets(
     values, in fp32 or better, become the masters.
 
     Args:
+        shards: the ranks that step a part each.
         alone: names of parameters that get buckets of their own.
         first: index of the first bucket.
         values: called for one parameter at a time, so that deferred ones never exist twice.
@@ -97,7 +86,7 @@ def build_buckets(
     accelerated = bool(ready) and is_accelerator(ready[0][1].device)
     groups = assign((p.numel() * item for _, p in ready), bucket_cap_mb, apart, accelerated)
     ordered = [dict(ready[j] for j in sorted(members, reverse=True)) for members in groups]
-    return [_build(i, p, param_dtype, sharding, values) for i, p in enumerate(ordered, first)]
+    return [_build(i, p, param_dtype, shards, values) for i, p in enumerate(ordered, first)]
 
 
 def segment_kind(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
@@ -110,14 +99,14 @@ def _build(
     index: int,
     params: dict[str, nn.Parameter],
     dtype: torch.dtype,
-    sharding: Sharding,
+    shards: Group,
     values: InitFn,
 ) -> Bucket:
     device = next(iter(params.values())).device
     wide = torch.promote_types(dtype, torch.float32)
-    total = padded_numel(sum(p.numel() for p in params.values()), sharding.shards)
-    shard = total // sharding.shards
-    own = slice(shard * sharding.shard, shard * (sharding.shard + 1))
+    total = padded_numel(sum(p.numel() for p in params.values()), shards.size)
+    shard = total // shards.size
+    own = slice(shard * shards.index, shard * (shards.index + 1))
     flat = torch.zeros(total, dtype=dtype, device=device)
     grad = torch.zeros(total, dtype=wide, device=device)
     bucket = Bucket(index, {}, flat, grad, own)
@@ -228,7 +217,7 @@ class BucketedDataParallel:
         values: InitFn = current_values,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
-        self.sharding = Sharding(dp.size, dp.index) if self.sharded else UNSHARDED
+        self.shards = dp if self.sharded else SINGLE
         self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
         self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
         self.names = list(self.parameters)
@@ -249,7 +238,7 @@ class BucketedDataParallel:
         for names in reversed(chunks):  # as their gradients become ready
             named = [(name, self.parameters[name]) for name in names]
             self.buckets += build_buckets(
-                named, self.cap, self.dtype, self.sharding, self.tied, values, len(self.buckets)
+                named, self.cap, self.dtype, self.shards, self.tied, values, len(self.buckets)
             )
         self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
@@ -293,7 +282,12 @@ class BucketedDataParallel:
 
     def parts_of(self, index: int) -> list[SegmentPart]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
-        return [part for bucket in self.buckets for part in bucket.parts_of(index, self.sharding)]
+        found = []
+        for bucket in self.buckets:
+            shard = bucket.param.numel() // self.shards.size
+            first = shard * index if self.sharded else 0
+            found += _parts(bucket.params, 0, first, first + shard)
+        return found
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
         """Returns what the pipeline calls for these stages: themselves."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data_parallel import engine as engines
-from parallel3d.data_parallel.engine import BucketedDataParallel, Sharding, build_buckets
+from parallel3d.data_parallel.engine import BucketedDataParallel, build_buckets
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.estimate.buckets import MIB, assign
 from parallel3d.parameters.sharding import ParameterSpec, spec_of, state_of
@@ -84,12 +84,12 @@ def test_segments_separate_what_is_treated_differently() -> None:
     assert sum(s.grad.numel() for s in bucket.segments) == bucket.grad.numel()
 
 
-@pytest.mark.parametrize("sharding", [Sharding(1, 0), Sharding(3, 1)])
+@pytest.mark.parametrize("shards", [SINGLE, Group("dp", (0, 1, 2), 1, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, sharding: Sharding) -> None:
+def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, shards: Group) -> None:
     parameters, alive, most = named(), [], []
     given = {p: p.detach().clone() for _, p in parameters}
-    expected = build_buckets([(n, clone_of(p)) for n, p in parameters], None, dtype, sharding)
+    expected = build_buckets([(n, clone_of(p)) for n, p in parameters], None, dtype, shards)
 
     def drawn(p: nn.Parameter) -> torch.Tensor:
         most.append(sum(ref() is not None for ref in alive))
@@ -99,7 +99,7 @@ def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, sharding: 
 
     for p in given:
         p.data = torch.zeros(()).expand(p.shape)
-    found = build_buckets(parameters, None, dtype, sharding, values=drawn)
+    found = build_buckets(parameters, None, dtype, shards, values=drawn)
     assert most == [0, 0, 0], "no drawn parameter beside another"
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.param, theirs.param)
