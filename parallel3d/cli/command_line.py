@@ -6,11 +6,12 @@ at once and nothing is written.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,6 @@ import parallel3d
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
 from parallel3d.cli.continued import continued, given_by
-from parallel3d.cli.help_text import complete
 from parallel3d.cli.hydra_run import (
     OwnFolder,
     failed_elsewhere,
@@ -34,23 +34,23 @@ from parallel3d.cli.hydra_run import (
     without_alias,
 )
 from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
-from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
-from parallel3d.commands.data.command import DATA, data
-from parallel3d.commands.data.command import VERBS as DATA_VERBS
-from parallel3d.commands.evaluate.command import EVAL, eval_config
-from parallel3d.commands.generate.command import (
+from parallel3d.commands.checkpoint import command as checkpoint_command
+from parallel3d.commands.data import command as data_command
+from parallel3d.commands.from_run import (
+    EVAL,
     GENERATE,
+    config_from_run,
     run_on_checkpoint,
-    start_generate,
     take_prompt,
 )
-from parallel3d.commands.init import INIT, init
 from parallel3d.commands.init import VERBS as INIT_VERBS
+from parallel3d.commands.init import init
 from parallel3d.commands.init_from import begun_from
-from parallel3d.commands.recipes import RECIPES, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
+from parallel3d.commands.recipes import recipes
 from parallel3d.commands.report.command import KEYS as REPORT_KEYS
-from parallel3d.commands.report.command import REPORT, report
+from parallel3d.commands.report.command import report
+from parallel3d.commands.verbs import Verb
 from parallel3d.config.checks.run import check_loggers, check_precision_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
@@ -77,23 +77,31 @@ from parallel3d.run.worker import APPS, run_here, run_joined
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
-# Subcommands of this process alone: topology, schedule and plan without torch, dryrun on a device
-# that is not there.
-TOPOLOGY = "topology"
-SCHEDULE = "schedule"
-PLAN = "plan"
 TRAIN = "train"
-DRYRUN = "dryrun"
-ON_CHECKPOINTS = (GENERATE, EVAL)  # take the model from a run
-FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS, INIT: INIT_VERBS, RECIPES: RECIPES_VERBS}
+NEED_DATA = (TRAIN, "verify")
+FROM_RUNS = (GENERATE, EVAL)  # take the model from a run
+# Subcommands of this process alone, by the modules of their functions: topology, schedule and plan
+# without torch, dryrun on a device that is not there.
+ALONE = {
+    "topology": "parallel3d.topology.report",
+    "schedule": "parallel3d.commands.schedule",
+    "plan": "parallel3d.commands.plan",
+    "dryrun": "parallel3d.commands.dryrun.command",
+}
+# Subcommands that Hydra has no part in, with their verbs; report has keys of its own.
+FAMILIES: dict[str, tuple[Callable[[Sequence[str]], int], Mapping[str, Verb]]] = {
+    "checkpoint": (checkpoint_command.checkpoint, checkpoint_command.VERBS),
+    "data": (data_command.data, data_command.VERBS),
+    "init": (init, INIT_VERBS),
+    "recipes": (recipes, RECIPES_VERBS),
+    "report": (report, {"": REPORT_KEYS}),
+}
 SUBCOMMANDS = (
-    *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN, REPORT),
-    *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
+    *(*APPS, *ALONE),
+    *(f"{word} {verb}".strip() for word, (_, verbs) in FAMILIES.items() for verb in verbs),
 )
 # Subcommands of earlier versions, with the command of the repository that replaces them.
 MOVED = {"bench ddp": "python -m benchmarks.ddp_figures"}
-NEED_DATA = (TRAIN, "verify")
-COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, far from the user's terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
 
@@ -111,18 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(help_text.overview())
         elif arguments[0] in ("-V", "--version"):
             print(f"parallel3d {parallel3d.__version__}")
-        elif arguments[0] in COMPLETION_FLAGS:
-            complete(arguments, SUBCOMMANDS, {**FAMILIES, REPORT: {"": REPORT_KEYS}}, _run_hydra)
-        elif arguments[0] == CHECKPOINT:
-            return checkpoint(arguments[1:])
-        elif arguments[0] == DATA:
-            return data(arguments[1:])
-        elif arguments[0] == INIT:
-            return init(arguments[1:])
-        elif arguments[0] == RECIPES:
-            return recipes(arguments[1:])
-        elif arguments[0] == REPORT:
-            return report(arguments[1:])
+        elif arguments[0] in ("-sc", "--shell-completion"):
+            verbs = {word: verbs for word, (_, verbs) in FAMILIES.items()}
+            help_text.complete(arguments, SUBCOMMANDS, verbs, _run_hydra)
+        elif arguments[0] in FAMILIES:
+            return FAMILIES[arguments[0]][0](arguments[1:])
         elif " ".join(arguments[:2]) in SUBCOMMANDS:
             _run_hydra(" ".join(arguments[:2]), arguments[2:])
         elif arguments[0] in SUBCOMMANDS:
@@ -201,37 +202,37 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         config = typed_alternatives(config, typed)
         # Under srun every task gets here with the same configuration.
         first = place is None or place.rank == 0
-        if app not in ON_CHECKPOINTS and (app == TRAIN or config.init_from is not None):
-            check_fields(config)
-            with _time_limit(config):
-                config, line = _with_earlier(app, config, typed, place)
-        if app == TOPOLOGY:
-            from parallel3d.topology.report import topology
-
-            return topology(config, typed) if first else 0
-        if app == SCHEDULE:
-            from parallel3d.commands.schedule import schedule
-
-            return schedule(config) if first else 0
-        if app == PLAN:
-            from parallel3d.commands.plan import plan
-
-            return plan(config, typed) if first else 0
-        if app == DRYRUN:
-            from parallel3d.commands.dryrun.command import dryrun
-
-            return dryrun(config, typed) if first else 0
-        if app == EVAL:
-            config = eval_config(config, typed, place.world_size if place else None)
+        world_size = place.world_size if place else None
+        if app in FROM_RUNS:
+            if app == GENERATE and place is not None:
+                raise UserError(
+                    f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
+                )
+            if prompt is not None:
+                config = replace(config, prompt=prompt)
+            config = config_from_run(app, config, typed, world_size)
             if place is None:
                 return run_on_checkpoint(app, config)
             return run_joined(app, config, place, _checked_here(app, config, place))
-        if app == GENERATE:
-            _refuse_launched(place)
-            return start_generate(config, typed, prompt)
+        if app == TRAIN or config.init_from is not None:
+            check_fields(config)
+            with _time_limit(config):
+                config, line = _with_earlier(app, config, typed, world_size)
+        if app in ALONE:
+            function = getattr(importlib.import_module(ALONE[app]), app)
+            return function(config, typed) if first else 0
         if app in NEED_DATA:
             check_filled(config, typed, OwnFolder.path)
-        config = _checked(app, config, typed, place)
+        if app == TRAIN and config.layout == "auto":
+            # Here, because the planner would take a tenth of a second of every command's start.
+            from parallel3d.commands.best_layout import take_layout
+
+            config = take_layout(config, typed, place)
+        if app == CALIBRATE:
+            config = calibrate_config(config, typed, world_size)
+        else:
+            only_sends = app not in NEED_DATA
+            config = check_config(config, world_size, communication_only=only_sends)
         if place is None:
             return _start(app, config, line)
         config = numbered(config)
@@ -249,7 +250,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
 
 
 def _with_earlier(
-    app: str, config: Config, typed: Sequence[str], place: RankAssignment | None
+    app: str, config: Config, typed: Sequence[str], world_size: int | None
 ) -> tuple[Config, str | None]:
     """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
     a line to log of it."""
@@ -258,7 +259,6 @@ def _with_earlier(
     # A primary configuration of the user's own gives every key.
     goes_on = app == TRAIN and config.run is not None and (directory / CONFIG_FILE).is_file()
     if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
-        world_size = place.world_size if place else None
         there = config_there(named, directory)
         if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
             there = replace(there, data=replace(there.data, tokenizer=None))
@@ -266,28 +266,6 @@ def _with_earlier(
     if config.init_from is not None and not goes_on:
         return begun_from(config, given_by(typed, OwnFolder.path).__contains__)
     return config, None
-
-
-def _checked(
-    app: str, config: Config, overrides: Sequence[str], place: RankAssignment | None
-) -> Config:
-    """Returns `config` for the command `app` with open choices made. Raises UserError."""
-    world_size = place.world_size if place else None
-    if app == CALIBRATE:
-        return calibrate_config(config, overrides, world_size)
-    if app == TRAIN and config.layout == "auto":
-        # Here, because the planner would take a tenth of a second of every command's start.
-        from parallel3d.commands.best_layout import take_layout
-
-        config = take_layout(config, overrides, place)
-    return check_config(config, world_size, communication_only=app not in NEED_DATA)
-
-
-def _refuse_launched(place: RankAssignment | None) -> None:
-    if place is not None:
-        raise UserError(
-            f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
-        )
 
 
 def _start(app: str, config: Config, line: str | None) -> int:
@@ -341,7 +319,7 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
 
 def _check_data(app: str, config: Config, first: bool = True) -> None:
     """Raises UserError for bad data; the `first` rank logs warnings."""
-    if app == "train" and first:
+    if app == TRAIN and first:
         check_loggers(config.logger)
     if app in NEED_DATA:
         data, model = config.data, config.model
@@ -349,13 +327,9 @@ def _check_data(app: str, config: Config, first: bool = True) -> None:
             data = with_own_tokenizer(data, Path(config.runs_dir) / config.run)
         is_open = config.train.epochs is not None  # no blend then, which alone needs the samples
         samples = 0 if is_open else config.batch_sizes.samples(config.train_steps)
-        sentences = check_data(
-            data,
-            model.seq_length,
-            vocab_size=model.vocab_size,
-            samples=samples,
-        )
-        check_sets(data, model.seq_length, model.vocab_size)
+        length, vocab_size = model.seq_length, model.vocab_size
+        sentences = check_data(data, length, vocab_size=vocab_size, samples=samples)
+        check_sets(data, length, vocab_size)
         for sentence in sentences:
             if first:
                 print_line(readable(sentence))
@@ -376,8 +350,7 @@ def _unknown_subcommand(arguments: list[str]) -> str:
             f"{' '.join(arguments[:2])} is a benchmark of the repository now; from a checkout, "
             f"run: {' '.join([moved, *arguments[2:]])}."
         )
-    known = (s.split()[0] if s.split()[0] in FAMILIES else s for s in SUBCOMMANDS)
-    names = list(dict.fromkeys(known))
+    names = [*APPS, *ALONE, *FAMILIES]
     hint = nearest_hint(word.lstrip("-"), names)
     if "=" in word:
         hint = f"; overrides come after it, as in: parallel3d train {word}"

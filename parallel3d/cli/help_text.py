@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from textwrap import dedent
+from textwrap import dedent, indent
+from typing import NamedTuple
 
 from hydra.core.config_store import ConfigStore
 
 from parallel3d.commands.verbs import Verb
 from parallel3d.config.fields import all_keys, spell
 
-Verbs = Mapping[str, Mapping[str, Verb]]
-
 
 def complete(
     arguments: list[str],
     subcommands: Sequence[str],
-    verbs: Verbs,
+    verbs: Mapping[str, Mapping[str, Verb]],
     run_hydra: Callable[[str, list[str]], None],
 ) -> None:
     """Prints completions of the line in COMP_LINE; `verbs`: subcommand → its verbs,
@@ -49,92 +48,26 @@ def complete(
         print(" ".join(app.split()[1] for app in subcommands if app.startswith(begun)))
 
 
-OVERVIEW = """\
-parallel3d: transformer training with tensor, pipeline and data parallelism, from one command.
+class Help(NamedTuple):
+    """What the help says of a subcommand.
 
-  parallel3d train  [key=value …]   train a model (on this host, or under torchrun or srun)
-  parallel3d verify [key=value …]   prove that the layout gives what one process gives
-  parallel3d topology [key=value …] map the layout onto a cluster's wires and price it
-  parallel3d schedule [key=value …] draw a pipeline schedule and compare all of them
-  parallel3d plan [key=value …]     the ten best layouts of a model on a cluster, and why
-  parallel3d calibrate [key=value …] measure this machine into a file for plan and layout=auto
-  parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
-  parallel3d bench comm [key=value …]  time every collective in every group
-  parallel3d report run=… run=…     a page of runs: curves, restarts, time, memory, differences
-  parallel3d generate run=… prompt=…   write text with what a run has learned
-  parallel3d eval run=… tasks=a.jsonl  score rows of contexts and continuations
-  parallel3d checkpoint ls|verify|export|import|average|branch|diff …
-                                    list, prove and compare checkpoints, exchange them with
-                                    Hugging Face, and continue from one in another run
-  parallel3d data tokenize|train-tokenizer|show …   make corpora of text, tokenizers, and prove them
-  parallel3d recipes [copy NAME]    list configurations to start from; copy one to edit it
-  parallel3d init slurm [FOLDER]    write the scripts for Slurm and torchrun into a folder
+    `keys`: its most used ones, beside those of the section of its name.
+    """
 
-  parallel3d train --help           the most used keys and the presets
-  parallel3d train --cfg job        the whole configuration, as it would run
-  parallel3d --version
-  eval "$(parallel3d -sc install=bash)"   tab completion
-
-Try: parallel3d train tp=2 pp=2
-"""
-
-ABOUT = {
-    "train": "train a model",
-    "verify": "run this configuration as given and as one process, and compare",
-    "topology": "map the layout onto a cluster, price its traffic and draw it",
-    "schedule": "draw a pipeline schedule, check it, and list time, bubble and memory of all",
-    "plan": "price every layout of a model on a cluster and list the ten best, with time, MFU and "
-    "memory; keys that are typed hold, the others are searched",
-    "calibrate": "measure this machine (blocks of the model, memory, collectives) into a "
-    "cluster file, which plan and train layout=auto read as cluster=FILE",
-    "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
-    "allocates, launches, computes and sends, and whether it fits",
-    "bench comm": "time every collective in every group, with the model's price, "
-    "and name what is slow (which is no failure: exit code 0)",
-    "eval": "score rows of contexts and continuations by log-likelihood with the newest good "
-    "checkpoint of a run, whose model it takes",
-    "generate": "write text with the newest good checkpoint of a run, whose model it takes",
-}
-
-# The most used keys of each subcommand; of others those of "".
-_KEYS = {
-    "": (
+    about: str
+    examples: str
+    keys: tuple[str, ...] = (
         *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),
         *("train.steps", "train.eval_every", "optim.lr", "optim.clip_grad", "model.num_layers"),
         *("model.hidden_size", "model.num_attention_heads", "model.seq_length"),
         *("data.path", "device", "seed", "run", "runs_dir"),
-    ),
-    "eval": (
-        *("run", "runs_dir", "eval.tasks", "eval.to", "eval.step", "eval.batch_tokens"),
-        *("tp", "pp", "dp", "device"),
-    ),
-    "generate": (
-        *("run", "runs_dir", "prompt", "generate.max_tokens", "generate.temperature"),
-        *("generate.top_k", "generate.step", "seed", "tp", "pp", "device"),
-    ),
-    "dryrun": (
-        *("tp", "pp", "dp", "sp", "zero", "recompute", "compile"),
-        *("micro_batch_size", "global_batch_size", "model.num_layers", "model.seq_length"),
-        *("dryrun.rank", "dryrun.reserve_gb", "dryrun.json"),
-        *("cluster.gpu", "cluster.gpu_memory_gb", "cluster.gpu_memory_gb_per_s"),
-    ),
-    "schedule": (
-        *("pp", "vpp", "schedule.num_microbatches", "schedule.name", "schedule.costs"),
-        *("schedule.hop", "schedule.of_model", "schedule.memory", "schedule.file"),
-        *("schedule.svg", "schedule.csv", "schedule.json"),
-    ),
-    "plan": (
-        *("tp", "pp", "vpp", "dp", "micro_batch_size", "global_batch_size", "recompute", "zero"),
-        *("model.num_layers", "model.seq_length", "cluster.nodes", "cluster.gpu", "plan.html"),
-    ),
-    "calibrate": (
-        *("calibrate.file", "calibrate.replace", "calibrate.ranks", "calibrate.passes"),
-        *("precision.name", "device"),
-    ),
-}
+    )
 
-EXAMPLES = {
-    "train": """\
+
+COMMANDS = {
+    "train": Help(
+        "train a model, on this host or under torchrun or srun",
+        """\
         parallel3d train tp=2 pp=2
         parallel3d train tp=2 dp=2 model=llama_tiny train.steps=500
         parallel3d train data=text data.path=book.txt logger=wandb
@@ -143,46 +76,98 @@ EXAMPLES = {
         parallel3d train --multirun tp=1,2 pp=1,2
         torchrun --nproc-per-node 8 -m parallel3d train tp=2 pp=2
         srun -n 8 parallel3d train tp=2 pp=2""",
-    "verify": """\
+    ),
+    "verify": Help(
+        "prove that the layout gives what one process gives: run both and compare",
+        """\
         parallel3d verify tp=2 pp=2 dp=2 model=llama_tiny
         parallel3d verify tp=2 sp=true verify.steps=10""",
-    "topology": """\
+    ),
+    "topology": Help(
+        "map the layout onto a cluster, price its traffic and draw it",
+        """\
         parallel3d topology cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4
         parallel3d topology cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 topology.svg=map.svg
         parallel3d topology cluster=slurm""",
-    "plan": """\
-        parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 global_batch_size=1024
-        parallel3d plan model=gpt3_175b cluster=dgx_a100 cluster.nodes=96 global_batch_size=1536
-        parallel3d plan model=llama3_8b cluster=dgx_h100 cluster.nodes=2 schedule=1f1b zero=1
-        parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 plan.html=plan.html""",
-    "calibrate": """\
-        parallel3d calibrate model=llama_tiny
-        parallel3d calibrate precision=bf16 calibrate.file=here-bf16.yaml calibrate.ranks=4
-        parallel3d plan cluster=calibrated.yaml model=gpt_tiny""",
-    "schedule": """\
+    ),
+    "schedule": Help(
+        "draw and check a pipeline schedule; time, bubble and memory of all of them",
+        """\
         parallel3d schedule pp=4 num_microbatches=8 schedule=zb_h1
         parallel3d schedule pp=8 vpp=2 num_microbatches=32 schedule=zbv schedule.svg=zbv.svg
         parallel3d schedule pp=8 vpp=4 num_microbatches=32 schedule=auto \\
           schedule.costs=[1,1.2,0.8] schedule.hop=0.1 schedule.json=all.json
         parallel3d schedule pp=3 num_microbatches=6 schedule=file schedule.file=my_schedule.csv""",
-    "dryrun": """\
+    ),
+    "plan": Help(
+        "the ten best layouts of a model on a cluster; what is typed holds, the rest is searched",
+        """\
+        parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 global_batch_size=1024
+        parallel3d plan model=gpt3_175b cluster=dgx_a100 cluster.nodes=96 global_batch_size=1536
+        parallel3d plan model=llama3_8b cluster=dgx_h100 cluster.nodes=2 schedule=1f1b zero=1
+        parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 plan.html=plan.html""",
+    ),
+    "calibrate": Help(
+        "measure this machine into a cluster file for plan and train layout=auto",
+        """\
+        parallel3d calibrate model=llama_tiny
+        parallel3d calibrate precision=bf16 calibrate.file=here-bf16.yaml calibrate.ranks=4
+        parallel3d plan cluster=calibrated.yaml model=gpt_tiny""",
+    ),
+    "dryrun": Help(
+        "memory, kernels, traffic and time of a step on GPUs, for any world size, without one",
+        """\
         parallel3d dryrun model=llama_1b precision=bf16 micro_batch_size=8 cluster=dgx_h200
         parallel3d dryrun model=llama3_70b tp=8 pp=4 dp=16 sp=true zero=1 precision=bf16 \\
           micro_batch_size=1 global_batch_size=1024 cluster=dgx_h100""",
-    "bench comm": """\
+    ),
+    "bench comm": Help(
+        "time every collective in every group, with the model's price, and name what is slow",
+        """\
         parallel3d bench comm tp=2 pp=2 dp=2
         parallel3d bench comm dp=8 bench.sizes=[1048576]""",
-    "eval": """\
+    ),
+    "eval": Help(
+        "score rows of contexts and continuations by log-likelihood with a run's checkpoint",
+        """\
         parallel3d eval run=my_run tasks=questions.jsonl
         parallel3d eval run=my_run tasks=questions.jsonl to=scores.json tp=2 dp=2""",
-    "generate": """\
+        ("run", "runs_dir", "tp", "pp", "dp", "device"),
+    ),
+    "generate": Help(
+        "write text with the newest good checkpoint of a run, whose model it takes",
+        """\
         parallel3d generate run=my_run prompt="def "
         parallel3d generate run=my_run tp=2 generate.temperature=0.5 generate.max_tokens=500""",
+        ("run", "runs_dir", "prompt", "seed", "tp", "pp", "device"),
+    ),
+}
+# Subcommands with verbs or keys of their own, whose help is theirs.
+FAMILIES = {
+    "report run=… run=…": "a page of runs: curves, restarts, time, memory, differences",
+    "checkpoint ls|verify|export|import|average|branch|diff": (
+        "list, prove and compare checkpoints, exchange them with Hugging Face, branch off"
+    ),
+    "data tokenize|train-tokenizer|show": "make corpora of text, and tokenizers, and prove them",
+    "recipes [copy NAME]": "list configurations to start from; copy one to edit it",
+    "init slurm [FOLDER]": "write the scripts for Slurm and torchrun into a folder",
 }
 
 
 def overview() -> str:
-    return OVERVIEW.rstrip()
+    """Returns the help of the command itself."""
+    rows = [(f"{app} [key=value …]", help.about) for app, help in COMMANDS.items()]
+    rows += FAMILIES.items()
+    listed = "\n".join(f"  parallel3d {app}\n      {about}" for app, about in rows)
+    return (
+        "parallel3d: transformer training with tensor, context, pipeline and data parallelism, "
+        f"from one command.\n\n{listed}\n\n"
+        "  parallel3d train --help           the most used keys and the presets\n"
+        "  parallel3d train --cfg job        the whole configuration, as it would run\n"
+        "  parallel3d --version\n"
+        '  eval "$(parallel3d -sc install=bash)"   tab completion\n\n'
+        "Try: parallel3d train tp=2 pp=2"
+    )
 
 
 def register(app: str) -> str:
@@ -195,19 +180,18 @@ def register(app: str) -> str:
 
 def _template(app: str) -> str:
     """Returns the help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
-    keys = all_keys()
-    most_used = _KEYS.get(app, _KEYS[""])
-    rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in most_used]
+    about, examples, most_used = COMMANDS[app]
+    keys, section = all_keys(), f"{app.split()[0]}."
+    names = [name for name in keys if name.startswith(section) or name in most_used]
+    rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in names]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
-    examples = "\n".join(f"  {line}" for line in dedent(EXAMPLES[app]).splitlines())
-    presets = "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
-    if app in ("eval", "generate"):
-        presets = ""
+    presets = (
+        "" if app in ("eval", "generate") else "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n\n"
+    )
     return (
-        f"parallel3d {app} [key=value …] [Hydra's flags]: {ABOUT[app]}.\n\n"
-        f"Examples\n{examples}\n\n"
-        f"{presets}"
+        f"parallel3d {app} [key=value …] [Hydra's flags]: {about}.\n\n"
+        f"Examples\n{indent(dedent(examples), '  ')}\n\n{presets}"
         f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
         "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them.\n"
     )

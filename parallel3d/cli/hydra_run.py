@@ -21,7 +21,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.version import setbase
 from omegaconf import DictConfig
 
-from parallel3d.commands.evaluate.command import EVAL, TYPED
 from parallel3d.config.fields import unknown_key
 from parallel3d.config.overrides import check_overrides
 from parallel3d.config.schema import Config, conf_dir
@@ -34,6 +33,7 @@ ALIASES = {
     "checkpoint.async": "checkpoint.async_save",
     "num_microbatches": "schedule.num_microbatches",
 }
+TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # of eval, without `eval.`
 QUIET = ("none", "disabled", "false", "null", "[]")  # values that turn logging off
 READ_FILES = ("plan", "train")  # read files of measured machines, as cluster=FILE.yaml
 
@@ -45,7 +45,7 @@ def without_alias(word: str, app: str = "train") -> str:
     """
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
-    if app == EVAL and bare in TYPED:
+    if app == "eval" and bare in TYPED:
         return f"eval.{bare}={value}"
     is_file = value.endswith((".yaml", ".yml")) or "/" in value
     if app in READ_FILES and bare == "cluster" and is_file:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Shown:
     rows: list[ScheduleChoice]
 
 
-def schedule(config: Config) -> int:
+def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
     """Prints the timeline and the table; writes the files asked for.
 
     Returns the exit code: 0, or 141 if the reader of a pipe left. Raises UserError for what cannot

@@ -52,8 +52,8 @@ APPS = {
     "verify": ("parallel3d.commands.verify", "verify"),
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
     "calibrate": ("parallel3d.commands.calibrate.measure", "calibrate"),
-    "generate": ("parallel3d.commands.generate.sample", "generate"),
-    "eval": ("parallel3d.commands.evaluate.score", "evaluate"),
+    "generate": ("parallel3d.commands.generate", "generate"),
+    "eval": ("parallel3d.commands.evaluate", "evaluate"),
 }
 
 

@@ -12,10 +12,10 @@ from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.checkpoint.command import checkpoint
-from parallel3d.commands.evaluate.command import Likelihood
-from parallel3d.commands.evaluate.score import Request, scores_of
-from parallel3d.commands.generate.command import config_of_run
-from parallel3d.commands.generate.sample import load_newest
+from parallel3d.commands.eval_rows import Likelihood
+from parallel3d.commands.evaluate import Request, scores_of
+from parallel3d.commands.from_run import EVAL, of_run
+from parallel3d.commands.generate import load_newest
 from parallel3d.config.schema import Config
 from parallel3d.models.transformer import blank_stage
 from parallel3d.run.directory import load_config
@@ -55,9 +55,9 @@ def scored(
         dims = {dim: layout.size(dim) for dim in ("tp", "pp", "dp", "cp")}
         typed = Config(runs_dir=runs, run="mine", **dims)
         typed.eval.batch_tokens = batch_tokens
-        config = config_of_run("eval", typed)
+        config = of_run(EVAL, typed)
         stage = blank_stage(config, groups, torch.device("cpu"))
-        load_newest(config, stage, groups)
+        load_newest(EVAL, config, stage, groups)
         found.append(scores_of(requests(4), stage, groups, config))
         groups.close()
     return found

@@ -11,21 +11,21 @@ import torch
 from tokenizers import Tokenizer, processors
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.evaluate.command import (
+from parallel3d.commands.eval_rows import (
     Likelihood,
     TaskRow,
     encode_pair,
-    eval_config,
     figures_of,
     read_rows,
 )
-from parallel3d.commands.evaluate.score import (
+from parallel3d.commands.evaluate import (
     Request,
     batches_of,
     requests_of,
     scores_of,
     table,
 )
+from parallel3d.commands.from_run import EVAL, config_from_run
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
@@ -151,6 +151,6 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
 
 def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"eval takes model\.num_layers from the run"):
-        eval_config(Config(), ["model.num_layers=3"], None)
+        config_from_run(EVAL, Config(), ["model.num_layers=3"], None)
     with pytest.raises(UserError, match="eval needs run="):
-        eval_config(Config(runs_dir=str(tmp_path)), [], None)
+        config_from_run(EVAL, Config(runs_dir=str(tmp_path)), [], None)

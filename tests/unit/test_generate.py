@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.generate.command import start_generate, take_prompt
-from parallel3d.commands.generate.sample import TokenSampler
+from parallel3d.commands.from_run import GENERATE, config_from_run, take_prompt
+from parallel3d.commands.generate import TokenSampler
 from parallel3d.config.schema import Config, GenerateConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
@@ -121,5 +121,5 @@ def test_the_prompt_is_taken_as_it_is_typed() -> None:
 @pytest.mark.parametrize("word", ["model=llama_tiny", "model.num_layers=3", "dp=2", "optim.lr=1"])
 def test_what_the_run_decides_cannot_be_typed(word: str) -> None:
     with pytest.raises(UserError) as refused:
-        start_generate(Config(run="a"), ["tp=2", word], None)
+        config_from_run(GENERATE, Config(run="a"), ["tp=2", word], None)
     assert str(refused.value).startswith(f"{word}: generate takes")

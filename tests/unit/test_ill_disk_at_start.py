@@ -16,7 +16,7 @@ import torch
 from parallel3d.checkpoint import manifest
 from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
-from parallel3d.commands.generate.command import checkpoints_of
+from parallel3d.commands.from_run import GENERATE, checkpoints_of
 from parallel3d.commands.train import write_safetensors
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data import cache
@@ -59,10 +59,10 @@ def test_generate_says_that_checkpoints_cannot_be_listed(
     run: Config, monkeypatch: pytest.MonkeyPatch, step: int | None
 ) -> None:
     wanted = dataclasses.replace(run, generate=GenerateConfig(step=step))
-    assert [p.name for p in checkpoints_of(wanted)] == ["step-00000005"]
-    monkeypatch.setattr("parallel3d.commands.generate.command.list_checkpoints", refuse)
+    assert [p.name for p in checkpoints_of(GENERATE, wanted)] == ["step-00000005"]
+    monkeypatch.setattr("parallel3d.commands.from_run.list_checkpoints", refuse)
     with pytest.raises(UserError, match=r"cannot be listed .ESTALE"):
-        checkpoints_of(wanted)
+        checkpoints_of(GENERATE, wanted)
 
 
 @pytest.mark.parametrize("call", ["list_checkpoints", "keep_failures"])
@@ -90,7 +90,7 @@ def test_what_the_launcher_meets_is_a_sentence_and_no_traceback(
     def ill(words: list[str]) -> int:
         raise OSError(errno.EIO, "Input/output error", "/data/runs")
 
-    monkeypatch.setattr(command_line, "checkpoint", ill)
+    monkeypatch.setitem(command_line.FAMILIES, "checkpoint", (ill, {}))
     assert command_line.main(["checkpoint", "ls"]) == 1
     said = capsys.readouterr().err
     assert said == "parallel3d: /data/runs cannot be used: EIO: Input/output error.\n"

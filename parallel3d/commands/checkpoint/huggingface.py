@@ -29,7 +29,7 @@ from parallel3d.commands.checkpoint.listing import (
     find_checkpoint,
     step_number,
 )
-from parallel3d.commands.generate.sample import state_of
+from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import spell

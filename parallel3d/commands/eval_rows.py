@@ -1,70 +1,18 @@
-"""Starts `parallel3d eval`, and reads, tokenizes and sums up its rows. Imports no torch."""
+"""Reads, tokenizes and sums up the rows of `parallel3d eval`. Imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel3d.commands.generate.command import (
-    check_overrides,
-    checkpoints_of,
-    config_of_run,
-)
 from parallel3d.config.fields import show
-from parallel3d.config.schema import Config
 from parallel3d.data.tokenizer import Tokenizer
 from parallel3d.errors import UserError
 from parallel3d.files import parse_json, plain
-
-EVAL = "eval"
-MAY_BE_SET = (
-    "run",
-    "runs_dir",
-    "tp",
-    "cp",
-    "context_parallel.*",
-    "pp",
-    "dp",
-    "device",
-    "eval.*",
-    "launch.*",
-)
-TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # may be typed without `eval.`
-
-
-def eval_config(config: Config, overrides: Sequence[str], world_size: int | None) -> Config:
-    """Returns the configuration of an evaluation, checked; dp is what is left of `world_size`.
-
-    Raises:
-        UserError: no such run, no checkpoint, rows that are none, a result that exists, or a key
-            that only training may set.
-    """
-    check_overrides(EVAL, overrides, MAY_BE_SET)
-    settings = config.eval
-    dp = config.dp or max(1, (world_size or 1) // config.replica_size)
-    config = config_of_run(EVAL, dataclasses.replace(config, dp=dp), world_size)
-    if settings.tasks is None:
-        raise UserError(
-            f"eval needs tasks=…, a jsonl of rows, as in: eval run={config.run} tasks=a.jsonl"
-        )
-    read_rows(settings.tasks)
-    if settings.to is not None and os.path.lexists(settings.to):
-        raise UserError(f"to={show(settings.to)} exists already: give the name of a new file")
-    if settings.to is not None and not (folder := Path(settings.to).parent).is_dir():
-        raise UserError(
-            f"to={show(settings.to)}: there is no folder {folder}; make it, or give another to="
-        )
-    chosen = dataclasses.replace(config.generate, step=settings.step, weights=settings.weights)
-    config = dataclasses.replace(config, generate=chosen)
-    checkpoints_of(config)
-    return config
-
 
 HOW = (
     'give rows such as {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0} or '

@@ -1,8 +1,9 @@
-"""Starts `parallel3d generate`: finds the run, its model and the prompt. Imports no torch."""
+"""Finds the run, its model and its checkpoints for `parallel3d generate` and `eval`; no torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,19 +19,27 @@ from parallel3d.commands.checkpoint.listing import (
     find_run,
     run_names,
 )
+from parallel3d.commands.eval_rows import read_rows
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.schema import Config
+from parallel3d.config.fields import show
+from parallel3d.config.schema import Config, EvalConfig
 from parallel3d.config.values import in_other_precision
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.tokenizer import FOLDER, tokenizer_of
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, first_line
 from parallel3d.host.devices import choose_device
 from parallel3d.run.directory import CONFIG_FILE, last_config
 from parallel3d.run.worker import run_here
 
-GENERATE = "generate"
+GENERATE, EVAL = "generate", "eval"
 # All other keys are given by the run.
-MAY_BE_SET = ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*")
+MAY_BE_SET = {
+    GENERATE: ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*"),
+    EVAL: (
+        *("run", "runs_dir", "tp", "cp", "context_parallel.*", "pp", "dp", "device"),
+        *("eval.*", "launch.*"),
+    ),
+}
 
 
 def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
@@ -40,26 +49,52 @@ def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return rest, prompts[-1] if prompts else None
 
 
-def start_generate(config: Config, overrides: Sequence[str], prompt: str | None) -> int:
-    """Generates with this process as the launcher. Returns the exit code.
+def config_from_run(
+    app: str, config: Config, overrides: Sequence[str], world_size: int | None
+) -> Config:
+    """Returns the configuration of GENERATE or EVAL on a run, checked.
 
-    Args:
-        overrides: without the prompt.
-        prompt: None: the configuration's.
+    For EVAL dp is what is left of `world_size`, a launcher's ranks.
 
     Raises:
-        UserError: no such run, no checkpoint, or a key that only training may set.
+        UserError: no such run, no checkpoint, a key that only training may set, rows that are none,
+            or a result that exists.
     """
-    check_overrides(GENERATE, overrides, MAY_BE_SET)
-    config = config_of_run(GENERATE, dataclasses.replace(config, dp=1))
-    if prompt is not None:
-        config = dataclasses.replace(config, prompt=prompt)
-    return run_on_checkpoint(GENERATE, config)
+    for word in overrides:
+        key = word.partition("=")[0].lstrip("+~")
+        section = f"{key.partition('.')[0]}.*"
+        if key not in MAY_BE_SET[app] and section not in MAY_BE_SET[app]:
+            raise UserError(
+                f"{word}: {app} takes {key} from the run; what may be set is "
+                f"{', '.join(MAY_BE_SET[app])}"
+            )
+    dp = 1
+    if app == EVAL:
+        dp = config.dp or max(1, (world_size or 1) // config.replica_size)
+    config = of_run(app, dataclasses.replace(config, dp=dp), world_size)
+    if app == EVAL:
+        _check_rows(config.eval)
+    checkpoints_of(app, config)
+    return config
+
+
+def _check_rows(keys: EvalConfig) -> None:
+    """Raises UserError for rows that are none, and for a file of scores that exists."""
+    if keys.tasks is None:
+        raise UserError(
+            "eval needs tasks=…, a jsonl of rows, as in: eval run=my_run tasks=questions.jsonl"
+        )
+    read_rows(keys.tasks)
+    if keys.to is not None and os.path.lexists(keys.to):
+        raise UserError(f"to={show(keys.to)} exists already: give the name of a new file")
+    if keys.to is not None and not (folder := Path(keys.to).parent).is_dir():
+        raise UserError(
+            f"to={show(keys.to)}: there is no folder {folder}; make it, or give another to="
+        )
 
 
 def run_on_checkpoint(app: str, config: Config) -> int:
     """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
-    checkpoints_of(config)
     world_size = config.world_size
     device = choose_device(config.device, world_size)
     # Failures go to a folder of their own: nothing is added to the run.
@@ -73,24 +108,17 @@ def run_on_checkpoint(app: str, config: Config) -> int:
     return code
 
 
-def check_overrides(app: str, overrides: Sequence[str], may_be_set: Sequence[str]) -> None:
-    """Raises UserError for a key that `app` takes from the run."""
-    for word in overrides:
-        key = word.partition("=")[0].lstrip("+~")
-        section = f"{key.partition('.')[0]}.*"
-        if key not in may_be_set and section not in may_be_set:
-            raise UserError(
-                f"{word}: {app} takes {key} from the run; what may be set is "
-                f"{', '.join(may_be_set)}"
-            )
-
-
-def config_of_run(app: str, config: Config, world_size: int | None = None) -> Config:
+def of_run(app: str, config: Config, world_size: int | None = None) -> Config:
     """Returns `config` with the run's model and tokenizer, checked. Raises UserError.
 
     `world_size`: of a launcher's ranks.
     """
-    run = load_config_of(app, config)
+    run = _config_there(app, config)
+    # By a name that ranks elsewhere can open.
+    own = Path(config.runs_dir, str(config.run), FOLDER)
+    tokenizer = tokenizer_of(run.data, own.parent)
+    check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
+    name = str(own.absolute()) if own.is_dir() else tokenizer.name
     precision = "fp64" if run.precision.name == "fp64" else "fp32"
     config = dataclasses.replace(
         config,
@@ -98,21 +126,13 @@ def config_of_run(app: str, config: Config, world_size: int | None = None) -> Co
         global_batch_size=config.dp or 1,
         model=run.model,
         attention_kernel=in_other_precision(run.attention_kernel),
-        data=dataclasses.replace(config.data, tokenizer=_tokenizer(config, run)),
+        data=dataclasses.replace(config.data, tokenizer=name),
         precision=dataclasses.replace(config.precision, name=precision),
     )
     return check_config(config, world_size, own_samples=True)
 
 
-def _tokenizer(config: Config, run: Config) -> str:
-    """Returns the run's tokenizer, by a name that ranks elsewhere can open. Raises UserError."""
-    own = Path(config.runs_dir, str(config.run), FOLDER)
-    tokenizer = tokenizer_of(run.data, own.parent)
-    check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
-    return str(own.absolute()) if own.is_dir() else tokenizer.name
-
-
-def load_config_of(app: str, config: Config) -> Config:
+def _config_there(app: str, config: Config) -> Config:
     """Returns the configuration of the run that `config` names. Raises UserError if none."""
     runs = Path(config.runs_dir)
     if config.run is None:
@@ -124,17 +144,20 @@ def load_config_of(app: str, config: Config) -> Config:
     except UserError:
         raise
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"run={config.run}: its {CONFIG_FILE} cannot be read ({reason})") from None
+        raise UserError(
+            f"run={config.run}: its {CONFIG_FILE} cannot be read ({first_line(error)})"
+        ) from None
 
 
-def checkpoints_of(config: Config) -> list[Path]:
-    """Returns the run's usable checkpoints, newest first. Raises UserError if there are none."""
+def checkpoints_of(app: str, config: Config) -> list[Path]:
+    """Returns the run's usable checkpoints, newest first; of `generate.step` or `eval.step` that
+    one. Raises UserError if there are none."""
     run_dir = Path(config.runs_dir) / str(config.run)
+    keys = config.eval if app == EVAL else config.generate
     try:
         folders = list_checkpoints(run_dir)
-        if folders and config.generate.step is not None:
-            folders = [find_checkpoint(run_dir.parent, run_dir.name, config.generate.step)]
+        if folders and keys.step is not None:
+            folders = [find_checkpoint(run_dir.parent, run_dir.name, keys.step)]
     except OSError as error:
         raise UserError(
             f"run={config.run}: its checkpoints in {run_dir} cannot be listed ({reason(error)})"
@@ -143,6 +166,6 @@ def checkpoints_of(config: Config) -> list[Path]:
         raise UserError(
             f"run={config.run} has no checkpoint in {run_dir}: train it with checkpoint.every=…"
         )
-    if config.generate.weights == "ema":
+    if keys.weights == "ema":
         check_ema(folders[0], "weights")
     return folders

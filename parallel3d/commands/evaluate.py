@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel3d.comm.exchange import all_gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.evaluate.command import (
+from parallel3d.commands.eval_rows import (
     Likelihood,
     TaskRow,
     chosen,
@@ -23,7 +23,8 @@ from parallel3d.commands.evaluate.command import (
     figures_of,
     read_rows,
 )
-from parallel3d.commands.generate.sample import load_newest
+from parallel3d.commands.from_run import EVAL
+from parallel3d.commands.generate import load_newest
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.documents import Documents, SequenceSplit
 from parallel3d.data.documents import whole_samples
@@ -60,7 +61,7 @@ def evaluate(config: Config, worker: Worker) -> None:
     requests = requests_of(rows, open_tokenizer(config.data.tokenizer or BYTE), config)
     worker.phase = "loading the checkpoint"
     stage = blank_stage(config, groups, device)
-    manifest = load_newest(config, stage, groups)
+    manifest = load_newest(EVAL, config, stage, groups)
     worker.phase = "scoring"
     scores = scores_of(requests, stage, groups, config)
     if worker.rank == 0:

@@ -24,7 +24,7 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.storage import read_state
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.generate.command import checkpoints_of
+from parallel3d.commands.from_run import EVAL, GENERATE, checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data.tokenizer import BYTE, decoding_of, open_tokenizer
 from parallel3d.errors import UserError, print_line
@@ -40,7 +40,7 @@ def generate(config: Config, worker: Worker) -> None:
     device = torch.device(worker.device)
     worker.phase = "loading the checkpoint"
     stage = blank_stage(config, groups, device)
-    manifest = load_newest(config, stage, groups)
+    manifest = load_newest(GENERATE, config, stage, groups)
     if worker.rank == 0:
         weights = ", weights=ema" if config.generate.weights == "ema" else ""
         print_line(f"run={config.run}, step {manifest.step}{weights}, seed={config.seed}")
@@ -72,10 +72,14 @@ def generate(config: Config, worker: Worker) -> None:
     groups.close()
 
 
-def load_newest(config: Config, stage: Stage, groups: ProcessGroups) -> Manifest:
-    """Fills `stage` from the newest complete checkpoint; collective. Raises UserError."""
-    state = state_of(stage, config.generate.weights)
-    folders = checkpoints_of(config)
+def load_newest(app: str, config: Config, stage: Stage, groups: ProcessGroups) -> Manifest:
+    """Fills `stage` from the newest complete checkpoint; collective. Raises UserError.
+
+    `app` is GENERATE or EVAL, whose section chooses step and weights.
+    """
+    keys = config.eval if app == EVAL else config.generate
+    state = state_of(stage, keys.weights)
+    folders = checkpoints_of(app, config)
     for folder in folders:
         manifest, damage = _try_to_read(folder, state)
         whole = torch.tensor(int(manifest is not None), device=next(stage.parameters()).device)

@@ -1,1 +1,0 @@
-"""Implements `parallel3d generate`."""
