@@ -50,7 +50,7 @@ def composer() -> fuzz.Composer:
         (["zero=${oc.env:HOME}"], ["zero=${oc.env:HOME}: it comes to another type: zero must be"]),
         (
             [f"tp={HUGE}", f"model.hidden_size={HUGE}", f"model.num_attention_heads={HUGE}"],
-            ["must divide the padded vocabulary", "or tp=1."],
+            ["must divide the rows of the padded vocabulary", "is tp=1,"],
         ),
         (
             ["pp=9", "model.num_layers=4096", "pp=4096", "schedule.layers_per_stage=[1]"],

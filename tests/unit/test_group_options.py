@@ -21,7 +21,7 @@ from parallel3d.comm.process_groups import (
     nccl_settings,
     set_nccl_options,
 )
-from parallel3d.config.checks.parallelism import parse_nccl_env, parse_nccl_settings
+from parallel3d.config.checks.run import parse_nccl_env, parse_nccl_settings
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError
@@ -148,11 +148,14 @@ def test_settings_of_dp_are_those_of_its_two_levels() -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("dp.max_ctas", r"=dp\.max_ctas must be a kind .*=\[dp\.max_ctas:8\]"),
-        ("ddp.max_ctas:8", r"one of tp, cp, dp, pp, embedding; the nearest is dp"),
+        ("dp.max_ctas", r"=dp\.max_ctas must be a kind .*=\[dp\.max_ctas:1\]"),
+        (
+            "ddp.max_ctas:8",
+            r"one of tp, cp, dp, pp, embedding\), .*is .*\[dp\.max_ctas:8\]",
+        ),
         ("dp.max_cta:8", r"the nearest is launch\.nccl_settings=\[dp\.max_ctas:8\]"),
-        ("dp.max_ctas:99", r"must be 1 to 32; the nearest is .*\[dp\.max_ctas:32\]"),
-        ("dp.min_ctas:0", r"must be 1 to 32; the nearest is .*\[dp\.min_ctas:1\]"),
+        ("dp.max_ctas:99", r"must be a kind .* 1 to 32; the nearest is .*\[dp\.max_ctas:32\]"),
+        ("dp.min_ctas:0", r"must be a kind .* 1 to 32; the nearest is .*\[dp\.min_ctas:1\]"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_starts(word: str, sentence: str) -> None:

@@ -1,30 +1,17 @@
-"""Cross-checks of the model, and of its split over tp."""
+"""Cross-checks of the model, of its split over tp and cp, and of data parallelism."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from parallel3d.config.fields import show
+from parallel3d.config.fields import show, spell
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import CUDNN, HALF_PRECISION, NARROW, PACKAGES
 from parallel3d.errors import UserError, closest
 
-
-def check_chunks(config: Config) -> None:
-    """Raises UserError for chunks without sequence parallelism, or of unequal length."""
-    chunks, local = config.tensor_parallel.chunks, config.model.seq_length // config.tp
-    if chunks > 1 and not config.sp:
-        raise UserError(
-            f"tensor_parallel.chunks={chunks} needs sp=true, as it cuts what sequence parallelism "
-            "gathers and scatters; without sp the nearest is tensor_parallel.chunks=1."
-        )
-    if config.sp and config.cp == 1 and local % chunks:  # cp pads
-        close = closest(chunks, lambda n: local % n == 0, local) or 1
-        raise UserError(
-            f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "
-            f"nearest is tensor_parallel.chunks={close}."
-        )
+PADDED = "the rows of the padded vocabulary"
+WITH_SP = "(as sp=true) model.seq_length"
 
 
 def check_attention(config: Config) -> None:
@@ -54,11 +41,6 @@ def check_attention(config: Config) -> None:
         )
 
 
-def divides_all(dividends: dict[str, int]) -> Callable[[int], bool]:
-    common = math.gcd(*dividends.values())
-    return lambda divisor: common % divisor == 0
-
-
 def check_model(model: ModelConfig) -> None:
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
     if model.head_dim is None and hidden % heads:
@@ -79,7 +61,13 @@ def check_model(model: ModelConfig) -> None:
             f"nearest is model.seq_length={model.max_positions}."
         )
     if model.position_embedding == "rope" and int(model.head_size * model.rotary_percent) < 2:
-        _refuse_rotary(model)
+        # Rounded up, so that its product with head_dim is not just below 2.
+        least = f"model.rotary_percent={math.ceil(2 / model.head_size * 1e4) / 1e4:g}"
+        raise UserError(
+            f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE, which rotates pairs, "
+            f"fewer than 2 of the {model.head_size} dimensions of a head; the nearest is "
+            f"{least if model.head_size > 1 else 'model.head_dim=2'}."
+        )
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     if model.rope_scaling_factor > 1 and low >= high:
         raise UserError(
@@ -88,46 +76,27 @@ def check_model(model: ModelConfig) -> None:
         )
 
 
-def _refuse_rotary(model: ModelConfig) -> None:
-    """Raises the UserError for fewer than two dimensions, since RoPE rotates pairs."""
-    if model.head_dim == 1:
-        raise UserError(
-            "model.position_embedding=rope needs heads at least 2 wide, but model.head_dim=1; the "
-            "nearest is model.head_dim=2."
-        )
-    if model.head_size < 2:
-        raise UserError(
-            f"model.position_embedding=rope needs heads at least 2 wide, but model.hidden_size="
-            f"{model.hidden_size} over model.num_attention_heads={model.num_attention_heads} makes "
-            f"them {model.head_size}; the nearest is model.hidden_size="
-            f"{2 * model.num_attention_heads}."
-        )
-    # Rounded up, so that its product with head_dim is not just below 2.
-    least = math.ceil(2 / model.head_size * 1e4) / 1e4
-    raise UserError(
-        f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE fewer than 2 of the "
-        f"{model.head_size} dimensions of a head; the nearest is model.rotary_percent={least:g}."
-    )
-
-
 def _tp_dividends(config: Config) -> dict[str, int]:
-    """Returns the sizes that tp must divide; the padded vocabulary comes last."""
+    """Returns the sizes that tp must divide, by what they are called in a sentence.
+
+    Context parallelism pads the sequence (`Config.padded_seq_length`).
+    """
     model = config.model
     sizes = {
         "model.num_attention_heads": model.num_attention_heads,
         "model.hidden_size": model.hidden_size,
         "model.ffn_hidden_size": model.ffn_size,
-        "the padded vocabulary": model.padded_vocab_size,
+        PADDED: model.padded_vocab_size,
     }
     if config.sp and config.cp == 1:
-        sizes["model.seq_length"] = model.seq_length
+        sizes[WITH_SP] = model.seq_length
     return sizes
 
 
 def tp_splits(config: Config) -> Callable[[int], bool]:
     """Returns the function that tells whether a tensor-parallel size splits this model."""
-    divides = divides_all(_tp_dividends(config))
-    return lambda tp: divides(tp) and _splits_key_value_heads(config.model, tp)
+    common = math.gcd(*_tp_dividends(config).values())
+    return lambda tp: common % tp == 0 and _splits_key_value_heads(config.model, tp)
 
 
 def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
@@ -135,48 +104,35 @@ def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
     return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
 
 
-def _nearest_tp(config: Config) -> int:
-    """Returns the closest tensor-parallel size that splits this model."""
-    close = closest(config.tp, tp_splits(config), min(_tp_dividends(config).values()))
-    return close or 1  # 1 splits everything
-
-
 def check_tensor_parallel(config: Config) -> None:
-    tp, model = config.tp, config.model
+    """Raises UserError unless tp, sp and the chunks of sp split the model evenly."""
+    tp, model, chunks = config.tp, config.model, config.tensor_parallel.chunks
     sizes = _tp_dividends(config)
-    vocabulary = sizes.pop("the padded vocabulary")
-    sizes.pop("model.seq_length", None)  # `check_sequence` has its sentence, which names sp
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
     if not _splits_key_value_heads(model, tp):
         wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
     if wrong:
+        close = closest(tp, tp_splits(config), min(sizes.values())) or 1  # 1 splits everything
+        other = {
+            WITH_SP: f", or model.seq_length={nearest_multiple(model.seq_length, tp)}",
+            PADDED: f", or model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}",
+        }
+        near = other.get(wrong[0].rpartition("=")[0], "") if len(wrong) == 1 else ""
         raise UserError(
             f"tp={tp} must divide {' and '.join(wrong)}; the nearest that fits this model is "
-            f"tp={_nearest_tp(config)}."
+            f"tp={close}{near}."
         )
-    if vocabulary % tp:
-        multiple = closest(
-            model.vocab_multiple,
-            lambda m: -(-model.vocab_size // m) * m % tp == 0,
-            model.vocab_multiple + tp,
-        )
+    if chunks > 1 and not config.sp:
         raise UserError(
-            f"tp={tp} must divide the padded vocabulary, {vocabulary} rows by model.vocab_size="
-            f"{model.vocab_size} and model.vocab_multiple={model.vocab_multiple}; the nearest is "
-            f"model.vocab_multiple={multiple or tp} or tp={_nearest_tp(config)}."
+            f"tensor_parallel.chunks={chunks} needs sp=true, as it cuts what sequence parallelism "
+            "gathers and scatters; without sp the nearest is tensor_parallel.chunks=1."
         )
-
-
-def check_sequence(config: Config) -> None:
-    """Raises UserError if sp does not split the sequence evenly; with tp=1 sp splits nothing.
-
-    Context parallelism pads the sequence (`Config.padded_seq_length`).
-    """
-    tp, length = config.tp, config.model.seq_length
-    if config.sp and config.cp == 1 and length % tp:
+    local = model.seq_length // tp
+    if config.sp and config.cp == 1 and local % chunks:
+        near = f"tensor_parallel.chunks={closest(chunks, lambda n: local % n == 0, local) or 1}"
         raise UserError(
-            f"sp=true needs tp={tp} to divide model.seq_length={length}; the nearest is "
-            f"model.seq_length={nearest_multiple(length, tp)} or tp={_nearest_tp(config)}."
+            f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "
+            f"nearest is {near}."
         )
 
 
@@ -190,22 +146,17 @@ def check_context_parallel(config: Config) -> None:
             f"tensor_parallel.attention=gather_qk reads whole sequences, and cp={cp} splits them; "
             "the nearest is tensor_parallel.attention=heads."
         )
-    asked = f"context_parallel.style={style}"
+    near = "the nearest is context_parallel.style=gather"
     if style == "ring" and model.dropout:
         raise UserError(
-            f"{asked} merges parts of the softmax, of which model.dropout={show(model.dropout)} "
-            "would drop probabilities; the nearest is context_parallel.style=gather."
+            f"context_parallel.style=ring merges parts of the softmax, of which model.dropout="
+            f"{show(model.dropout)} would drop probabilities; {near}."
         )
     heads, kv_heads = model.num_attention_heads // config.tp, max(1, model.kv_heads // config.tp)
     if style == "heads" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
-        have = (
-            f"{heads} query heads and {kv_heads} key-value heads"
-            if kv_heads < heads
-            else (f"{heads} heads")
-        )
         raise UserError(
-            f"{asked} needs cp={cp} to divide the {have} of a tensor-parallel rank; the nearest is "
-            "context_parallel.style=gather, for any number of heads."
+            f"context_parallel.style=heads needs cp={cp} to divide the {heads} query heads and "
+            f"{kv_heads} key-value heads of a tensor-parallel rank; {near}, for any heads."
         )
 
 
@@ -213,3 +164,71 @@ def nearest_multiple(value: int, unit: int) -> int:
     """Returns the multiple of `unit`, at least one, closest to `value` (ties: the smaller)."""
     below = value // unit * unit
     return max(unit, below if value - below <= below + unit - value else below + unit)
+
+
+# Data parallelism
+
+
+def check_data_parallel(config: Config, dp: int) -> None:
+    """Checks hooks, bucket order and shards against `zero`; raises UserError."""
+    ddp, zero, ranks = config.ddp, config.zero, dp * config.cp
+    size, hook = ddp.shard_size, f"ddp.comm_hook={ddp.comm_hook}"
+    for key, off in (("hierarchical", False), ("comm_hook", "none")):
+        if zero and (value := getattr(ddp, key)) != off:
+            raise UserError(
+                f"{spell(f'ddp.{key}', value)} changes how whole gradients are summed, and "
+                f"zero={zero} scatters them; the nearest is zero=0, or {spell(f'ddp.{key}', off)}."
+            )
+    if ddp.hierarchical and ddp.comm_hook != "none":
+        raise UserError(
+            f"{hook} and ddp.hierarchical=true are two ways to sum a bucket; the nearest is "
+            "ddp.hierarchical=false, or ddp.comm_hook=none."
+        )
+    if ddp.comm_hook == "powersgd" and config.precision.name == "fp16":
+        raise UserError(
+            f"{hook} carries gradients over from step to step, and precision=fp16 changes their "
+            "scale in between; the nearest is precision=bf16, or ddp.comm_hook=bf16."
+        )
+    if zero > 1 and ddp.bucket_order == "measured":
+        raise UserError(
+            f"ddp.bucket_order=measured orders gradient buckets, and zero={zero} has none; the "
+            "nearest is ddp.bucket_order=model."
+        )
+    for name in ("reduce_every_microbatch", "shard_size"):
+        if zero < 2 and (value := getattr(ddp, name)):
+            raise UserError(
+                f"{spell(f'ddp.{name}', value)} is read by zero=2 and zero=3 alone, but "
+                f"zero={zero}; the nearest is ddp.{name}=null."
+            )
+    if size is not None and ranks > 1 and (size < 2 or ranks % size):
+        near = closest(size, lambda n: n > 1 and ranks % n == 0, ranks) or ranks
+        of = f"dp={ranks}" if config.cp == 1 else f"dp · cp = {ranks}"
+        raise UserError(
+            f"ddp.shard_size={size} must divide {of} and be at least 2; the nearest is "
+            f"ddp.shard_size={near}."
+        )
+    if config.train.noise_scale:
+        _check_noise_scale(config, ranks)
+
+
+def _check_noise_scale(config: Config, ranks: int) -> None:
+    """Raises UserError unless gradients of a part of the batch and exact sums are available."""
+    least = min(config.batch_sizes.sizes)
+    if config.zero > 1 and ranks > 1:
+        why = f"the gradients of one replica before they are summed, which zero={config.zero} hides"
+        near = "zero=1"
+    elif config.optim.freeze:
+        why = (
+            f"no gradients of optim.freeze={show(config.optim.freeze)}, which the buckets hold too"
+        )
+        near = "train.noise_scale=false"
+    elif config.ddp.comm_hook == "powersgd":
+        why, near = "exact sums, not those of ddp.comm_hook=powersgd", "ddp.comm_hook=bf16"
+    elif least == config.micro_batch_size:
+        batch, near = f"global_batch_size={least}", f"global_batch_size={2 * least}"
+        if config.train.batch_schedule is not None:
+            batch, near = f"a batch of {least} in train.batch_schedule", f"one of {2 * least} there"
+        why = f"two parts of a batch, and with dp=1 {batch} is one micro-batch"
+    else:
+        return
+    raise UserError(f"train.noise_scale=true compares {why}; the nearest is {near}.")

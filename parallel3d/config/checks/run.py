@@ -1,4 +1,4 @@
-"""Cross-checks of data, learning rate, precision, profile and the run's name."""
+"""Cross-checks of data, learning rate, precision, profile, placement and the run's name."""
 
 from __future__ import annotations
 
@@ -34,11 +34,6 @@ def check_samples(config: Config) -> None:
         )
     check_corpora(data)
     check_validation(config)
-    if data.name == "stdlib" and data.path is not None:
-        raise UserError(
-            f"data.path={show(data.path)} is not read by data=stdlib; the nearest is data=text, "
-            f"which reads it."
-        )
 
 
 def check_batch_schedule(config: Config, dp: int) -> None:
@@ -164,24 +159,19 @@ def check_learning_rate(config: Config) -> None:
             f"optim.lr_warmup_steps={optim.lr_warmup_steps} must be below {span}={steps}; the "
             f"nearest is optim.lr_warmup_steps={steps - 1}."
         )
-    warmup = optim.lr_warmup_fraction or optim.lr_warmup_steps / steps
     if optim.lr_decay_style != "wsd":
         return
+    warmup = optim.lr_warmup_fraction or optim.lr_warmup_steps / steps
+    name, decay, near = "wsd_decay_fraction", optim.wsd_decay_fraction, round(1 - warmup, 9)
     if optim.wsd_decay_steps is not None:
-        most = steps - (optim.lr_warmup_steps or round(optim.lr_warmup_fraction * steps))
-        if optim.wsd_decay_steps > most:
-            raise UserError(
-                f"optim.wsd_decay_steps={optim.wsd_decay_steps} must be at most {most}, what "
-                f"{span}={steps} leaves after the warm-up; the nearest is "
-                f"optim.wsd_decay_steps={most}."
-            )
-        return
+        name, decay = "wsd_decay_steps", optim.wsd_decay_steps / steps
+        near = steps - (optim.lr_warmup_steps or round(optim.lr_warmup_fraction * steps))
     # The margin lets 1/3 and 0.666666667, which the sentence below proposes, add up to 1.
-    if warmup + optim.wsd_decay_fraction > 1 + 1e-9:
+    if warmup + decay > 1 + 1e-9 and getattr(optim, name) > near:
         raise UserError(
-            f"optim.wsd_decay_fraction={show(optim.wsd_decay_fraction)} and a warm-up over "
-            f"{warmup:g} of {span}={steps} must add up to at most 1; the nearest is "
-            f"optim.wsd_decay_fraction={show(round(1 - warmup, 9))}."
+            f"optim.{name}={show(getattr(optim, name))} must be at most {show(near)}, what a "
+            f"warm-up over {warmup:g} of {span}={steps} leaves; the nearest is "
+            f"optim.{name}={show(near)}."
         )
 
 
@@ -227,20 +217,15 @@ def check_profile(config: Config, world_size: int | None) -> None:
                 f"is profile.steps=[{min(10, last_step)},{min(12, last_step)}]."
             )
         return
-    given = f"profile.steps={show(profile.steps)}"
-    if len(profile.steps) != 2:
-        first, *_, last = sorted([profile.steps[0], *profile.steps])
-        near = [min(max(1, step), last_step) for step in (first, last)]
-        raise UserError(
-            f"{given} must be two numbers, the first and the last step to profile; the nearest is "
-            f"profile.steps={show(near)}."
+    first, *_, last = [profile.steps[0], *profile.steps]
+    if len(profile.steps) != 2 or not 1 <= first <= last <= last_step:
+        near = sorted(
+            min(max(1, step), last_step) for step in (min(profile.steps), max(profile.steps))
         )
-    first, last = profile.steps
-    if not 1 <= first <= last <= last_step:
-        near = sorted(min(max(1, step), last_step) for step in (first, last))
         raise UserError(
-            f"{given} must be two steps in their order, from 1 to train.steps={last_step}; the "
-            f"nearest is profile.steps={show(near)}."
+            f"profile.steps={show(profile.steps)} must be two numbers, the first and the last step "
+            f"to profile, from 1 to train.steps={last_step}; the nearest is "
+            f"profile.steps={show(near)}."
         )
     if profile.ranks != "all" and world_size is not None and max(profile.ranks) >= world_size:
         near = [rank for rank in profile.ranks if rank < world_size] or [world_size - 1]
@@ -265,15 +250,10 @@ def check_run_name(config: Config) -> None:
     run = config.run
     if run is None:
         return
-    if run.strip() in ("", ".", "..") or "/" in run or "\\" in run:
+    if run.strip() in ("", ".", "..") or re.search(r"[/\\]", run) or not run.isprintable():
         raise UserError(
             f"run={show(run)} must be the plain name of a folder inside runs_dir="
             f"{show(config.runs_dir)}; null makes a name, and runs_dir moves the place."
-        )
-    if not run.isprintable():
-        raise UserError(
-            f"run={run!a} has characters that cannot be printed; the nearest is "
-            f"run={''.join(c for c in run if c.isprintable()) or 'null'}."
         )
     if len(os.fsencode(run)) > LONGEST_RUN_NAME:
         raise UserError(
@@ -316,25 +296,22 @@ class Weights(NamedTuple):
 
 
 def check_corpora(data: DataConfig) -> None:
-    """Checks `data.path`, blend and packing against each other; raises UserError."""
+    """Checks `data.path` and a blend against the kind of source; raises UserError."""
     if data.name in PATHS and not data.path:
         raise UserError(
             f"data={data.name} needs data.path, which is {show(data.path)}; give "
             f"{PATHS[data.name]}."
         )
-    if data.name == "blend" and data.path is not None:
-        raise UserError(
-            f"data.path={show(data.path)} is not read by data=blend; the nearest is "
-            f"'data.blend={{{data.path}:1}}'."
-        )
     if data.name == "blend":
         blend_weights(data)
-        return
-    for name in ("blend", "blend_stages"):
-        if (value := getattr(data, name)) is not None:
+    for name in ("path", "blend", "blend_stages"):
+        readers = ("blend",) if name != "path" else tuple(PATHS)
+        if (value := getattr(data, name)) is not None and data.name not in readers:
+            near = f"data={readers[0]}, which reads it"
+            if data.name == "blend":
+                near = f"'data.blend={{{value}:1}}'"
             raise UserError(
-                f"data.{name}={show(value)} is not read by data={data.name}; the nearest is "
-                "data=blend, which reads it."
+                f"data.{name}={show(value)} is not read by data={data.name}; the nearest is {near}."
             )
 
 
@@ -376,20 +353,17 @@ def _token(typed: Any) -> int:
 def _weights(given: Mapping[Any, Any], name: str) -> dict[str, Fraction | None]:
     weights: dict[str, Fraction | None] = {}
     for prefix, typed in given.items():
-        what = f"{name} gives {show(str(prefix))} the weight {show(typed)}"
         if typed == TOKENS:
             weights[str(prefix)] = None
             continue
-        if isinstance(typed, str):
-            close = nearest(typed, [TOKENS]) or "1"
-            raise UserError(
-                f"{what}: it must be a number above 0 or {TOKENS}; the nearest is {close}."
-            )
         is_number = isinstance(typed, (int, float)) and not isinstance(typed, bool)
         if not is_number or not math.isfinite(typed) or typed <= 0:
+            near = f"to leave {show(str(prefix))} out"
+            if isinstance(typed, str):
+                near = nearest(typed, [TOKENS]) or "1"
             raise UserError(
-                f"{what}: it must be a number above 0 or {TOKENS}; the nearest is to leave "
-                f"{show(str(prefix))} out."
+                f"{name} gives {show(str(prefix))} the weight {show(typed)}: it must be a number "
+                f"above 0 or {TOKENS}; the nearest is {near}."
             )
         weights[str(prefix)] = Fraction(repr(typed))
     small = next(((p, w) for p, w in weights.items() if w is not None and w < 1), None)
@@ -399,3 +373,71 @@ def _weights(given: Mapping[Any, Any], name: str) -> dict[str, Fraction | None]:
             f"must be a number of tokens, at least 1; the nearest is {TOKENS}."
         )
     return weights
+
+
+# Placement and NCCL
+
+
+GROUP_KINDS = ("tp", "cp", "dp", "pp", "embedding")
+# Fields of ncclConfig_t and their ranges.
+NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0, 8)}
+
+
+def check_groups(config: Config) -> None:
+    """Checks placement, rank file and NCCL settings; raises UserError."""
+    if config.placement == "file" and config.rank_file is None:
+        raise UserError(
+            "placement=file needs rank_file=…, a file with a line `rank host local_index` for each "
+            "rank; the nearest is placement=default."
+        )
+    if config.rank_file is not None and config.placement != "file":
+        raise UserError(
+            f"rank_file={show(config.rank_file)} is read with placement=file alone, but "
+            f"placement={show(config.placement)}; the nearest is placement=file."
+        )
+    for kind in config.launch.nccl_high_priority:
+        if kind not in GROUP_KINDS:
+            raise UserError(
+                f"launch.nccl_high_priority={show(kind)} must name a kind of group, one of "
+                f"{', '.join(GROUP_KINDS)}; the nearest is {nearest(kind, GROUP_KINDS) or 'dp'}."
+            )
+    parse_nccl_settings(config.launch.nccl_settings)
+    parse_nccl_env(config.cluster.nccl_env)
+
+
+def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
+    """Returns (kind of group, field of ncclConfig_t, value) of each `dp.max_ctas:8`. Raises
+    UserError."""
+    parsed = []
+    for item in settings:
+        match = re.fullmatch(r"(\w+)\.(\w+):(-?\d+)", item)
+        kind, name, value = match.groups() if match else ("", "", "0")
+        low, high = NCCL_LIMITS.get(name, (1, 0))
+        if kind not in GROUP_KINDS or not low <= int(value) <= high:
+            near = nearest(name, NCCL_LIMITS) or "max_ctas"
+            low, high = NCCL_LIMITS[near]
+            near = f"{nearest(kind, GROUP_KINDS) or 'dp'}.{near}:{min(max(int(value), low), high)}"
+            raise UserError(
+                f"launch.nccl_settings={show(item)} must be a kind of group (one of "
+                f"{', '.join(GROUP_KINDS)}), a setting (one of {', '.join(NCCL_LIMITS)}) and a "
+                f"number, here {low} to {high}; the nearest is launch.nccl_settings=[{near}]."
+            )
+        parsed.append((kind, name, int(value)))
+    return parsed
+
+
+def parse_nccl_env(settings: list[str]) -> dict[str, str]:
+    """Returns values by variable of each `NCCL_CROSS_NIC:0`; a value may contain colons.
+
+    Also accepts torch's TORCH_NCCL_… and TORCH_FR_…. Raises UserError for other text.
+    """
+    variables = {}
+    for item in settings:
+        match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR)_[A-Z0-9_]+):(.+)", item)
+        if match is None:
+            raise UserError(
+                f"cluster.nccl_env={show(item)} must be a variable of NCCL and its value; the "
+                "nearest is cluster.nccl_env=[NCCL_CROSS_NIC:0]."
+            )
+        variables[match[1]] = match[2]
+    return variables

@@ -11,17 +11,16 @@ from pathlib import Path
 
 from parallel3d.config.checks.model import (
     check_attention,
-    check_chunks,
     check_context_parallel,
+    check_data_parallel,
     check_model,
-    check_sequence,
     check_tensor_parallel,
     nearest_multiple,
     tp_splits,
 )
-from parallel3d.config.checks.parallelism import check_data_parallel, check_groups
 from parallel3d.config.checks.run import (
     check_batch_schedule,
+    check_groups,
     check_init,
     check_learning_rate,
     check_length,
@@ -77,8 +76,6 @@ def check_config(
     _check_batch(config, dp)
     check_batch_schedule(config, dp)
     _check_schedule(dataclasses.replace(config, dp=dp))
-    check_sequence(config)
-    check_chunks(config)
     check_context_parallel(config)
     if not own_samples:
         check_samples(config)
