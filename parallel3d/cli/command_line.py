@@ -48,8 +48,8 @@ from parallel3d.commands.init import init
 from parallel3d.commands.init_from import begun_from
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
 from parallel3d.commands.recipes import recipes
-from parallel3d.commands.report.command import KEYS as REPORT_KEYS
-from parallel3d.commands.report.command import report
+from parallel3d.commands.report import KEYS as REPORT_KEYS
+from parallel3d.commands.report import report
 from parallel3d.commands.verbs import Verb
 from parallel3d.config.checks.run import check_loggers, check_precision_of
 from parallel3d.config.checks.whole import check_config

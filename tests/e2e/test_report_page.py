@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from parallel3d.commands.report.command import MARK
-from parallel3d.commands.report.page import page_of
-from parallel3d.commands.report.reading import COLUMNS, Points, read_run, thinned
+from parallel3d.commands.report import MARK
+from parallel3d.commands.report_page import COLUMNS, Points, page_of, read_run, thinned
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.metrics.breakdown import RankTimes
@@ -143,7 +142,6 @@ def test_a_browser_shows_curves_restarts_and_what_differs(
     assert cells == [["<code>optim.lr</code>", "0.001", "0.25"], ["<code>seed</code>", "3", "4"]]
     assert "<code>optim.lr</code></td><td>0.5</td><td>0.25</td>" in page  # of the second start
     assert "40 ms" in page and "4 GB" in page and "node7" in page
-    assert page.count("<svg") == 1 and "rails_3x2: tp=2" in page  # the map of the one with places
 
     found = read_in_the_dark(page, tmp_path)
     charts = ["Training loss", "Held-out loss", "Held-out loss of code", "Gradient norm"]
@@ -229,10 +227,10 @@ def test_a_long_curve_keeps_its_spikes_and_its_nans() -> None:
     json.dumps(curve, allow_nan=False)
 
 
-def test_a_run_from_before_starts_were_noted_and_one_without_a_line(runs: Path) -> None:
+def test_a_run_whose_starts_are_lost_and_one_without_a_line(runs: Path) -> None:
     (runs / "<whole>" / "starts.jsonl").unlink()
     old = read_run(runs, "<whole>")
-    assert (old.state, [start["first_step"] for start in old.starts]) == ("finished", [1])
+    assert (old.state, old.starts) == ("finished", [])
     (runs / "resumed" / "metrics.jsonl").unlink()
     (runs / "resumed" / "placement.json").write_text("{torn")
     empty = read_run(runs, "resumed")

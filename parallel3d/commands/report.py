@@ -43,8 +43,7 @@ def report(arguments: Sequence[str]) -> int:
         raise UserError(f"report: at most {MOST_RUNS} runs must be given, not {len(names)}")
     to = given.get("to", "report.html")
     check_free("to", to, MARK, MADE_BY)
-    from parallel3d.commands.report.page import page_of
-    from parallel3d.commands.report.reading import DAMAGED, RunRecord, read_run
+    from parallel3d.commands.report_page import DAMAGED, RunRecord, page_of, read_run
 
     folder = Path(given.get("runs_dir", Config().runs_dir))
 

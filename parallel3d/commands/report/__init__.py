@@ -1,1 +1,0 @@
-"""`parallel3d report`: a page of runs."""
