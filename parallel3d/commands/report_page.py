@@ -388,7 +388,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         known = {label: run.configs[-1] for label, run in pairs if run.configs}
         table = _differing(["key", *known], list(known.values()))
         yield section("What differs", "" if table else "No key but run and runs_dir.", table)
-    yield _starts(runs, labels)
+    yield _starts_table(runs, labels)
     for heading, part, said in (
         ("Where a step's time goes, in the mean", _times, "summary.json has it, at the end."),
         ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
@@ -412,7 +412,7 @@ def _differing(head: Sequence[str], configs: Sequence[Config]) -> str:
     return html_table(head, rows) if rows else ""
 
 
-def _starts(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
+def _starts_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     rows, changes = [], ""
     for run, label in zip(runs, labels, strict=True):
         for number, start in enumerate(run.starts, 1):

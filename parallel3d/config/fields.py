@@ -52,12 +52,6 @@ REMOVED = {
 }
 
 
-def renamed_value(name: str, value: Any) -> str | None:
-    """Returns the sentence that refuses a value of an earlier version, or None."""
-    now = RENAMED_VALUES.get((name, value)) if isinstance(value, str) else None
-    return now and f"{spell(name, value)}: {value} is now {now}; use {spell(name, now)}."
-
-
 def show(value: Any) -> str:
     """Returns a value as typed on the command line, on one line."""
     if value is None or isinstance(value, bool):
@@ -216,87 +210,66 @@ def allowed(key: Key) -> str:
         noun = f"a {noun}"
     if key.item is not None:
         noun = f"a list of {NOUNS[key.item]}s".replace("texts", "words")
-    limits = [
-        f"{adjective} {key.meta[bound]:g}"
-        for bound, adjective in (
-            ("minimum", "at least"),
-            ("above", "above"),
-            ("maximum", "at most"),
-            ("below", "below"),
-        )
-        if key.meta.get(bound) is not None
-    ]
-    text = " ".join([noun, " and ".join(limits)] if limits else [noun])
-    text = text.replace("number at", "number of at")
+    bounds = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
+    limits = [f"{bounds[b]} {key.meta[b]:g}" for b in bounds if key.meta[b] is not None]
+    text = f"{noun} {' and '.join(limits)}".strip().replace("number at", "number of at")
     return f"null or {text}" if key.optional else text
 
 
 def _has_type(value: Any, kind: type) -> bool:
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _nearest_in_range(key: Key, value: Any) -> str:
-    """Returns "; " with the bound that was passed, if that is allowed, else with the default."""
-    low, high = key.meta.get("minimum"), key.meta.get("maximum")
+def _nearest_to(key: Key, value: Any) -> Any:
+    """Returns `value` if it is allowed, else the nearest allowed value or the default."""
+    meta, choices = key.meta, key.meta["choices"]
+    if meta["wrong"]:
+        near = meta["wrong"](value)
+        return value if near is None else near
+    if not _has_type(value, key.kind):
+        return key.default
+    if key.item is not None and not all(_has_type(item, key.item) for item in value):
+        return key.default
+    if choices:
+        return value if value in choices else nearest(value, choices) or key.default
+    if key.kind not in (int, float):
+        return value
+    if not (fits_64_bits(value) if isinstance(value, int) else math.isfinite(value)):
+        return key.default
+    low, high, above, below = (meta[b] for b in ("minimum", "maximum", "above", "below"))
     if low is not None and value < low:
-        return f"; the nearest is {spell(key.name, low)}"
+        return low
     if high is not None and value > high:
-        return f"; the nearest is {spell(key.name, high)}"
-    return _default(key)
+        return high
+    is_out = (above is not None and value <= above) or (below is not None and value >= below)
+    return key.default if is_out else value
 
 
-def _default(key: Key) -> str:
-    return f"; the default is {spell(key.name, key.default)}"
-
-
-def _check_value(key: Key, value: Any) -> None:
-    """Raises UserError for a value of the wrong type, choice or range."""
+def check_value(name: str, value: Any) -> None:
+    """Raises UserError for a value of key `name` of the wrong type, choice or range."""
+    key = all_keys()[name]
     if value is None and key.optional:
         return
-    if renamed := renamed_value(key.name, value):
-        raise UserError(renamed)
-    close = _nearest_to(key, value)
-    if close is not None:
-        raise UserError(f"{key.name}={show(value)} must be {allowed(key)}{close}.")
-
-
-def _nearest_to(key: Key, value: Any) -> str | None:
-    """Returns None for an allowed value, else the text with the nearest one."""
-    if key.meta.get("wrong"):
-        near = key.meta["wrong"](value)
-        return None if near is None else f"; the nearest is {spell(key.name, near)}"
-    right_type = _has_type(value, key.kind) and (
-        key.item is None or all(_has_type(item, key.item) for item in value)
-    )
-    if not right_type:
-        return _default(key)
-    choices = key.meta.get("choices")
-    if choices and value not in choices:
-        return f"; the nearest is {spell(key.name, nearest(value, choices) or key.default)}"
-    if key.kind not in (int, float):
-        return None
-    if isinstance(value, int) and not fits_64_bits(value):
-        return f", and fit into 64 bits{_default(key)}"
-    meta = key.meta
-    inside = (
-        not (isinstance(value, float) and not math.isfinite(value))
-        and (meta.get("minimum") is None or value >= meta["minimum"])
-        and (meta.get("maximum") is None or value <= meta["maximum"])
-        and (meta.get("above") is None or value > meta["above"])
-        and (meta.get("below") is None or value < meta["below"])
-    )
-    return None if inside else _nearest_in_range(key, value)
+    if isinstance(value, str) and (now := RENAMED_VALUES.get((key.name, value))):
+        raise UserError(
+            f"{spell(key.name, value)}: {value} is now {now}; use {spell(key.name, now)}."
+        )
+    near = _nearest_to(key, value)
+    if near is not value:
+        is_long = isinstance(value, int) and not fits_64_bits(value)
+        raise UserError(
+            f"{key.name}={show(value)} must be {allowed(key)}{', and fit into 64 bits' * is_long}; "
+            f"the nearest is {spell(key.name, near)}."
+        )
 
 
 def check_fields(config: Config) -> None:
     """Checks each key alone: it exists, and has its type and range; raises UserError."""
     _check_section(config, "")
     for name, value in values_of(config).items():
-        _check_value(all_keys()[name], value)
+        check_value(name, value)
 
 
 def _check_section(section: Any, prefix: str) -> None:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from parallel3d.comm.exchange import check_agreement
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.fields import renamed_value
+from parallel3d.config.fields import check_value
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, device_of_world, is_accelerator, make_current
 from parallel3d.errors import UserError, closest
-from parallel3d.host.devices import SIMULATED, choose_device, device_of_rank
+from parallel3d.host.devices import choose_device, device_of_rank
 from parallel3d.run.failure import leave
 from parallel3d.run.launch import detect
 from parallel3d.run.rendezvous import rendezvous
@@ -69,10 +69,7 @@ def init(
 
 def _join_world(requested: str, timeout_s: float) -> torch.device:
     """Runs the rendezvous, initialises torch.distributed and returns this rank's device."""
-    if renamed := renamed_value("device", requested):
-        raise UserError(renamed)
-    if requested not in ("auto", "cpu", "cuda", SIMULATED):
-        raise UserError(f"device={requested!r} must be auto, cpu or cuda; the nearest is auto")
+    check_value("device", requested)
     place = detect(os.environ)
     ranks_here = 1 if place is None else place.local_world_size
     srun = place is not None and place.launcher == "slurm"

@@ -57,7 +57,7 @@ def stages(given: dict[Any, Any]) -> dict[str, Any]:
 BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     # one key at a time
     ({"tp": 0}, None, ["tp=0", "at least 1", "nearest is tp=1"]),
-    ({"tp": "two"}, None, ["tp=two", "whole number", "default is tp=1"]),
+    ({"tp": "two"}, None, ["tp=two", "whole number", "nearest is tp=1"]),
     ({"tp": 2.0}, None, ["tp=2.0", "whole number"]),
     ({"tp": True}, None, ["tp=true", "whole number"]),
     ({"tp": None}, None, ["tp=null", "whole number"]),
@@ -633,8 +633,9 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
             key = all_keys()[name if name in all_keys() else f"{name}.name"]
             if key.name == "data.name" or "schedule.file" in changes:
                 continue  # already given beside it, or another file as well
-            typed = value == "true" if key.kind is bool else key.kind(value)
-            typed = None if value == "null" else typed
+            typed = None
+            if value != "null":
+                typed = value == "true" if key.kind is bool else key.kind(value)
             fixed = config(**{**changes, key.name: typed})
             check_config(fixed, world_size)
             followed += 1
