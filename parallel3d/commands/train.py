@@ -8,13 +8,11 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from operator import attrgetter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
@@ -40,7 +38,7 @@ from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import HANG_FILE, start_watchdog
-from parallel3d.files import flush, flush_folder, no_link
+from parallel3d.files import no_link, replace_durably
 from parallel3d.metrics.jsonl import Score, finite, write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_of
@@ -459,26 +457,11 @@ def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:
     worker.phase = f"saving {name}"
     parameters = trainer.full_parameters()
     if worker.rank == 0:
-        write_safetensors(worker.run_dir / name, parameters)
+        from safetensors.torch import save
 
-
-def write_safetensors(path: Path, parameters: dict[str, Tensor]) -> None:
-    """Writes the parameters to `path` atomically, and flushes them.
-
-    A finished run would not write them again after a power cut.
-    """
-    from safetensors.torch import save_file
-
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        save_file({name: p.contiguous() for name, p in parameters.items()}, partial)
-        flush(partial)
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
+        # Durably: a finished run would not write them again after a power cut.
+        whole = {name: parameter.contiguous() for name, parameter in parameters.items()}
+        replace_durably(worker.run_dir / name, save(whole))
 
 
 LARGE = 100  # times the parameters of the default model, and times its vocabulary

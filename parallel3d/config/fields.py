@@ -7,12 +7,13 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from parallel3d.config.schema import SECTIONS, Config
+from parallel3d.config.values import RANKS, words_of
 from parallel3d.errors import UserError, nearest
 
 
@@ -225,9 +226,8 @@ def _has_type(value: Any, kind: type) -> bool:
 def _nearest_to(key: Key, value: Any) -> Any:
     """Returns `value` if it is allowed, else the nearest allowed value or the default."""
     meta, choices = key.meta, key.meta["choices"]
-    if meta["wrong"]:
-        near = meta["wrong"](value)
-        return value if near is None else near
+    if words := meta["list_of"]:
+        return _nearest_words(key, value, lambda w: _is_rank(w) if words is RANKS else w in words)
     if not _has_type(value, key.kind):
         return key.default
     if key.item is not None and not all(_has_type(item, key.item) for item in value):
@@ -245,6 +245,25 @@ def _nearest_to(key: Key, value: Any) -> Any:
         return high
     is_out = (above is not None and value <= above) or (below is not None and value >= below)
     return key.default if is_out else value
+
+
+def _nearest_words(key: Key, value: Any, fits: Callable[[Any], bool]) -> Any:
+    """Returns `value` if it is a choice or a list of words that fit, else the nearest."""
+    choices, words = key.meta["choices"], (*key.meta["choices"], *key.meta["list_of"])
+    if isinstance(value, str):
+        given = words_of(value)
+        is_good = value in choices or (given and all(fits(word) for word in given))
+        return value if is_good else nearest(value, words) or key.default
+    if not isinstance(value, (list, tuple)):
+        return key.default
+    if all(fits(item) for item in value) and (value or words[-1:] != RANKS):
+        return value
+    close = (item if fits(item) else nearest(str(item), words) for item in value)
+    return [item for item in close if item is not None and fits(item)] or key.default
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def check_value(name: str, value: Any) -> None:

@@ -25,13 +25,12 @@ from parallel3d.config.values import (
     KERNELS,
     LOGGERS,
     PARTS,
+    RANKS,
     WORDS,
     BatchSizes,
     key,
     padded_length,
-    wrong_loggers,
-    wrong_parts,
-    wrong_ranks,
+    words_of,
 )
 
 
@@ -740,7 +739,6 @@ class LoggerConfig:
         "logger or loggers; in a file, name: [wandb, tensorboard]",
         choices=("none", *LOGGERS),
         list_of=LOGGERS,
-        wrong=wrong_loggers,
     )
     project: str | None = key(
         None, "W&B project; null: WANDB_PROJECT, or parallel3d", megatron="--wandb-project"
@@ -766,8 +764,7 @@ class LoggerConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """The loggers that `name` asks for."""
-        words = (self.name,) if isinstance(self.name, str) else self.name
-        return tuple(word for word in words if word != "none")
+        return tuple(word for word in dict.fromkeys(words_of(self.name)) if word != "none")
 
 
 DEFAULT_STEPS = 600
@@ -857,8 +854,7 @@ class ProfileConfig:
         [0],
         "whose steps",
         choices=("all",),
-        list_of=("ranks",),
-        wrong=wrong_ranks,
+        list_of=RANKS,
         megatron="--profile-ranks",
     )
     memory: bool = key(
@@ -971,7 +967,6 @@ class Config:
         "the whole layer; selective is [attention] (Korthikanti et al. 2022 §5), full is [layer]",
         choices=tuple(WORDS),
         list_of=PARTS,
-        wrong=wrong_parts,
         megatron="--recompute-granularity",
     )
     recompute_layers: list[int] | None = key(  # noqa: RUF009

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, NamedTuple
-
-from parallel3d.errors import nearest
 
 
 def key(
@@ -17,7 +15,6 @@ def key(
     *,
     choices: tuple[str, ...] | None = None,
     list_of: tuple[str, ...] | None = None,
-    wrong: Callable[[object], str | None] | None = None,
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -28,15 +25,14 @@ def key(
     """Declares a key with default, range and help.
 
     `fields` enforces `choices`, `minimum` and `maximum` (inclusive), `above` and `below`
-    (exclusive). With `list_of`, a list of such words may stand for a choice, and `wrong` returns
-    the nearest allowed value, None for an allowed one. `megatron` names Megatron-LM's flags of the
-    same meaning, `differs` in which way they differ.
+    (exclusive). With `list_of`, one or a list of such words may stand for a choice, as a list or
+    as text; of RANKS, a list of numbers. `megatron` names Megatron-LM's flags of the same meaning,
+    `differs` in which way they differ.
     """
     meta = {
         "help": help,
         "choices": choices,
         "list_of": list_of,
-        "wrong": wrong,
         "minimum": minimum,
         "above": above,
         "maximum": maximum,
@@ -72,13 +68,11 @@ WORDS: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "f
 _IMPLIED = {"mlp": ("activation",), "layer": PARTS[:-1]}
 
 
-def named_parts(recompute: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the parts named by a word, a part, a list of parts, or text such as `[norm,mlp]`."""
-    if not isinstance(recompute, str):
-        return tuple(recompute)
-    if recompute in WORDS:
-        return WORDS[recompute]
-    return tuple(part.strip() for part in recompute.strip("[]").split(",") if part.strip())
+def words_of(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the words of a list, of a word, or of text such as `[norm,mlp]`."""
+    if not isinstance(value, str):
+        return tuple(value)
+    return tuple(word.strip() for word in value.strip("[]").split(",") if word.strip())
 
 
 def padded_length(length: int, cp: int, multiple: int = 1) -> int:
@@ -92,7 +86,8 @@ def padded_length(length: int, cp: int, multiple: int = 1) -> int:
 
 def parts_of(recompute: str | Sequence[str]) -> frozenset[str]:
     """Returns the named parts without those that others imply."""
-    return _least(named_parts(recompute))
+    is_word = isinstance(recompute, str) and recompute in WORDS
+    return _least(WORDS[str(recompute)] if is_word else words_of(recompute))
 
 
 @functools.lru_cache(maxsize=256)
@@ -106,51 +101,8 @@ def spelled(recompute: str | Sequence[str]) -> str:
     return next((word for word, means in WORDS.items() if means == least), f"[{','.join(least)}]")
 
 
-def wrong_parts(recompute: object) -> str | None:
-    """Returns None for a valid `recompute`, else the nearest one, as typed."""
-    if isinstance(recompute, str):
-        if recompute in WORDS or (recompute and set(named_parts(recompute)) <= {*PARTS}):
-            return None
-        return nearest(recompute, (*WORDS, *PARTS)) or "none"
-    if not isinstance(recompute, (list, tuple)):
-        return "none"
-    if all(part in PARTS for part in recompute):
-        return None
-    near: list[str] = []
-    for part in map(str, recompute):
-        close = nearest(part, (*PARTS, *WORDS))
-        near += WORDS.get(close or "", [close] if close else [])
-    return spelled(near)
-
-
-# `logger`, `profile.ranks` and `train.batch_schedule`
-
 LOGGERS = ("wandb", "tensorboard")
-
-
-def wrong_loggers(name: object) -> str | None:
-    """Returns None for a valid `logger.name`, else the nearest one, as typed."""
-    if name == "none":
-        return None
-    if isinstance(name, str):
-        return None if name in LOGGERS else nearest(name, ("none", *LOGGERS)) or "none"
-    if not isinstance(name, (list, tuple)):
-        return "none"
-    near = dict.fromkeys(nearest(str(word), LOGGERS) for word in name)
-    good = [word for word in near if word is not None]
-    if good == list(name):
-        return None
-    return f"[{','.join(good)}]" if good else "none"
-
-
-def wrong_ranks(ranks: object) -> str | None:
-    """Returns None for a valid `profile.ranks`, else the nearest one, as typed."""
-    if ranks == "all":
-        return None
-    if not isinstance(ranks, (list, tuple)):
-        return "all" if isinstance(ranks, str) else "[0]"
-    good = [rank for rank in ranks if type(rank) is int and rank >= 0]
-    return None if good and len(good) == len(ranks) else f"[{','.join(map(str, good or [0]))}]"
+RANKS = ("ranks",)
 
 
 class BatchSizes(NamedTuple):

@@ -125,7 +125,11 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["recompute=[norm,atention]", "nearest is recompute=[norm,attention]"],
     ),
-    ({"recompute": ["full", "norm"]}, None, ["recompute=[full,norm]", "nearest is recompute=full"]),
+    (
+        {"recompute": ["full", "norm"]},
+        None,
+        ["recompute=[full,norm]", "nearest is recompute=[norm]"],
+    ),
     (
         {"recompute_layers": [2]},
         None,
@@ -490,7 +494,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["profile.ranks=[9]", "nearest is profile.ranks=[1]."],
     ),
-    ({"profile.ranks": "some"}, None, ["profile.ranks=some", "nearest is profile.ranks=all."]),
+    ({"profile.ranks": "some"}, None, ["profile.ranks=some", "nearest is profile.ranks=[0]."]),
     ({"profile.ranks": [0, -1]}, None, ["profile.ranks=[0,-1]", "nearest is profile.ranks=[0]."]),
     ({"profile.ranks": []}, None, ["profile.ranks=[]", "all or a list", "profile.ranks=[0]."]),
     ({"profile.ranks": 2}, None, ["profile.ranks=2", "nearest is profile.ranks=[0]."]),

@@ -11,17 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from parallel3d.checkpoint import manifest
 from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
 from parallel3d.commands.from_run import GENERATE, checkpoints_of
-from parallel3d.commands.train import write_safetensors
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data import cache
 from parallel3d.data.sources import Document
 from parallel3d.errors import UserError
+from parallel3d.files import replace_durably
 from parallel3d.metrics.jsonl import MetricsFile, rows_of
 from parallel3d.run import directory
 from parallel3d.run.directory import check_run, discard_unused, make_run_directory
@@ -181,10 +180,10 @@ def test_weights_are_on_the_disk_before_they_have_their_name(
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(os, "replace", renamed)
-    write_safetensors(path, {"w": torch.ones(3)})
-    assert done == [f".{path.name}.partial", "renamed", tmp_path.name]
+    replace_durably(path, b"ones")
+    assert done[0].endswith(".partial") and done[1:] == ["renamed", tmp_path.name]
     monkeypatch.setattr(os, "fsync", refuse)
     before = path.read_bytes()
     with pytest.raises(OSError, match="Stale"):
-        write_safetensors(path, {"w": torch.zeros(3)})
+        replace_durably(path, b"zeros")
     assert os.listdir(tmp_path) == [path.name] and path.read_bytes() == before

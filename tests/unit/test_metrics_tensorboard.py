@@ -131,7 +131,6 @@ def test_files_that_cannot_be_written_are_said_once_and_the_training_goes_on(
     [
         ("tensorbord", "tensorboard"),
         (["wandb", "tensorbord"], "[wandb,tensorboard]"),
-        (["wandb", "wandb"], "[wandb]"),
         (["none", "wandb"], "[wandb]"),
         (3, "none"),
         ({"wandb": True}, "none"),
