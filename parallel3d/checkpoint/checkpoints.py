@@ -432,7 +432,10 @@ class Checkpoints:
     def _log_changes(self, manifest: Manifest) -> None:
         found = identity.changes(manifest.config, self.config)
         parts = [f"resumes at step {manifest.step + 1}"]
-        groups = {"layout": identity.layout(found), "changed": identity.reported(found)}
+        groups = {
+            "layout": [change for change in found if change.key in identity.LAYOUT],
+            "changed": [change for change in found if change.kind == "reported"],
+        }
         for title, some in groups.items():
             if some:
                 shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)

@@ -29,7 +29,7 @@ from parallel3d.schedules.choose import (
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.messages import peak_in_flight
-from parallel3d.schedules.schedule import ONE_CHUNK, Schedule
+from parallel3d.schedules.schedule import ONE_CHUNK
 from parallel3d.schedules.table import write_table
 from parallel3d.schedules.walk import Timeline, time_orders
 from parallel3d.topology.assumptions import check_free, write
@@ -83,29 +83,36 @@ def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
 
 def find(config: Config) -> Shown:
     """Makes, checks and times the schedule asked for and all others."""
-    work, count = _work(config), microbatches(config)
-    ranks, chunks = config.pp, config.vpp
+    check_work(config)
+    keys, count, ranks, chunks = config.schedule, microbatches(config), config.pp, config.vpp
     if ranks * chunks * count > LARGEST:
         raise UserError(
             f"pp={ranks}, vpp={chunks} and num_microbatches={count} make {ranks * chunks * count:,}"
             f" boxes and are too many to draw; the nearest is num_microbatches="
             f"{max(1, LARGEST // (ranks * chunks))}."
         )
-    name = config.schedule.name
-    given = _given(config, count) if name != "auto" else None
-    if given is not None:
-        _check_fits(config, work, given)
+    weights = StageWeights.of_run(config, balances=True) if keys.of_model else None
+    forward, input, weight = keys.costs
+    work = RankWork(forward, input, weight, keys.hop, weights)
+    given = None
+    if keys.name != "auto":  # vpp is then for the other rows of the table
+        given = wanted(keys.name, ranks, count, 1 if keys.name in ONE_CHUNK else chunks, keys.file)
+        if not work.fits(given.placement):
+            stages, layers = given.placement.stages, config.model.num_layers
+            raise UserError(
+                f"schedule.of_model=true: {stages} stages must be at most model.num_layers="
+                f"{layers}, as no stage may be empty; the nearest is schedule.of_model=false, or "
+                f"model.num_layers={stages}."
+            )
     named = measured_schedules(ranks, count, chunks, work)
-    cap = config.schedule.memory
-    best = choose(ranks, count, chunks, work, 1.0 if cap is None else cap, named)
+    best = choose(ranks, count, chunks, work, keys.memory or 1.0, named)
     rows = [*named, best]
-    if cap is None:
-        for more in MORE_MEMORY:
-            faster = choose(ranks, count, chunks, work, more, named)
-            if faster.seconds < rows[-1].seconds:
-                rows.append(faster)
+    for more in MORE_MEMORY if keys.memory is None else ():
+        faster = choose(ranks, count, chunks, work, more, named)
+        if faster.seconds < rows[-1].seconds:
+            rows.append(faster)
     choice = best if given is None else measure(given, work)
-    if name == "file":
+    if keys.name == "file":
         rows.append(choice)
     made = choice.schedule
     plan = made.plan()
@@ -127,32 +134,6 @@ def microbatches(config: Config) -> int:
             f"{config.micro_batch_size} × dp={config.dp or 1}; give num_microbatches=…."
         )
     return config.global_batch_size // size
-
-
-def _work(config: Config) -> RankWork:
-    check_work(config)
-    keys = config.schedule
-    weights = StageWeights.of_run(config, balances=True) if keys.of_model else None
-    forward, input, weight = keys.costs
-    return RankWork(forward, input, weight, keys.hop, weights)
-
-
-def _check_fits(config: Config, work: RankWork, made: Schedule) -> None:
-    """Raises UserError unless every stage of the schedule has a layer of the model."""
-    layers, stages = config.model.num_layers, made.placement.stages
-    if not work.fits(made.placement):
-        raise UserError(
-            f"schedule.of_model=true: {stages} stages must be at most model.num_layers={layers}, "
-            "as no stage may be empty; the nearest is schedule.of_model=false, or "
-            f"model.num_layers={stages}."
-        )
-
-
-def _given(config: Config, count: int) -> Schedule:
-    """Returns the schedule asked for by name or as a file."""
-    name, file = config.schedule.name, config.schedule.file
-    chunks = 1 if name in ONE_CHUNK else config.vpp  # vpp is then for the other rows of the table
-    return wanted(name, config.pp, count, chunks, file)
 
 
 def text(config: Config, found: Shown) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,10 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.whole import check_config
+from parallel3d.config.fields import spell
 from parallel3d.config.schema import (
     Config,
     OptimConfig,
-    PrecisionConfig,
     ProfileConfig,
     ScheduleConfig,
 )
@@ -93,7 +94,12 @@ def verify(config: Config, worker: Worker) -> int:
     failure: str | None = None
     everything: list[Comparison] = []
     if console:
-        console.print(describe(config))
+        sizes = ("tp", "pp", *(("cp",) if config.cp > 1 else ()), "dp", "sp", "schedule.name")
+        layout_keys = " ".join(spell(name, attrgetter(name)(config)) for name in sizes)
+        console.print(
+            f"Verifying {config.model.name} under {layout_keys} against one process, "
+            f"{config.verify.steps} steps each"
+        )
     for variant, tolerance in variants(config):
         worker.phase = f"verifying {variant.precision.name} {variant.optim.name}"
         rows = list(compare(variant, tolerance, groups, device, corpus))
@@ -107,7 +113,10 @@ def verify(config: Config, worker: Worker) -> int:
     if not console:
         return 0
     write_json(worker.run_dir / "verify.json", report(config, everything, failure))
-    console.print(verdict(failure), f"{worker.run_dir}/verify.json", sep="\n", soft_wrap=True)
+    verdict = "[bold green]The layout does not change the model.[/]"
+    if failure:
+        verdict = f"[bold red]The layout changes the model[/]: {failure}."
+    console.print(verdict, f"{worker.run_dir}/verify.json", sep="\n", soft_wrap=True)
     return 1 if failure else 0
 
 
@@ -133,9 +142,10 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
     for precision in dict.fromkeys(("fp64", config.precision.name)):
-        kernel = config.attention_kernel
-        if precision != config.precision.name:
+        kernel, keys = config.attention_kernel, config.precision
+        if precision != keys.name:
             kernel = in_other_precision(kernel)
+            keys = dataclasses.replace(keys, name=precision, lm_cross_entropy="fp32")
         for name, optim in optimizers.items():
             tolerance = ROUNDED if name == "sgd" else ROUNDED_ADAM  # Muon steps the rest by AdamW
             tolerance = COARSE if precision in ("bf16", "fp16") else tolerance
@@ -144,15 +154,11 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
                     config,
                     train=train,
                     optim=optim,
-                    precision=in_type(config.precision, precision),
+                    precision=keys,
                     attention_kernel=kernel,
                 ),
                 EXACT if precision == "fp64" else tolerance,
             )
-
-
-def in_type(own: PrecisionConfig, name: str) -> PrecisionConfig:
-    return own if name == own.name else dataclasses.replace(own, name=name, lm_cross_entropy="fp32")
 
 
 def compare(
@@ -248,15 +254,6 @@ def judge(
     return f"{moment}, {'; '.join(parts)}" if parts else None
 
 
-def describe(config: Config) -> str:
-    context = f"cp={config.cp} " if config.cp > 1 else ""
-    layout = f"tp={config.tp} pp={config.pp} {context}dp={config.dp} sp={str(config.sp).lower()}"
-    return (
-        f"Verifying {config.model.name} under {layout} schedule={config.schedule.name} "
-        f"against one process, {config.verify.steps} steps each"
-    )
-
-
 def table(rows: list[Comparison], layout: Layout) -> Table:
     first = rows[0]
     result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left", box=SIMPLE)
@@ -276,9 +273,3 @@ def table(rows: list[Comparison], layout: Layout) -> Table:
     result.caption = f"worst: {worst.name} on rank {worst.rank} ({where})" if worst.name else None
     result.caption_justify = "left"
     return result
-
-
-def verdict(failure: str | None) -> str:
-    if failure:
-        return f"[bold red]The layout changes the model[/]: {failure}."
-    return "[bold green]The layout does not change the model.[/]"

@@ -41,24 +41,6 @@ REPORTED = (
     *("model.dropout", "data.blend", "data.blend_stages"),
     *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
 )
-# Keys that older checkpoints lack, with their values there.
-LATER = {
-    "data.packing": "concat",
-    "data.document_mask": False,
-    "model.head_dim": None,
-    "model.qk_norm": False,
-    "model.attention_bias": None,
-    "model.rope_scaling_factor": 1.0,
-    "train.batch_schedule": None,
-    "optim.state": "fp32",
-    "optim.ema_decay": None,
-    "optim.muon_scale": "match_rms_adamw",
-    "optim.muon_dtype": "auto",
-    "optim.freeze": None,
-    "optim.groups": None,
-    "init_from": None,
-    "init_optimizer": False,
-}
 LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "schedule.name")
 
 
@@ -69,23 +51,33 @@ class ConfigChange(NamedTuple):
     there: Any
     here: Any
 
+    @property
+    def kind(self) -> str:
+        """ "free", "reported" or "refused".
+
+        Momentum may change but not switch on or off: its state exists or not.
+        """
+        if self.key == "optim.momentum" and bool(self.there) == bool(self.here):
+            return "reported"
+        return _kind(self.key)
+
     def __str__(self) -> str:
         return f"{self.key} is {self.there!r} there, now {self.here!r}"
 
 
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
-    """Returns every differing key that both configurations have, or that came `LATER`; `there` is
-    nested dicts. For `train.eval_only`, which reads no training sample, neither data nor seed."""
-    old, new = LATER | flat(there), values_of(here)
-    common = sorted(old.keys() & new.keys())
+    """Returns every differing key; `there` is nested dicts, in which keys that came later have
+    their defaults. For `train.eval_only`, which reads no training sample, neither data nor seed."""
+    old, new = values_of(Config()) | flat(there), values_of(here)
+    keys = sorted(new)
     if here.train.eval_only:
-        common = [key for key in common if key != "seed" and not key.startswith("data.")]
-    return [ConfigChange(key, old[key], new[key]) for key in common if not same(old[key], new[key])]
+        keys = [key for key in keys if key != "seed" and not key.startswith("data.")]
+    return [ConfigChange(key, old[key], new[key]) for key in keys if not same(old[key], new[key])]
 
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
     """Returns the keys that all ranks must have alike; paths may differ between hosts."""
-    decisive = (*LAYOUT, "cp", "recompute", "init_optimizer")
+    decisive = (*LAYOUT, "recompute", "init_optimizer")
     return {
         key: value
         for key, value in values_of(config).items()
@@ -101,29 +93,9 @@ def first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Conf
     return next((ConfigChange(*each) for each in both if not same(*each[1:])), None)
 
 
-def refused(found: list[ConfigChange]) -> list[ConfigChange]:
-    """Returns the changes with which a run cannot continue.
-
-    Momentum may change but not switch on or off: its state exists or not.
-    """
-    kept = [c for c in found if _kind(c.key) == "refused"]
-    return [c for c in kept if c.key != "optim.momentum" or bool(c.there) != bool(c.here)]
-
-
-def reported(found: list[ConfigChange]) -> list[ConfigChange]:
-    """Returns the changes that affect the next steps."""
-    refusals = refused(found)
-    return [c for c in found if _kind(c.key) != "free" and c not in refusals]
-
-
-def layout(found: list[ConfigChange]) -> list[ConfigChange]:
-    """Returns the changes of the layout, which affect nothing but rounding."""
-    return [c for c in found if c.key in LAYOUT]
-
-
 def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
     """Returns the sentence that refuses to continue, with the changed keys; None if none is."""
-    bad = refused(found)
+    bad = [change for change in found if change.kind == "refused"]
     if not bad:
         return None
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
@@ -134,14 +106,14 @@ def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
 
 
 def _kind(key: str) -> str:
-    rules = [("refused", r) for r in REFUSED] + [("free", f) for f in FREE]
-    rules += [("reported", s) for s in REPORTED]
-    fitting = [(len(rule), kind) for kind, rule in rules if _fits(key, rule)]
-    return max(fitting)[1] if fitting else "reported"
-
-
-def _fits(key: str, rule: str) -> bool:
-    return key.startswith(rule) if rule.endswith(".") else key == rule
+    tables = {"refused": REFUSED, "free": FREE, "reported": REPORTED}
+    fitting = [
+        (len(rule), kind)
+        for kind, rules in tables.items()
+        for rule in rules
+        if (key.startswith(rule) if rule.endswith(".") else key == rule)
+    ]
+    return max(fitting, default=(0, "reported"))[1]
 
 
 def same(a: Any, b: Any) -> bool:

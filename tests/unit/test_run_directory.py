@@ -447,7 +447,7 @@ def test_of_two_starts_in_one_instant_the_loser_is_told_of_the_other(
 
 @pytest.mark.parametrize("run", ["\x1b[31mred", "a\nb", "a\x7f", "a\udc80"])
 def test_control_characters_in_a_name_are_refused(run: str) -> None:
-    with pytest.raises(UserError, match="cannot be printed") as refused:
+    with pytest.raises(UserError, match="must be the plain name") as refused:
         check_run_name(Config(run=run))
     assert str(refused.value).isprintable()
 

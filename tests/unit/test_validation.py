@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.data import DataConfig
-from parallel3d.config.identity import changes, refused
+from parallel3d.config.identity import changes
 from parallel3d.config.schema import Config, ModelConfig, OptimConfig, TrainConfig
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import part_of, sources_of
@@ -24,6 +24,7 @@ from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import Score, finite
 from parallel3d.metrics.loggers import figures_of
 from tests.corpora import pair
+from tests.unit.test_checkpoint_identity import refused
 
 SEQ = 16
 SHARES = (("web", 0.7), ("code", 0.2), ("books", 0.1))
