@@ -77,8 +77,7 @@ def is_sweep() -> bool:
 def order_arguments(arguments: list[str]) -> list[str]:
     """Puts flags first, as argparse needs. Raises UserError for what cannot work.
 
-    So are refused: an unknown flag, two that contradict each other, and overrides that Hydra would
-    take and that would change nothing.
+    So are refused: an unknown flag, and overrides that Hydra would take without an effect.
     """
     parser = get_args_parser()
     parser.error = _raise_argument_error  # type: ignore[method-assign]
@@ -87,12 +86,6 @@ def order_arguments(arguments: list[str]) -> list[str]:
         if word.startswith("-"):
             name, _, value = word.partition("=")
             raise UserError(unknown_key(name, value or None))
-    commands = ("run", "multirun", "cfg", "info", "shell_completion")
-    given = [f"--{name.replace('_', '-')}" for name in commands if getattr(known, name)]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other; give one of them.")
-    if known.resolve and not (known.cfg or known.help):
-        raise UserError("--resolve goes with --cfg, as in: --cfg job --resolve.")
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(
             f"--config-path={known.config_path} would take the place of all presets; "

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +22,7 @@ from parallel3d.run.launch import Worker
 from parallel3d.trainer import Trainer
 
 FOLDER = "profile"
-ROWS, WIDTH = 10, 100  # of the table, at most
+ROWS, WIDTH = 10, 60  # of the table, and of the names in it
 MOST_ENTRIES = 100_000  # of the allocator's history, the newest ones
 NSYS = "NSYS_PROFILING_SESSION_ID"  # set by Nsight Systems in profiled processes
 SILENT = "99"  # log level above errors: Kineto logs every start and stop as one
@@ -48,7 +46,6 @@ class StepProfiler:
         self.steps = range(max(first, next_step), last + 1)
         ranks = range(worker.world_size) if keys.ranks == "all" else keys.ranks
         self.is_profiled, self.reports = worker.rank in ranks, worker.rank == min(ranks)
-        self.seconds = 0.0
         self.ranges: Ranges | None = None
         self._profile: profile | None = None
         self._layers = ExitStack()
@@ -67,14 +64,12 @@ class StepProfiler:
         if self.ranges is None:
             self.ranges = self._start()
         self.ranges.push(f"ProfilerStep#{step}")  # the name that analysers of traces look for
-        self._began = time.perf_counter()
 
     def after_step(self, step: int) -> None:
         """Writes the profile after the last step; collective then."""
         if step not in self.steps:
             return
         if self.ranges is not None:
-            self.seconds += time.perf_counter() - self._began
             self.ranges.pop()
         if step < self.steps[-1]:
             return
@@ -130,9 +125,8 @@ class StepProfiler:
         elif self.wants_memory and self.reports:
             print_line("profile.memory=true: no snapshot is written, which needs a GPU")
         if self.reports and self._profile is not None:
-            rank, (rows, what) = self.worker.rank, longest(self._profile)
-            title = f"profile of rank {rank}, {self._steps_text()}; traces are in {folder}/"
-            print_line("\n".join([title, *table(rows, what, 1e3 * self.seconds)]))
+            title = f"profile of rank {self.worker.rank}, {self._steps_text()}"
+            print_line(f"{title}; traces are in {folder}/\n{longest(self._profile)}")
 
     def _steps_text(self) -> str:
         first, last = self.steps[0], self.steps[-1]
@@ -200,31 +194,11 @@ def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
     return shown
 
 
-class ProfileRow(NamedTuple):
-    name: str
-    calls: int
-    ms: float
-
-
-def longest(profile: profile) -> tuple[list[ProfileRow], str]:
-    """Returns the longest kernels, or operators (self time) if there are no kernels."""
-    events = [event for event in profile.key_averages() if not event.is_user_annotation]
-    kernels = [event for event in events if event.device_type != DeviceType.CPU]
-    if kernels:
-        rows = [ProfileRow(e.key, e.count, 1e-3 * e.self_device_time_total) for e in kernels]
-    else:
-        rows = [ProfileRow(e.key, e.count, 1e-3 * e.self_cpu_time_total) for e in events]
-    rows.sort(key=lambda row: row.ms, reverse=True)
-    return rows[:ROWS], "kernel" if kernels else "operator"
-
-
-def table(rows: Sequence[ProfileRow], what: str, step_ms: float) -> list[str]:
-    """Formats rows, as wide as the terminal up to `WIDTH`; shares are of `step_ms`."""
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-    lines = [f"{'total ms':>10}  {'of steps':>8}  {'calls':>8}  {what}"]
-    most = max(20, width - len(lines[0]) + len(what))
-    for name, calls, ms in rows:
-        half = most // 2
-        short = name if len(name) <= most else f"{name[: most - half - 1]}…{name[-half:]}"
-        lines.append(f"{ms:10.2f}  {ms / step_ms:8.1%}  {calls:8,}  {short}")
-    return lines
+def longest(profile: profile) -> str:
+    """Returns PyTorch's table of the longest kernels, or of operators if there are no kernels."""
+    events = profile.key_averages()
+    operators = [event for event in events if not event.is_user_annotation]
+    kernels = [event for event in operators if event.device_type != DeviceType.CPU]
+    events[:] = kernels or operators
+    key = "self_device_time_total" if kernels else "self_cpu_time_total"
+    return events.table(sort_by=key, row_limit=ROWS, max_name_column_width=WIDTH)

@@ -7,8 +7,8 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 
 import torch
@@ -218,8 +218,7 @@ def run_steps(
 
     `recorder` is on rank 0 alone.
     """
-    settings, steps, watchdog = trainer.config.train, trainer.config.train_steps, worker.watchdog
-    assert watchdog is not None  # `train` has started it
+    settings, steps = trainer.config.train, trainer.config.train_steps
     if recorder is not None:
         checkpoints.waiting = recorder.waiting
     health = Health(trainer, checkpoints, print_line)
@@ -232,9 +231,8 @@ def run_steps(
     may_compile = trainer.config.compile or fuses(trainer.device)
     evaluation_compiles = may_compile
     if first == 1 and trainer.evaluated_sets and settings.eval_batches != 0:
-        watchdog.rest()  # before the first step there is no pace to watch
-        before = evaluate(trainer, worker)
-        watchdog.go_on()
+        with resting(worker):  # before the first step there is no pace to watch
+            before = evaluate(trainer, worker)
         evaluation_compiles = False
         if recorder is not None and before is not None:
             recorder.evaluation(0, *before)
@@ -244,15 +242,11 @@ def run_steps(
         is_profiled = step in profiler.steps
         profiler.before_step(step)
         start = time.perf_counter()
-        compiles = may_compile and step == first
-        if compiles:
-            watchdog.rest()
-        if trainer.config.schedule.timeline and step == min(first + LATER, steps):
-            result = train_drawn_step(trainer, worker.run_dir)
-        else:
-            result = trainer.train_step()
-        if compiles:
-            watchdog.go_on()
+        with resting(worker, when=may_compile and step == first):
+            if trainer.config.schedule.timeline and step == min(first + LATER, steps):
+                result = train_drawn_step(trainer, worker.run_dir)
+            else:
+                result = trainer.train_step()
         if recorder is not None:
             seconds = time.perf_counter() - start
             record_step(trainer, recorder, result, seconds, is_profiled)
@@ -261,12 +255,9 @@ def run_steps(
         last = step == steps
         evaluated: Evaluated | None = None
         if settings.eval_batches != 0 and (due or last):
-            if evaluation_compiles:
-                watchdog.rest()
-            evaluated = evaluate(trainer, worker)
-            if evaluation_compiles:
-                watchdog.go_on()
-                evaluation_compiles = False
+            with resting(worker, when=evaluation_compiles):
+                evaluated = evaluate(trainer, worker)
+            evaluation_compiles = False
         if due or last or result.stop or checkpoints.is_due(step):
             worker.phase = f"looking at the data after step {step}"
             check_data(trainer, worker)  # before a metric or a checkpoint is written
@@ -286,6 +277,17 @@ def run_steps(
                 checkpoints.save(trainer)
             profiler.give_up(step)
             return
+
+
+@contextmanager
+def resting(worker: Worker, when: bool = True) -> Iterator[None]:
+    """Lets the watchdog rest in a block that may take long, `when` it may."""
+    assert worker.watchdog is not None  # `train` has started it
+    if when:
+        worker.watchdog.rest()
+    yield
+    if when:
+        worker.watchdog.go_on()
 
 
 Evaluated = tuple[float | None, dict[str, float | None], dict[str, Score]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -79,10 +78,9 @@ def test_each_profiled_rank_writes_a_trace_with_the_parts_of_these_steps(shell: 
     assert said[title] == (
         "parallel3d: profile of rank 0, steps 2 to 3; traces are in runs/p/profile/"
     )
-    assert said[title + 1].split() == ["total", "ms", "of", "steps", "calls", "operator"]
-    operators = said[title + 2 :]  # the ten that took longest, whichever they are on this machine
-    assert len(operators) == 10 and any("aten::" in line for line in operators)
-    assert all(re.fullmatch(r" *[\d.]+ +[\d.]+% +\d+  \S.*", line) for line in operators)
+    table = said[title + 1 :]  # the ten that took longest, whichever they are on this machine
+    assert table[1].split()[:4] == ["Name", "Self", "CPU", "%"]
+    assert sum("%" in line for line in table[2:]) == 10 and any("aten::" in t for t in table)
     assert "profile" in ended[0].out.splitlines()[-1]
     plain, rows = rows_of(runs / "plain"), rows_of(runs / "p")
     for key in ("loss", "grad_norm"):

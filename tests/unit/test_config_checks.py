@@ -364,10 +364,10 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["layers_per_stage=[1,1,1]", "up to 3", "model.num_layers=4", "layers_per_stage=[2,1,1]"],
     ),
     # world size
-    ({"tp": 2, "pp": 2, "dp": 1}, 8, ["world size of 8", "dp=1", "must be 4", "dp=2", "tp=4"]),
-    ({"tp": 4, "pp": 2}, 4, ["world size of 4", "multiple of 8", "tp=2", "pp=1", "8 ranks"]),
-    ({"tp": 2}, 3, ["world size of 3", "multiple of 2", "tp=1", "2 ranks"]),
-    ({"cp": 3, "tp": 2}, 4, ["world size of 4", "tp=2, pp=1, cp=3", "cp=2", "6 ranks"]),
+    ({"tp": 2, "pp": 2, "dp": 1}, 8, ["world size of 8", "dp=1", "must be 4", "dp=2"]),
+    ({"tp": 4, "pp": 2}, 4, ["world size of 4", "multiple of 8", "8 ranks"]),
+    ({"tp": 2}, 3, ["world size of 3", "multiple of 2", "2 ranks"]),
+    ({"cp": 3, "tp": 2}, 4, ["world size of 4", "tp=2, pp=1, cp=3", "6 ranks"]),
     ({}, 0, ["world size of 0", "at least 1", "nearest is 1"]),
     ({}, True, ["world size of true", "whole number"]),
     # batch

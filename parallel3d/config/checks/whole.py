@@ -16,7 +16,6 @@ from parallel3d.config.checks.model import (
     check_model,
     check_tensor_parallel,
     nearest_multiple,
-    tp_splits,
 )
 from parallel3d.config.checks.run import (
     check_batch_schedule,
@@ -286,26 +285,8 @@ def _data_parallel_size(config: Config, world_size: int | None) -> int:
     else:
         fewer = replica * config.dp
         wrong = f"must be {fewer}, the product of {factors} and dp={config.dp}"
-    choices = [*_fitting_sizes(config, world_size), f"{fewer} ranks"]
-    raise UserError(f"a world size of {world_size} {wrong}; what fits is {' or '.join(choices)}.")
-
-
-def _fitting_sizes(config: Config, world_size: int) -> list[str]:
-    """Returns the changes of one size alone that make the product `world_size`."""
-    tp, pp, cp, dp = config.tp, config.pp, config.cp, config.dp
-    splits = tp_splits(config)
-
-    def fits(product: int) -> bool:
-        return world_size % product == 0 and dp in (None, world_size // product)
-
-    choices = []
-    if dp is not None and world_size % (tp * pp * cp) == 0:
-        choices.append(f"dp={world_size // (tp * pp * cp)}")
-    near_tp = closest(tp, lambda n: splits(n) and fits(n * pp * cp), world_size)
-    near_pp = closest(pp, lambda n: fits(tp * n * cp), min(world_size, config.model.num_layers))
-    near_cp = closest(cp, lambda n: fits(tp * pp * n), world_size) if cp > 1 else None
-    sizes = {"tp": near_tp, "pp": near_pp, "cp": near_cp}
-    return choices + [f"{name}={size}" for name, size in sizes.items() if size]
+    near = f"dp={world_size // replica} or " if config.dp and world_size % replica == 0 else ""
+    raise UserError(f"a world size of {world_size} {wrong}; what fits is {near}{fewer} ranks.")
 
 
 def _check_batch(config: Config, dp: int) -> None:
