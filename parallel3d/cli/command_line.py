@@ -43,11 +43,9 @@ from parallel3d.commands.from_run import (
     run_on_checkpoint,
     take_prompt,
 )
-from parallel3d.commands.init import VERBS as INIT_VERBS
-from parallel3d.commands.init import init
 from parallel3d.commands.init_from import begun_from
+from parallel3d.commands.recipes import INIT_VERBS, init, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
-from parallel3d.commands.recipes import recipes
 from parallel3d.commands.report import KEYS as REPORT_KEYS
 from parallel3d.commands.report import report
 from parallel3d.commands.verbs import Verb

@@ -1,10 +1,11 @@
-"""`parallel3d recipes`: list the experiments that are starting points, show one, copy one."""
+"""`parallel3d recipes` and `parallel3d init slurm`: lists and copies what the package has to start
+from, experiments and scripts."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from parallel3d.commands.verbs import Verb, choose, parse, refusing
@@ -15,7 +16,7 @@ from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.metrics.text import si
 
-RECIPES = "recipes"
+RECIPES, INIT = "recipes", "init"
 GROUP = "experiment"
 HEAD = ("recipe", "model", "GPUs", "layout", "tokens/step", "precision")
 VERBS = {
@@ -39,6 +40,18 @@ VERBS = {
         ("name",),
         "parallel3d recipes copy llama3_1_8b\nparallel3d recipes copy llama3_1_8b to=mine",
         names=("name", "to"),
+    ),
+}
+# launch/local.sh, setup.sh and test.sh install a checkout: an installed package needs none of them.
+SCRIPTS = ("slurm/train.sbatch", "slurm/sweep.sbatch", "launch/torchrun.sh")
+INIT_VERBS = {
+    "slurm": Verb(
+        f"write {', '.join(SCRIPTS)}, for a cluster with Slurm or hosts under torchrun; files that "
+        "are there are never overwritten",
+        {"folder": "folder to write them into, made if it is not there (the current one)"},
+        (),
+        "parallel3d init slurm\nparallel3d init slurm ~/training",
+        names=("folder",),
     ),
 }
 
@@ -67,25 +80,12 @@ def recipes(arguments: Sequence[str]) -> int:
             print(text.decode().rstrip())
             return 0
         folder = Path(os.path.expanduser(given.get("to", ".")))
-        written = copy(text, folder / GROUP / f"{name}.yaml")
+        written = folder / GROUP / f"{name}.yaml"
+        write_new(command, {written: text})
     keys = "".join(f" {key}=…" for key in left_open(name))
     print(f"wrote {show(str(written))}")
     print(f"next: parallel3d train --config-dir={shlex.quote(str(folder))} {GROUP}={name}{keys}")
     return 0
-
-
-def copy(text: bytes, target: Path) -> Path:
-    """Writes `text` to `target` and returns it. Raises UserError if anything is there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with target.open("xb") as file:  # not through a link, not over a file
-            file.write(text)
-    except FileExistsError:
-        raise UserError(
-            f"recipes copy: {show(str(target))} is there already and is not overwritten: remove "
-            "it, or give another folder, as in to=mine"
-        ) from None
-    return target
 
 
 def recipe(name: str) -> Config:
@@ -117,3 +117,37 @@ def table() -> Iterator[str]:
         ).rstrip()
     yield ""
     yield f"parallel3d train {GROUP}=NAME starts one, parallel3d {RECIPES} copy NAME copies one."
+
+
+def init(arguments: Sequence[str]) -> int:
+    """Runs one `parallel3d init …` line, as `recipes`. Returns its exit code."""
+    verb = choose(INIT, INIT_VERBS, arguments)
+    if verb is None:
+        return 0
+    command = f"{INIT} {verb}"
+    given, _ = parse(command, INIT_VERBS[verb], arguments[1:])
+    folder, package = Path(os.path.expanduser(given.get("folder", "."))), conf_dir().parent
+    source = package / "scripts" if (package / "scripts").is_dir() else package
+    with refusing(command):
+        write_new(command, {folder / name: (source / name).read_bytes() for name in SCRIPTS})
+    print(f"wrote {', '.join(show(str(folder / name)) for name in SCRIPTS)}")
+    script = shlex.quote(str(folder / SCRIPTS[0]))
+    print(f"next: sbatch --nodes=8 {script} experiment=llama3_1_8b data.path=… cluster=slurm")
+    return 0
+
+
+def write_new(command: str, files: Mapping[Path, bytes]) -> None:
+    """Writes files. Raises UserError, with nothing written, if anything is at one of the places."""
+    there = next((path for path in files if os.path.lexists(path)), None)
+    if there is not None:
+        raise UserError(
+            f"{command}: {show(str(there))} is there already and is not overwritten: remove it, or "
+            "give another folder"
+        )
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Executable as in the checkout: sbatch reads its scripts, a shell runs torchrun.sh. O_EXCL:
+        # a file or a link that somebody has made since is not written through.
+        mode = 0o777 if path.suffix == ".sh" else 0o666
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)

@@ -16,7 +16,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 import parallel3d
-from parallel3d.commands.init import SCRIPTS
+from parallel3d.commands.recipes import SCRIPTS
 from tests.e2e.command import PARALLEL3D, ROOT, Shell
 from tests.e2e.here import answer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.cli.command_line import main
-from parallel3d.commands.init import SCRIPTS
+from parallel3d.commands.recipes import SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 
