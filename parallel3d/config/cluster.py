@@ -83,7 +83,7 @@ class ClusterConfig:
     rail_interface: str | None = key(
         None, "on CPU: interface for groups that leave the domain, a glob such as 'rail*'"
     )
-    nccl_env: list[str] = key(  # noqa: RUF009
+    nccl_env: list[str] = key(
         [],
         "variables that NCCL gets on every rank unless the environment has them, as in "
         "NCCL_IB_HCA:mlx5 or NCCL_SOCKET_IFNAME:bond0",
@@ -104,9 +104,7 @@ class TopologyConfig:
 class BenchConfig:
     """Options of `parallel3d bench comm`."""
 
-    sizes: list[int] = key(  # noqa: RUF009
-        [4096, 262144, 4194304], "bytes of each message"
-    )
+    sizes: list[int] = key([4096, 262144, 4194304], "bytes of each message")
     iterations: int = key(5, "timed calls of each row; the median counts", minimum=1)
     warmup: int = key(2, "calls before", minimum=0)
     budget_s: float = key(60.0, "seconds for all; iterations are cut to hold it", above=0)

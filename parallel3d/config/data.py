@@ -21,11 +21,11 @@ class DataConfig:
         "pair",
         megatron="--data-path",
     )
-    blend: Any = key(  # noqa: RUF009
+    blend: Any = key(
         None,
         "blend: weights by prefix, {web:0.7,code:0.3}; or the word tokens: as many as it has",
     )
-    blend_stages: Any = key(  # noqa: RUF009
+    blend_stages: Any = key(
         None,
         "blend: other weights from a number of tokens on, {1000000000:{web:0.5,math:0.5}}",
     )
@@ -61,7 +61,7 @@ class DataConfig:
         megatron="--tokenizer-type",
         differs="there a kind of tokenizer, here the tokenizer itself",
     )
-    valid: Any = key(  # noqa: RUF009
+    valid: Any = key(
         None,
         "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or what "
         "data.path takes for text; each has a loss of its own",

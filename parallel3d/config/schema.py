@@ -345,14 +345,14 @@ class OptimConfig:
         above=0,
         below=1,
     )
-    freeze: list[str] | None = key(  # noqa: RUF009
+    freeze: list[str] | None = key(
         None,
         "parameters that are not trained, by patterns of their names in safetensors: "
         "[embedding.*,layers.0.*]",
         megatron="--freeze-LM",
         differs="there the whole language model",
     )
-    groups: Any = key(  # noqa: RUF009
+    groups: Any = key(
         None,
         "factors of learning rate and weight decay by patterns of names, of which the first that "
         "matches counts: {embedding.*:{lr_mult:0.1,wd_mult:0}}",
@@ -572,7 +572,7 @@ class ScheduleConfig:
         ),
     )
     file: str | None = key(None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2")
-    layers_per_stage: list[int] | None = key(  # noqa: RUF009
+    layers_per_stage: list[int] | None = key(
         None,
         "layers of each stage, pp · vpp of them in the order of the model, e.g. [3,5]; null "
         "balances them by cost",
@@ -590,7 +590,7 @@ class ScheduleConfig:
         "global_batch_size makes",
         minimum=1,
     )
-    costs: list[float] = key(  # noqa: RUF009
+    costs: list[float] = key(
         [1.0, 1.0, 1.0],
         "for auto and parallel3d schedule: time of a micro-batch in all layers of one rank: "
         "forward, gradient of the input, gradient of the weights",
@@ -734,7 +734,7 @@ class DataParallelConfig:
 class LoggerConfig:
     """Where metrics go besides `metrics.jsonl`: `logger=wandb`, `logger=[wandb,tensorboard]`."""
 
-    name: Any = key(  # noqa: RUF009
+    name: Any = key(
         "none",
         "logger or loggers; in a file, name: [wandb, tensorboard]",
         choices=("none", *LOGGERS),
@@ -749,9 +749,7 @@ class LoggerConfig:
     group: str | None = key(None, "W&B group")
     job_type: str | None = key(None, "W&B job type, as train; null: WANDB_JOB_TYPE")
     notes: str | None = key(None, "W&B notes: a sentence on the run; null: WANDB_NOTES")
-    tags: list[str] = key(  # noqa: RUF009
-        [], "W&B tags"
-    )
+    tags: list[str] = key([], "W&B tags")
     mode: str = key(
         "auto",
         "auto: as WANDB_MODE says (offline, disabled); else online if a key is at hand",
@@ -795,7 +793,7 @@ class TrainConfig:
         "whole steps; not for a blend",
         above=0,
     )
-    batch_schedule: Any = key(  # noqa: RUF009
+    batch_schedule: Any = key(
         None,
         "global batch by the samples read before a step, {0:16,1000:32}: 16, and 32 from 1000 "
         "samples on; it ends with global_batch_size; null: that one always",
@@ -842,7 +840,7 @@ class TrainConfig:
 class ProfileConfig:
     """Steps under `torch.profiler`: `profile.steps=[10,12] profile.ranks=[0]`."""
 
-    steps: list[int] | None = key(  # noqa: RUF009
+    steps: list[int] | None = key(
         None,
         "first and last step to profile, both included; each rank of profile.ranks writes a Chrome "
         "trace into profile/ of the run directory; null or []: none",
@@ -850,7 +848,7 @@ class ProfileConfig:
         differs="--profile-step-start=10 --profile-step-end=12 is profile.steps=[11,12]: there "
         "steps count from 0 and the end is left out",
     )
-    ranks: Any = key(  # noqa: RUF009
+    ranks: Any = key(
         [0],
         "whose steps",
         choices=("all",),
@@ -897,12 +895,12 @@ class LaunchConfig:
     shared_memory: bool = key(
         True, "CPU ranks of one host exchange through shared memory; false: through the network"
     )
-    nccl_high_priority: list[str] = key(  # noqa: RUF009
+    nccl_high_priority: list[str] = key(
         ["tp", "cp", "pp"],
         "kinds of groups whose kernels get high-priority streams",
         megatron="--high-priority-stream-groups",
     )
-    nccl_settings: list[str] = key(  # noqa: RUF009
+    nccl_settings: list[str] = key(
         [],
         "of the groups of a kind: min_ctas, max_ctas or cga_cluster_size, as in dp.max_ctas:8",
         megatron="--nccl-communicator-config-path",
@@ -960,7 +958,7 @@ class Config:
         megatron="--use-distributed-optimizer",
         differs="--use-distributed-optimizer is zero=1",
     )
-    recompute: Any = key(  # noqa: RUF009
+    recompute: Any = key(
         "none",
         "parts of a layer that the backward makes again, as [norm,activation]: norms' results, "
         "the MLP's non-linearity (mlp: the GEMM before it too), attention between its projections, "
@@ -969,7 +967,7 @@ class Config:
         list_of=PARTS,
         megatron="--recompute-granularity",
     )
-    recompute_layers: list[int] | None = key(  # noqa: RUF009
+    recompute_layers: list[int] | None = key(
         None,
         "how many layers of a stage do so, its first ones: [2] on every stage, or a number for "
         "each, as the first stages hold most activations: [3,1,0,0]; null: all",
@@ -982,7 +980,7 @@ class Config:
         "its inner activations never exist for all; null: all",
         minimum=1,
     )
-    offload_layers: list[int] | None = key(  # noqa: RUF009
+    offload_layers: list[int] | None = key(
         None,
         "how many layers of a stage move what they keep for the backward to pinned host memory, "
         "its first ones: [8] on every stage, or a number for each; null: none",
