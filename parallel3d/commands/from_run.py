@@ -21,7 +21,7 @@ from parallel3d.commands.checkpoint.listing import (
 )
 from parallel3d.commands.eval_rows import read_rows
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.fields import show
+from parallel3d.config.fields import show, with_values
 from parallel3d.config.schema import Config, EvalConfig
 from parallel3d.config.values import in_other_precision
 from parallel3d.data.corpus import check_vocabulary
@@ -119,17 +119,15 @@ def of_run(app: str, config: Config, world_size: int | None = None) -> Config:
     tokenizer = tokenizer_of(run.data, own.parent)
     check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
     name = str(own.absolute()) if own.is_dir() else tokenizer.name
-    precision = "fp64" if run.precision.name == "fp64" else "fp32"
-    config = dataclasses.replace(
-        config,
-        micro_batch_size=1,
-        global_batch_size=config.dp or 1,
-        model=run.model,
-        attention_kernel=in_other_precision(run.attention_kernel),
-        data=dataclasses.replace(config.data, tokenizer=name),
-        precision=dataclasses.replace(config.precision, name=precision),
-    )
-    return check_config(config, world_size, own_samples=True)
+    values = {
+        "micro_batch_size": 1,
+        "global_batch_size": config.dp or 1,
+        "model": run.model,
+        "attention_kernel": in_other_precision(run.attention_kernel),
+        "data.tokenizer": name,
+        "precision.name": "fp64" if run.precision.name == "fp64" else "fp32",
+    }
+    return check_config(with_values(config, values), world_size, own_samples=True)
 
 
 def _config_there(app: str, config: Config) -> Config:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,14 +72,21 @@ def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
     )
 
 
-def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
-    """Simulates the schedule with the median time of every stage."""
-    placement = schedule.placement
-    seconds: dict[tuple[Kind, int], list[float]] = {}
+def seconds_by_stage(
+    measured: Timeline, schedule: Schedule
+) -> Mapping[tuple[Kind, int], list[float]]:
+    """Returns what each kind of action took in each stage."""
+    seconds = defaultdict(list)
     for rank, spans in enumerate(measured.spans):
         for span in spans:
-            stage = placement.stage(rank, span.action.chunk)
-            seconds.setdefault((span.action.kind, stage), []).append(span.end - span.start)
+            stage = schedule.placement.stage(rank, span.action.chunk)
+            seconds[span.action.kind, stage].append(span.end - span.start)
+    return seconds
+
+
+def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
+    """Simulates the schedule with the median time of every stage."""
+    placement, seconds = schedule.placement, seconds_by_stage(measured, schedule)
 
     def cost(kind: Kind, stage: int) -> float:
         if (kind, stage) in seconds:
@@ -101,12 +109,11 @@ def measured_costs(
     Measured in stages without the head, whose cost `schedule=auto` computes from its size. An
     unsplit backward counts as two halves; recomputed forwards (by stage) are left out.
     """
-    stages = schedule.placement.stages
     each = [
-        (span.action.kind, stage, (span.end - span.start) / len(layers[stage]))
-        for rank, spans in enumerate(measured.spans)
-        for span in spans
-        if (stage := schedule.placement.stage(rank, span.action.chunk)) < stages - 1
+        (kind, stage, one / len(layers[stage]))
+        for (kind, stage), all in seconds_by_stage(measured, schedule).items()
+        for one in all
+        if stage < schedule.placement.stages - 1
     ]
     forward = median(seconds for kind, _, seconds in each if kind == Kind.F)
     gradient, weight = [], []

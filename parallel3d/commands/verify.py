@@ -23,14 +23,14 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.fields import spell
+from parallel3d.config.fields import spell, with_values
 from parallel3d.config.schema import (
     Config,
     OptimConfig,
     ProfileConfig,
     ScheduleConfig,
 )
-from parallel3d.config.values import in_other_precision
+from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.blend import Blend
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import sources_of, with_length
@@ -136,29 +136,24 @@ def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
 
 def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
     """Yields the config in fp64 and in its own precision, with SGD and with AdamW."""
-    train = dataclasses.replace(config.train, steps=config.verify.steps, tokens=None)
     own = dataclasses.replace(  # keeps the learning rates of the real run's first steps
         config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train_steps
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
-    for precision in dict.fromkeys(("fp64", config.precision.name)):
-        kernel, keys = config.attention_kernel, config.precision
-        if precision != keys.name:
-            kernel = in_other_precision(kernel)
-            keys = dataclasses.replace(keys, name=precision, lm_cross_entropy="fp32")
-        for name, optim in optimizers.items():
-            tolerance = ROUNDED if name == "sgd" else ROUNDED_ADAM  # Muon steps the rest by AdamW
-            tolerance = COARSE if precision in ("bf16", "fp16") else tolerance
-            yield (
-                dataclasses.replace(
-                    config,
-                    train=train,
-                    optim=optim,
-                    precision=keys,
-                    attention_kernel=kernel,
-                ),
-                EXACT if precision == "fp64" else tolerance,
-            )
+    config = with_values(config, {"train.steps": config.verify.steps, "train.tokens": None})
+    in_fp64 = {
+        "precision.name": "fp64",
+        "precision.lm_cross_entropy": "fp32",
+        "attention_kernel": in_other_precision(config.attention_kernel),
+    }
+    for optim in optimizers.values():
+        yield with_values(config, in_fp64 | {"optim": optim}), EXACT
+    if config.precision.name == "fp64":
+        return
+    for name, optim in optimizers.items():
+        tolerance = ROUNDED if name == "sgd" else ROUNDED_ADAM  # Muon steps the rest by AdamW
+        tolerance = COARSE if config.precision.name in HALF_PRECISION else tolerance
+        yield dataclasses.replace(config, optim=optim), tolerance
 
 
 def compare(
@@ -197,10 +192,9 @@ def compare(
 
 def single_process(config: Config) -> Config:
     """Returns the config of the same training on one rank, with micro-batches for replicas."""
-    one = dataclasses.replace(config, tp=1, pp=1, dp=1, cp=1, vpp=1, sp=False)
-    return check_config(
-        dataclasses.replace(one, schedule=ScheduleConfig(), profile=ProfileConfig()), 1
-    )
+    one = dict.fromkeys(("tp", "pp", "dp", "cp", "vpp"), 1)
+    alone = {"sp": False, "schedule": ScheduleConfig(), "profile": ProfileConfig()}
+    return check_config(with_values(config, one | alone), 1)
 
 
 def differences(

@@ -29,7 +29,7 @@ from parallel3d.config.checks.run import (
     check_run_name,
     check_samples,
 )
-from parallel3d.config.fields import check_fields, fits_64_bits, show
+from parallel3d.config.fields import check_fields, fits_64_bits, show, with_values
 from parallel3d.config.parameters import check_treatment
 from parallel3d.config.schema import Config
 from parallel3d.config.values import parts_of, spelled
@@ -89,23 +89,22 @@ def check_config(
     check_profile(config, config.replica_size * dp if is_known else None)
     check_run_name(config)
     check_groups(config)
-    config = with_derived_keys(config)
-    return dataclasses.replace(config, dp=dp, recompute=spelled(config.recompute))
+    values = {"dp": dp, "recompute": spelled(config.recompute)}
+    return with_values(with_derived_keys(config), values)
 
 
 def with_derived_keys(config: Config) -> Config:
     """Returns the configuration with the keys that follow from others, where they are null."""
-    model = dataclasses.replace(
-        config.model,
-        num_query_groups=config.model.kv_heads,
-        ffn_hidden_size=config.model.ffn_size,
-        max_position_embeddings=config.model.max_positions,
-    )
-    data = dataclasses.replace(config.data, valid_fraction=config.data.held_out)
-    train = config.train
+    model, train = config.model, config.train
+    values = {
+        "model.num_query_groups": model.kv_heads,
+        "model.ffn_hidden_size": model.ffn_size,
+        "model.max_position_embeddings": model.max_positions,
+        "data.valid_fraction": config.data.held_out,
+    }
     if train.tokens is None and train.epochs is None:
-        train = dataclasses.replace(train, steps=config.train_steps)
-    return dataclasses.replace(config, model=model, data=data, train=train)
+        values["train.steps"] = config.train_steps
+    return with_values(config, values)
 
 
 def _check_given(config: Config) -> None:
