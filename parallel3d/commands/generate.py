@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -81,23 +80,18 @@ def load_newest(app: str, config: Config, stage: Stage, groups: ProcessGroups) -
     state = state_of(stage, keys.weights)
     folders = checkpoints_of(app, config)
     for folder in folders:
-        manifest, damage = _try_to_read(folder, state)
+        manifest = None
+        try:
+            manifest = read_state(folder, state)
+        except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
+            print_line(f"{problem}; passing it over")
         whole = torch.tensor(int(manifest is not None), device=next(stage.parameters()).device)
         if groups.world.size > 1:
             dist.all_reduce(whole, op=dist.ReduceOp.MIN)
         if whole:
             assert manifest is not None
             return manifest
-        if damage:
-            print_line(f"{damage}; passing it over")
     raise UserError(f"run={config.run} has no checkpoint that is whole ({len(folders)} tried)")
-
-
-def _try_to_read(folder: Path, state: dict[str, TensorChunks]) -> tuple[Manifest | None, str]:
-    try:
-        return read_state(folder, state), ""
-    except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
-        return None, str(problem)
 
 
 def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:

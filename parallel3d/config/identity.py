@@ -8,6 +8,7 @@ another run name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -117,14 +118,8 @@ def _kind(key: str) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Compares values, one of which came from JSON: as lists, and with text as keys."""
-    sequences = (list, tuple)
-    if isinstance(a, sequences) and isinstance(b, sequences):
-        return list(a) == list(b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        left, right = {str(k): v for k, v in a.items()}, {str(k): v for k, v in b.items()}
-        return left.keys() == right.keys() and all(same(v, right[k]) for k, v in left.items())
-    return a == b
+    """Compares values as JSON keeps them: tuples as lists, keys as text."""
+    return bool(json.loads(json.dumps(a)) == json.loads(json.dumps(b)))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
