@@ -192,7 +192,7 @@ def _check_override(word: str, parsed: Override, own: Path | None) -> None:
         known = presets(name, own)
         if parsed.is_delete():
             raise UserError(f"{word} has no effect: {name} must be one of {', '.join(known)}.")
-        if parsed.is_add() and name != "experiment":
+        if parsed.is_add():
             raise UserError(
                 f"+{name}=… adds a preset beside the one chosen already; write {name}=… instead."
             )
