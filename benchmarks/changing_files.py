@@ -232,7 +232,7 @@ def kinds() -> list[Kind]:
             *("folder of texts", "texts/3.txt", reversed_text, make_book),
             ("data=text", "data.path=texts"),
         ),
-        Kind("token cache", "cache/*.tokens", flipped, make_book, TEXT),
+        Kind("token cache", "cache/*.bin", flipped, make_book, TEXT),
         Kind("tokenized cache", "cache/*.bin", flipped, make_book, (*TEXT, *TOK)),
         Kind("tokenizer.json", "tok/tokenizer.json", other_vocabulary, make_book, (*TEXT, *TOK)),
         Kind(

@@ -131,7 +131,7 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
     import torch
 
     from parallel3d.checkpoint.hf.folder import read_hf_config
-    from parallel3d.data.text_files import are_bytes
+    from parallel3d.data.tokenizer import are_bytes
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process whose torch has threads cannot fork its ranks

@@ -23,9 +23,14 @@ from parallel3d.data.cache import Report
 from parallel3d.data.indexed import IndexedWriter
 from parallel3d.data.preprocess import LINES, PACKED
 from parallel3d.data.sampler import Sample
-from parallel3d.data.sources import Document, find_documents
+from parallel3d.data.sources import (
+    Document,
+    cache_key,
+    cached_pair,
+    check_unchanged,
+    find_documents,
+)
 from parallel3d.data.split import Corpus
-from parallel3d.data.text_files import kept_pair
 from parallel3d.data.tokenizer import (
     CHAT_TEMPLATE,
     LARGEST_BESIDE,
@@ -436,7 +441,7 @@ class Chat(NamedTuple):
     @property
     def key(self) -> str:
         """A digest of all inputs: the cache's name."""
-        made_of = cache.cache_key(self.documents, self.tokenizer)
+        made_of = cache_key(self.documents, self.tokenizer)
         return cache.digest_of(["chat", VERSION, made_of, self.template.text])
 
 
@@ -458,8 +463,11 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
     Raises UserError for a row that is not a conversation.
     """
     chat = find_chat(data)
-    build = lambda path: _build(path, chat, report)  # noqa: E731
-    pair, digest, files = kept_pair(folder, chat.key, build, report)
+
+    def build(writer: IndexedWriter) -> None:
+        _write(writer, chat, report)
+
+    pair, digest, files = cached_pair(folder, chat.key, DTYPE, build, report)
     if pair.documents < 2 and 0.0 < data.held_out < 1.0:
         raise UserError(
             f"data.path={data.path} has one conversation, and one to train on and one held out "
@@ -541,27 +549,21 @@ class ChatSamples:
         return Sample(tokens, sample.loss_mask & spoken[1:], sample.starts)
 
 
-def _build(path: Path, chat: Chat, report: Report) -> IndexedWriter:
+def _write(writer: IndexedWriter, chat: Chat, report: Report) -> None:
     report(f"building the token cache: conversations of {len(chat.documents)} files")
     reader = Reader(chat.tokenizer, chat.template)
-    with IndexedWriter(path.with_suffix(""), DTYPE, replace=True) as writer:
-        for where, row in _rows(chat.documents):
-            try:
-                found = reader.read(row)
-            except Refused as error:
-                raise UserError(f"data.path: {where} {error}; mend or remove it") from None
-            if not found.spoken[1:].any():
-                raise UserError(
-                    f"data.path: {where} has nothing that the assistant says; mend or remove it"
-                )
-            writer.add(_marked(found))
-        if not writer.documents:
-            raise UserError("data.path holds no conversations: give jsonl, a row each")
-    return writer
-
-
-def _marked(found: Conversation) -> np.ndarray:
-    return (found.tokens | np.where(found.spoken, SPOKEN, 0)).astype(DTYPE)
+    for where, row in _rows(chat.documents):
+        try:
+            found = reader.read(row)
+        except Refused as error:
+            raise UserError(f"data.path: {where} {error}; mend or remove it") from None
+        if not found.spoken[1:].any():
+            raise UserError(
+                f"data.path: {where} has nothing that the assistant says; mend or remove it"
+            )
+        writer.add(found.tokens | np.where(found.spoken, SPOKEN, 0))
+    if not writer.documents:
+        raise UserError("data.path holds no conversations: give jsonl, a row each")
 
 
 def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
@@ -589,4 +591,4 @@ def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
                         f"data.path: {document.name}:{number} is no JSON; mend or remove it"
                     ) from None
                 yield f"{document.name}:{number}", row
-        cache.check_unchanged(document, os.stat(document.path))
+        check_unchanged(document, os.stat(document.path))

@@ -15,18 +15,24 @@ from parallel3d.data.blend import Blend, check_epochs, open_blend, part_name
 from parallel3d.data.cache import Report
 from parallel3d.data.chat import TOKEN, check_windows, find_chat, learned, nothing_said, open_chat
 from parallel3d.data.packing import (
+    PLAN_VERSION,
     PackingPlan,
     Pieces,
     best_fit,
     kept_plan,
     one_each,
     pieces_of,
-    plan_file,
 )
 from parallel3d.data.paired import open_pair, remote_of
-from parallel3d.data.sources import Document, find_documents, origin
+from parallel3d.data.sources import (
+    Document,
+    cache_key,
+    cached_text,
+    find_documents,
+    origin,
+    token_count,
+)
 from parallel3d.data.split import Corpus, held_out_tokens, longest_sample, needs
-from parallel3d.data.text_files import cached_pair
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, open_tokenizer
 from parallel3d.data.tokens import marks_of
 from parallel3d.errors import UserError
@@ -52,7 +58,7 @@ def open_corpus(
     user's cache folder. `report` receives a sentence when there is something to wait for.
     `vocab_size`: the model's, an upper limit of a pair's tokens. Raises UserError.
     """
-    folder = _folder(data, cache_dir)
+    folder = cache.folder_of(data, cache_dir)
     if data.name == "blend":
         blend = open_blend(data, seq_length, folder, vocab_size)
         if data.packing == "concat":
@@ -83,15 +89,14 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path, report: cache.Re
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     documents = find_documents(data)
     if isinstance(tokenizer, ByteTokenizer):
-        _held_out(data, seq_length, documents, cache.token_count(documents))
-        tokens, digest, files = cache.cached_tokens(folder, documents, tokenizer, report)
-    else:
-        pair, digest, files = cached_pair(folder, documents, tokenizer, report)
-        tokens = pair.tokens
-    held_out = _held_out(data, seq_length, documents, len(tokens))
-    name = data.tokenizer or BYTE
+        _held_out(data, seq_length, documents, token_count(documents))
+    pair, digest, files = cached_text(folder, documents, tokenizer, report)
+    held_out = _held_out(data, seq_length, documents, len(pair))
     return Corpus.of(
-        tokens, held_out, tokenizer, fingerprint=digest, tokenizer_name=name, files=files
+        *(pair.tokens, held_out, tokenizer),
+        fingerprint=digest,
+        tokenizer_name=data.tokenizer or BYTE,
+        files=files,
     )
 
 
@@ -114,18 +119,18 @@ def check_data(
     if data.name == "chat":
         chat = find_chat(data)
         check_vocabulary(chat.tokenizer.vocab_size, vocab_size or TOKEN, data.tokenizer)
-        cache.check_can_store(_folder(data, cache_dir) / f"{chat.key}.json")
+        cache.check_can_store(cache.folder_of(data, cache_dir), chat.key)
         return []
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     if vocab_size is not None:
         check_vocabulary(tokenizer.vocab_size, vocab_size, data.tokenizer)
     documents = find_documents(data)
     if isinstance(tokenizer, ByteTokenizer):
-        _held_out(data, seq_length, documents, cache.token_count(documents))
+        _held_out(data, seq_length, documents, token_count(documents))
         if data.packing != "concat" and not data.cut_documents:
             lengths = [d.size + 1 for d in documents]
             check_lengths(lengths, seq_length, origin(data), data.packing)
-    cache.check_folder(_folder(data, cache_dir), documents, tokenizer)
+    cache.check_can_store(cache.folder_of(data, cache_dir), cache_key(documents, tokenizer))
     return []
 
 
@@ -136,7 +141,7 @@ def _check_pairs(
     vocab_size: int | None,
     samples: int,
 ) -> list[str]:
-    folder = _folder(data, cache_dir)
+    folder = cache.folder_of(data, cache_dir)
     if data.name == "corpus":
         opened: Corpus | Blend = _open_one(data, seq_length, folder, vocab_size)
     else:
@@ -162,11 +167,6 @@ def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
             f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "
             f"data.tokenizer={show(name)}; the nearest is model.vocab_size={needed}"
         )
-
-
-def _folder(data: DataConfig, cache_dir: str | os.PathLike[str] | None) -> Path:
-    given = cache_dir if cache_dir is not None else data.cache_dir
-    return cache.default_folder() if given is None else Path(os.path.expanduser(given)).absolute()
 
 
 def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document], tokens: int) -> int:
@@ -201,16 +201,13 @@ def with_plans(
     def plan(held_out: bool) -> PackingPlan | None:
         if not len(corpus.valid if held_out else corpus.train):
             return None
-        path = _path(corpus, held_out, folder, capacity, data.packing)
+        key = _key(corpus, held_out, data, capacity)
 
         def make() -> Pieces:
             pieces = _pieces(corpus, held_out, data, named, capacity)
             return _learned(pieces, corpus, held_out, report) if corpus.marked else pieces
 
-        found = kept_plan(path, make, capacity, report, fit)
-        if found.cut and not data.cut_documents:
-            raise _too_long(named, found.cut, capacity, data.packing)
-        return found
+        return kept_plan(folder, key, make, capacity, report, fit)
 
     plans = plan(False), plan(True)
     made = [one for one in plans if one is not None]
@@ -226,9 +223,9 @@ def check_pieces(
     for held_out in (False, True):
         if not len(corpus.valid if held_out else corpus.train):
             continue
-        path = _path(corpus, held_out, folder, seq_length + 1, data.packing)
-        cache.check_can_store(path)
-        if not path.exists():
+        key = _key(corpus, held_out, data, seq_length + 1)
+        cache.check_can_store(folder, key)
+        if not (folder / f"{key}.json").exists():
             _pieces(corpus, held_out, data, named, seq_length + 1)
 
 
@@ -238,14 +235,13 @@ def check_lengths(lengths: Sequence[int], seq_length: int, named: str, packing: 
         raise _too_long(named, long, seq_length + 1, packing)
 
 
-def _path(corpus: Corpus, held_out: bool, folder: Path, capacity: int, packing: str) -> Path:
+def _key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> str:
+    """Returns the name of a part's plan in the cache: a digest of all that it is made of."""
+    part = corpus.valid if held_out else corpus.train
     first = len(corpus.train) if held_out else 0
-    tokens = len(corpus.valid if held_out else corpus.train)
-    how = "" if packing == "best_fit" else f":{packing}"
-    how += ":learned" * corpus.marked
     # Fingerprints sample some places of a pair, a plan depends on all of it: so the marks count.
-    stream = f"{corpus.fingerprint}:{first}:{tokens}{how}:{marks_of(corpus.watched)}"
-    return plan_file(folder, stream, capacity)
+    stream = [corpus.fingerprint, marks_of(corpus.watched), first, len(part), corpus.marked]
+    return cache.digest_of([PLAN_VERSION, stream, capacity, data.packing, data.cut_documents])
 
 
 def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, named: str, capacity: int) -> Pieces:

@@ -19,14 +19,14 @@ import struct
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from parallel3d.data.tokens import File, Tokens, pread, size_of
 from parallel3d.errors import UserError
-from parallel3d.files import flush_folder, no_link
+from parallel3d.files import flush_folder, no_link, parse_json, plain, read_bounded
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -471,3 +471,62 @@ def _read_lengths(path: str | os.PathLike[str]) -> Iterator[bytes]:
 def _new(path: str) -> BinaryIO:
     """Opens a new private file to write, which is not a link. Raises OSError."""
     return open(path, "xb", buffering=1 << 20, opener=no_link)
+
+
+# Files of a corpus: `<prefix>.json` and the tokenizer's files, `<prefix>.tokenizer/`
+
+
+_LARGEST_FACTS = 1 << 20  # bytes
+
+
+class CorpusFacts(NamedTuple):
+    """tokenizer: its digest; "byte" for bytes. tokenizer_file: relative to the corpus, None for
+    bytes. digest: blake2b-16 of the .bin."""
+
+    tokenizer: str
+    tokenizer_file: str | None
+    vocab_size: int
+    eot: int
+    documents: int
+    tokens: int
+    digest: str
+
+
+def _read_facts(path: str) -> bytes:
+    return read_bounded(Path(path), _LARGEST_FACTS)
+
+
+def facts_beside(
+    prefix: str | os.PathLike[str], read: Callable[[str], bytes] = _read_facts
+) -> CorpusFacts | None:
+    """Reads `<prefix>.json`; None without one, as for pairs of other programs. Raises UserError.
+
+    `read`: a file's content by name; raises OSError or ValueError.
+    """
+    path = f"{os.fspath(prefix)}.json"
+    try:
+        content = parse_json(read(path))
+        facts = CorpusFacts(**{name: content[name] for name in CorpusFacts._fields})
+        texts = (facts.tokenizer, facts.tokenizer_file or "", facts.digest)
+        numbers = (facts.vocab_size, facts.eot, facts.documents, facts.tokens)
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("it has no digests")
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("it has no counts")
+        beside = Path(facts.tokenizer_file or "")
+        if beside.is_absolute() or ".." in beside.parts:
+            raise ValueError("its tokenizer does not lie beside it")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({plain(str(error))}): tokenize the corpus again"
+        ) from None
+    return facts
+
+
+def tokenizer_beside(prefix: str | os.PathLike[str], facts: CorpusFacts) -> str:
+    """Returns the name by which `open_tokenizer` opens the corpus's tokenizer."""
+    if facts.tokenizer_file is None:
+        return "byte"
+    return str(Path(os.fspath(prefix)).parent / facts.tokenizer_file)

@@ -8,10 +8,13 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from fractions import Fraction
+from itertools import islice
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -182,6 +185,7 @@ class Batches:
 
 _BYTES = 256 << 20  # most bytes of samples read ahead
 _BYTES_PER_TOKEN = 16
+Futures = dict[int, Future[Sample]]  # samples by their numbers
 _PAUSE_S = 1e-4  # between two samples, so that the main thread gets the interpreter lock
 
 
@@ -194,133 +198,77 @@ class ReadAhead:
 
     def __init__(self, source: SampleSource, offset: int, share: int, stride: int) -> None:
         """`stride`: samples of a step of all ranks."""
-        self.source, self.seq_length = source, source.seq_length
-        self.masks = getattr(source, "masks", True)
+        self.source = source
         self._offset, self._share, self._stride = offset, share, stride
         # Up to the end of the next step.
         self._most = max(1, min(2 * share, _BYTES // (_BYTES_PER_TOKEN * source.seq_length)))
         self._first = -1
         self._order: Iterator[int] = iter(())
-        self._shelf: _Shelf | None = None
+        self._ahead: Futures = {}
+        self._wanted: SimpleQueue[Futures] | None = None
 
     def step(self, first: int) -> None:
         """Announces the step that begins at sample `first`."""
         if first == self._first:
             return
-        if self._shelf is None:
-            self._shelf = _Shelf(self.source)
-            weakref.finalize(self, self._shelf.end)
-            threading.Thread(target=_read, args=(self._shelf,), daemon=True).start()
+        if self._wanted is None:
+            self._wanted = SimpleQueue()
+            weakref.finalize(self, _end, self._wanted, self._ahead)
+            threading.Thread(target=_read, args=(self.source, self._wanted), daemon=True).start()
         if self._first < 0 or first != self._first + self._stride:
             self._order = self._numbers(first)
-            self._shelf.clear()
+            self._drop(list(self._ahead))
         self._first = first
-        self._shelf.drop_before(first + self._offset)
+        self._drop([i for i in self._ahead if i < first + self._offset])
         self._fill()
 
     def sample(self, i: int, keep: bool = False) -> Sample:
         """Returns sample `i`; `keep`: it will be taken again."""
-        found = None if self._shelf is None else self._shelf.take(i, keep)
+        found = self._ahead.get(i) if keep else self._ahead.pop(i, None)
         if not keep:
             self._fill()
-        if found is None:
-            return self.source.sample(i)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        return self.source.sample(i) if found is None else found.result()
 
     def _numbers(self, first: int) -> Iterator[int]:
         while True:
             yield from range(first + self._offset, first + self._offset + self._share)
             first += self._stride
 
+    def _drop(self, numbers: list[int]) -> None:
+        for i in numbers:
+            self._ahead.pop(i).cancel()
+
     def _fill(self) -> None:
-        if self._shelf is None:
-            return
-        free = self._most - self._shelf.count()
-        if 2 * free >= self._most:  # in bulk, not for each sample taken
-            self._shelf.want([next(self._order) for _ in range(free)])
+        free = self._most - len(self._ahead)
+        if self._wanted is not None and 2 * free >= self._most:  # in bulk, not for each sample
+            more: Futures = {i: Future() for i in islice(self._order, free)}
+            self._ahead |= more
+            self._wanted.put(more)
 
 
-class _Shelf:
-    """Samples that are wanted, being read, or read; shared by the thread and its user."""
-
-    def __init__(self, source: SampleSource) -> None:
-        self.source = source
-        self.changed = threading.Condition()
-        self.wanted: deque[int] = deque()
-        self.pending: set[int] = set()  # wanted, or being read
-        self.found: dict[int, Sample | Exception] = {}
-        self.ended = False
-        self.waiting = False  # the user waits for a sample
-
-    def count(self) -> int:
-        return len(self.pending) + len(self.found)
-
-    def want(self, numbers: list[int]) -> None:
-        with self.changed:
-            self.wanted.extend(numbers)
-            self.pending.update(numbers)
-            self.changed.notify_all()
-
-    def take(self, i: int, keep: bool) -> Sample | Exception | None:
-        """Returns sample `i`, waiting for it if it is wanted; None if it is not."""
-        with self.changed:
-            while i in self.pending and not self.ended:
-                self.waiting = True
-                self.changed.wait()
-            self.waiting = False
-            return self.found.get(i) if keep else self.found.pop(i, None)
-
-    def put(self, i: int, sample: Sample | Exception) -> None:
-        with self.changed:
-            if i in self.pending:  # else it was cleared meanwhile
-                self.pending.discard(i)
-                self.found[i] = sample
-                self.changed.notify_all()
-
-    def drop_before(self, first: int) -> None:
-        with self.changed:
-            for i in [i for i in self.found if i < first]:
-                del self.found[i]
-
-    def clear(self) -> None:
-        with self.changed:
-            self.wanted.clear()
-            self.pending.clear()
-            self.found.clear()
-
-    def end(self) -> None:
-        with self.changed:
-            self.ended = True
-            self.changed.notify_all()
+def _end(wanted: SimpleQueue[Futures], ahead: Futures) -> None:
+    """Ends the thread once it has read its sample."""
+    for found in ahead.values():
+        found.cancel()
+    wanted.put({})
 
 
-def _read(shelf: _Shelf) -> None:
-    """Reads what is wanted until the shelf is ended; the thread's target."""
-    prefetch = getattr(shelf.source, "will_read", None)
-    while True:
-        with shelf.changed:
-            while not shelf.wanted and not shelf.ended:
-                shelf.changed.wait()
-            if shelf.ended:
-                return
-            numbers = list(shelf.wanted)
-            shelf.wanted.clear()
+def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
+    """Reads what is wanted until nothing is; the thread's target."""
+    prefetch = getattr(source, "will_read", None)
+    while samples := wanted.get():
         with suppress(Exception):  # reading the sample raises the same error
             if prefetch is not None:
-                for i in numbers:
+                for i in samples:
                     prefetch(i)
-        for i in numbers:
-            if i not in shelf.pending:
+        for i, found in samples.items():
+            if not found.set_running_or_notify_cancel():
                 continue
             try:
-                found: Sample | Exception = shelf.source.sample(i)
+                found.set_result(source.sample(i))
             except Exception as error:
-                found = error
-            shelf.put(i, found)
-            if not shelf.waiting:
-                time.sleep(_PAUSE_S)
+                found.set_exception(error)
+            time.sleep(_PAUSE_S)
 
 
 # Checks that all ranks read the same text

@@ -11,13 +11,7 @@ Truncations Improve Language Modeling", ICML 2024 (packing documents so).
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import struct
-import zlib
 from collections.abc import Callable, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +21,7 @@ import numpy.typing as npt
 from parallel3d.data import cache
 from parallel3d.data.cache import Report
 from parallel3d.data.sampler import Order, Sample
-from parallel3d.data.tokens import MAKE_ANEW, Proof, Tokens, WatchedFile
-from parallel3d.files import no_link
+from parallel3d.data.tokens import Tokens, size_of
 
 
 class Content(NamedTuple):
@@ -163,22 +156,13 @@ class PackSampler:
         return Sample(tokens, mask, starts)
 
 
-# A plan of packs, one file in the token cache's folder:
+# A packing plan, `<key>.packs` in the token cache, little-endian:
 #
-#     header (128 bytes) | i64 first piece of each pack, and the number of pieces
+#     i64 first piece of each pack, and the number of pieces
 #         | i64 token at which each piece begins | i32 its length
-#
-# Little-endian. The header has a digest of the rest, and its own CRC-32.
 
 
-_MAGIC = b"P3DPACKS"
-_VERSION = 1
-# magic, version, tokens that fit a pack, packs, pieces, their tokens, documents cut, digest
-_HEADER = struct.Struct("<8sIIQQQQ16s")
-_HEADER_CRC = struct.Struct("<I")
-_BODY_AT = 128
-_PROVED = 4 << 20  # bytes of a plan up to which its digest is checked at each opening
-
+PLAN_VERSION = 2
 
 Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, capacity → packs
 
@@ -194,33 +178,22 @@ class Pieces(NamedTuple):
 class PackingPlan:
     """An open plan, read from its file on demand."""
 
-    def __init__(self, file: FileIO, capacity: int, sizes: tuple[int, int, int, int], digest: str):
-        self._file, self.capacity, self.digest = file, capacity, digest
-        self.packs, self.pieces, self.tokens, self.cut = sizes
-        whole = 8 * (self.packs + 1) + 12 * self.pieces <= _PROVED
-
-        def prove() -> Proof:
-            if _header_of(file, capacity) != (*sizes, digest):
-                return Proof.CHANGED
-            return Proof.SAME if whole else Proof.SAMPLED
-
-        self.watched = WatchedFile(file, prove, MAKE_ANEW)
+    def __init__(self, entry: cache.Entry, capacity: int) -> None:
+        """Raises ValueError for a damaged plan."""
+        self.watched, self.digest = entry.files[".packs"], entry.digests[".packs"]
+        self.capacity, self.packs = capacity, int(entry.facts["packs"])
+        file, starts_at = self.watched.file, 8 * (self.packs + 1)
+        pieces, rest = divmod(size_of(file) - starts_at, 12)
+        self._firsts = Tokens(file, 0, self.packs + 1, np.dtype("<i8"))
+        self._starts = Tokens(file, starts_at, pieces, np.dtype("<i8"))
+        self._lengths = Tokens(file, starts_at + 8 * pieces, pieces, np.dtype("<i4"))
+        if rest or pieces < 0 or self._firsts[self.packs :].tolist() != [pieces]:
+            raise ValueError(f"{self.packs} packs")
 
     def pack(self, number: int) -> tuple[list[int], list[int]]:
         """Returns the begins and lengths of a pack's pieces. Raises OSError."""
-        first, last = np.frombuffer(self._read(16, _BODY_AT + 8 * number), "<i8").tolist()
-        count, starts_at = last - first, _BODY_AT + 8 * (self.packs + 1)
-        if not 0 <= first < last <= self.pieces:
-            raise OSError(f"{self._file.name} is damaged: pack {number} has no pieces")
-        starts = self._read(8 * count, starts_at + 8 * first)
-        lengths = self._read(4 * count, starts_at + 8 * self.pieces + 4 * first)
-        return np.frombuffer(starts, "<i8").tolist(), np.frombuffer(lengths, "<i4").tolist()
-
-    def _read(self, size: int, at: int) -> bytes:
-        content = os.pread(self._file.fileno(), size, at)
-        if len(content) != size:
-            raise OSError(f"{self._file.name} was cut short while it was in use")
-        return content
+        first, last = self._firsts[number : number + 2].tolist()
+        return self._starts[first:last].tolist(), self._lengths[first:last].tolist()
 
 
 def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> Pieces:
@@ -239,83 +212,27 @@ def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> Piec
     return Pieces(starts[kept], sizes[kept], int((lengths > capacity).sum()))
 
 
-def plan_file(folder: Path, stream: str, capacity: int) -> Path:
-    """Returns the file name of a stream's plan; `stream` identifies the stream."""
-    facts = json.dumps([_VERSION, stream, capacity]).encode()
-    return folder / f"{hashlib.blake2b(facts, digest_size=16).hexdigest()}.packs"
-
-
 def kept_plan(
-    path: Path, make: Callable[[], Pieces], capacity: int, report: Report, fit: Fit = best_fit
+    folder: Path,
+    key: str,
+    make: Callable[[], Pieces],
+    capacity: int,
+    report: Report,
+    fit: Fit = best_fit,
 ) -> PackingPlan:
-    """Returns the plan at `path`, built of `make`'s pieces if it is missing. Raises UserError."""
-    return cache.load_or_build(
-        path,
-        lambda: _load(path, capacity, report),
-        lambda: _build(path, make(), capacity, report, fit),
-        report,
-        written="the plan of packs that",
-    )
+    """Returns the plan `key` of `folder`, built of `make`'s pieces if missing. Raises UserError."""
 
+    def build(prefix: Path) -> dict[str, int]:
+        pieces = make()
+        report(f"packing {pieces.starts.size:,} pieces of documents into samples")
+        packs = fit(pieces.lengths, capacity)
+        with cache.new_file(Path(f"{prefix}.packs")) as file:
+            file.write(packs.first.astype("<i8").data)
+            file.write(pieces.starts[packs.items].astype("<i8").data)
+            file.write(pieces.lengths[packs.items].astype("<i4").data)
+        return {"packs": packs.first.size - 1}
 
-def _build(path: Path, pieces: Pieces, capacity: int, report: Report, fit: Fit) -> None:
-    report(f"packing {pieces.starts.size:,} pieces of documents into samples")
-    packs = fit(pieces.lengths, capacity)
-    body = (
-        packs.first.astype("<i8"),
-        pieces.starts[packs.items].astype("<i8"),
-        pieces.lengths[packs.items].astype("<i4"),
-    )
-    digest = hashlib.blake2b(digest_size=16)
-    with cache.new_file(path) as file:
-        file.write(bytes(_BODY_AT))
-        for part in body:
-            file.write(part.data)
-            digest.update(part.data)
-        sizes = packs.first.size - 1, packs.items.size, int(pieces.lengths.sum()), pieces.cut
-        header = _HEADER.pack(_MAGIC, _VERSION, capacity, *sizes, digest.digest())
-        file.seek(0)
-        file.write(header + _HEADER_CRC.pack(zlib.crc32(header)))
+    def opened(entry: cache.Entry) -> PackingPlan:
+        return PackingPlan(entry, capacity)
 
-
-def _load(path: Path, capacity: int, report: Report) -> PackingPlan | None:
-    """Opens the plan at `path`; None if there is none of ours that is intact."""
-    try:
-        file = open(path, "rb", buffering=0, opener=no_link)  # noqa: SIM115  as long as the plan
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if cache.is_trusted(os.fstat(file.fileno()), path.parent):
-        plan = _proved(file, capacity)
-        problem = "is damaged"
-    else:
-        plan, problem = None, "is not taken: others than you may write it"
-    if plan is None:
-        file.close()
-        report(f"the plan of packs {path} {problem}")
-    return plan
-
-
-def _proved(file: FileIO, capacity: int) -> PackingPlan | None:
-    found = _header_of(file, capacity)
-    return None if found is None else PackingPlan(file, capacity, found[:4], found[4])
-
-
-def _header_of(file: FileIO, capacity: int) -> tuple[int, int, int, int, str] | None:
-    """Returns sizes and digest of an intact plan; checks the digest of a small one only."""
-    header = os.pread(file.fileno(), _BODY_AT, 0)
-    if len(header) < _BODY_AT:
-        return None
-    magic, version, stored_capacity, *sizes, digest = _HEADER.unpack_from(header)
-    (crc,) = _HEADER_CRC.unpack_from(header, _HEADER.size)
-    size = 8 * (sizes[0] + 1) + 12 * sizes[1]
-    if zlib.crc32(header[: _HEADER.size]) != crc:
-        return None
-    if (magic, version, stored_capacity) != (_MAGIC, _VERSION, capacity):
-        return None
-    if os.fstat(file.fileno()).st_size != _BODY_AT + size:
-        return None
-    if size <= _PROVED:
-        body = os.pread(file.fileno(), size, _BODY_AT)
-        if hashlib.blake2b(body, digest_size=16).digest() != digest:
-            return None
-    return (*sizes, digest.hex())
+    return cache.kept(folder, key, (".packs",), build, opened, report, "the packing plan")

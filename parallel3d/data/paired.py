@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.config.fields import show
-from parallel3d.data.indexed import IndexedCorpus
+from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.split import Corpus, held_out_tokens, longest_sample, needs
-from parallel3d.data.text_files import CorpusFacts, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
 from parallel3d.data.tokens import PROVED, Proof, Tokens, WatchedFile, prove, size_of
 from parallel3d.errors import UserError

@@ -1,4 +1,4 @@
-"""Finds the files of a text and orders them; opens none of them.
+"""Finds the files of a text, orders them, and keeps their tokens in the token cache.
 
 The order depends on the relative names alone, so two machines pack the same stream. Documents are
 ordered by a hash of the name: the held-out tail of the stream is then a fair sample.
@@ -6,16 +6,27 @@ ordered by a hash of the name: the held-out tail of the stream is then a fair sa
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
 import re
 import stat
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.data import cache
+from parallel3d.data.cache import Report
+from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
+from parallel3d.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Unencodable
+from parallel3d.data.tokens import WatchedFile
 from parallel3d.errors import UserError, nearest
 
 if TYPE_CHECKING:  # omegaconf, which the configuration imports, loads slowly
@@ -235,3 +246,168 @@ def _hidden(name: str) -> bool:
 
 def _slashed(name: str) -> str:
     return name.replace(os.sep, "/")
+
+
+# The tokens of a text, a pair in the token cache
+
+
+_VERSION = 2
+_BLOCK = 4 << 20  # bytes
+LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds a document several times over
+
+
+class CachedPair(NamedTuple):
+    """A pair in the cache, and the digest of its tokens."""
+
+    pair: IndexedCorpus
+    digest: str
+    files: tuple[WatchedFile, ...]
+
+
+def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
+    """Returns the cache's name, which changes with any file's path, size, times or inode.
+
+    Absolute paths count, since container images with normalised times hold different text under
+    the same names; inodes and change times count, since a copy cannot set them.
+    """
+    listing = [_VERSION, tokenizer.digest]
+    listing += [(os.path.realpath(d.path), *d._replace(path="")) for d in documents]
+    return cache.digest_of(listing)
+
+
+def token_count(documents: Sequence[Document]) -> int:
+    """Returns the length of the byte stream: all bytes, and an end-of-text after each document."""
+    return sum(d.size for d in documents) + len(documents)
+
+
+def cached_text(
+    folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, report: Report
+) -> CachedPair:
+    """Returns the tokens of `documents`, each with an end-of-text, from the cache in `folder`.
+
+    The text is found by its end-of-text tokens: the pair's own documents are blocks of bytes where
+    tokens are bytes. Raises UserError if the folder or a document cannot be used.
+    """
+
+    def build(writer: IndexedWriter) -> None:
+        size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
+        through = "" if isinstance(tokenizer, ByteTokenizer) else f" through {tokenizer.name}"
+        report(f"building the token cache: {size} of text{through}")
+        for tokens in _tokenized(documents, tokenizer):
+            writer.add(tokens)
+
+    key, dtype = cache_key(documents, tokenizer), token_type(tokenizer.vocab_size)
+    return cached_pair(folder, key, dtype, build, report)
+
+
+def cached_pair(
+    folder: Path,
+    key: str,
+    dtype: np.dtype,
+    build: Callable[[IndexedWriter], None],
+    report: Report,
+) -> CachedPair:
+    """Returns the pair `key` in `folder`; `build` writes it if it is missing."""
+
+    def write(prefix: Path) -> dict[str, Any]:
+        with IndexedWriter(prefix, dtype, replace=True) as writer:
+            build(writer)
+        return {}
+
+    def opened(entry: cache.Entry) -> CachedPair:
+        files = {file.file.name: file.file for file in entry.files.values()}
+        pair = IndexedCorpus.open(folder / key, opened=lambda path, _: files[path])
+        return CachedPair(pair, entry.digests[".bin"], tuple(entry.files.values()))
+
+    return cache.kept(folder, key, (".bin", ".idx"), write, opened, report)
+
+
+def _tokenized(
+    documents: Sequence[Document], tokenizer: Tokenizer
+) -> Iterator[npt.NDArray[np.integer]]:
+    """Yields the tokens of documents in order, of bytes block by block. Raises UserError."""
+    if isinstance(tokenizer, ByteTokenizer):
+        for document in documents:
+            for text in blocks_of(document):
+                yield tokenizer.encode(text)
+            yield np.array([tokenizer.eot])
+        return
+    for some, texts in _batches(documents):
+        for tokens in _encoded(tokenizer, some, texts):
+            yield np.append(tokens, tokens.dtype.type(tokenizer.eot))
+
+
+def _encoded(
+    tokenizer: FileTokenizer, documents: list[Document], texts: list[str]
+) -> list[npt.NDArray[np.integer]]:
+    """Tokenizes documents' texts. Raises UserError with the document's name."""
+    try:
+        return tokenizer.encode_all(texts)
+    except Unencodable as error:
+        if len(texts) > 1:
+            pairs = zip(documents, texts, strict=True)
+            return [_encoded(tokenizer, [each], [text])[0] for each, text in pairs]
+        raise UserError(
+            f"data file {documents[0].path} cannot be encoded by data.tokenizer={tokenizer.name} "
+            f"({error.why}): remove or mend it, or give another tokenizer"
+        ) from None
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[Document], list[str]]]:
+    """Yields some documents at a time, in order, with their texts. Raises UserError."""
+    some: list[Document] = []
+    texts: list[str] = []
+    held = 0
+    for document in documents:
+        if document.size > LARGEST_DOCUMENT:
+            raise UserError(
+                f"data file {document.path} has {document.size:,} bytes, and a document has at "
+                f"most {LARGEST_DOCUMENT:,}: cut it, or give data.tokenizer=byte"
+            )
+        if held and held + document.size > _BLOCK:
+            yield some, texts
+            some, texts, held = [], [], 0
+        content = b"".join(blocks_of(document))
+        texts.append(content.decode("utf-8", "replace"))
+        some.append(document)
+        held += document.size
+    if texts:
+        yield some, texts
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[FileIO]:
+    """Opens a file to read, and ignores an error of its close, which says nothing about the bytes
+    read and could not be caught by a caller that already failed."""
+    file = open(path, "rb", buffering=0)  # noqa: SIM115  closed below
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+def blocks_of(document: Document) -> Iterator[bytes]:
+    """Yields the document's bytes block by block. Raises UserError."""
+    try:
+        with _opened(document.path) as file:
+            left = document.size
+            while left and (text := file.read(min(left, _BLOCK))):
+                left -= len(text)
+                yield text
+            status = os.fstat(file.fileno())
+    except OSError as error:
+        raise UserError(
+            f"data file {document.path} cannot be read ({error.strerror}): give text that you may "
+            f"read in data.path"
+        ) from error
+    check_unchanged(document, status, complete=not left)
+
+
+def check_unchanged(document: Document, status: os.stat_result, complete: bool = True) -> None:
+    """Raises UserError for a document that was not read whole, or changed since it was listed."""
+    if not complete or Document.of(document.name, document.path, status) != document:
+        raise UserError(
+            f"data file {document.path} changed while it was being read: start again when it is "
+            f"complete, or give another data.path"
+        )

@@ -575,3 +575,66 @@ def keep_tokenizer(data: DataConfig, run_dir: Path, digest: str) -> None:
         )
     if not isinstance(tokenizer, ByteTokenizer):
         tokenizer.save(run_dir / FOLDER)
+
+
+# Tokenizers made here: byte-level BPE with one special token, which precedes each text
+
+
+END = "<|endoftext|>"
+PRINTED = (range(33, 127), range(161, 173), range(174, 256))  # bytes that stand for themselves
+DECIDES = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # what decides on tokens
+
+
+def byte_level(model: Any, words: bool) -> Any:
+    """Returns the library's tokenizer of a BPE over bytes; `words`: letters of two words are not
+    merged."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+    inner = Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def with_end(inner: Any) -> bytes:
+    """Returns the tokenizer.json of a tokenizer, which now puts END before each text."""
+    from tokenizers import processors
+
+    inner.add_special_tokens([END])
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A",
+        pair=f"{END} $A {END} $B",
+        special_tokens=[(END, inner.token_to_id(END))],
+    )
+    return f"{inner.to_str(pretty=True)}\n".encode()
+
+
+def byte_tokenizer() -> bytes:
+    """Returns a tokenizer.json of bytes, 257 tokens, with an end-of-text before each text.
+
+    Token i < 256 is byte i. No letters are merged; GPT-2's letters stand for unprintable bytes (A.
+    Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, its code).
+    """
+    from tokenizers import models
+
+    vocabulary, more = {}, 256
+    for byte in range(256):
+        printed = any(byte in own for own in PRINTED)
+        vocabulary[chr(byte if printed else more)] = byte
+        more += not printed
+    return with_end(byte_level(models.BPE(vocabulary | {END: 256}, []), words=False))
+
+
+def byte_files() -> dict[str, bytes]:
+    """Returns file name → content of a byte tokenizer's folder for transformers."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    return {
+        TOKENIZER: byte_tokenizer(),
+        TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode(),
+    }
+
+
+def are_bytes(content: bytes) -> bool:
+    """Returns whether the tokens of a tokenizer.json are `byte_tokenizer`'s."""
+    ours, found = json.loads(byte_tokenizer()), parse_json(content)
+    return isinstance(found, dict) and all(found.get(key) == ours[key] for key in DECIDES)

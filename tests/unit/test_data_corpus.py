@@ -26,6 +26,7 @@ from parallel3d.errors import UserError
 from tests.pace import in_time
 
 EOT = 256
+KEPT = [".bin", ".idx", ".json", ".lock"]
 SPAWN = multiprocessing.get_context("spawn")  # the suite's own process may hold torch's threads
 
 
@@ -53,7 +54,7 @@ def documents_of(corpus: Corpus) -> list[bytes]:
 
 
 def cache_file(tmp_path: Path) -> Path:
-    (file,) = (tmp_path / "cache").glob("*.tokens")
+    (file,) = (tmp_path / "cache").glob("*.bin")
     return file
 
 
@@ -162,7 +163,7 @@ def test_cache_is_built_once_privately_and_again_for_changed_text(tmp_path: Path
     assert len(reports) == 1 and "building" in reports[0]
     folder = tmp_path / "cache"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert [stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()] == [0o600, 0o600]
+    assert {stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()} == {0o600}
     before = path.stat()
     write(path, b"xyz" * 100)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
@@ -178,7 +179,7 @@ def test_cache_folder_follows_argument_key_and_environment(
     open_corpus(text(tmp_path, path), 20)
     open_corpus(text(tmp_path, path), 20, tmp_path / "argument")
     for folder in ("xdg/parallel3d", "cache", "argument"):
-        assert len(list((tmp_path / folder).glob("*.tokens"))) == 1
+        assert len(list((tmp_path / folder).glob("*.bin"))) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache.default_folder() == tmp_path / "home" / ".cache" / "parallel3d"
@@ -194,45 +195,30 @@ def damage_at(position: float) -> Callable[[bytes], bytes]:
 
 DAMAGES = {
     "empty": lambda content: b"",
-    "half a header": lambda content: content[:40],
-    "truncated": lambda content: content[:-100],
+    "truncated": lambda content: content[: len(content) // 2],
     "one byte short": lambda content: content[:-1],
-    "zeroed tail": lambda content: content[:-200] + bytes(200),
+    "zeroed tail": lambda content: content[:-20] + bytes(20),
     "grown": lambda content: content + b"x",
-    "flip in the magic": damage_at(0),
-    "flip in the count": lambda content: content[:16] + b"\xff" + content[17:],
-    "flip in the digest": lambda content: content[:25] + b"\xff\xff" + content[27:],
+    "flip at the start": damage_at(0),
     "flip in the middle": damage_at(0.5),
-    "flip in the block table": damage_at(1),
+    "flip at the end": damage_at(1),
 }
 
 
+@pytest.mark.parametrize("end", [".bin", ".idx", ".json"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_cache_is_detected_and_rebuilt(tmp_path: Path, damage: str) -> None:
+def test_damaged_cache_is_detected_and_rebuilt(tmp_path: Path, damage: str, end: str) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 1000)
     open_corpus(text(tmp_path, path), 20)
-    file = cache_file(tmp_path)
+    file = cache_file(tmp_path).with_suffix(end)
     intact = file.read_bytes()
     file.write_bytes(DAMAGES[damage](intact))
     assert file.read_bytes() != intact
     reports: list[str] = []
     corpus = open_corpus(text(tmp_path, path), 20, report=reports.append)
     assert documents_of(corpus) == [b"abc" * 1000]
-    assert cache_file(tmp_path).read_bytes() == intact
+    assert file.read_bytes() == intact
     assert any("damaged" in report for report in reports)
-
-
-def test_a_flip_in_any_block_of_a_large_cache_is_detected(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.bin", bytes(5_000_000))
-    open_corpus(text(tmp_path, path), 20)
-    file = cache_file(tmp_path)
-    for position in (64, 64 + (4 << 20) - 1, 64 + (4 << 20), 9_999_000):
-        with file.open("r+b") as stream_:
-            stream_.seek(position)
-            stream_.write(b"\x01")
-        reports: list[str] = []
-        open_corpus(text(tmp_path, path), 20, report=reports.append)
-        assert any("building" in report for report in reports), position
 
 
 def build_slowly(data: DataConfig, results: multiprocessing.Queue, start: object) -> None:
@@ -267,7 +253,7 @@ def test_two_processes_at_the_same_time_make_one_build_and_one_intact_cache(
     sentences = [sentence for answer in answers for sentence in answer[2]]
     assert sum(s.startswith("building the token cache") for s in sentences) == 1
     assert sum("waiting" in s for s in sentences) == 1
-    assert sorted(f.suffix for f in (tmp_path / "cache").iterdir()) == [".lock", ".tokens"]
+    assert sorted(f.suffix for f in (tmp_path / "cache").iterdir()) == KEPT
 
 
 def build_and_die(data: DataConfig) -> None:
@@ -280,9 +266,9 @@ def test_a_crashed_builder_does_not_block_the_next_and_its_leftovers_go(tmp_path
     process.start()
     process.join(60)
     assert process.exitcode == 9
-    assert {f.suffix for f in (tmp_path / "cache").iterdir()} == {".lock", ".tmp"}
+    assert {f.suffix for f in (tmp_path / "cache").iterdir()} == {".lock", ".partial"}
     assert documents_of(open_corpus(data, 20)) == [b"abc" * 100]
-    assert {f.suffix for f in (tmp_path / "cache").iterdir()} == {".lock", ".tokens"}
+    assert sorted(f.suffix for f in (tmp_path / "cache").iterdir()) == KEPT
 
 
 def test_an_interrupted_builder_leaves_no_half_file(tmp_path: Path) -> None:
@@ -308,7 +294,7 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: s
 
     with pytest.raises(UserError, match=f"{path} (changed while|cannot be read)"):
         open_corpus(text(tmp_path, path), 20, report=meddle)
-    assert not list((tmp_path / "cache").glob("*.tokens"))
+    assert not list((tmp_path / "cache").glob("*.bin"))
 
 
 def as_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +317,7 @@ def test_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
     intact = open_corpus(data, 20).fingerprint
     forged = write(tmp_path / "forged.txt", b"xyz" * 100)
     open_corpus(text(tmp_path, forged, cache_dir=str(tmp_path / "other")), 20)
-    (poison,) = (tmp_path / "other").glob("*.tokens")
+    (poison,) = (tmp_path / "other").glob("*.bin")
     cache_file(tmp_path).write_bytes(poison.read_bytes())
     assert open_corpus(data, 20).fingerprint != intact  # the premise: it is well-formed
     cache_file(tmp_path).chmod(0o666)
@@ -432,7 +418,7 @@ def test_a_cache_that_is_cut_short_in_use_is_an_error_and_no_bus_error(tmp_path:
     assert (
         corpus.train[:9].tobytes() == np.frombuffer(content[:9], np.uint8).astype("<u2").tobytes()
     )
-    with pytest.raises(OSError, match=r"\.tokens was cut short while it was in use"):
+    with pytest.raises(OSError, match=r"\.bin was cut short while it was in use"):
         corpus.train[90_000:90_020]
 
 

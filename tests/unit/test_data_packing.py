@@ -14,7 +14,6 @@ import pytest
 
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data import packing as plans
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.loader import sources_of
 from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of
@@ -130,7 +129,8 @@ def test_a_document_longer_than_a_sample_is_refused_or_cut(data: DataConfig) -> 
     assert "give data.cut_documents=true" in str(raised.value)
     data.cut_documents = True
     assert check_data(data, 15) == []
-    assert open_corpus(data, 15).plans[0].cut > 0
+    plan = open_corpus(data, 15).plans[0]
+    assert max(length for k in range(plan.packs) for length in plan.pack(k)[1]) == 16
     data.cut_documents = False
     with pytest.raises(UserError, match="does not cut"):
         open_corpus(data, 15)
@@ -166,7 +166,7 @@ def test_a_plan_that_others_may_write_is_not_taken(data: DataConfig) -> None:
 
 
 def killed_while_writing(data: DataConfig) -> None:
-    plans.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     open_corpus(data, SEQ)
 
 
@@ -176,10 +176,10 @@ def test_a_kill_leaves_no_half_plan_and_the_next_makes_the_same(data: DataConfig
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    assert not list(cache.glob("*.packs")) and list(cache.glob("*.tmp"))
+    assert not list(cache.glob("*.packs")) and list(cache.glob(".*.partial"))
     train(data)
     after = {path.name: path.read_bytes() for path in cache.glob("*.packs")}
-    assert len(after) == 2 and not list(cache.glob("*.tmp"))
+    assert len(after) == 2 and not list(cache.glob(".*.partial"))
     for name in after:
         (cache / name).unlink()
     train(data)
@@ -196,7 +196,7 @@ def test_of_several_that_come_at_once_one_makes_the_plan(tmp_path: Path) -> None
         return pieces_of(begins, 3000, SEQ + 1)
 
     def come() -> None:
-        kept_plan(tmp_path / "cache" / "one.packs", pieces, SEQ + 1, lambda _: None)
+        kept_plan(tmp_path / "cache", "one", pieces, SEQ + 1, lambda _: None)
 
     come_all = [multiprocessing.get_context("fork").Process(target=come) for _ in range(4)]
     for process in come_all:

@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.data.indexed import IndexedCorpus
+from parallel3d.data.indexed import IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.preprocess import tokenize as tokenizing
 from parallel3d.data.preprocess.inputs import find_inputs
 from parallel3d.data.preprocess.tokenize import JournalEntry, PreprocessJob, tokenize
-from parallel3d.data.text_files import facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import PANIC, TEXT, folder, lines, panicking, trained

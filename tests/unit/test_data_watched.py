@@ -16,8 +16,8 @@ from parallel3d.checkpoint.checkpoints import compared_with, facts_of
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data import cache, tokens
 from parallel3d.data import chat as chat_corpus
+from parallel3d.data import tokens
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.indexed import HEADER
 from parallel3d.data.split import Corpus
@@ -207,7 +207,7 @@ def packs(tmp_path: Path) -> DataConfig:
 
 @pytest.mark.parametrize(
     ("make", "end"),
-    [(text, "tokens"), (packed_text, "bin"), (packed_text, "idx"), (packs, "packs")],
+    [(text, "bin"), (packed_text, "bin"), (packed_text, "idx"), (packs, "packs")],
 )
 def test_file_in_the_cache_that_is_written_to_ends_the_run_and_is_made_anew(
     tmp_path: Path, make: Callable[[Path], DataConfig], end: str
@@ -235,11 +235,11 @@ def test_file_in_the_cache_that_is_written_to_ends_the_run_and_is_made_anew(
 def test_cache_too_large_to_be_proved_is_compared_by_its_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_BLOCK", 64)
+    monkeypatch.setattr(tokens, "PROVED", 64)
     data = text(tmp_path)
     corpus = opened(data)
     marks = marks_of(corpus.watched)
-    (path,) = (tmp_path / "cache").glob("*.tokens")
+    (path,) = (tmp_path / "cache").glob("*.bin")
     assert marks and compare(opened(data).watched, marks) == Compared()
     touch(path)
     assert len(look_at(corpus.files)) == 1

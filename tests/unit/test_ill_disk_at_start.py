@@ -17,8 +17,7 @@ from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
 from parallel3d.commands.from_run import GENERATE, checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
-from parallel3d.data import cache
-from parallel3d.data.sources import Document
+from parallel3d.data.sources import Document, blocks_of
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably
 from parallel3d.metrics.jsonl import MetricsFile, rows_of
@@ -156,10 +155,10 @@ def test_text_whose_file_cannot_be_closed_is_no_traceback(
     book.write_text("some words\n" * 9)
     document = Document.of("book", str(book), book.stat())
     with FailingFiles(tmp_path, Fault("EIO", "kind"), ("close", 0)) as calls:
-        pieces = cache.blocks_of(document)
+        pieces = blocks_of(document)
         next(pieces)
         del pieces  # as where the cache cannot be written
-        read = b"".join(p for p in cache.blocks_of(document) if p)
+        read = b"".join(blocks_of(document))
     assert (read, calls.failed) == (book.read_bytes(), 2)
     assert capsys.readouterr().err == ""
 

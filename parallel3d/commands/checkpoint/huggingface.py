@@ -36,13 +36,14 @@ from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, full_shapes_of
 from parallel3d.data.corpus import check_vocabulary
-from parallel3d.data.text_files import are_bytes, byte_files
 from parallel3d.data.tokenizer import (
     FOLDER,
     TOKENIZER,
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
+    are_bytes,
+    byte_files,
     open_tokenizer,
     read_json,
     tokenizer_of,

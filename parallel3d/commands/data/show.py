@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.commands.data.preprocess import BytesBar
-from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.text_files import CorpusFacts, facts_beside, tokenizer_beside
+from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import plain

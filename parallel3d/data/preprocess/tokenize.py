@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from parallel3d.config.fields import show
-from parallel3d.data.indexed import token_type, write_index
+from parallel3d.data.indexed import CorpusFacts, token_type, write_index
 from parallel3d.data.preprocess.inputs import (
     FIRST,
     SHARD_BYTES,
@@ -42,14 +42,16 @@ from parallel3d.data.preprocess.inputs import (
     digest_of,
     documents,
 )
-from parallel3d.data.text_files import CorpusFacts
 from parallel3d.data.tokenizer import (
+    END,
     TOKENIZER,
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
     Unencodable,
+    byte_level,
     open_tokenizer,
+    with_end,
 )
 from parallel3d.errors import UserError
 from parallel3d.files import flush_folder, no_link, parse_json, plain, read_bounded, replace_durably
@@ -375,9 +377,6 @@ def _serve(
 # Learners", 2019, §2.2.
 
 
-END = "<|endoftext|>"
-
-
 def train_tokenizer(
     inputs: Sequence[Input],
     vocab_size: int,
@@ -390,11 +389,9 @@ def train_tokenizer(
     puts END before a prompt, as in training every text but the first follows one. Raises UserError
     for inputs that cannot be read or hold no text.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import models, pre_tokenizers, trainers
 
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
+    inner = byte_level(models.BPE(), words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END],
@@ -405,15 +402,7 @@ def train_tokenizer(
     inner.train_from_iterator(_texts(inputs, text_key, count, progress), trainer)
     if not count.size:
         raise UserError(f"input: none of its {count.rows:,} rows has a text")
-    end = inner.token_to_id(END)
-    inner.post_processor = processors.TemplateProcessing(
-        single=f"{END} $A", pair=f"{END} $A {END} $B", special_tokens=[(END, end)]
-    )
-    return _with_newline(inner), count
-
-
-def _with_newline(inner: Any) -> bytes:
-    return f"{inner.to_str(pretty=True)}\n".encode()
+    return with_end(inner), count
 
 
 def _texts(
