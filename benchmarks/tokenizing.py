@@ -71,7 +71,7 @@ def ours(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], It
 
     def made() -> Iterable[Any]:
         corpus = IndexedCorpus.open(str(to))
-        ends = np.append(corpus.index.begins(1, corpus.documents), len(corpus)) - 1
+        ends = corpus.index.begins(1, corpus.documents) - 1
         return [np.delete(corpus.read(0, len(corpus)), ends)]
 
     return made

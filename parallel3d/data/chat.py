@@ -477,7 +477,7 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
         wanted = len(pair) - max(1, int(len(pair) * data.held_out))
         last = pair.index.document_from(wanted)
         last = min(max(1, last), pair.documents - 1)
-        split = int(pair.index.begins(last, last + 1)[0])
+        split = int(pair.index.begins(last, last)[0])
     else:
         split = 0 if data.held_out else len(pair)
     return Corpus.of(

@@ -41,9 +41,8 @@ _FLOATS = {6: "float64", 7: "float32"}
 _SAMPLED = 4  # places of an index checked when it is opened,
 _RUN = 256  # documents at each of them
 _FEW = 4096  # documents up to which all are checked
-_AT_A_TIME = 1 << 20
-_AROUND = 64  # documents that one step of a search reads,
-_MOST_SEQUENCES = 16  # and at most so many sequences for each
+_AT_A_TIME = 1 << 16
+_AROUND = 64  # documents that one step of a search reads
 
 
 class PairIndex:
@@ -74,120 +73,18 @@ class PairIndex:
         for begin, end in _runs(self.documents):
             self.begins(begin, end)
 
-    def begin(self, document: int) -> int:
-        """Returns the token at which a document begins; `tokens` for number `documents`."""
-        return int(self._near(document, document + 1)[0])
-
     def document_from(self, token: int) -> int:
         """Returns the first document that begins at `token` or later; `documents` if none does."""
-        first, begins = self._block(token)
+        first, begins = self._around(token)
         return first + int(begins.searchsorted(token))
 
     def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Returns the token at which each of the documents `first` … `last` - 1 begins.
-
-        Raises UserError where their sequences do not lie one after another.
-        """
-        if first >= last:
-            return np.zeros(0, np.int64)
+        """Returns the token at which each of the documents `first` … `last` begins; `documents` is
+        the end. Raises UserError where their sequences do not lie one after another."""
         sequences = self._firsts[first : last + 1]
         begin, end = int(sequences[0]), int(sequences[-1])
-        steps = sequences[1:] - sequences[:-1]
-        if steps.min() < 0 or not 0 <= begin <= end <= self.sequences:
-            raise self._disordered(first, last)
-        pointers = self._checked_pointers(begin, end)
-        if end - begin == last - first and steps.max() == 1:  # each document is one sequence
-            return pointers[: last - first] // self.dtype.itemsize
-        return pointers[sequences[:-1] - begin] // self.dtype.itemsize
-
-    def begins_within(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Returns the tokens within `begin` … `end` - 1 at which documents begin, ascending."""
-        block, begins = self._block(begin)
-        place, last = begins.searchsorted((begin, end)).tolist()
-        if last < begins.size:  # the usual case: the search has read all of them
-            lengths = self._lengths_of(block + place, block + last)
-            if np.array_equal(begins[place + 1 : last + 1] - begins[place:last], lengths):
-                return begins[place:last]
-        first, many, found = block + place, _AROUND, []
-        while True:
-            begins = self.begins(first, min(first + many, self.documents))
-            place = int(begins.searchsorted(end))
-            found.append(begins[:place])
-            if place < begins.size or first + many >= self.documents:
-                return np.concatenate(found)
-            first, many = first + many, 2 * many
-
-    def check_all(self) -> None:
-        """Raises UserError if any sequence or document does not follow the one before it."""
-        for begin in range(0, self.sequences, _AT_A_TIME):
-            self._checked_pointers(begin, min(begin + _AT_A_TIME, self.sequences))
-        for first in range(0, self.documents, _AT_A_TIME):
-            last = min(first + _AT_A_TIME, self.documents)
-            if (np.diff(self._firsts[first : last + 1]) < 0).any():
-                raise self._disordered(first, last)
-        for first in range(0, self.documents, _AT_A_TIME):
-            self.begins(first, min(first + _AT_A_TIME, self.documents))
-
-    def _block(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Searches for `token`; returns the begins of some documents around it, and the first's
-        number.
-
-        Interpolates by the mean length, and bisects every third step, as one document may be most
-        of the text.
-        """
-        low, high, tries = 0, self.documents, 0
-        guess = token * self.documents // self.tokens
-        while low < high:
-            if tries % 3 == 2:
-                guess = (low + high) // 2
-            tries += 1
-            first = max(low, min(guess - _AROUND // 2, high - _AROUND))
-            begins = self._near(first, min(high, first + _AROUND))
-            place = int(begins.searchsorted(token))
-            if 0 < place < begins.size or (place == 0 and first == low):
-                return first, begins
-            if place == 0:
-                high = edge = first
-            else:
-                low = edge = first + begins.size
-            guess = (
-                edge
-                + (token - int(begins[min(place, begins.size - 1)])) * self.documents // self.tokens
-            )
-        return low, np.zeros(0, np.int64)
-
-    def _lengths_of(self, first: int, last: int) -> npt.NDArray[np.integer]:
-        """Returns the lengths of documents, if each is one sequence; else other numbers."""
-        if first == last:
-            return np.zeros(0, np.int32)
-        begin = int(self._firsts[first : first + 1][0])
-        return self.lengths[begin : begin + last - first]
-
-    def _near(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Returns what `begins` does, unchecked, for searches; `documents` is the end."""
-        sequences = self._firsts[first:last]
-        begin, end = int(sequences[0]), int(sequences[-1])
-        if not 0 <= begin <= end <= self.sequences or end - begin > _MOST_SEQUENCES * _AROUND:
-            return np.array([self._slow_begin(int(sequence)) for sequence in sequences])
-        pointers = self._pointers[begin : end + 1].astype(np.int64, copy=False)
-        if end == self.sequences:  # the end of the .bin has no pointer
-            pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
-        if end - begin == last - first - 1:
-            return pointers // self.dtype.itemsize
-        if sequences.min() < begin or sequences.max() > end:
-            raise self._disordered(first, last)
-        return pointers[sequences - begin] // self.dtype.itemsize
-
-    def _slow_begin(self, sequence: int) -> int:
-        if not 0 <= sequence < self.sequences:
-            if sequence == self.sequences:
-                return self.tokens
-            raise self.damaged(f"a document begins at sequence {sequence:,}")
-        return int(self._pointers[sequence : sequence + 1][0]) // self.dtype.itemsize
-
-    def _checked_pointers(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Returns the bytes at which sequences `begin` … `end` begin; `end` may be the end of the
-        .bin. Raises UserError where they do not lie one after another."""
+        if not 0 <= begin <= end <= self.sequences or (sequences[1:] < sequences[:-1]).any():
+            raise self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
         pointers = self._pointers[begin : end + 1].astype(np.int64, copy=False)
         if end == self.sequences:  # the end of the .bin has no pointer
             pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
@@ -200,10 +97,47 @@ class PairIndex:
                 f"sequence {begin + odd:,} has {int(lengths[odd]):,} tokens and ends at byte "
                 f"{int(ends[odd]):,}, the next begins at byte {int(pointers[odd + 1]):,}"
             )
-        return pointers
+        return pointers[sequences - begin] // self.dtype.itemsize
 
-    def _disordered(self, first: int, last: int) -> UserError:
-        return self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
+    def begins_within(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Returns the tokens within `begin` … `end` - 1 at which documents begin, ascending."""
+        first, begins = self._around(begin)
+        while begins[-1] < end:
+            last = first + begins.size - 1
+            more = self.begins(last, min(last + begins.size, self.documents))
+            begins = np.append(begins, more[1:])
+        return begins[slice(*begins.searchsorted((begin, end)))]
+
+    def check_all(self) -> None:
+        """Raises UserError if any sequence or document does not follow the one before it."""
+        for first in range(0, self.documents, _AT_A_TIME):
+            self.begins(first, min(first + _AT_A_TIME, self.documents))
+
+    def _around(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """Returns a document, and the begins of some from it on: among them is the first that is
+        at `token` or later.
+
+        Interpolates by the mean length, and bisects every third step, as one document may be most
+        of the text.
+        """
+        low, high, tries = 0, self.documents, 0
+        guess = token * self.documents // self.tokens
+        while True:
+            first = max(low, min(guess - _AROUND // 2, high - _AROUND))
+            last = min(first + _AROUND, high)
+            begins = self.begins(first, last)
+            if begins[0] >= token and first > low:
+                high = edge = first
+                missed = token - int(begins[0])
+            elif begins[-1] < token and last < high:
+                low = edge = last
+                missed = token - int(begins[-1])
+            else:
+                return first, begins
+            tries += 1
+            guess = edge + missed * self.documents // self.tokens
+            if tries % 3 == 2:
+                guess = (low + high) // 2
 
     def damaged(self, what: str) -> UserError:
         return UserError(
@@ -332,12 +266,7 @@ class IndexedCorpus:
 
         Raises UserError where the sequences there do not lie one after another.
         """
-        found = self.index.begins_within(begin, end)
-        if found.size > 1:
-            kept = np.ones(found.size, np.bool_)
-            np.not_equal(found[1:], found[:-1], out=kept[1:])
-            found = found[kept]
-        return found
+        return np.unique(self.index.begins_within(begin, end))
 
     def close(self) -> None:
         """Closes both files."""

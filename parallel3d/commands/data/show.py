@@ -81,8 +81,7 @@ def _lengths(corpus: IndexedCorpus) -> Iterator[npt.NDArray[np.int64]]:
     """Yields the documents' lengths, a part at a time."""
     for first in range(0, corpus.documents, READ):
         last = min(first + READ, corpus.documents)
-        begins = corpus.index.begins(first, min(last + 1, corpus.documents))
-        yield np.diff(begins, append=len(corpus) if last == corpus.documents else [])
+        yield np.diff(corpus.index.begins(first, last))
 
 
 def _statistics(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Iterator[str]:
@@ -121,8 +120,7 @@ def histogram(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> 
 
 def _text(corpus: IndexedCorpus, tokenizer: Tokenizer, number: int) -> str:
     """Returns the beginning of a document, on one line."""
-    begin, *more = corpus.index.begins(number, min(number + 2, corpus.documents)).tolist()
-    end = more[0] if more else len(corpus)
+    begin, end = corpus.index.begins(number, number + 1).tolist()
     # A character of real text is at most four tokens.
     text = tokenizer.decode(corpus.read(begin, min(end, begin + 4 * SHOWN)))
     return plain(text[:SHOWN]) + ("…" if len(text) > SHOWN else "")
