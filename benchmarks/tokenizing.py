@@ -36,8 +36,8 @@ from typing import Any
 import numpy as np
 
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.preprocess.inputs import find_inputs
-from parallel3d.data.preprocess.tokenize import PreprocessJob, tokenize, train_tokenizer
+from parallel3d.data.inputs import find_inputs
+from parallel3d.data.preprocess import PreprocessJob, tokenize, train_tokenizer
 
 VOCABULARY = 8192
 DTYPE = np.dtype("<u2")

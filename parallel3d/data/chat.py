@@ -21,7 +21,7 @@ from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.cache import Report
 from parallel3d.data.indexed import IndexedWriter
-from parallel3d.data.preprocess import LINES, PACKED
+from parallel3d.data.inputs import LINES, PACKED
 from parallel3d.data.sampler import Sample
 from parallel3d.data.sources import (
     Document,
@@ -569,7 +569,7 @@ def _write(writer: IndexedWriter, chat: Chat, report: Report) -> None:
 def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
     """Yields each row with its location. Raises UserError."""
     # Imported here, as fsspec loads slowly.
-    from parallel3d.data.preprocess.inputs import Input, of_input, opened
+    from parallel3d.data.inputs import Input, of_input, opened
 
     for document in documents:
         packed = next((end for end in PACKED if document.path.endswith(end)), "")

@@ -210,7 +210,7 @@ def _runs(count: int) -> list[tuple[int, int]]:
 # A pair as one stream of tokens
 
 
-_WRITTEN = 1 << 20  # numbers of an index computed at a time
+_BLOCK = 1 << 20  # bytes written or read at a time, or numbers of an index
 
 
 def token_type(vocab_size: int) -> np.dtype:
@@ -292,21 +292,36 @@ class IndexedWriter:
     behind if the block raises.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype, replace: bool = False):
-        """Raises UserError if any of the pair exists, unless `replace`; ValueError for a `dtype`
-        that is none of Megatron's integers (see `token_type`)."""
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: np.dtype,
+        replace: bool = False,
+        partial: str | os.PathLike[str] | None = None,
+        documents: int = 0,
+        tokens: int = 0,
+    ) -> None:
+        """`partial`: begin of the temporary files' names; those of an earlier writer, of which
+        `documents` and `tokens` are flushed, are continued.
+
+        Raises UserError if any of the pair exists, unless `replace`, or for temporary files that
+        are too short; ValueError for a `dtype` that is none of Megatron's integers (see
+        `token_type`).
+        """
         self.prefix, self.dtype = os.path.expanduser(os.fspath(prefix)), np.dtype(dtype)
         if self.dtype not in TYPES.values():
             raise ValueError(f"{self.dtype} is none of {', '.join(map(str, TYPES.values()))}")
         there = [f"{self.prefix}{end}" for end in (".bin", ".idx")]
         if not replace and (old := [path for path in there if os.path.lexists(path)]):
             raise UserError(f"{old[0]} is there already: give another name, or remove the pair")
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.documents = self.tokens = 0
+        self.documents, self.tokens = documents, tokens
         folder, name = os.path.split(self.prefix)
-        self._partial = os.path.join(folder, f".{name}.{secrets.token_hex(4)}")
-        self._bin = _new(f"{self._partial}.bin.partial")
-        self._lengths = _new(f"{self._partial}.lengths.partial")
+        self._partial = os.fspath(partial or Path(folder, f".{name}.{secrets.token_hex(4)}"))
+        self._bin = _begun(f"{self._partial}.bin.partial", tokens * self.dtype.itemsize)
+        self._lengths = _begun(f"{self._partial}.lengths.partial", documents * 4)
+        self._digest = hashlib.blake2b(digest_size=16)
+        for part in _blocks_of(self._bin.name):
+            self._digest.update(part)
 
     @property
     def digest(self) -> str:
@@ -335,28 +350,31 @@ class IndexedWriter:
         self.documents += lengths.size
         self.tokens += tokens.size
 
+    def flush(self) -> None:
+        """Flushes what was added to the disk. Raises OSError."""
+        for file in (self._bin, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+
     def close(self) -> None:
         """Flushes the pair to the disk and renames it, the index last. Raises OSError."""
         try:
-            index = f"{self._partial}.idx.partial"
-            self._lengths.flush()
-            write_index(index, self._lengths.name, self.documents, self.dtype)
-            for file in (self._bin, self._lengths):
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-            os.replace(self._bin.name, f"{self.prefix}.bin")
-            os.replace(index, f"{self.prefix}.idx")
-            os.unlink(self._lengths.name)
+            self.flush()
+            write_index(f"{self._partial}.idx.partial", self._lengths.name, self.dtype)
+            for end in (".bin", ".idx"):
+                os.replace(f"{self._partial}{end}.partial", f"{self.prefix}{end}")
             flush_folder(Path(self.prefix).parent)
-        except BaseException:
+        finally:
             self.discard()
-            raise
 
     def discard(self) -> None:
-        """Removes all that was written."""
+        """Removes all that was written and is not in its place."""
         for end in (".bin", ".lengths", ".idx"):
             Path(f"{self._partial}{end}.partial").unlink(missing_ok=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """Closes the temporary files, which stay for a later writer. Raises OSError."""
         self._bin.close()
         self._lengths.close()
 
@@ -370,36 +388,40 @@ class IndexedWriter:
             self.discard()
 
 
-def write_index(
-    path: str, lengths: str | os.PathLike[str], documents: int, dtype: np.dtype
-) -> None:
+def write_index(path: str, lengths: str, dtype: np.dtype) -> None:
     """Writes and flushes the index of the documents whose lengths (int32) a file holds."""
     code = next(code for code, known in TYPES.items() if known == dtype)
-    with _new(path) as index:
+    documents = os.stat(lengths).st_size // 4
+    with open(path, "xb", buffering=_BLOCK, opener=no_link) as index:
         index.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
-        for part in _read_lengths(lengths):
+        for part in _blocks_of(lengths):
             index.write(part)
         byte = 0
-        for part in _read_lengths(lengths):
+        for part in _blocks_of(lengths):
             ends = byte + np.cumsum(np.frombuffer(part, "<i4"), dtype="<i8") * dtype.itemsize
             index.write(np.append(byte, ends[:-1]).astype("<i8").tobytes())
             byte = int(ends[-1])
-        for first in range(0, documents + 1, _WRITTEN):
-            last = min(first + _WRITTEN, documents + 1)
-            index.write(np.arange(first, last, dtype="<i8").tobytes())
+        for first in range(0, documents + 1, _BLOCK):
+            index.write(np.arange(first, min(first + _BLOCK, documents + 1), dtype="<i8").tobytes())
         index.flush()
         os.fsync(index.fileno())
 
 
-def _read_lengths(path: str | os.PathLike[str]) -> Iterator[bytes]:
+def _blocks_of(path: str) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        while lengths := file.read(4 * _WRITTEN):
-            yield lengths
+        while block := file.read(_BLOCK):
+            yield block
 
 
-def _new(path: str) -> BinaryIO:
-    """Opens a new private file to write, which is not a link. Raises OSError."""
-    return open(path, "xb", buffering=1 << 20, opener=no_link)
+def _begun(path: str, size: int) -> BinaryIO:
+    """Opens a private file, which is not a link, to append to its first `size` bytes. Raises
+    OSError, and UserError for a file that is shorter."""
+    file = open(path, "ab", buffering=_BLOCK, opener=no_link)  # noqa: SIM115  the caller closes it
+    if os.fstat(file.fileno()).st_size < size:
+        file.close()
+        raise UserError(f"{path} was cut short: remove it and begin again")
+    file.truncate(size)
+    return file
 
 
 # Files of a corpus: `<prefix>.json` and the tokenizer's files, `<prefix>.tokenizer/`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -16,9 +17,8 @@ import numpy as np
 import pytest
 
 from parallel3d.data.indexed import IndexedCorpus, facts_beside, tokenizer_beside
-from parallel3d.data.preprocess import tokenize as tokenizing
-from parallel3d.data.preprocess.inputs import find_inputs
-from parallel3d.data.preprocess.tokenize import JournalEntry, PreprocessJob, tokenize
+from parallel3d.data.inputs import find_inputs
+from parallel3d.data.preprocess import JournalEntry, PreprocessJob, tokenize
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import PANIC, TEXT, folder, lines, panicking, trained
@@ -92,9 +92,9 @@ def test_any_number_of_workers_makes_the_same_bytes(text: Path) -> None:
 
 KILLED = """
     import os, pathlib, signal, sys
-    from parallel3d.data.preprocess import tokenize as module
-    from parallel3d.data.preprocess.inputs import find_inputs
-    from parallel3d.data.preprocess.tokenize import PreprocessJob, tokenize
+    from parallel3d.data import indexed, preprocess as module
+    from parallel3d.data.inputs import find_inputs
+    from parallel3d.data.preprocess import PreprocessJob, tokenize
 
     class Files:  # what tokenizing calls of os, so that nobody else's calls are counted
         def __getattr__(self, name):
@@ -111,6 +111,7 @@ KILLED = """
 
     def make(where, count):
         module.os = Files()
+        indexed.os = module.os
         owners = {"add": module.Journal, "fsync": module.os, "replace": module.os,
                   "rmtree": module.shutil}
         dies_at(owners.get(where, module), where, count)
@@ -129,7 +130,7 @@ KILLED = """
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 PLACES = (
-    *("add 1", "add 4", "fsync 1", "fsync 2", "fsync 6", "replace_durably 1", "replace_durably 2"),
+    *("add 1", "add 4", "fsync 1", "fsync 2", "fsync 4", "replace_durably 1", "replace_durably 2"),
     *("write_index 1", "replace_durably 3", "replace 1", "replace 2", "replace 3", "replace 4"),
     "rmtree 2",
 )
@@ -184,18 +185,22 @@ def test_what_was_flushed_is_not_made_again(text: Path) -> None:
 def test_workers_die_with_their_parent(text: Path) -> None:
     script = """
         import os, pathlib, sys
-        from parallel3d.data.preprocess.tokenize import Pool
-        def make(*args):
-            return lambda task: os.getppid()
-        if __name__ == "__main__":
-            with Pool(2, make) as made:
-                print(*(process.pid for process in made.workers.values()), flush=True)
+        from multiprocessing import active_children
+        from parallel3d.data.inputs import find_inputs
+        from parallel3d.data.preprocess import PreprocessJob, tokenize
+        def wait(done):
+            if children := active_children():
+                print(*(process.pid for process in children), flush=True)
                 sys.stdin.readline()
+        if __name__ == "__main__":
+            inputs = tuple(find_inputs(sys.argv[1] + "/in"))
+            to = pathlib.Path(sys.argv[1], "web")
+            tokenize(PreprocessJob(inputs, "byte", to, workers=2, shard_bytes=300), wait)
     """
     path = text / "parent.py"
     path.write_text(textwrap.dedent(script))
     parent = subprocess.Popen(
-        (sys.executable, str(path)),
+        (sys.executable, str(path), str(text)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
@@ -205,6 +210,7 @@ def test_workers_die_with_their_parent(text: Path) -> None:
     descriptors = [os.pidfd_open(pid) for pid in pids]
     parent.kill()
     parent.wait()
+    assert descriptors
     for descriptor in descriptors:
         _ended(descriptor)
 
@@ -215,18 +221,25 @@ def _ended(descriptor: int) -> None:
     assert ready, "a worker outlived its parent"
 
 
-def test_a_worker_that_is_killed_is_one_sentence(
-    text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killing(tokenizing.Pool):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)
-            for process in self.workers.values():
-                process.kill()
+def test_a_worker_that_is_killed_is_one_sentence(text: Path) -> None:
+    def kill(done: JournalEntry) -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
 
-    monkeypatch.setattr(tokenizing, "Pool", Killing)
     with pytest.raises(UserError, match="ended from outside, perhaps as memory ran out"):
-        made(job(text, workers=1))
+        tokenize(job(text, workers=1), kill)
+    assert not multiprocessing.active_children()
+    made(job(text))  # nothing is lost
+
+
+def test_a_refusal_ends_the_workers(text: Path) -> None:
+    def refuse(done: JournalEntry) -> None:
+        if multiprocessing.active_children():
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tokenize(job(text, workers=2), refuse)
+    assert not multiprocessing.active_children()
 
 
 # ---- what is refused

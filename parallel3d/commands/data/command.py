@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
 from parallel3d.config.fields import show as shown
-from parallel3d.data.preprocess import KINDS, PACKED
+from parallel3d.data.inputs import KINDS, PACKED
 from parallel3d.errors import UserError, nearest_hint
 
 DATA = "data"

@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel3d.config.fields import show
-from parallel3d.data.preprocess.inputs import Count, find_inputs
-from parallel3d.data.preprocess.tokenize import (
-    Journal,
+from parallel3d.data.inputs import Count, find_inputs
+from parallel3d.data.preprocess import (
     JournalEntry,
     PreprocessJob,
     check_free,
+    is_begun,
     tokenize,
     train_tokenizer,
 )
@@ -105,7 +105,7 @@ def tokenize_corpus(
         raise UserError(
             f"to={show(str(to))} must be a prefix; the nearest is to={to.stem or 'web'}"
         )
-    begun = Journal.begun(to)
+    begun = is_begun(to)
     if not begun:
         check_free(to)
     inputs = tuple(find_inputs(given, kind))

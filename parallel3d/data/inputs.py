@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import hashlib
 import io
 import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple, cast
-
-import fsspec
-from fsspec.spec import AbstractFileSystem
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from parallel3d.config.fields import show
-from parallel3d.data.preprocess import ENDS, LINES, PACKED, PARQUET, TEXT
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import plain
 
+if TYPE_CHECKING:
+    from fsspec.spec import AbstractFileSystem
+
+# File formats that are read, and their compressions.
+LINES, PARQUET, TEXT = "jsonl", "parquet", "text"
+KINDS = (LINES, PARQUET, TEXT)
+ENDS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
+PACKED = (".gz", ".zst")
 TAKEN = 1 << 12  # packed bytes read at a time: all that they unpack to, at most 128 MB, is held
+BUFFER = 1 << 20
+
+
+def file_system(address: str) -> tuple[AbstractFileSystem, str]:
+    """Returns fsspec's file system of an address, and the path in it."""
+    import fsspec  # loads slowly
+
+    return fsspec.core.url_to_fs(address)
 
 
 @contextlib.contextmanager
 def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file; yields its unpacked content, and the file, whose position is the progress."""
-    files, path = fsspec.core.url_to_fs(source.address)
+    files, path = file_system(source.address)
     with files.open(path, "rb") as file:
         if source.packed == ".gz":
             with gzip.GzipFile(fileobj=file) as unpacked:
                 yield cast(BinaryIO, unpacked), file  # typeshed does not derive GzipFile from it
-        elif source.packed == ".zst":
-            yield io.BufferedReader(Unpacked(file), 1 << 20), file
         else:
-            yield file, file
+            # fsspec's own files read a whole block for each line.
+            raw = Unpacked(file) if source.packed else file
+            yield io.BufferedReader(raw, BUFFER), file
 
 
 class Unpacked(io.RawIOBase):
@@ -78,7 +89,6 @@ class Unpacked(io.RawIOBase):
 SHOWN = 5  # bad rows kept for the report
 EXCERPT = 60  # characters
 ROWS = 256  # of a parquet file held at a time
-LINES_AND_ENDS = re.compile(rb"[^\n]+|\n+")
 
 
 class Found(NamedTuple):
@@ -115,21 +125,13 @@ class Count:
             self.shown.append(f"{where} {why}{f': {text}' if text else ''}")
 
 
-def documents(
-    inputs: Sequence[Input], shard: InputShard, text_key: str, count: Count
-) -> Iterator[Found]:
+def documents(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
     """Yields the non-empty documents of a shard in order; counts what is left out.
 
     Raises UserError for a file that cannot be read, or a document that is too large.
     """
-    source = inputs[shard.number]
-    if source.kind == LINES:
-        found = _of_lines(source, shard, text_key, count)
-    elif source.kind == PARQUET:
-        found = _of_rows(source, shard.group, text_key, count)
-    else:
-        found = _of_files(inputs[shard.number : shard.number + shard.files], count)
-    for where, text in found:
+    read = {LINES: _of_lines, PARQUET: _of_rows, TEXT: _of_files}[shard.sources[0].kind]
+    for where, text in read(shard, text_key, count):
         if not text:
             count.empty += 1
             continue
@@ -142,27 +144,22 @@ def documents(
         yield Found(where, text)
 
 
-def _of_lines(source: Input, shard: InputShard, text_key: str, count: Count) -> Iterator[Found]:
-    name, number = source.address.rpartition("/")[2], shard.line
-    for found in LINES_AND_ENDS.finditer(shard.content or b""):  # skips runs of empty lines at once
-        line = found[0]
-        if line.startswith(b"\n"):
-            number += len(line)
-        if line.isspace():
+def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
+    for number, line in enumerate(shard.content.split(b"\n"), shard.at):
+        if not line or line.isspace():
             continue
+        where, why, text = f"{shard.sources[0].name}:{number}", "", ""
         count.rows += 1
         try:
-            row = json.loads(line)
+            text, why = _text_of(json.loads(line), text_key)
         except UnicodeDecodeError:
-            count.leave_out(f"{name}:{number}", "is no UTF-8", line)
+            why = "is no UTF-8"
         except (ValueError, RecursionError):
-            count.leave_out(f"{name}:{number}", "is no JSON", line)
+            why = "is no JSON"
+        if why:
+            count.leave_out(where, why, line)
         else:
-            text, why = _text_of(row, text_key)
-            if why:
-                count.leave_out(f"{name}:{number}", why, line)
-            else:
-                yield Found(f"{name}:{number}", text)
+            yield Found(where, text)
 
 
 def _text_of(row: Any, text_key: str) -> tuple[str, str]:
@@ -175,49 +172,50 @@ def _text_of(row: Any, text_key: str) -> tuple[str, str]:
     return (text, "") if isinstance(text, str) else ("", f"has no text at {show(text_key)}")
 
 
-def _of_rows(source: Input, group: int, text_key: str, count: Count) -> Iterator[Found]:
-    parquet, name = pyarrow_parquet(source), source.address.rpartition("/")[2]
-    with of_input(source.address), opened(source) as (content, _):
-        file = parquet.ParquetFile(content)
+def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
+    (source,), group = shard.sources, shard.at
+    with _parquet(source) as file:
         names = file.schema_arrow.names
         if text_key not in names:
             raise UserError(
                 f"input={show(source.address)} has no column {show(text_key)}: text_key must be "
                 f"one of {plain(', '.join(names))}"
             )
-        number = 0
-        for batch in file.iter_batches(ROWS, row_groups=[group], columns=[text_key]):
-            for value in batch.column(0):
-                number += 1
-                where = f"{name}, row {number} of group {group}"
-                count.rows += 1
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError:
-                    count.leave_out(where, "is no UTF-8")
-                    continue
-                if isinstance(text, str):
-                    yield Found(where, text)
-                else:
-                    count.leave_out(where, f"has no text at {show(text_key)}")
+        batches = file.iter_batches(ROWS, row_groups=[group], columns=[text_key])
+        values = (value for batch in batches for value in batch.column(0))
+        for number, value in enumerate(values, 1):
+            where, why, text = f"{source.name}, row {number} of group {group}", "", None
+            count.rows += 1
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError:
+                why = "is no UTF-8"
+            if isinstance(text, str):
+                yield Found(where, text)
+            else:
+                count.leave_out(where, why or f"has no text at {show(text_key)}")
 
 
-def _of_files(sources: Sequence[Input], count: Count) -> Iterator[Found]:
-    for source in sources:
+def _of_files(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
+    for source in shard.sources:
         count.rows += 1
         with of_input(source.address), opened(source) as (content, _):
             whole = content.read(LARGEST_DOCUMENT + 1)
         if len(whole) > LARGEST_DOCUMENT:
-            raise UserError(
-                f"input={show(source.address)} is one document of more than {LARGEST_DOCUMENT:,} "
-                "bytes: cut it, or give a line a document as jsonl"
-            )
+            raise _too_large(source, "is one document")
         try:
             text = whole.decode("utf-8")
         except UnicodeDecodeError:
             text = whole.decode("utf-8", "replace")
             count.broken += 1
-        yield Found(source.address.rpartition("/")[2], text)
+        yield Found(source.name, text)
+
+
+def _too_large(source: Input, has: str) -> UserError:
+    return UserError(
+        f"input={show(source.address)} {has} of more than {LARGEST_DOCUMENT:,} bytes: cut it, or "
+        "give a line a document as jsonl"
+    )
 
 
 # Shards of inputs, in order and from any position on, so that a killed run can continue
@@ -225,10 +223,9 @@ def _of_files(sources: Sequence[Input], count: Count) -> Iterator[Found]:
 
 LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds a document several times over
 SHARD_BYTES = 2 << 20  # bytes of text of a shard
-READ = 1 << 20
 
 
-class InputPosition(NamedTuple):
+class Position(NamedTuple):
     """The begin of a shard: number of the input; byte of its content or row group; line."""
 
     file: int = 0
@@ -236,34 +233,30 @@ class InputPosition(NamedTuple):
     line: int = 1
 
 
-FIRST = InputPosition()
+FIRST = Position()
 
 
-class InputShard(NamedTuple):
+class Shard(NamedTuple):
     """Work for one process, which gets lines as bytes and reads other files itself.
 
-    number: of the first input. content: whole lines, the first of them line `line` (from 1). group:
-    a row group. files: inputs that are one document each.
+    sources: one input, or several of one document each. content: whole lines. at: number of the
+    first line, or of the row group.
     """
 
-    number: int
-    content: bytes | None = None
-    line: int = 1
-    group: int = 0
-    files: int = 1
+    sources: tuple[Input, ...]
+    content: bytes = b""
+    at: int = 0
 
 
 class Cut(NamedTuple):
     """A shard, the position after it, and the bytes of all inputs up to there, as stored."""
 
-    shard: InputShard
-    after: InputPosition
+    shard: Shard
+    after: Position
     read: int
 
 
-def cut(
-    inputs: Sequence[Input], start: InputPosition = FIRST, size: int = SHARD_BYTES
-) -> Iterator[Cut]:
+def cut(inputs: Sequence[Input], start: Position = FIRST, size: int = SHARD_BYTES) -> Iterator[Cut]:
     """Yields the shards from `start` on, of about `size` bytes of text and whole documents.
 
     Raises UserError for an input that cannot be read.
@@ -271,87 +264,62 @@ def cut(
     before = sum(each.size for each in inputs[: start.file])
     number, place = start.file, start
     while number < len(inputs):
-        each = inputs[number]
+        each, count = inputs[number], 1
         if each.kind == LINES:
-            with of_input(each.address):
-                yield from _lines(inputs, place, before, size)
-            before, number = before + each.size, number + 1
+            yield from _lines(each, place, before, size)
         elif each.kind == PARQUET:
-            for group in range(place.at, row_groups(each)):
-                shard = InputShard(number, group=group)
-                yield Cut(shard, InputPosition(number, group + 1), before)
-            before, number = before + each.size, number + 1
+            with _parquet(each) as file:
+                groups = file.num_row_groups
+            for group in range(place.at, groups):
+                yield Cut(Shard((each,), at=group), Position(number, group + 1), before)
         else:
-            count, held = 0, 0
-            for other in inputs[number:]:
-                if other.kind in (LINES, PARQUET) or (count and held + other.size > size):
+            held = each.size
+            for other in inputs[number + 1 :]:
+                if other.kind != TEXT or held + other.size > size:
                     break
                 count, held = count + 1, held + other.size
-            before, number = before + held, number + count
-            yield Cut(InputShard(number - count, files=count), InputPosition(number), before)
-        place = InputPosition(number)
+            shard = Shard(tuple(inputs[number : number + count]))
+            yield Cut(shard, Position(number + count), before + held)
+        before += sum(one.size for one in inputs[number : number + count])
+        number += count
+        place = Position(number)
 
 
-def _lines(inputs: Sequence[Input], place: InputPosition, before: int, size: int) -> Iterator[Cut]:
-    number, at, line = place
-    source = inputs[number]
-    with opened(source) as (content, file):
-        _skip(content, at, seekable=not source.packed)
-        rest = b""
-        while True:
-            block, rest = _whole_lines(source, content, rest, size)
-            if not block:
-                return
-            at += len(block)
-            shard = InputShard(number, block, line)
-            line += block.count(b"\n")
-            yield Cut(
-                shard, InputPosition(number, at, line), before + min(source.size, file.tell())
-            )
+def _lines(source: Input, place: Position, before: int, size: int) -> Iterator[Cut]:
+    with of_input(source.address), opened(source) as (content, file):
+        if not source.packed:
+            content.seek(place.at)
+        else:
+            _skip(content, place.at)
+        while block := whole_lines(source, content, size):
+            shard = Shard((source,), block, place.line)
+            place = Position(place.file, place.at + len(block), place.line + block.count(b"\n"))
+            yield Cut(shard, place, before + min(source.size, file.tell()))
 
 
-def _whole_lines(source: Input, content: BinaryIO, rest: bytes, size: int) -> tuple[bytes, bytes]:
-    """Returns about `size` bytes of whole lines starting with `rest`, and the rest after them."""
-    parts, held, end = [rest], len(rest), rest.rfind(b"\n")
-    while held < size or end < 0:
-        if held > LARGEST_DOCUMENT:
-            raise UserError(
-                f"input={show(source.address)} has a line of more than {LARGEST_DOCUMENT:,} bytes: "
-                "cut it into documents"
-            )
-        # Doubles small reads; a limit, as twice the largest document would be held otherwise.
-        block = content.read(max(size, min(held, READ)))
-        if not block:
-            return b"".join(parts), b""
-        if (there := block.rfind(b"\n")) >= 0:
-            end = held + there
-        parts.append(block)
-        held += len(block)
-    whole = b"".join(parts)
-    return whole[: end + 1], whole[end + 1 :]
+def whole_lines(source: Input, content: BinaryIO, size: int) -> bytes:
+    """Returns lines of at least `size` bytes; fewer only at the end. Raises UserError."""
+    lines, held = [], 0
+    while held < size and (line := content.readline(LARGEST_DOCUMENT + 1)):
+        if len(line) > LARGEST_DOCUMENT:
+            raise _too_large(source, "has a line")
+        lines.append(line)
+        held += len(line)
+    return b"".join(lines)
 
 
-def _skip(content: BinaryIO, count: int, seekable: bool) -> None:
-    """Skips `count` bytes. Raises EOFError if there are fewer."""
-    if seekable:
-        content.seek(count)
-        return
+def _skip(content: BinaryIO, count: int) -> None:
+    """Reads past `count` bytes. Raises EOFError if there are fewer."""
     while count:
-        skipped = len(content.read(min(count, READ)))
+        skipped = len(content.read(min(count, BUFFER)))
         if not skipped:
             raise EOFError("it has become shorter")
         count -= skipped
 
 
-def row_groups(source: Input) -> int:
-    """Counts the row groups of a parquet file. Raises UserError."""
-    parquet = pyarrow_parquet(source)
-    with of_input(source.address), opened(source) as (content, _):
-        return parquet.ParquetFile(content).num_row_groups
-
-
-def pyarrow_parquet(source: Input) -> Any:
-    """Imports the module that reads parquet. Raises UserError without it."""
+@contextlib.contextmanager
+def _parquet(source: Input) -> Iterator[Any]:
+    """Opens a parquet file. Raises UserError, also without the module that reads it."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -359,7 +327,8 @@ def pyarrow_parquet(source: Input) -> Any:
             f"input={show(source.address)} is parquet, which needs pyarrow: pip install "
             "'parallel3d[parquet]'"
         ) from None
-    return pyarrow.parquet
+    with of_input(source.address), opened(source) as (content, _):
+        yield pyarrow.parquet.ParquetFile(content)
 
 
 # Finding the files by fsspec, without opening them. Items keep their order, files below an item are
@@ -381,6 +350,11 @@ class Input:
     size: int  # bytes as stored
     stamp: str
 
+    @property
+    def name(self) -> str:
+        """The last part of its address."""
+        return self.address.rpartition("/")[2]
+
 
 def find_inputs(given: str, kind: str | None = None) -> list[Input]:
     """Returns the files of `input=…`, each once. `kind`: of all; None: by their names.
@@ -397,12 +371,6 @@ def find_inputs(given: str, kind: str | None = None) -> list[Input]:
     if not any(each.size for each in found.values()):
         raise UserError(f"input={show(given)} has only empty files ({len(found)}): {HOW}")
     return list(found.values())
-
-
-def digest_of(inputs: list[Input]) -> str:
-    """Returns a digest of files, order and state."""
-    rows = [[each.address, each.kind, each.size, each.stamp] for each in inputs]
-    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
 
 @contextlib.contextmanager
@@ -424,7 +392,7 @@ def _is_one(given: str) -> bool:
 
 def _inputs_of(item: str, kind: str | None) -> list[Input]:
     with of_input(item):
-        files, path = fsspec.core.url_to_fs(os.path.expanduser(item))
+        files, path = file_system(os.path.expanduser(item))
         if not isinstance(path, str):
             raise ValueError("it is several addresses in one")
         try:

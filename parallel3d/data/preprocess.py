@@ -1,0 +1,472 @@
+"""Trains tokenizers, and tokenizes text into corpora by several processes.
+
+A killed run can be continued: `<to>.partial/` holds tokens and lengths, which grow, and
+journal.json with how much of them is flushed and the position of the inputs after that; a new start
+cuts off the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.config.fields import show
+from parallel3d.data.cache import digest_of
+from parallel3d.data.indexed import (
+    CorpusFacts,
+    IndexedWriter,
+    facts_beside,
+    token_type,
+    write_index,
+)
+from parallel3d.data.inputs import (
+    FIRST,
+    SHARD_BYTES,
+    Count,
+    Cut,
+    Found,
+    Input,
+    Position,
+    Shard,
+    cut,
+    documents,
+)
+from parallel3d.data.tokenizer import (
+    END,
+    TOKENIZER,
+    ByteTokenizer,
+    Tokenizer,
+    Unencodable,
+    byte_level,
+    open_tokenizer,
+    with_end,
+)
+from parallel3d.errors import UserError
+from parallel3d.files import flush_folder, parse_json, plain, read_bounded, replace_durably
+from parallel3d.host.processes import die_with_parent
+
+# Bytes of tokens and seconds between flushes: what a kill may cost.
+FLUSH_BYTES, FLUSH_S = 64 << 20, 10
+JOURNAL = "journal.json"
+# What becomes of the files of the folder, in this order: the index completes the pair.
+PARTS = {
+    ".tokenizer": "tokenizer",
+    ".json": "facts.json",
+    ".bin": "corpus.bin.partial",
+    ".idx": "corpus.idx.partial",
+}
+
+
+@dataclass
+class JournalEntry:
+    """The flushed state: `place` after the written documents, `read` bytes of inputs before it."""
+
+    place: Position = FIRST
+    read: int = 0
+    documents: int = 0
+    tokens: int = 0
+    count: Count = field(default_factory=Count)
+    complete: bool = False  # all files are written and only need renaming
+
+
+class Journal:
+    """The files of a corpus in progress. `job`: its inputs, name → value."""
+
+    def __init__(self, to: Path, job: dict[str, Any], dtype: np.dtype, flush_bytes: int) -> None:
+        self.to, self.job, self.dtype, self.flush_bytes = to, job, np.dtype(dtype), flush_bytes
+        self.folder = folder_of(to)
+        self.done = JournalEntry()
+        self._unflushed, self._flushed_at = 0, time.monotonic()
+
+    @contextmanager
+    def held(self) -> Iterator[Journal]:
+        """Locks and opens the files, cut to the flushed part. Raises OSError, and UserError if
+        another process or job has them, or if the corpus exists."""
+        if not is_begun(self.to):
+            check_free(self.to)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"to={self.to} is being made by another process") from None
+            try:
+                self._resume()
+                with self._naming():
+                    yield self
+            finally:
+                if not is_begun(self.to):  # nothing to continue
+                    shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Opens the files to add documents."""
+        self._writer = IndexedWriter(
+            *(self.folder / "corpus", self.dtype),
+            partial=self.folder / "corpus",
+            documents=self.done.documents,
+            tokens=self.done.tokens,
+        )
+        try:
+            yield
+        finally:
+            self._writer.leave()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Adds the folder's name to errors of writes, which name no file."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(self.folder)
+            raise
+
+    def add(self, made: Made, place: Position, read: int) -> None:
+        """Adds the documents of a shard that ends at `place`; may flush. Raises OSError."""
+        self._writer.add_many(made.tokens, made.lengths)
+        self.done.count.add(made.rows)
+        self.done = dataclasses.replace(
+            self.done,
+            place=place,
+            read=read,
+            documents=self._writer.documents,
+            tokens=self._writer.tokens,
+        )
+        self._unflushed += made.tokens.nbytes + 1
+        if self._unflushed > self.flush_bytes or time.monotonic() - self._flushed_at > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Flushes all files, then records their sizes in the journal."""
+        self._writer.flush()
+        self._write()
+        self._unflushed, self._flushed_at = 0, time.monotonic()
+
+    def complete(self, tokenizer: Tokenizer) -> None:
+        """Writes index, facts and tokenizer into the folder."""
+        self.flush()
+        index = self.folder / PARTS[".idx"]
+        index.unlink(missing_ok=True)
+        write_index(str(index), str(self.folder / "corpus.lengths.partial"), self.dtype)
+        own, file = self.folder / PARTS[".tokenizer"], None
+        shutil.rmtree(own, ignore_errors=True)
+        if not isinstance(tokenizer, ByteTokenizer):
+            tokenizer.save(own)
+            file = f"{self.to.name}.tokenizer/{TOKENIZER}"
+        facts = CorpusFacts(
+            tokenizer=tokenizer.digest,
+            tokenizer_file=file,
+            vocab_size=tokenizer.vocab_size,
+            eot=tokenizer.eot,
+            documents=self.done.documents,
+            tokens=self.done.tokens,
+            digest=self._writer.digest,
+        )
+        content = json.dumps(facts._asdict(), indent=1) + "\n"
+        replace_durably(self.folder / PARTS[".json"], content.encode())
+        self.done.complete = True
+        self._write()
+
+    def finish(self) -> CorpusFacts:
+        """Renames the complete corpus to its place, the index last. After an OSError a new start
+        continues."""
+        for end, part in PARTS.items():
+            if (self.folder / part).exists():
+                os.replace(self.folder / part, f"{self.to}{end}")
+                flush_folder(self.to.parent)
+        shutil.rmtree(self.folder)
+        facts = facts_beside(self.to)
+        assert facts is not None
+        return facts
+
+    def _write(self) -> None:
+        content = json.dumps({"job": self.job, "done": dataclasses.asdict(self.done)})
+        replace_durably(self.folder / JOURNAL, content.encode())
+
+    def _resume(self) -> None:
+        """Reads the state of an earlier start. Raises UserError for another job's files."""
+        path = self.folder / JOURNAL
+        try:
+            content = parse_json(read_bounded(path, 1 << 24))
+            there, done = content["job"], content["done"]
+            done |= {"place": Position(*done["place"]), "count": Count(**done["count"])}
+            self.done = JournalEntry(**done)
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} cannot be read ({plain(str(error))}): remove {self.folder} to begin again"
+            ) from None
+        differs = [key for key in self.job if there.get(key) != self.job[key]]
+        if differs:
+            raise UserError(
+                f"to={show(str(self.to))} was begun with another {' and '.join(differs)}: type the "
+                f"first line again, choose another to=, or remove {self.folder} to begin anew"
+            )
+
+
+def folder_of(to: Path) -> Path:
+    """Returns the folder of a corpus in progress."""
+    return to.with_name(f"{to.name}.partial")
+
+
+def is_begun(to: Path) -> bool:
+    """Returns whether an earlier start can be continued."""
+    return (folder_of(to) / JOURNAL).exists()
+
+
+def check_free(to: Path) -> None:
+    """Raises UserError if any file of a corpus at `to` exists: nothing is overwritten."""
+    there = [f"{to}{end}" for end in PARTS if os.path.lexists(f"{to}{end}")]
+    if there:
+        raise UserError(
+            f"to={show(str(to))}: {there[0]} is there and stays as it is; choose another to=, or "
+            "remove that corpus"
+        )
+
+
+AHEAD = 3  # shards per process that are given out before the first of them is taken
+LOST = (
+    "a process that makes tokens was ended from outside, perhaps as memory ran out: type the line "
+    "again to go on, with fewer workers= if memory is short"
+)
+
+
+def in_order(
+    shards: Iterator[Cut], work: Callable[[Shard], Made], workers: int
+) -> Generator[tuple[Cut, Made], None, None]:
+    """Yields the results of the shards in order, by `workers` processes, or here if that is 0.
+
+    Processes are spawned: forked, a library's threads could hold a lock forever. Raises the
+    UserError of a task, or one for a process that is gone.
+    """
+    if not workers:
+        yield from ((each, work(each.shard)) for each in shards)
+        return
+    others = active_children()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), begin_worker, (os.getpid(),))
+    pending: deque[tuple[Cut, Future[Made]]] = deque()
+    try:
+        for each in shards:
+            # The content travels with the task; only its place stays here.
+            pending.append((each._replace(shard=Shard(())), pool.submit(work, each.shard)))
+            if len(pending) > AHEAD * workers:
+                done, made = pending.popleft()
+                yield done, made.result()
+        while pending:
+            done, made = pending.popleft()
+            yield done, made.result()
+    except (BrokenProcessPool, MemoryError):
+        raise UserError(LOST) from None
+    finally:
+        if pending:  # broken off
+            for process in active_children():
+                if process not in others:
+                    process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+def begin_worker(parent: int) -> None:
+    """Prepares a worker process, which ends with its parent and leaves signals to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+
+
+# Training of a tokenizer: byte-level BPE with one special token, which separates documents
+#
+# Sources: R. Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", ACL
+# 2016; bytes and GPT-2's words as in A. Radford et al., "Language Models are Unsupervised Multitask
+# Learners", 2019, §2.2.
+
+
+def train_tokenizer(
+    inputs: Sequence[Input],
+    vocab_size: int,
+    text_key: str,
+    progress: Callable[[int, Count], None],
+) -> tuple[bytes, Count]:
+    """Trains a tokenizer; returns a tokenizer.json of at most `vocab_size` tokens, and its rows.
+
+    `progress` gets the bytes of the inputs that were read, and the counts so far. The tokenizer
+    puts END before a prompt, as in training every text but the first follows one. Raises UserError
+    for inputs that cannot be read or hold no text.
+    """
+    from tokenizers import models, pre_tokenizers, trainers
+
+    inner = byte_level(models.BPE(), words=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    count = Count()
+    inner.train_from_iterator(_texts(inputs, text_key, count, progress), trainer)
+    if not count.size:
+        raise UserError(f"input: none of its {count.rows:,} rows has a text")
+    return with_end(inner), count
+
+
+def _texts(
+    inputs: Sequence[Input],
+    text_key: str,
+    count: Count,
+    progress: Callable[[int, Count], None],
+) -> Iterator[str]:
+    for each in cut(inputs):
+        here = Count()
+        for found in documents(each.shard, text_key, here):
+            yield found.text
+        count.add(here)
+        progress(each.read, count)
+
+
+# Tokenizing into a corpus, whose bytes do not depend on the number of processes. One process splits
+# the inputs and writes the results in order; a bounded number waits, so memory does not grow.
+
+
+VERSION = 1
+AT_ONCE = 256 << 10  # characters tokenized at a time: a tokenizer needs many times as much memory
+JUDGED = 1000  # rows before the share of bad ones is checked
+
+
+@dataclass(frozen=True)
+class PreprocessJob:
+    """A corpus to make. bad: the largest allowed share of rows without a document. tokenizer: for
+    `open_tokenizer`. workers: processes; 0: only this one."""
+
+    inputs: tuple[Input, ...]
+    tokenizer: str
+    to: Path
+    text_key: str = "text"
+    bad: float = 0.01
+    workers: int = 1
+    shard_bytes: int = SHARD_BYTES
+    flush_bytes: int = FLUSH_BYTES
+
+
+class Made(NamedTuple):
+    """A shard's documents one after another: tokens as the corpus stores them, lengths int32."""
+
+    tokens: npt.NDArray[np.integer]
+    lengths: npt.NDArray[np.int32]
+    rows: Count
+
+
+@cache
+def _tokenizer_of(name: str, digest: str) -> Tokenizer:
+    """Opens a tokenizer once a process. Raises UserError if its digest is no longer `digest`."""
+    tokenizer = open_tokenizer(name, "tokenizer")
+    if tokenizer.digest != digest:
+        raise UserError(f"tokenizer={name} was changed while it was in use")
+    return tokenizer
+
+
+def made_of(shard: Shard, text_key: str, name: str, digest: str) -> Made:
+    """Returns the tokens of a shard's documents, each with an end-of-text, in any process."""
+    tokenizer = _tokenizer_of(name, digest)
+    dtype, count = token_type(tokenizer.vocab_size), Count()
+    end, parts = np.array([tokenizer.eot], dtype), [np.zeros(0, dtype)]
+    lengths = []
+    for some in _batches(documents(shard, text_key, count)):
+        for tokens in _encoded(tokenizer, some, count):
+            parts += [tokens.astype(dtype, copy=False), end]
+            lengths.append(tokens.size + 1)
+    return Made(np.concatenate(parts), np.array(lengths, np.int32), count)
+
+
+def _encoded(
+    tokenizer: Tokenizer, some: list[Found], count: Count
+) -> list[npt.NDArray[np.integer]]:
+    """Tokenizes documents; one that the tokenizer cannot encode is a bad row."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [tokenizer.encode(each.text.encode()) for each in some]
+    try:
+        return tokenizer.encode_all([each.text for each in some])
+    except Unencodable as error:
+        if len(some) > 1:
+            return [tokens for each in some for tokens in _encoded(tokenizer, [each], count)]
+        (bad,) = some
+        count.size -= len(bad.text.encode())
+        why = f"cannot be encoded by tokenizer={tokenizer.name} ({error.why})"
+        count.leave_out(bad.where, why, bad.text)
+        return []
+
+
+def tokenize(
+    job: PreprocessJob, progress: Callable[[JournalEntry], None]
+) -> tuple[CorpusFacts, JournalEntry]:
+    """Makes a corpus, or continues one. Calls `progress` after each shard.
+
+    Raises UserError for unusable inputs or tokenizer, too many bad rows, or an existing corpus. The
+    work so far stays for the next start, as it does after a kill.
+    """
+    tokenizer = open_tokenizer(job.tokenizer, "tokenizer")
+    own = {"version": VERSION, "tokenizer": tokenizer.digest, "text_key": job.text_key}
+    own["input"] = digest_of([[i.address, i.kind, i.size, i.stamp] for i in job.inputs])
+    journal = Journal(job.to, own, token_type(tokenizer.vocab_size), job.flush_bytes)
+    work = partial(made_of, text_key=job.text_key, name=job.tokenizer, digest=tokenizer.digest)
+    with journal.held():
+        if not journal.done.complete:
+            progress(journal.done)
+            shards = cut(job.inputs, journal.done.place, job.shard_bytes)
+            with journal.writing(), closing(in_order(shards, work, job.workers)) as results:
+                for each, made in results:
+                    journal.add(made, each.after, each.read)
+                    _judge(journal.done, job.bad, least=JUDGED)
+                    progress(journal.done)
+                _judge(journal.done, job.bad, least=1)
+                if not journal.done.documents:
+                    raise UserError(
+                        f"input: none of its {journal.done.count.rows:,} rows has a text"
+                    )
+                journal.complete(tokenizer)
+        return journal.finish(), journal.done
+
+
+def _judge(done: JournalEntry, most: float, least: int) -> None:
+    """Raises UserError if more than a share `most` of at least `least` rows is bad."""
+    count = done.count
+    if count.rows >= least and count.bad > most * count.rows:
+        raise UserError(
+            f"{count.bad:,} of the first {count.rows:,} rows hold no document, more than bad="
+            f"{most:g} of them: {'; '.join(count.shown)}; mend them, or give a larger bad="
+        )
+
+
+def _batches(found: Iterator[Found]) -> Iterator[list[Found]]:
+    batch: list[Found] = []
+    held = 0
+    for each in found:
+        batch.append(each)
+        held += len(each.text)
+        if held >= AT_ONCE:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
