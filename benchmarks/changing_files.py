@@ -247,7 +247,7 @@ def kinds() -> list[Kind]:
         ),
         Kind("packing plan", "cache/*.packs", flipped, make_pair, PACKS),
     ]
-    servers = {"ETag": (ETAG,), "time": (MODIFIED,), "both": (ETAG, MODIFIED), "neither": ()}
+    servers = {"ETag": (ETAG,), "time": (MODIFIED,), "both": (ETAG, MODIFIED)}
     far = [
         Kind(
             *(f"http, {name}", "served/web.bin", other_tokens, make_bare_served, FAR, tells),
@@ -386,8 +386,7 @@ class Bench:
                 if starts == 2:
                     self.stage.train(self.words(kind), stopping)
                 given = self.stage.train(self.words(kind))
-                if kind.tells != ():
-                    assert not given.sentences(), given.err
+                assert not given.sentences(), given.err
                 assert given.code == 0 and TRACEBACK not in given.err, given.err
                 curves.append(self.stage.curve())
             assert curves[0] == curves[-1] and len(curves[0]) > STEPS, kind.name
@@ -420,7 +419,7 @@ class Bench:
         else:
             step = {FIRST: 1, BETWEEN: CHANGED_BEFORE, EVALUATION: 0}[cell.moment]
             given = self.stage.train(words, at(step, cell.moment == EVALUATION, disturb))
-        sentences = [s for s in given.sentences() if "tells neither an ETag" not in s]
+        sentences = given.sentences()
         last = sentences[-1] if sentences else ""
         if TRACEBACK in given.err or given.code < 0 or (given.code and not sentences):
             return BAD, given.err[-2000:]

@@ -28,7 +28,7 @@ from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import check_same_text, part_of
 from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import BYTE, keep_tokenizer, with_own_tokenizer
-from parallel3d.data.tokens import look_at, unmarked
+from parallel3d.data.tokens import look_at
 from parallel3d.data.validation import open_sets, sizes_of, token_bytes
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
@@ -149,9 +149,6 @@ def open_data(
     data = with_own_tokenizer(config.data, worker.run_dir)
     corpus = open_corpus(data, config.model.seq_length, vocab_size=config.model.vocab_size)
     check_same_text(corpus, groups.world, device)
-    if worker.rank == 0:
-        for sentence in unmarked(corpus.watched.values()):
-            print_line(sentence)
     if data.tokenizer is None and corpus.tokenizer_name is not None:
         data = dataclasses.replace(data, tokenizer=corpus.tokenizer_name)
     if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):

@@ -19,7 +19,7 @@ from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
-    from parallel3d.data.remote import Remote
+    from parallel3d.data.remote import BlockCache
 
 
 _PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, tokens at each
@@ -42,7 +42,7 @@ def open_pair(
     seq_length: int,
     limit: int | None = None,
     tokenizer: Tokenizer | None = None,
-    remote: Remote | None = None,
+    remote: BlockCache | None = None,
 ) -> Corpus:
     """Opens the pair at `prefix`, which errors call `named`, as a corpus without plans.
 
@@ -91,13 +91,13 @@ def is_remote(prefix: str) -> bool:
     return "://" in prefix
 
 
-def remote_of(prefixes: Iterable[str], folder: Path, most_gb: float) -> Remote | None:
+def remote_of(prefixes: Iterable[str], folder: Path, most_gb: float) -> BlockCache | None:
     """Returns the opener of remote prefixes, with blocks below `folder`; None if all are local."""
     if not any(map(is_remote, prefixes)):
         return None
-    from parallel3d.data.remote import Remote
+    from parallel3d.data.remote import BlockCache
 
-    return Remote(folder / "blocks", int(most_gb * 1e9))
+    return BlockCache(folder / "blocks", int(most_gb * 1e9))
 
 
 def _facts(

@@ -4,33 +4,26 @@ Fetched blocks lie in a folder shared by the processes of a host, each followed 
 block cut short by a kill or a full disk is fetched again. The folder's size is bounded; the least
 recently read blocks are removed first.
 
-A run reads the version of a file that it opened. A block is kept only if the store still has that
-version after the block arrived; otherwise the run ends. Versions are ETags and the like. Times are
-coarse, and a server may give neither: then some places of the file, read at its opening, are read
-again with each block, and without even a time blocks are not shared with other processes.
+A run reads the version of a file that it opened: an ETag and the like, or a time of change. A block
+is kept only if the store still has that version after the block arrived; otherwise the run ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
-import shutil
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 
-from parallel3d.data import cache
-from parallel3d.data.cache import unusable
+from parallel3d.data.cache import check_owner, digest_of, is_trusted, unusable
 from parallel3d.errors import UserError, first_line
 from parallel3d.files import no_link
 
@@ -42,32 +35,51 @@ _AT_ONCE = 8  # concurrent fetches
 _PAUSES_S = (0.5, 2.0, 5.0)  # before each further try
 _TOUCHED_S = 60.0  # resolution of the time at which a block was last read
 _LEFT_S = 3600.0  # age after which an unfinished file is abandoned
-_KEY = 2  # increased where blocks of older versions of this program are invalid
+_KEY = 3  # increased where blocks of older versions of this program are invalid
 # What fsspec's file systems call a content's version, and times of change.
 _VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
 _TIMES = ("Last-Modified", "LastModified", "last_modified", "mtime", "updated", "modify", "created")
-_PLACES, _PLACE = 3, 1 << 10  # places of a file without a version that are read again, their bytes
+_LARGEST = 1 << 20  # bytes of a file that is read whole
 
 
 class BlockCache:
     """The folder of blocks, with a subfolder for each file."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """Keeps `most` bytes, as seen by each process. Raises OSError, and UserError for another
-        user's folder, who could put any text in it."""
-        cache.check_owner(folder)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Keeps `most` bytes, as seen by each process. Raises UserError for a folder that cannot
+        be used, or is another user's, who could put any text in it."""
+        check_owner(folder)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise unusable(folder, error.strerror or str(error)) from error
         self.folder, self._most = folder, most
         self._lock = threading.Lock()
         self._held = sum(size for _, size, _ in self._blocks())
         self.pool = ThreadPoolExecutor(_AT_ONCE, "fetch")
 
-    def read(self, path: Path, size: int) -> bytes | None:
+    def opened(self, address: str, named: str) -> BlockFile:
+        """Opens the file at `address`; errors call it `named`. Raises UserError."""
+        return BlockFile(address, self, named)
+
+    def read(self, address: str) -> bytes:
+        """Reads a small file. Raises FileNotFoundError, OSError or ValueError."""
+        try:
+            file = self.opened(address, address)
+        except UserError as error:
+            if isinstance(error.__context__, FileNotFoundError):
+                raise FileNotFoundError(address) from None
+            raise OSError(str(error)) from error
+        if file.size > _LARGEST:
+            raise ValueError(f"{address} has {file.size:,} bytes, more than {_LARGEST:,}")
+        return file.pread(file.size, 0)
+
+    def block(self, path: Path, size: int) -> bytes | None:
         """Returns the block of `size` bytes at `path`; None without an intact one."""
         try:
             with open(path, "rb", buffering=0, opener=no_link) as file:
                 status = os.fstat(file.fileno())
-                if not cache.is_trusted(status, path.parent):
+                if not is_trusted(status, path.parent):
                     return None
                 content = file.read(size + _DIGEST + 1)
                 if time.time() - status.st_mtime > _TOUCHED_S:
@@ -118,44 +130,18 @@ class BlockCache:
         return found
 
 
-class _Version(NamedTuple):
-    """A file's version. is_exact: each content has its own version. etag: of HTTP, for requests of
-    this version."""
-
-    size: int
-    marks: list[str]
-    is_exact: bool
-    etag: str | None
-
-    @classmethod
-    def of(cls, info: dict[str, Any]) -> _Version:
-        size, known = int(info["size"]), {key: str(info[key]) for key in info if info[key]}
-        # Weak ETags are equal for contents that the server calls equivalent.
-        exact = [k for k in _VERSIONS if k in known and not known[k].startswith("W/")]
-        # One exact version suffices: times may differ between the servers of one address.
-        keys = exact[:1] or [k for k in (*_VERSIONS, *_TIMES) if k in known]
-        etag = known["ETag"] if "ETag" in exact else None
-        return cls(size, [f"{k}={known[k]}" for k in keys], bool(exact), etag)
-
-
 class BlockFile:
     """A remote file, read by `pread` and prefetched by `will_read`, as `Tokens` uses it.
 
-    Attributes:
-        mark: its size, and a digest of the opened version.
-        is_marked: whether the server gives a version or a time.
+    `mark`: its size, and a digest of the opened version.
     """
 
     def __init__(self, address: str, cache: BlockCache, named: str) -> None:
-        """Raises UserError for a missing or unreachable file."""
+        """Raises UserError for a missing or unreachable file, and for one without a version."""
         self.name, self._cache = address, cache
         try:
             self._files, self._path = fsspec.core.url_to_fs(address, skip_instance_cache=True)
             self._version = self._ask()
-            self.size = self._version.size
-            at = [k * max(0, self.size - _PLACE) // (_PLACES - 1) for k in range(_PLACES)]
-            kept = [] if self._version.is_exact else sorted({*at})
-            self._places = {at: _retried(partial(self._place, at)) for at in kept}
         except FileNotFoundError:
             raise UserError(
                 f"{named} does not exist, there is no {address}: give the prefix of a pair, its "
@@ -166,17 +152,15 @@ class BlockFile:
                 f"{named} cannot be read, {address}: {first_line(error)}; give a pair that this "
                 "host can reach"
             ) from error
-        places = [digest.hex() for digest in self._places.values()]
-        facts = json.dumps([*self._version, places]).encode()
-        self.mark = f"{self.size}:{hashlib.blake2b(facts, digest_size=16).hexdigest()}"
-        key = json.dumps([_KEY, address, BLOCK, self.mark]).encode()
-        self._folder = cache.folder / hashlib.blake2b(key, digest_size=16).hexdigest()
-        self.is_marked = bool(self._version.marks)
-        if not self.is_marked:
-            self._folder = self._folder.with_name(f"{self._folder.name}-{secrets.token_hex(8)}")
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.size = int(self._version.pop("size"))
+        if not self._version:
+            raise UserError(
+                f"{named} cannot be read, {address}: its server tells neither an ETag nor a time "
+                "of change, by which a change would be noticed; copy the pair to this host"
+            )
+        self.mark = f"{self.size}:{digest_of([self.size, self._version])}"
+        self._folder = cache.folder / digest_of([_KEY, address, BLOCK, self.mark])
         self._is_over = False  # another version was seen
-        self._seen: dict[int, bytes] = {}  # digests of blocks of a file without a version
         self._lock = threading.Lock()
         self._under_way: dict[int, Future[bytes]] = {}
 
@@ -205,26 +189,29 @@ class BlockFile:
         """Does nothing: no connection is held."""
 
     def _check(self) -> None:
-        is_same = self._ask() == self._version
-        is_same = is_same and all(self._place(at) == was for at, was in self._places.items())
+        is_same = self._ask() == {"size": str(self.size), **self._version}
         # Once another version was seen, blocks in flight may be of it, even if the first is back.
         if self._is_over or not is_same:
-            raise self._changed()
+            self._is_over = True
+            raise UserError(
+                f"{self.name} was changed while the run was reading it: put back the one that the "
+                "run began with and start again, or choose another run="
+            )
 
-    def _changed(self) -> UserError:
-        self._is_over = True
-        return UserError(
-            f"{self.name} was changed while the run was reading it: put back the one that the run "
-            "began with and start again, or choose another run="
-        )
-
-    def _ask(self) -> _Version:
+    def _ask(self) -> dict[str, str]:
+        """Returns the file's size, and the facts that tell its version."""
         self._files.invalidate_cache(self._path)
-        return _Version.of(self._files.info(self._path))
+        info = self._files.info(self._path)
+        known = {k: str(info[k]) for k in (*_VERSIONS, *_TIMES) if info.get(k)}
+        # Weak ETags are equal for contents that the server calls equivalent. One exact version
+        # suffices: times may differ between the servers of one address.
+        exact = [k for k in _VERSIONS if k in known and not known[k].startswith("W/")][:1]
+        return {"size": str(info["size"])} | {k: known[k] for k in exact or known}
 
     def _cat(self, begin: int, end: int) -> bytes:
         more: dict[str, Any] = {}
-        if "http" in self._files.protocol and (etag := self._version.etag):
+        etag = self._version.get("ETag", "W/")
+        if "http" in self._files.protocol and not etag.startswith("W/"):
             headers = self._files.kwargs.get("headers", {})
             more = {"headers": {**headers, "If-Match": etag}}
         content = bytes(self._files.cat_file(self._path, start=begin, end=end, **more))
@@ -232,11 +219,8 @@ class BlockFile:
             raise OSError(f"{len(content):,} bytes of {end - begin:,} came")
         return content
 
-    def _place(self, at: int) -> bytes:
-        return _digest(self._cat(at, min(at + _PLACE, self.size)))
-
     def _block(self, number: int) -> bytes:
-        block = self._cache.read(self._file(number), self._size(number))
+        block = self._cache.block(self._file(number), self._size(number))
         return self._fetched(number).result() if block is None else block
 
     def _fetched(self, number: int) -> Future[bytes]:
@@ -249,7 +233,7 @@ class BlockFile:
     def _fetch(self, number: int) -> bytes:
         try:
             # The block may have been stored since the caller looked for it.
-            block = self._cache.read(self._file(number), self._size(number))
+            block = self._cache.block(self._file(number), self._size(number))
             if block is None:
                 block = self._download(number)
                 self._cache.keep(self._file(number), block)
@@ -267,11 +251,7 @@ class BlockFile:
             finally:
                 self._check()
 
-        block = self._patiently(f"read at byte {at:,}", once)
-        digest = _digest(block)
-        if not self._version.is_exact and self._seen.setdefault(number, digest) != digest:
-            raise self._changed()
-        return block
+        return self._patiently(f"read at byte {at:,}", once)
 
     def _patiently(self, verb: str, call: Callable[[], T]) -> T:
         try:
@@ -302,36 +282,3 @@ def _retried(call: Callable[[], T]) -> T:
 
 def _digest(block: bytes) -> bytes:
     return hashlib.blake2b(block, digest_size=_DIGEST).digest()
-
-
-# The files of a pair at an address, through one cache
-
-
-_LARGEST = 1 << 20  # bytes of a file that is read whole
-
-
-class Remote:
-    """Opens remote files; keeps at most `most` bytes of their blocks in `folder`."""
-
-    def __init__(self, folder: Path, most: int) -> None:
-        """Raises UserError for a folder that cannot hold the blocks."""
-        try:
-            self._cache = BlockCache(folder, most)
-        except OSError as error:
-            raise unusable(folder, error.strerror or str(error)) from error
-
-    def opened(self, address: str, named: str) -> BlockFile:
-        """Opens the file at `address`; errors call it `named`. Raises UserError."""
-        return BlockFile(address, self._cache, named)
-
-    def read(self, address: str) -> bytes:
-        """Reads a small file. Raises FileNotFoundError, OSError or ValueError."""
-        try:
-            file = self.opened(address, address)
-        except UserError as error:
-            if isinstance(error.__context__, FileNotFoundError):
-                raise FileNotFoundError(address) from None
-            raise OSError(str(error)) from error
-        if file.size > _LARGEST:
-            raise ValueError(f"{address} has {file.size:,} bytes, more than {_LARGEST:,}")
-        return file.pread(file.size, 0)

@@ -19,12 +19,11 @@ _TYPE = np.dtype("<u2")
 
 
 class RemoteFile(Protocol):
-    """A file that is not on this host's disks; `is_marked`: its server gives a version."""
+    """A file that is not on this host's disks."""
 
     name: str
     size: int
     mark: str
-    is_marked: bool
 
     def pread(self, size: int, at: int) -> bytes:
         """Reads up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
@@ -230,17 +229,6 @@ class Compared(NamedTuple):
 def look_at(files: Iterable[WatchedFile]) -> list[str]:
     """Compares all files with the last look. Returns sentences; raises UserError."""
     return [sentence for file in files if (sentence := file.look()) is not None]
-
-
-def unmarked(files: Iterable[WatchedFile]) -> list[str]:
-    """Returns a sentence if servers of remote files give no version."""
-    names = [f.file.name for f in files if not isinstance(f.file, IOBase) and not f.file.is_marked]
-    more = f" and {len(names) - 1:,} more" if names[1:] else ""
-    return [
-        f"the server of {name}{more} tells neither an ETag nor a time of change: every process "
-        "fetches it for itself, and a change is noticed by its size and some sampled places alone"
-        for name in names[:1]
-    ]
 
 
 def marks_of(watched: Mapping[str, WatchedFile]) -> str:
