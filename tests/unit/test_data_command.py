@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from parallel3d.__main__ import main
-from parallel3d.commands.data.show import histogram, length_counts
 from parallel3d.data.indexed import IndexedWriter
 from parallel3d.data.tokenizer import open_tokenizer
 from tests.tokenizers import TEXT, folder, lines
@@ -49,7 +48,7 @@ def test_a_corpus_is_made_shown_and_proved(
     assert "document 0: def encode(text)" in out and "document 1: héllo" in out
     assert "document 2" not in out
     assert "proved: every byte" in out
-    monkeypatch.setattr("parallel3d.commands.data.show.READ", 5)
+    monkeypatch.setattr("parallel3d.commands.data.verbs.READ", 5)
     assert typed(monkeypatch, "data show corpora/web documents=2") == 0
     assert capsys.readouterr().out == out
     content = bytearray(Path("corpora/web.bin").read_bytes())
@@ -149,15 +148,3 @@ def test_verbs_and_their_keys_are_completed(
         monkeypatch.setenv("COMP_POINT", str(len(line)))
         assert typed(monkeypatch, "-sc query=bash") == 0
         assert capsys.readouterr().out.split() == wanted.split()
-
-
-def test_lengths_are_counted_in_parts_and_drawn_by_powers_of_two() -> None:
-    lengths = np.random.default_rng(0).integers(0, 40, 1000).astype(np.int32)
-    values, counts = length_counts(np.array_split(lengths, 9))
-    expected = np.unique(lengths, return_counts=True)
-    assert np.array_equal(values, expected[0]) and np.array_equal(counts, expected[1])
-    rows = [row.split() for row in histogram(values, counts)[1:]]
-    assert [row[0] for row in rows] == ["0–0", "1–1", "2–3", "4–7", "8–15", "16–31", "32–63"]
-    assert sum(int(row[1]) for row in rows) == 1000
-    assert int(rows[4][1]) == ((lengths >= 8) & (lengths < 16)).sum()
-    assert histogram(*length_counts([])) == []

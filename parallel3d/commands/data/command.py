@@ -77,11 +77,11 @@ def data(arguments: Sequence[str]) -> int:
 
 
 def _run(name: str, given: Mapping[str, str]) -> int:
-    from parallel3d.commands.data import preprocess, show
+    from parallel3d.commands.data import verbs
 
     if name == "show":
         count = whole_number("documents", given)
-        return show.show(given["prefix"], given.get("tokenizer"), 3 if count is None else count)
+        return verbs.show(given["prefix"], given.get("tokenizer"), 3 if count is None else count)
     kind, text_key = given.get("format"), given.get("text_key", "text")
     if kind is not None and kind not in KINDS:
         hint = nearest_hint(kind, KINDS, "format=")
@@ -89,10 +89,10 @@ def _run(name: str, given: Mapping[str, str]) -> int:
     to = Path(os.path.expanduser(given["to"]))
     if name == "train-tokenizer":
         vocab_size = whole_number("vocab_size", given, SMALLEST, LARGEST) or SMALLEST
-        return preprocess.train(given["input"], kind, text_key, vocab_size, to)
+        return verbs.train(given["input"], kind, text_key, vocab_size, to)
     workers = whole_number("workers", given, 1, 4096) or len(os.sched_getaffinity(0))
     tokenizer, bad = given.get("tokenizer", "byte"), share("bad", given.get("bad", "0.01"))
-    return preprocess.tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad)
+    return verbs.tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad)
 
 
 def share(key: str, text: str) -> float:
