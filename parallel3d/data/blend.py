@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from parallel3d.config.checks.run import Weights, blend_weights
 from parallel3d.config.fields import show
-from parallel3d.data.paired import open_pair, remote_of
 from parallel3d.data.sampler import Sample
-from parallel3d.data.split import Corpus
+from parallel3d.data.split import Corpus, open_pair, remote_of
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.errors import UserError

@@ -23,7 +23,6 @@ from parallel3d.data.packing import (
     one_each,
     pieces_of,
 )
-from parallel3d.data.paired import open_pair, remote_of
 from parallel3d.data.sources import (
     Document,
     cache_key,
@@ -32,7 +31,7 @@ from parallel3d.data.sources import (
     origin,
     token_count,
 )
-from parallel3d.data.split import Corpus, held_out_tokens, longest_sample, needs
+from parallel3d.data.split import Corpus, held_out_tokens, open_pair, remote_of
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, open_tokenizer
 from parallel3d.data.tokens import marks_of
 from parallel3d.errors import UserError
@@ -89,15 +88,21 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path, report: cache.Re
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     documents = find_documents(data)
     if isinstance(tokenizer, ByteTokenizer):
-        _held_out(data, seq_length, documents, token_count(documents))
+        _check_length(data, seq_length, documents)
     pair, digest, files = cached_text(folder, documents, tokenizer, report)
-    held_out = _held_out(data, seq_length, documents, len(pair))
+    held_out = held_out_tokens(len(pair), data, seq_length, origin(data), len(documents))
     return Corpus.of(
         *(pair.tokens, held_out, tokenizer),
         fingerprint=digest,
         tokenizer_name=data.tokenizer or BYTE,
         files=files,
     )
+
+
+def _check_length(data: DataConfig, seq_length: int, documents: Sequence[Document]) -> None:
+    """Raises UserError if documents of bytes are too short."""
+    tokens = token_count(documents)
+    held_out_tokens(tokens, data, seq_length, origin(data), len(documents))
 
 
 def check_data(
@@ -126,7 +131,7 @@ def check_data(
         check_vocabulary(tokenizer.vocab_size, vocab_size, data.tokenizer)
     documents = find_documents(data)
     if isinstance(tokenizer, ByteTokenizer):
-        _held_out(data, seq_length, documents, token_count(documents))
+        _check_length(data, seq_length, documents)
         if data.packing != "concat" and not data.cut_documents:
             lengths = [d.size + 1 for d in documents]
             check_lengths(lengths, seq_length, origin(data), data.packing)
@@ -167,25 +172,6 @@ def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
             f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "
             f"data.tokenizer={show(name)}; the nearest is model.vocab_size={needed}"
         )
-
-
-def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document], tokens: int) -> int:
-    """Returns the tokens of the held-out split. Raises UserError if either split has no sample."""
-    held_out = held_out_tokens(tokens, data.held_out, seq_length)
-    if held_out is not None:
-        return held_out
-    longest = longest_sample(tokens, data.held_out)
-    there = tokens - len(documents)  # the rest are end-of-text tokens
-    unit = "bytes" if data.reads_bytes else "tokens"
-    fits = (
-        f"model.seq_length must be at most {longest}"
-        if longest >= 1
-        else "no model.seq_length fits: give more text"
-    )
-    raise UserError(
-        f"{origin(data)} is too short for model.seq_length={seq_length}: it has {there} {unit}, "
-        f"{needs(seq_length, data.held_out, len(documents))}, {fits}"
-    )
 
 
 # Packing plans of a corpus

@@ -1,33 +1,35 @@
-"""A stream of tokens, split by position into a training and a held-out part."""
+"""A corpus: a stream of tokens, split by position into a training and a held-out part."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from io import IOBase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.config.fields import show
+from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.packing import PackingPlan
 from parallel3d.data.sampler import Starts
-from parallel3d.data.tokens import Tokens, WatchedFile
+from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
+from parallel3d.data.tokens import PROVED, File, Proof, Tokens, WatchedFile, prove, size_of
+from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
-    from parallel3d.data.indexed import IndexedCorpus
+    from parallel3d.config.schema import DataConfig
+    from parallel3d.data.remote import BlockCache
 
 
 _LOOKED_AT = 1 << 22  # tokens at a time
-
-
-class TokenizerFacts(Protocol):
-    """What a corpus knows of its tokenizer."""
-
-    @property
-    def digest(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eot(self) -> int: ...
+_PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, tokens at each
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,11 @@ class Corpus:
     files: tuple[WatchedFile, ...] = ()
 
     @classmethod
-    def of(cls, tokens: Tokens, held_out: int, tokenizer: TokenizerFacts, **more: Any) -> Corpus:
-        """Splits `tokens`, whose last `held_out` are not trained on."""
-        split = len(tokens) - held_out
-        return cls(
-            train=tokens.part(0, split),
-            valid=tokens.part(split, len(tokens)),
-            vocab_size=tokenizer.vocab_size,
-            eot=tokenizer.eot,
-            tokenizer=tokenizer.digest,
-            **more,
-        )
+    def of(cls, tokens: Tokens, held_out: int, tokenizer: Tokenizer, **more: Any) -> Corpus:
+        """Splits `tokens`, made by `tokenizer`, whose last `held_out` are not trained on."""
+        facts: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
+        facts["tokenizer"] = tokenizer.digest
+        return cls(*halves(tokens, held_out), **(facts | more))
 
     @property
     def watched(self) -> dict[str, WatchedFile]:
@@ -101,27 +97,183 @@ class Corpus:
         return np.unique(np.concatenate(found))
 
 
-def held_out_tokens(tokens: int, fraction: float, seq_length: int) -> int | None:
-    """Returns the size of the last `fraction`, at least one sample; None if no training sample is
-    left. Of fraction 0 it is none, of 1, a validation set, all."""
-    if fraction == 1.0:
+def halves(tokens: Tokens, held_out: int) -> tuple[Tokens, Tokens]:
+    """Returns the tokens to train on, and the last `held_out`."""
+    split = len(tokens) - held_out
+    return tokens.part(0, split), tokens.part(split, len(tokens))
+
+
+def held_out_tokens(
+    tokens: int, data: DataConfig, seq_length: int, named: str, separators: int = 0
+) -> int:
+    """Returns how many tokens at the end are held out: of `data.held_out` 1, a validation set, all;
+    of 0 none; else that share, and at least one sample.
+
+    `separators`: how many of the tokens end documents, which are not counted in the sentence.
+    Raises UserError, about `named`, if a part has no sample.
+    """
+    share, sample = data.held_out, seq_length + 1
+    held_out = max(int(tokens * share), sample) if share else 0
+    if share == 1.0:
         return tokens
-    if fraction == 0.0:
-        return 0 if tokens >= seq_length + 1 else None
-    held_out = max(int(tokens * fraction), seq_length + 1)
-    return held_out if tokens - held_out >= seq_length + 1 else None
+    if tokens - held_out >= sample:
+        return held_out
+    longest = (min(tokens // 2, tokens - int(tokens * share)) if share else tokens) - 1
+    unit = "bytes" if data.reads_bytes else "tokens"
+    needs = (
+        f"one sample to train on and one held out need {2 * sample - separators:,}"
+        if share
+        else f"one sample needs {sample - separators:,}"
+    )
+    fits = (
+        f"model.seq_length must be at most {longest}"
+        if longest >= 1
+        else "no model.seq_length fits: give more text"
+    )
+    raise UserError(
+        f"{named} is too short for model.seq_length={seq_length}: it has {tokens - separators:,} "
+        f"{unit}, {needs}, {fits}"
+    )
 
 
-def longest_sample(tokens: int, fraction: float) -> int:
-    """Returns the longest seq_length with a sample in both parts; below 1 if there is none."""
-    if fraction == 0.0:
-        return tokens - 1
-    return min(tokens // 2, tokens - int(tokens * fraction)) - 1
+# Megatron's indexed datasets
 
 
-def needs(seq_length: int, fraction: float, separators: int = 0) -> str:
-    """Returns which tokens both parts need, less `separators`, which are there in any case."""
-    sample = seq_length + 1
-    if fraction == 0.0:
-        return f"one sample needs {sample - separators:,}"
-    return f"one sample to train on and one held out need {2 * sample - separators:,}"
+def open_pair(
+    data: DataConfig,
+    prefix: str,
+    named: str,
+    seq_length: int,
+    limit: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    remote: BlockCache | None = None,
+) -> Corpus:
+    """Opens the pair at `prefix`, which errors call `named`, as a corpus without plans.
+
+    `limit`: the model's vocabulary, an upper limit of tokens. `tokenizer`: data.tokenizer, if it is
+    open already. `remote`: opens remote files (`remote_of`). Time and memory do not grow with the
+    pair. Raises UserError.
+    """
+    if is_remote(prefix):
+        assert remote is not None, "remote_of was not given this prefix"
+        pair = IndexedCorpus.open(prefix, named, remote.opened)
+        index = pair.index.lengths.file
+        assert not isinstance(index, IOBase)
+        index.check()  # both files may have been replaced between their openings
+        kept = facts_beside(prefix, remote.read)
+    else:
+        pair = IndexedCorpus.open(prefix, named)
+        kept = facts_beside(pair.prefix)
+    facts, name = _facts(data, pair, tokenizer, kept)
+    if limit is not None and facts.vocab_size > limit:
+        raise UserError(
+            f"model.vocab_size={limit} must be at least {facts.vocab_size} for the tokens of "
+            f"{named}; the nearest is model.vocab_size={facts.vocab_size}"
+        )
+    held_out = held_out_tokens(len(pair), data, seq_length, named)
+    tokens = pair.tokens.below(limit or facts.vocab_size, named)
+    fingerprint, files = _watched(pair, tokens, facts.digest)
+    return Corpus(
+        *halves(tokens, held_out),
+        fingerprint=fingerprint,
+        vocab_size=facts.vocab_size,
+        eot=facts.eot,
+        tokenizer=facts.tokenizer,
+        tokenizer_name=name,
+        documents=pair,
+        name=prefix,
+        files=files,
+    )
+
+
+def is_remote(prefix: str) -> bool:
+    """Returns whether a prefix is an fsspec address."""
+    return "://" in prefix
+
+
+def remote_of(prefixes: Iterable[str], folder: Path, most_gb: float) -> BlockCache | None:
+    """Returns the opener of remote prefixes, with blocks below `folder`; None if all are local."""
+    if not any(map(is_remote, prefixes)):
+        return None
+    from parallel3d.data.remote import BlockCache
+
+    return BlockCache(folder / "blocks", int(most_gb * 1e9))
+
+
+def _facts(
+    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
+) -> tuple[CorpusFacts, str | None]:
+    """Returns what is known of a pair, and where its tokenizer lies. Raises UserError."""
+    if data.tokenizer is not None and tokenizer is None:
+        tokenizer = open_tokenizer(data.tokenizer)
+    if kept is None:
+        if tokenizer is None:
+            raise UserError(
+                f"{pair.named} has no {pair.prefix}.json that tells its tokenizer: give "
+                "data.tokenizer, as in data.tokenizer=my/tokenizer.json"
+            )
+        own = tokenizer.digest, None, tokenizer.vocab_size, tokenizer.eot
+        return CorpusFacts(*own, pair.documents, len(pair), digest=""), data.tokenizer
+    if (kept.documents, kept.tokens) != (pair.documents, len(pair)):
+        raise UserError(
+            f"{pair.named} cannot be read, {pair.prefix}.json is of another pair: it has "
+            f"{kept.documents:,} documents of {kept.tokens:,} tokens, the .idx {pair.documents:,} "
+            f"of {len(pair):,}; make it again"
+        )
+    known: Tokenizer | None = tokenizer
+    if tokenizer is None and kept.tokenizer == BYTE:
+        known = ByteTokenizer()
+    if known is not None and known.digest == kept.tokenizer and known.eot != kept.eot:
+        raise UserError(
+            f"{pair.named} cannot be read, {pair.prefix}.json has eot={kept.eot}, and its "
+            f"tokenizer {known.eot}; make it again"
+        )
+    if tokenizer is not None and tokenizer.digest != kept.tokenizer:
+        raise UserError(
+            f"{pair.named} was made by another tokenizer than data.tokenizer="
+            f"{show(data.tokenizer)}: their digests are {kept.tokenizer[:12]} and "
+            f"{tokenizer.digest[:12]}; leave data.tokenizer out, or give the corpus's own"
+        )
+    beside = tokenizer_beside(pair.prefix, kept)
+    there = beside if beside == BYTE or os.path.lexists(beside) else None
+    return kept, there if data.tokenizer is None else data.tokenizer
+
+
+def _watched(
+    pair: IndexedCorpus, tokens: Tokens, text: str
+) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
+    """Returns a pair's fingerprint, and its files with their marks from before it was computed."""
+
+    fingerprint, index = "", pair.index.lengths.file
+    remedy = (
+        "put back the pair that the run began with and start again (`parallel3d data show "
+        f"{pair.prefix}` reads all of it), or choose another run="
+    )
+
+    def proof(file: File) -> Proof:
+        if _fingerprint(pair, tokens, text) != fingerprint:
+            return Proof.CHANGED
+        if file is tokens.file:
+            return prove(file, text or None)
+        if size_of(file) <= PROVED:
+            pair.index.check_all()
+        return Proof.SAMPLED
+
+    files = (
+        WatchedFile(tokens.file, partial(proof, tokens.file), remedy),
+        WatchedFile(index, partial(proof, index), remedy),
+    )
+    fingerprint = _fingerprint(pair, tokens, text)
+    return fingerprint, files
+
+
+def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
+    """Returns a digest of sizes, of the known text digest, and of sampled places."""
+    digest = hashlib.blake2b(digest_size=16)
+    sizes = [str(pair.dtype), len(pair), pair.documents, pair.index.sequences, text]
+    digest.update(json.dumps(sizes).encode())
+    for place in range(_PLACES):
+        for stream in (tokens, pair.lengths):
+            at = place * max(0, len(stream) - _RUN) // (_PLACES - 1)
+            digest.update(stream[at : at + _RUN].tobytes())
+    return digest.hexdigest()

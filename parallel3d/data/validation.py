@@ -13,9 +13,8 @@ import numpy.typing as npt
 from parallel3d.config.fields import show
 from parallel3d.data.blend import Blend
 from parallel3d.data.corpus import check_data, open_corpus
-from parallel3d.data.paired import is_remote
 from parallel3d.data.sampler import Sample
-from parallel3d.data.split import Corpus
+from parallel3d.data.split import Corpus, is_remote
 from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
 

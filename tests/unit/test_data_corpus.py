@@ -318,7 +318,9 @@ def test_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
     forged = write(tmp_path / "forged.txt", b"xyz" * 100)
     open_corpus(text(tmp_path, forged, cache_dir=str(tmp_path / "other")), 20)
     (poison,) = (tmp_path / "other").glob("*.bin")
-    cache_file(tmp_path).write_bytes(poison.read_bytes())
+    for end in (".bin", ".idx", ".json"):
+        own = cache_file(tmp_path).with_suffix(end)
+        own.write_bytes(poison.with_suffix(end).read_bytes())
     assert open_corpus(data, 20).fingerprint != intact  # the premise: it is well-formed
     cache_file(tmp_path).chmod(0o666)
     reports: list[str] = []

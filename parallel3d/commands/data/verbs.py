@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -52,7 +52,7 @@ class BytesBar:
         self.console = make_console()
         self.live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.bar = Progress(
-            *(TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()),
+            *(TextColumn(what), BarColumn(20), TaskProgressColumn(), TransferSpeedColumn()),
             *(TimeRemainingColumn(), TextColumn("{task.fields[facts]}")),
             console=self.console,
             transient=True,
