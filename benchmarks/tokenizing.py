@@ -71,8 +71,8 @@ def ours(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], It
 
     def made() -> Iterable[Any]:
         corpus = IndexedCorpus.open(str(to))
-        ends = corpus.index.begins(1, corpus.documents) - 1
-        return [np.delete(corpus.read(0, len(corpus)), ends)]
+        ends = corpus.begins(1, corpus.documents) - 1
+        return [np.delete(corpus.tokens[:], ends)]
 
     return made
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -45,3 +48,24 @@ def _write_facts(prefix: Path, writer: IndexedWriter, **said: object) -> None:
     facts = {"tokenizer": "byte", "tokenizer_file": None, "vocab_size": 257, "eot": 256}
     facts |= {"documents": writer.documents, "tokens": writer.tokens, "digest": writer.digest}
     Path(f"{prefix}.json").write_text(json.dumps(facts | said))
+
+
+@contextmanager
+def heard(call: Callable[[str], object] = lambda _: None) -> Iterator[list[str]]:
+    """The sentences that are logged about data; `call` gets each."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            call(said[-1])
+
+    logger, ear = logging.getLogger("parallel3d.data"), Ear()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(ear)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(ear)
+        logger.setLevel(level)

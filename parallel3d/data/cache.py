@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import stat
@@ -35,8 +36,8 @@ from parallel3d.files import (
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
 
-Report = Callable[[str], None]
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _PAUSE_S = 0.02
@@ -58,25 +59,23 @@ def kept(
     ends: Sequence[str],
     build: Callable[[Path], dict[str, Any]],
     opened: Callable[[Entry], T],
-    report: Report,
     what: str = "the token cache",
 ) -> T:
     """Returns what `opened` makes of entry `key`, which is built if it is missing or damaged.
 
     `build` writes the files of the entry, given their name without the end, and returns facts that
     JSON can represent. `opened` raises ValueError for damaged files. One process builds, others
-    wait; `report` receives a sentence when there is something to wait for. Raises UserError if the
-    folder cannot be used.
+    wait. Raises UserError if the folder cannot be used.
     """
     prefix = folder / key
-    load = partial(_load, prefix, ends, opened, report, what)
+    load = partial(_load, prefix, ends, opened, what)
     try:
         check_owner(folder)
         found = load()
         if found is None:
             # Private, as the text may be. An existing folder keeps the permissions its user chose.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _build_lock(prefix.with_suffix(".lock"), report) as locked:
+            with _build_lock(prefix.with_suffix(".lock")) as locked:
                 found = load()  # another process may just have built it
                 if found is None:
                     if locked:  # without a lock they may belong to a live builder
@@ -102,9 +101,7 @@ def _build(prefix: Path, ends: Sequence[str], build: Callable[[Path], dict[str, 
     replace_durably(prefix.with_suffix(".json"), content.encode())
 
 
-def _load(
-    prefix: Path, ends: Sequence[str], opened: Callable[[Entry], T], report: Report, what: str
-) -> T | None:
+def _load(prefix: Path, ends: Sequence[str], opened: Callable[[Entry], T], what: str) -> T | None:
     """Opens an entry; None without one of ours that is intact."""
     path, problem = prefix.with_suffix(".json"), "is damaged"
     if not path.exists():
@@ -131,12 +128,12 @@ def _load(
             stack.pop_all()  # the files stay open
             return found
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            report(f"{what} {path} {problem}")
+            _log.info(f"{what} {path} {problem}")
             return None
 
 
 @contextlib.contextmanager
-def _build_lock(path: Path, report: Report) -> Iterator[bool]:
+def _build_lock(path: Path) -> Iterator[bool]:
     """Holds the lock file; yields False on a file system without locks (some network ones).
 
     Without a lock two runs may both build; the renames still keep each file whole.
@@ -150,14 +147,14 @@ def _build_lock(path: Path, report: Report) -> Iterator[bool]:
                 break
             except BlockingIOError:
                 if not told:
-                    report("another run is building the token cache: waiting for it")
+                    _log.info("another run is building the token cache: waiting for it")
                 told = True
                 # A watchdog takes a process blocked in a system call for one with a dead disk.
                 time.sleep(_PAUSE_S)
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                report(f"{path.parent} is on a file system without locks: another run may build")
+                _log.info(f"{path.parent} is on a file system without locks: another run may build")
                 locked = False
                 break
         yield locked
@@ -184,15 +181,11 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 # The folder
 
 
-def folder_of(data: DataConfig, given: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the cache folder: `given`, else `data.cache_dir`, else the user's own."""
-    named = given if given is not None else data.cache_dir
-    return default_folder() if named is None else Path(os.path.expanduser(named)).absolute()
-
-
-def default_folder() -> Path:
-    """Returns `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`. Raises UserError without a
-    home folder."""
+def folder_of(data: DataConfig) -> Path:
+    """Returns `data.cache_dir`, else `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`. Raises
+    UserError without a home folder."""
+    if data.cache_dir is not None:
+        return Path(os.path.expanduser(data.cache_dir)).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative paths
         base = os.path.expanduser("~/.cache")

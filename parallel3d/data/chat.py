@@ -7,6 +7,7 @@ today's date would make other tokens tomorrow.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.data import cache
-from parallel3d.data.cache import Report
 from parallel3d.data.indexed import IndexedWriter
 from parallel3d.data.inputs import LINES, PACKED
 from parallel3d.data.sampler import Sample
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
     from parallel3d.data.blend import DatasetOrder
 
+
+_log = logging.getLogger(__name__)
 
 ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 Message = Mapping[str, Any]
@@ -456,7 +458,7 @@ def find_chat(data: DataConfig) -> Chat:
     return Chat(find_documents(data), tokenizer, ChatTemplate(tokenizer))
 
 
-def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
+def open_chat(data: DataConfig, folder: Path) -> Corpus:
     """Opens the conversations of `data`; tokenizes them into `folder` if they are not there.
 
     The last conversations, `data.valid_fraction` of the tokens and at least one, are held out.
@@ -465,9 +467,9 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
     chat = find_chat(data)
 
     def build(writer: IndexedWriter) -> None:
-        _write(writer, chat, report)
+        _write(writer, chat)
 
-    pair, digest, files = cached_pair(folder, chat.key, DTYPE, build, report)
+    pair, digest, files = cached_pair(folder, chat.key, DTYPE, build)
     if pair.documents < 2 and 0.0 < data.held_out < 1.0:
         raise UserError(
             f"data.path={data.path} has one conversation, and one to train on and one held out "
@@ -475,9 +477,9 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
         )
     if 0.0 < data.held_out < 1.0:
         wanted = len(pair) - max(1, int(len(pair) * data.held_out))
-        last = pair.index.document_from(wanted)
+        last = pair.document_from(wanted)
         last = min(max(1, last), pair.documents - 1)
-        split = int(pair.index.begins(last, last)[0])
+        split = int(pair.begins(last, last)[0])
     else:
         split = 0 if data.held_out else len(pair)
     return Corpus.of(
@@ -549,8 +551,8 @@ class ChatSamples:
         return Sample(tokens, sample.loss_mask & spoken[1:], sample.starts)
 
 
-def _write(writer: IndexedWriter, chat: Chat, report: Report) -> None:
-    report(f"building the token cache: conversations of {len(chat.documents)} files")
+def _write(writer: IndexedWriter, chat: Chat) -> None:
+    _log.info(f"building the token cache: conversations of {len(chat.documents)} files")
     reader = Reader(chat.tokenizer, chat.template)
     for where, row in _rows(chat.documents):
         try:

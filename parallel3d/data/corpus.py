@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.blend import Blend, check_epochs, open_blend, part_name
-from parallel3d.data.cache import Report
 from parallel3d.data.chat import TOKEN, check_windows, find_chat, learned, nothing_said, open_chat
 from parallel3d.data.packing import (
     PLAN_VERSION,
@@ -46,36 +44,33 @@ _log = logging.getLogger(__name__)
 def open_corpus(
     data: DataConfig,
     seq_length: int,
-    cache_dir: str | os.PathLike[str] | None = None,
-    report: cache.Report = _log.info,
     vocab_size: int | None = None,
 ) -> Corpus | Blend:
     """Opens the text that `data` describes; builds its token cache and plans if they are missing.
 
     The last `data.held_out` of the tokens of each text, and, unless that is 0, at least one sample
-    of `seq_length` + 1, is held out. `cache_dir` overrides `data.cache_dir`, which overrides the
-    user's cache folder. `report` receives a sentence when there is something to wait for.
-    `vocab_size`: the model's, an upper limit of a pair's tokens. Raises UserError.
+    of `seq_length` + 1, is held out. `vocab_size`: the model's, an upper limit of a pair's tokens.
+    Raises UserError.
     """
-    folder = cache.folder_of(data, cache_dir)
+    folder = cache.folder_of(data)
     if data.name == "blend":
         blend = open_blend(data, seq_length, folder, vocab_size)
         if data.packing == "concat":
             return blend
         return blend.packed(
-            lambda one: with_plans(one, data, seq_length, folder, part_name(one.name), report)
+            lambda one: with_plans(one, data, seq_length, folder, part_name(one.name))
         )
     if data.name == "corpus":
         corpus = _open_one(data, seq_length, folder, vocab_size)
     elif data.name == "chat":
-        corpus = open_chat(data, folder, report)
+        corpus = open_chat(data, folder)
         if data.packing == "concat" and data.held_out < 1.0:
             check_windows(corpus, seq_length)
     else:
-        corpus = _open_text(data, seq_length, folder, report)
+        corpus = _open_text(data, seq_length, folder)
     if data.packing == "concat":
         return corpus
-    return with_plans(corpus, data, seq_length, folder, origin(data), report)
+    return with_plans(corpus, data, seq_length, folder, origin(data))
 
 
 def _open_one(data: DataConfig, seq_length: int, folder: Path, vocab_size: int | None) -> Corpus:
@@ -84,12 +79,12 @@ def _open_one(data: DataConfig, seq_length: int, folder: Path, vocab_size: int |
     return open_pair(data, data.path, origin(data), seq_length, vocab_size, remote=remote)
 
 
-def _open_text(data: DataConfig, seq_length: int, folder: Path, report: cache.Report) -> Corpus:
+def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     documents = find_documents(data)
     if isinstance(tokenizer, ByteTokenizer):
         _check_length(data, seq_length, documents)
-    pair, digest, files = cached_text(folder, documents, tokenizer, report)
+    pair, digest, files = cached_text(folder, documents, tokenizer)
     held_out = held_out_tokens(len(pair), data, seq_length, origin(data), len(documents))
     return Corpus.of(
         *(pair.tokens, held_out, tokenizer),
@@ -108,7 +103,6 @@ def _check_length(data: DataConfig, seq_length: int, documents: Sequence[Documen
 def check_data(
     data: DataConfig,
     seq_length: int,
-    cache_dir: str | os.PathLike[str] | None = None,
     vocab_size: int | None = None,
     samples: int = 0,
 ) -> list[str]:
@@ -120,11 +114,11 @@ def check_data(
     fit a model of `vocab_size` tokens.
     """
     if data.name in ("corpus", "blend"):
-        return _check_pairs(data, seq_length, cache_dir, vocab_size, samples)
+        return _check_pairs(data, seq_length, vocab_size, samples)
     if data.name == "chat":
         chat = find_chat(data)
         check_vocabulary(chat.tokenizer.vocab_size, vocab_size or TOKEN, data.tokenizer)
-        cache.check_can_store(cache.folder_of(data, cache_dir), chat.key)
+        cache.check_can_store(cache.folder_of(data), chat.key)
         return []
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     if vocab_size is not None:
@@ -135,18 +129,17 @@ def check_data(
         if data.packing != "concat" and not data.cut_documents:
             lengths = [d.size + 1 for d in documents]
             check_lengths(lengths, seq_length, origin(data), data.packing)
-    cache.check_can_store(cache.folder_of(data, cache_dir), cache_key(documents, tokenizer))
+    cache.check_can_store(cache.folder_of(data), cache_key(documents, tokenizer))
     return []
 
 
 def _check_pairs(
     data: DataConfig,
     seq_length: int,
-    cache_dir: str | os.PathLike[str] | None,
     vocab_size: int | None,
     samples: int,
 ) -> list[str]:
-    folder = cache.folder_of(data, cache_dir)
+    folder = cache.folder_of(data)
     if data.name == "corpus":
         opened: Corpus | Blend = _open_one(data, seq_length, folder, vocab_size)
     else:
@@ -178,7 +171,7 @@ def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
 
 
 def with_plans(
-    corpus: Corpus, data: DataConfig, seq_length: int, folder: Path, named: str, report: Report
+    corpus: Corpus, data: DataConfig, seq_length: int, folder: Path, named: str
 ) -> Corpus:
     """Returns the corpus with both plans from `folder`, built if missing. Raises UserError."""
     capacity = seq_length + 1
@@ -191,9 +184,9 @@ def with_plans(
 
         def make() -> Pieces:
             pieces = _pieces(corpus, held_out, data, named, capacity)
-            return _learned(pieces, corpus, held_out, report) if corpus.marked else pieces
+            return _learned(pieces, corpus, held_out) if corpus.marked else pieces
 
-        return kept_plan(folder, key, make, capacity, report, fit)
+        return kept_plan(folder, key, make, capacity, fit)
 
     plans = plan(False), plan(True)
     made = [one for one in plans if one is not None]
@@ -244,13 +237,13 @@ def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, named: str, capaci
     return pieces
 
 
-def _learned(pieces: Pieces, corpus: Corpus, held_out: bool, report: Report) -> Pieces:
+def _learned(pieces: Pieces, corpus: Corpus, held_out: bool) -> Pieces:
     """Drops pieces without a learned token. Raises UserError if none remains."""
     kept = learned(corpus.valid if held_out else corpus.train, pieces.starts, pieces.lengths)
     if not kept.any():
         raise nothing_said(held_out)
     if left_out := int((~kept).sum()):
-        report(
+        _log.info(
             f"left out of the {'held-out' if held_out else 'training'} samples: {left_out:,} of "
             f"{kept.size:,} pieces of conversations, in which the assistant says nothing"
         )

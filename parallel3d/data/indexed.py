@@ -45,119 +45,6 @@ _AT_A_TIME = 1 << 16
 _AROUND = 64  # documents that one step of a search reads
 
 
-class PairIndex:
-    """An index whose sequences lie one after another in the .bin; reads the file on demand.
-
-    Reads instead of mapping, as `Tokens` does; touched pages of a map would also count as this
-    process's memory.
-    """
-
-    def __init__(self, file: File, named: str) -> None:
-        """Checks the header, the file's size, and all documents of a small index or some evenly
-        spaced ones of a larger one. `file` stays open as long as the index. Raises UserError."""
-        self._named, self._path = named, file.name
-        self.dtype, self.sequences, self.documents = _header(file, named)
-        pointers_at = HEADER.size + 4 * self.sequences
-        documents_at = pointers_at + 8 * self.sequences
-        self._prove_size(size_of(file), documents_at + 8 * (self.documents + 1))
-        self.lengths = Tokens(file, HEADER.size, self.sequences, np.dtype("<i4"))
-        self._pointers = Tokens(file, pointers_at, self.sequences, np.dtype("<i8"))
-        self._firsts = Tokens(file, documents_at, self.documents + 1, np.dtype("<i8"))
-        last = int(self._pointers[self.sequences - 1 :][0]) // self.dtype.itemsize
-        self.tokens = last + int(self.lengths[self.sequences - 1 :][0])
-        ends = int(self._firsts[:1][0]), int(self._firsts[self.documents :][0])
-        if ends != (0, self.sequences):
-            raise self.damaged(f"its documents are sequences {ends[0]} to {ends[1]}")
-        if first := int(self._pointers[:1][0]):
-            raise self.damaged(f"its first sequence begins at byte {first:,}")
-        for begin, end in _runs(self.documents):
-            self.begins(begin, end)
-
-    def document_from(self, token: int) -> int:
-        """Returns the first document that begins at `token` or later; `documents` if none does."""
-        first, begins = self._around(token)
-        return first + int(begins.searchsorted(token))
-
-    def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Returns the token at which each of the documents `first` … `last` begins; `documents` is
-        the end. Raises UserError where their sequences do not lie one after another."""
-        sequences = self._firsts[first : last + 1]
-        begin, end = int(sequences[0]), int(sequences[-1])
-        if not 0 <= begin <= end <= self.sequences or (sequences[1:] < sequences[:-1]).any():
-            raise self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
-        pointers = self._pointers[begin : end + 1].astype(np.int64, copy=False)
-        if end == self.sequences:  # the end of the .bin has no pointer
-            pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
-        lengths = self.lengths[begin:end].astype(np.int64)
-        ends = pointers[:-1] + lengths * self.dtype.itemsize
-        wrong = (ends != pointers[1:]) | (lengths < 0)
-        if wrong.any():
-            odd = int(wrong.argmax())
-            raise self.damaged(
-                f"sequence {begin + odd:,} has {int(lengths[odd]):,} tokens and ends at byte "
-                f"{int(ends[odd]):,}, the next begins at byte {int(pointers[odd + 1]):,}"
-            )
-        return pointers[sequences - begin] // self.dtype.itemsize
-
-    def begins_within(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Returns the tokens within `begin` … `end` - 1 at which documents begin, ascending."""
-        first, begins = self._around(begin)
-        while begins[-1] < end:
-            last = first + begins.size - 1
-            more = self.begins(last, min(last + begins.size, self.documents))
-            begins = np.append(begins, more[1:])
-        return begins[slice(*begins.searchsorted((begin, end)))]
-
-    def check_all(self) -> None:
-        """Raises UserError if any sequence or document does not follow the one before it."""
-        for first in range(0, self.documents, _AT_A_TIME):
-            self.begins(first, min(first + _AT_A_TIME, self.documents))
-
-    def _around(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Returns a document, and the begins of some from it on: among them is the first that is
-        at `token` or later.
-
-        Interpolates by the mean length, and bisects every third step, as one document may be most
-        of the text.
-        """
-        low, high, tries = 0, self.documents, 0
-        guess = token * self.documents // self.tokens
-        while True:
-            first = max(low, min(guess - _AROUND // 2, high - _AROUND))
-            last = min(first + _AROUND, high)
-            begins = self.begins(first, last)
-            if begins[0] >= token and first > low:
-                high = edge = first
-                missed = token - int(begins[0])
-            elif begins[-1] < token and last < high:
-                low = edge = last
-                missed = token - int(begins[-1])
-            else:
-                return first, begins
-            tries += 1
-            guess = edge + missed * self.documents // self.tokens
-            if tries % 3 == 2:
-                guess = (low + high) // 2
-
-    def damaged(self, what: str) -> UserError:
-        return UserError(
-            f"{self._named} cannot be read, {self._path} does not fit its .bin: {what}; make the "
-            "pair again"
-        )
-
-    def _prove_size(self, size: int, needed: int) -> None:
-        if size < needed:
-            raise UserError(
-                f"{self._named} is cut short: {self._path} has {size:,} bytes, {self.sequences:,} "
-                f"sequences and {self.documents:,} documents need {needed:,}; copy the pair again"
-            )
-        if size > needed:
-            raise UserError(
-                f"{self._named} cannot be read, {self._path} has {size - needed:,} bytes more than "
-                "an index of text: pairs with modes (images) are not taken"
-            )
-
-
 def opened(path: str, named: str) -> FileIO:
     """Opens the regular file at `path` to read, unbuffered. Raises UserError."""
     try:
@@ -179,6 +66,163 @@ def opened(path: str, named: str) -> FileIO:
 
 def _no_wait(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+class IndexedCorpus:
+    """A pair as one stream of tokens in document order, read on demand, never resident.
+
+    Reads instead of mapping, as `Tokens` does; touched pages of a map would also count as this
+    process's memory. `lengths`: tokens of each sequence; a document has one or several.
+    """
+
+    def __init__(self, prefix: str, named: str, index: File, file: File) -> None:
+        """Checks the header, the files' sizes, and all documents of a small index or some evenly
+        spaced ones of a larger one. Raises UserError."""
+        self.prefix, self.named = prefix, named
+        self.dtype, self.sequences, self.documents = _header(index, named)
+        pointers_at = HEADER.size + 4 * self.sequences
+        documents_at = pointers_at + 8 * self.sequences
+        self.lengths = Tokens(index, HEADER.size, self.sequences, np.dtype("<i4"))
+        self._pointers = Tokens(index, pointers_at, self.sequences, np.dtype("<i8"))
+        self._firsts = Tokens(index, documents_at, self.documents + 1, np.dtype("<i8"))
+        self._prove_size(size_of(index), documents_at + 8 * (self.documents + 1))
+        last = int(self._pointers[self.sequences - 1 :][0]) // self.dtype.itemsize
+        self._count = last + int(self.lengths[self.sequences - 1 :][0])
+        ends = int(self._firsts[:1][0]), int(self._firsts[self.documents :][0])
+        if ends != (0, self.sequences):
+            raise self.damaged(f"its documents are sequences {ends[0]} to {ends[1]}")
+        if first := int(self._pointers[:1][0]):
+            raise self.damaged(f"its first sequence begins at byte {first:,}")
+        self.tokens = Tokens(file, 0, self._count, self.dtype)
+        for begin, end in _runs(self.documents):
+            self.begins(begin, end)
+        size, needed = size_of(file), self._count * self.dtype.itemsize
+        if size < needed:
+            raise UserError(
+                f"{named} is cut short: {prefix}.bin has {size:,} bytes, its index needs "
+                f"{needed:,}; copy the pair again"
+            )
+        if size > needed or needed <= 0:
+            raise self.damaged(f"its sequences end at byte {needed:,} of {size:,}")
+
+    @classmethod
+    def open(
+        cls,
+        prefix: str | os.PathLike[str],
+        named: str | None = None,
+        opened: Callable[[str, str], File] = opened,
+    ) -> IndexedCorpus:
+        """Opens the pair at `prefix`; errors call it `named`, as in `data.path=corpora/web`;
+        `opened` opens a file by its name.
+
+        Time and memory do not grow with the pair. Raises UserError for a file that is missing, cut
+        short or not a pair of tokens, and for an index that does not fit.
+        """
+        prefix = os.path.expanduser(os.fspath(prefix))
+        named = named or prefix
+        return cls(prefix, named, *(opened(f"{prefix}{end}", named) for end in (".idx", ".bin")))
+
+    def __len__(self) -> int:
+        """Tokens of the whole stream."""
+        return self._count
+
+    @property
+    def index(self) -> File:
+        """The open index."""
+        return self.lengths.file
+
+    def close(self) -> None:
+        """Closes both files."""
+        self.tokens.close()
+        self.lengths.close()
+
+    def starts(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Returns the tokens within `begin` … `end` - 1 at which a non-empty document begins.
+
+        Raises UserError where the sequences there do not lie one after another.
+        """
+        first, begins = self._around(begin)
+        while begins[-1] < end:
+            last = first + begins.size - 1
+            more = self.begins(last, min(last + begins.size, self.documents))
+            begins = np.append(begins, more[1:])
+        return np.unique(begins[slice(*begins.searchsorted((begin, end)))])
+
+    def document_from(self, token: int) -> int:
+        """Returns the first document that begins at `token` or later; `documents` if none does."""
+        first, begins = self._around(token)
+        return first + int(begins.searchsorted(token))
+
+    def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Returns the token at which each of the documents `first` … `last` begins; `documents` is
+        the end. Raises UserError where their sequences do not lie one after another."""
+        sequences = self._firsts[first : last + 1]
+        begin, end = int(sequences[0]), int(sequences[-1])
+        if not 0 <= begin <= end <= self.sequences or (sequences[1:] < sequences[:-1]).any():
+            raise self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
+        pointers = self._pointers[begin : end + 1].astype(np.int64, copy=False)
+        if end == self.sequences:  # the end of the .bin has no pointer
+            pointers = np.append(pointers, self._count * self.dtype.itemsize)
+        lengths = self.lengths[begin:end].astype(np.int64)
+        ends = pointers[:-1] + lengths * self.dtype.itemsize
+        wrong = (ends != pointers[1:]) | (lengths < 0)
+        if wrong.any():
+            odd = int(wrong.argmax())
+            raise self.damaged(
+                f"sequence {begin + odd:,} has {int(lengths[odd]):,} tokens and ends at byte "
+                f"{int(ends[odd]):,}, the next begins at byte {int(pointers[odd + 1]):,}"
+            )
+        return pointers[sequences - begin] // self.dtype.itemsize
+
+    def check_all(self) -> None:
+        """Raises UserError if any sequence or document does not follow the one before it."""
+        for first in range(0, self.documents, _AT_A_TIME):
+            self.begins(first, min(first + _AT_A_TIME, self.documents))
+
+    def _around(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """Returns a document, and the begins of some from it on: among them is the first that is
+        at `token` or later.
+
+        Interpolates by the mean length, and bisects every third step, as one document may be most
+        of the text.
+        """
+        low, high, tries = 0, self.documents, 0
+        guess = token * self.documents // self._count
+        while True:
+            first = max(low, min(guess - _AROUND // 2, high - _AROUND))
+            last = min(first + _AROUND, high)
+            begins = self.begins(first, last)
+            if begins[0] >= token and first > low:
+                high = edge = first
+                missed = token - int(begins[0])
+            elif begins[-1] < token and last < high:
+                low = edge = last
+                missed = token - int(begins[-1])
+            else:
+                return first, begins
+            tries += 1
+            guess = edge + missed * self.documents // self._count
+            if tries % 3 == 2:
+                guess = (low + high) // 2
+
+    def damaged(self, what: str) -> UserError:
+        return UserError(
+            f"{self.named} cannot be read, {self.index.name} does not fit its .bin: {what}; make "
+            "the pair again"
+        )
+
+    def _prove_size(self, size: int, needed: int) -> None:
+        if size < needed:
+            raise UserError(
+                f"{self.named} is cut short: {self.index.name} has {size:,} bytes, "
+                f"{self.sequences:,} sequences and {self.documents:,} documents need {needed:,}; "
+                "copy the pair again"
+            )
+        if size > needed:
+            raise UserError(
+                f"{self.named} cannot be read, {self.index.name} has {size - needed:,} bytes more "
+                "than an index of text: pairs with modes (images) are not taken"
+            )
 
 
 def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
@@ -207,7 +251,7 @@ def _runs(count: int) -> list[tuple[int, int]]:
     return [(begin, begin + _RUN) for begin in begins]
 
 
-# A pair as one stream of tokens
+# Writing
 
 
 _BLOCK = 1 << 20  # bytes written or read at a time, or numbers of an index
@@ -216,73 +260,6 @@ _BLOCK = 1 << 20  # bytes written or read at a time, or numbers of an index
 def token_type(vocab_size: int) -> np.dtype:
     """Returns the narrowest of Megatron's types that holds the tokens 0 … `vocab_size` - 1."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
-
-
-class IndexedCorpus:
-    """A pair as one stream of tokens in document order, read on demand, never resident."""
-
-    def __init__(self, prefix: str, named: str, index: PairIndex, file: File) -> None:
-        self.prefix, self.named, self.index = prefix, named, index
-        self.dtype, self.documents = index.dtype, index.documents
-        self.tokens = Tokens(file, 0, index.tokens, index.dtype)
-
-    @classmethod
-    def open(
-        cls,
-        prefix: str | os.PathLike[str],
-        named: str | None = None,
-        opened: Callable[[str, str], File] = opened,
-    ) -> IndexedCorpus:
-        """Opens the pair at `prefix`; errors call it `named`, as in `data.path=corpora/web`;
-        `opened` opens a file by its name.
-
-        Time and memory do not grow with the pair. Raises UserError for a file that is missing, cut
-        short or not a pair of tokens, and for an index that does not fit.
-        """
-        prefix = os.path.expanduser(os.fspath(prefix))
-        named = named or prefix
-        index = PairIndex(opened(f"{prefix}.idx", named), named)
-        corpus = cls(prefix, named, index, opened(f"{prefix}.bin", named))
-        corpus._prove_size()
-        return corpus
-
-    def __len__(self) -> int:
-        """Tokens of the whole stream."""
-        return len(self.tokens)
-
-    @property
-    def lengths(self) -> Tokens:
-        """Tokens of each sequence, int32, read by slices; a document has one or several."""
-        return self.index.lengths
-
-    def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
-        """Returns tokens `begin` … `end` - 1 of the stream. Raises OSError if the file was cut."""
-        if not 0 <= begin <= end <= len(self):
-            raise IndexError(f"tokens {begin} to {end} of {len(self)}")
-        return self.tokens[begin:end]
-
-    def starts(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Returns the tokens within `begin` … `end` - 1 at which a non-empty document begins.
-
-        Raises UserError where the sequences there do not lie one after another.
-        """
-        return np.unique(self.index.begins_within(begin, end))
-
-    def close(self) -> None:
-        """Closes both files."""
-        self.tokens.close()
-        self.index.lengths.close()
-
-    def _prove_size(self) -> None:
-        """Raises UserError if the stream is not the whole .bin."""
-        size, needed = self.tokens.file_size(), len(self) * self.dtype.itemsize
-        if size < needed:
-            raise UserError(
-                f"{self.named} is cut short: {self.prefix}.bin has {size:,} bytes, its index needs "
-                f"{needed:,}; copy the pair again"
-            )
-        if size > needed or needed <= 0:
-            raise self.index.damaged(f"its sequences end at byte {needed:,} of {size:,}")
 
 
 class IndexedWriter:

@@ -11,6 +11,7 @@ Truncations Improve Language Modeling", ICML 2024 (packing documents so).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.data import cache
-from parallel3d.data.cache import Report
 from parallel3d.data.sampler import Order, Sample
 from parallel3d.data.tokens import Tokens, size_of
+
+_log = logging.getLogger(__name__)
 
 
 class Content(NamedTuple):
@@ -217,14 +219,13 @@ def kept_plan(
     key: str,
     make: Callable[[], Pieces],
     capacity: int,
-    report: Report,
     fit: Fit = best_fit,
 ) -> PackingPlan:
     """Returns the plan `key` of `folder`, built of `make`'s pieces if missing. Raises UserError."""
 
     def build(prefix: Path) -> dict[str, int]:
         pieces = make()
-        report(f"packing {pieces.starts.size:,} pieces of documents into samples")
+        _log.info(f"packing {pieces.starts.size:,} pieces of documents into samples")
         packs = fit(pieces.lengths, capacity)
         with cache.new_file(Path(f"{prefix}.packs")) as file:
             file.write(packs.first.astype("<i8").data)
@@ -235,4 +236,4 @@ def kept_plan(
     def opened(entry: cache.Entry) -> PackingPlan:
         return PackingPlan(entry, capacity)
 
-    return cache.kept(folder, key, (".packs",), build, opened, report, "the packing plan")
+    return cache.kept(folder, key, (".packs",), build, opened, "the packing plan")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -23,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.data import cache
-from parallel3d.data.cache import Report
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
 from parallel3d.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Unencodable
 from parallel3d.data.tokens import WatchedFile
@@ -31,6 +31,8 @@ from parallel3d.errors import UserError, nearest
 
 if TYPE_CHECKING:  # omegaconf, which the configuration imports, loads slowly
     from parallel3d.config.schema import DataConfig
+
+_log = logging.getLogger(__name__)
 
 # Tests contain broken text on purpose; the others are missing in some installations of a version.
 _NOT_STDLIB = frozenset(
@@ -280,9 +282,7 @@ def token_count(documents: Sequence[Document]) -> int:
     return sum(d.size for d in documents) + len(documents)
 
 
-def cached_text(
-    folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, report: Report
-) -> CachedPair:
+def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> CachedPair:
     """Returns the tokens of `documents`, each with an end-of-text, from the cache in `folder`.
 
     The text is found by its end-of-text tokens: the pair's own documents are blocks of bytes where
@@ -292,12 +292,12 @@ def cached_text(
     def build(writer: IndexedWriter) -> None:
         size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
         through = "" if isinstance(tokenizer, ByteTokenizer) else f" through {tokenizer.name}"
-        report(f"building the token cache: {size} of text{through}")
+        _log.info(f"building the token cache: {size} of text{through}")
         for tokens in _tokenized(documents, tokenizer):
             writer.add(tokens)
 
     key, dtype = cache_key(documents, tokenizer), token_type(tokenizer.vocab_size)
-    return cached_pair(folder, key, dtype, build, report)
+    return cached_pair(folder, key, dtype, build)
 
 
 def cached_pair(
@@ -305,7 +305,6 @@ def cached_pair(
     key: str,
     dtype: np.dtype,
     build: Callable[[IndexedWriter], None],
-    report: Report,
 ) -> CachedPair:
     """Returns the pair `key` in `folder`; `build` writes it if it is missing."""
 
@@ -319,7 +318,7 @@ def cached_pair(
         pair = IndexedCorpus.open(folder / key, opened=lambda path, _: files[path])
         return CachedPair(pair, entry.digests[".bin"], tuple(entry.files.values()))
 
-    return cache.kept(folder, key, (".bin", ".idx"), write, opened, report)
+    return cache.kept(folder, key, (".bin", ".idx"), write, opened)
 
 
 def _tokenized(

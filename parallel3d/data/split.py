@@ -157,7 +157,7 @@ def open_pair(
     if is_remote(prefix):
         assert remote is not None, "remote_of was not given this prefix"
         pair = IndexedCorpus.open(prefix, named, remote.opened)
-        index = pair.index.lengths.file
+        index = pair.index
         assert not isinstance(index, IOBase)
         index.check()  # both files may have been replaced between their openings
         kept = facts_beside(prefix, remote.read)
@@ -244,7 +244,7 @@ def _watched(
 ) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
     """Returns a pair's fingerprint, and its files with their marks from before it was computed."""
 
-    fingerprint, index = "", pair.index.lengths.file
+    fingerprint, index = "", pair.index
     remedy = (
         "put back the pair that the run began with and start again (`parallel3d data show "
         f"{pair.prefix}` reads all of it), or choose another run="
@@ -256,7 +256,7 @@ def _watched(
         if file is tokens.file:
             return prove(file, text or None)
         if size_of(file) <= PROVED:
-            pair.index.check_all()
+            pair.check_all()
         return Proof.SAMPLED
 
     files = (
@@ -270,7 +270,7 @@ def _watched(
 def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
     """Returns a digest of sizes, of the known text digest, and of sampled places."""
     digest = hashlib.blake2b(digest_size=16)
-    sizes = [str(pair.dtype), len(pair), pair.documents, pair.index.sequences, text]
+    sizes = [str(pair.dtype), len(pair), pair.documents, pair.sequences, text]
     digest.update(json.dumps(sizes).encode())
     for place in range(_PLACES):
         for stream in (tokens, pair.lengths):

@@ -22,6 +22,7 @@ from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.loader import sources_of
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
+from tests.corpora import heard
 from tests.tokenizers import END, PANIC, folder, panicking, trained
 
 TURNS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|begin|>")
@@ -282,9 +283,9 @@ def test_pieces_in_which_the_assistant_says_nothing_are_no_samples(
     tmp_path: Path, packing: str
 ) -> None:
     kwargs = {"packing": packing, "document_mask": packing == "best_fit", "cut_documents": True}
-    said: list[str] = []
     given = data(tmp_path, [LONG, FIRST, *ROWS[:4], LONG], **kwargs)
-    corpus = open_corpus(given, 200, report=said.append)
+    with heard() as said:
+        corpus = open_corpus(given, 200)
     train, valid, _ = sources_of(corpus, Config(data=given, model=ModelConfig(
         seq_length=200, vocab_size=corpus.vocab_size)))  # fmt: skip
     for source in (train, valid):

@@ -23,6 +23,7 @@ from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.sources import find_documents
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError
+from tests.corpora import heard
 from tests.pace import in_time
 
 EOT = 256
@@ -101,10 +102,10 @@ def test_split_is_the_tail_and_never_overlaps(
 def test_text_longer_than_a_block_is_whole(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(5_000_000)
     path = write(tmp_path / "long.bin", content)
-    reports: list[str] = []
-    for _ in range(2):
-        corpus = open_corpus(text(tmp_path, path), 100, report=reports.append)
-        assert documents_of(corpus) == [content]
+    with heard() as reports:
+        for _ in range(2):
+            corpus = open_corpus(text(tmp_path, path), 100)
+            assert documents_of(corpus) == [content]
     assert len(reports) == 1
 
 
@@ -157,9 +158,9 @@ def test_the_check_imports_neither_torch_nor_the_configuration() -> None:
 
 def test_cache_is_built_once_privately_and_again_for_changed_text(tmp_path: Path) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 100)
-    reports: list[str] = []
-    for _ in range(2):
-        open_corpus(text(tmp_path, path), 20, report=reports.append)
+    with heard() as reports:
+        for _ in range(2):
+            open_corpus(text(tmp_path, path), 20)
     assert len(reports) == 1 and "building" in reports[0]
     folder = tmp_path / "cache"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -170,19 +171,18 @@ def test_cache_is_built_once_privately_and_again_for_changed_text(tmp_path: Path
     assert documents_of(open_corpus(text(tmp_path, path), 20)) == [b"xyz" * 100]
 
 
-def test_cache_folder_follows_argument_key_and_environment(
+def test_cache_folder_follows_key_and_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 100)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     open_corpus(text(tmp_path, path, cache_dir=None), 20)
     open_corpus(text(tmp_path, path), 20)
-    open_corpus(text(tmp_path, path), 20, tmp_path / "argument")
-    for folder in ("xdg/parallel3d", "cache", "argument"):
+    for folder in ("xdg/parallel3d", "cache"):
         assert len(list((tmp_path / folder).glob("*.bin"))) == 1
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache.default_folder() == tmp_path / "home" / ".cache" / "parallel3d"
+    assert cache.folder_of(DataConfig()) == tmp_path / "home" / ".cache" / "parallel3d"
 
 
 def damage_at(position: float) -> Callable[[bytes], bytes]:
@@ -214,8 +214,8 @@ def test_damaged_cache_is_detected_and_rebuilt(tmp_path: Path, damage: str, end:
     intact = file.read_bytes()
     file.write_bytes(DAMAGES[damage](intact))
     assert file.read_bytes() != intact
-    reports: list[str] = []
-    corpus = open_corpus(text(tmp_path, path), 20, report=reports.append)
+    with heard() as reports:
+        corpus = open_corpus(text(tmp_path, path), 20)
     assert documents_of(corpus) == [b"abc" * 1000]
     assert file.read_bytes() == intact
     assert any("damaged" in report for report in reports)
@@ -223,15 +223,14 @@ def test_damaged_cache_is_detected_and_rebuilt(tmp_path: Path, damage: str, end:
 
 def build_slowly(data: DataConfig, results: multiprocessing.Queue, start: object) -> None:
     """In a process of its own: waits for the other one, then opens the corpus."""
-    reports: list[str] = []
 
     def report(sentence: str) -> None:
-        reports.append(sentence)
         if "building the" in sentence and "another" not in sentence:
             time.sleep(0.5)  # the other one arrives meanwhile, if nothing holds it back
 
     start.wait()
-    corpus = open_corpus(data, 20, report=report)
+    with heard(report) as reports:
+        corpus = open_corpus(data, 20)
     results.put((corpus.fingerprint, int(stream(corpus).sum()), reports))
 
 
@@ -257,7 +256,8 @@ def test_two_processes_at_the_same_time_make_one_build_and_one_intact_cache(
 
 
 def build_and_die(data: DataConfig) -> None:
-    open_corpus(data, 20, report=lambda sentence: os._exit(9))
+    with heard(lambda sentence: os._exit(9)):
+        open_corpus(data, 20)
 
 
 def test_a_crashed_builder_does_not_block_the_next_and_its_leftovers_go(tmp_path: Path) -> None:
@@ -276,8 +276,8 @@ def test_an_interrupted_builder_leaves_no_half_file(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
-    with pytest.raises(KeyboardInterrupt):
-        open_corpus(data, 20, report=interrupt)
+    with pytest.raises(KeyboardInterrupt), heard(interrupt):
+        open_corpus(data, 20)
     assert [f.suffix for f in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
@@ -292,8 +292,8 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: s
             write(path, {"shrunk": b"a", "grown": b"a" * 900, "rewritten": b"x" * 300}[change])
             os.utime(path, ns=(1, 1))
 
-    with pytest.raises(UserError, match=f"{path} (changed while|cannot be read)"):
-        open_corpus(text(tmp_path, path), 20, report=meddle)
+    with pytest.raises(UserError, match=f"{path} (changed while|cannot be read)"), heard(meddle):
+        open_corpus(text(tmp_path, path), 20)
     assert not list((tmp_path / "cache").glob("*.bin"))
 
 
@@ -323,8 +323,8 @@ def test_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
         own.write_bytes(poison.with_suffix(end).read_bytes())
     assert open_corpus(data, 20).fingerprint != intact  # the premise: it is well-formed
     cache_file(tmp_path).chmod(0o666)
-    reports: list[str] = []
-    assert open_corpus(data, 20, report=reports.append).fingerprint == intact
+    with heard() as reports:
+        assert open_corpus(data, 20).fingerprint == intact
     assert "is not taken: others than you may write it" in reports[0]
     assert stat.S_IMODE(cache_file(tmp_path).stat().st_mode) == 0o600
 
@@ -335,8 +335,8 @@ def test_cache_file_of_another_user_is_not_taken(
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
     open_corpus(data, 20)
     foreign(cache_file(tmp_path))
-    reports: list[str] = []
-    open_corpus(data, 20, report=reports.append)
+    with heard() as reports:
+        open_corpus(data, 20)
     assert "is not taken" in reports[0] and "building" in reports[-1]
     assert cache_file(tmp_path).stat().st_uid == os.geteuid()
 
@@ -361,8 +361,8 @@ def test_cache_of_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
     open_corpus(data, 20)
     as_another_user(monkeypatch)
-    reports: list[str] = []
-    open_corpus(data, 20, report=reports.append)
+    with heard() as reports:
+        open_corpus(data, 20)
     assert reports == []
 
 
@@ -374,8 +374,8 @@ def test_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
     cache_file(tmp_path).chmod(0o777)
     everything = cache_file(tmp_path).stat()  # what CIFS says of any file
     monkeypatch.setattr(files, "_status_of_new_file", lambda folder: everything)
-    reports: list[str] = []
-    open_corpus(data, 20, report=reports.append)
+    with heard() as reports:
+        open_corpus(data, 20)
     assert reports == []
 
 

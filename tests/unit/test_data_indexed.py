@@ -57,7 +57,7 @@ def pair(tmp_path: Path) -> Path:
 
 
 def stream(corpus: IndexedCorpus) -> list[int]:
-    return corpus.read(0, len(corpus)).tolist()
+    return corpus.tokens[:].tolist()
 
 
 def test_a_pair_by_megatrons_writer_is_read(pair: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_pair_by_megatrons_writer_is_read(pair: Path) -> None:
     assert stream(corpus) == [5, 6, 7, 300, 1, 2, 65535, 0, 9, 4]
     assert corpus.documents == 6 and corpus.dtype == np.uint16
     assert corpus.lengths[:].tolist() == [3, 0, 1, 2, 0, 4]
-    assert corpus.read(2, 5).tolist() == [7, 300, 1]
+    assert corpus.tokens[2:5].tolist() == [7, 300, 1]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_many_documents_are_found_as_a_plain_sum_finds_them(tmp_path: Path) -> N
     for begin in range(0, len(corpus) - 300, 1999):
         inside = [b for b in whole if begin <= b < begin + 300]
         assert corpus.starts(begin, begin + 300).tolist() == inside
-    corpus.index.check_all()
+    corpus.check_all()
 
 
 def test_ours_is_byte_for_byte_what_megatron_writes(pair: Path, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_damage_between_the_places_that_opening_looks_at_is_found_where_it_is_re
     put(tmp_path / "p", 34 + 10_000 * 4 + 8 * 700, "<q", 1402)
     corpus = IndexedCorpus.open(tmp_path / "p")
     assert corpus.starts(0, 600).size == 300
-    for look in (lambda: corpus.starts(1300, 1500), corpus.index.check_all):
+    for look in (lambda: corpus.starts(1300, 1500), corpus.check_all):
         with pytest.raises(UserError, match="sequence 699 has 2 tokens and ends at byte 2,800"):
             look()
 
@@ -258,4 +258,4 @@ def test_tokens_cut_off_while_they_are_in_use_are_an_error_not_a_signal(pair: Pa
     corpus = IndexedCorpus.open(pair)
     os.truncate(f"{pair}.bin", 4)
     with pytest.raises(OSError, match="cut short while it was in use"):
-        corpus.read(0, 10)
+        corpus.tokens[0:10]

@@ -20,7 +20,7 @@ from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of
 from parallel3d.data.sampler import Sample
 from parallel3d.data.split import Corpus
 from parallel3d.errors import UserError
-from tests.corpora import pair
+from tests.corpora import heard, pair
 
 SEQ = 31
 EOT = 256
@@ -150,8 +150,8 @@ def test_a_damaged_plan_is_made_again(data: DataConfig, at: int) -> None:
         content = bytearray(path.read_bytes())
         content[at] ^= 16
         path.write_bytes(content)
-    said: list[str] = []
-    open_corpus(data, SEQ, report=said.append)
+    with heard() as said:
+        open_corpus(data, SEQ)
     assert sum("is damaged" in sentence for sentence in said) >= 2
     assert [train(data).sample(i).tokens.tobytes() for i in range(20)] == usual
 
@@ -160,8 +160,8 @@ def test_a_plan_that_others_may_write_is_not_taken(data: DataConfig) -> None:
     train(data)
     for path in Path(data.cache_dir).glob("*.packs"):
         path.chmod(0o666)
-    said: list[str] = []
-    open_corpus(data, SEQ, report=said.append)
+    with heard() as said:
+        open_corpus(data, SEQ)
     assert any("others than you may write it" in sentence for sentence in said)
 
 
@@ -196,7 +196,7 @@ def test_of_several_that_come_at_once_one_makes_the_plan(tmp_path: Path) -> None
         return pieces_of(begins, 3000, SEQ + 1)
 
     def come() -> None:
-        kept_plan(tmp_path / "cache", "one", pieces, SEQ + 1, lambda _: None)
+        kept_plan(tmp_path / "cache", "one", pieces, SEQ + 1)
 
     come_all = [multiprocessing.get_context("fork").Process(target=come) for _ in range(4)]
     for process in come_all:

@@ -21,6 +21,7 @@ from parallel3d.data.tokenizer import (
     with_own_tokenizer,
 )
 from parallel3d.errors import UserError
+from tests.corpora import heard
 from tests.tokenizers import END, PANIC, TEXT, folder, panicking, trained
 
 SPECIALS = (END, "</s>", "<|user|>")
@@ -174,9 +175,9 @@ def written(tmp_path: Path) -> Path:
 def test_files_are_documents_in_the_order_of_bytes(tmp_path: Path) -> None:
     path, tok = written(tmp_path), folder(tmp_path / "tok")
     tokenizer = open_tokenizer(str(tok))
-    said: list[str] = []
-    for _ in range(2):
-        corpus = open_corpus(text(tmp_path, path, tokenizer=str(tok)), 20, report=said.append)
+    with heard() as said:
+        for _ in range(2):
+            corpus = open_corpus(text(tmp_path, path, tokenizer=str(tok)), 20)
     bytes_ = open_corpus(text(tmp_path, path), 20)
     stream = np.concatenate([corpus.train, corpus.valid])
     ends = np.flatnonzero(stream == tokenizer.eot)
@@ -200,8 +201,8 @@ def test_a_damaged_pair_is_made_again(tmp_path: Path) -> None:
     content = bytearray(pair.read_bytes())
     content[40] ^= 1
     pair.write_bytes(content)
-    said: list[str] = []
-    again = open_corpus(data, 20, report=said.append)
+    with heard() as said:
+        again = open_corpus(data, 20)
     assert "is damaged" in said[0]
     assert again.fingerprint == first.fingerprint
     assert np.array_equal(again.train, tokens)

@@ -62,7 +62,7 @@ def test_a_corpus_holds_every_document_with_its_end(text: Path, tokenizer: str) 
     corpus, facts = IndexedCorpus.open(asked.to), facts_beside(asked.to)
     cutter = open_tokenizer(tokenizer_beside(asked.to, facts))
     assert cutter.digest == facts.tokenizer == open_tokenizer(asked.tokenizer).digest
-    parts = np.split(corpus.read(0, len(corpus)), np.cumsum(corpus.lengths))[:-1]
+    parts = np.split(corpus.tokens[:], np.cumsum(corpus.lengths))[:-1]
     assert [cutter.decode(part) for part in parts] == TEXTS + TEXTS[:6]
     assert all(part[-1] == cutter.eot for part in parts)
     assert facts.documents == corpus.documents == 36 and facts.tokens == len(corpus)
@@ -341,4 +341,4 @@ def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path: Path) -> None:
     corpus = IndexedCorpus.open(asked.to)
     assert corpus.dtype == np.dtype("<i4")
     cutter = open_tokenizer(asked.tokenizer)
-    assert cutter.decode(corpus.read(0, corpus.lengths[:1][0])) == TEXTS[0]
+    assert cutter.decode(corpus.tokens[: corpus.lengths[:1][0]]) == TEXTS[0]

@@ -195,7 +195,7 @@ def statistics(corpus: IndexedCorpus) -> str:
     """Returns the documents' lengths as a line; memory grows with the lengths that occur alone."""
     found: Counter[int] = Counter()
     for first in range(0, corpus.documents, READ):
-        begins = corpus.index.begins(first, min(first + READ, corpus.documents))
+        begins = corpus.begins(first, min(first + READ, corpus.documents))
         values, counts = np.unique(np.diff(begins), return_counts=True)
         found.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     lengths = sorted(found)
@@ -213,9 +213,9 @@ def statistics(corpus: IndexedCorpus) -> str:
 
 def _text(corpus: IndexedCorpus, tokenizer: Tokenizer, number: int) -> str:
     """Returns the beginning of a document, on one line."""
-    begin, end = corpus.index.begins(number, number + 1).tolist()
+    begin, end = corpus.begins(number, number + 1).tolist()
     # A character of real text is at most four tokens.
-    text = tokenizer.decode(corpus.read(begin, min(end, begin + 4 * SHOWN)))
+    text = tokenizer.decode(corpus.tokens[begin : min(end, begin + 4 * SHOWN)])
     return plain(text[:SHOWN]) + ("…" if len(text) > SHOWN else "")
 
 
@@ -225,7 +225,7 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
     width = corpus.dtype.itemsize
     with BytesBar("prove", len(corpus) * width) as bar:
         for begin in range(0, len(corpus), READ):
-            tokens = corpus.read(begin, min(begin + READ, len(corpus)))
+            tokens = corpus.tokens[begin : begin + READ]
             digest.update(tokens.data)
             largest = max(largest, int(tokens.max()))
             bar.update((begin + len(tokens)) * width, f"{begin + len(tokens):,} tokens")
