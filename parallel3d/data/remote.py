@@ -4,8 +4,9 @@ Fetched blocks lie in a folder shared by the processes of a host, each followed 
 block cut short by a kill or a full disk is fetched again. The folder's size is bounded; the least
 recently read blocks are removed first.
 
-A run reads the version of a file that it opened: an ETag and the like, or a time of change. A block
-is kept only if the store still has that version after the block arrived; otherwise the run ends.
+A run reads the version of a file that it opened. A block is kept only if the store still has that
+version after the block arrived; otherwise the run ends. Versions are ETags and the like. Times are
+coarse: beside a time some places of the file are compared, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +41,7 @@ _KEY = 3  # increased where blocks of older versions of this program are invalid
 # What fsspec's file systems call a content's version, and times of change.
 _VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
 _TIMES = ("Last-Modified", "LastModified", "last_modified", "mtime", "updated", "modify", "created")
+_PLACES, _PLACE = 3, 1 << 10  # places that are compared beside a time, their bytes
 _LARGEST = 1 << 20  # bytes of a file that is read whole
 
 
@@ -142,6 +145,10 @@ class BlockFile:
         try:
             self._files, self._path = fsspec.core.url_to_fs(address, skip_instance_cache=True)
             self._version = self._ask()
+            self.size = int(self._version["size"])
+            count = _PLACES if self._version.keys() & {*_TIMES} else 0
+            starts = {k * max(0, self.size - _PLACE) // (_PLACES - 1) for k in range(count)}
+            self._places = {at: _retried(partial(self._place, at)) for at in sorted(starts)}
         except FileNotFoundError:
             raise UserError(
                 f"{named} does not exist, there is no {address}: give the prefix of a pair, its "
@@ -152,13 +159,14 @@ class BlockFile:
                 f"{named} cannot be read, {address}: {first_line(error)}; give a pair that this "
                 "host can reach"
             ) from error
-        self.size = int(self._version.pop("size"))
-        if not self._version:
+        if len(self._version) == 1:
             raise UserError(
                 f"{named} cannot be read, {address}: its server tells neither an ETag nor a time "
                 "of change, by which a change would be noticed; copy the pair to this host"
             )
-        self.mark = f"{self.size}:{digest_of([self.size, self._version])}"
+        self.mark = (
+            f"{self.size}:{digest_of([self._version, [p.hex() for p in self._places.values()]])}"
+        )
         self._folder = cache.folder / digest_of([_KEY, address, BLOCK, self.mark])
         self._is_over = False  # another version was seen
         self._lock = threading.Lock()
@@ -189,7 +197,8 @@ class BlockFile:
         """Does nothing: no connection is held."""
 
     def _check(self) -> None:
-        is_same = self._ask() == {"size": str(self.size), **self._version}
+        is_same = self._ask() == self._version
+        is_same = is_same and all(self._place(at) == was for at, was in self._places.items())
         # Once another version was seen, blocks in flight may be of it, even if the first is back.
         if self._is_over or not is_same:
             self._is_over = True
@@ -202,22 +211,25 @@ class BlockFile:
         """Returns the file's size, and the facts that tell its version."""
         self._files.invalidate_cache(self._path)
         info = self._files.info(self._path)
-        known = {k: str(info[k]) for k in (*_VERSIONS, *_TIMES) if info.get(k)}
+        known = {key: str(info[key]) for key in (*_VERSIONS, *_TIMES) if info.get(key)}
         # Weak ETags are equal for contents that the server calls equivalent. One exact version
         # suffices: times may differ between the servers of one address.
-        exact = [k for k in _VERSIONS if k in known and not known[k].startswith("W/")][:1]
-        return {"size": str(info["size"])} | {k: known[k] for k in exact or known}
+        exact = [key for key in _VERSIONS if not known.get(key, "W/").startswith("W/")][:1]
+        told = exact or [key for key in _TIMES if key in known]
+        return {"size": str(info["size"])} | {key: known[key] for key in told}
 
     def _cat(self, begin: int, end: int) -> bytes:
         more: dict[str, Any] = {}
-        etag = self._version.get("ETag", "W/")
-        if "http" in self._files.protocol and not etag.startswith("W/"):
+        if "http" in self._files.protocol and (etag := self._version.get("ETag")):
             headers = self._files.kwargs.get("headers", {})
             more = {"headers": {**headers, "If-Match": etag}}
         content = bytes(self._files.cat_file(self._path, start=begin, end=end, **more))
         if len(content) != end - begin:
             raise OSError(f"{len(content):,} bytes of {end - begin:,} came")
         return content
+
+    def _place(self, at: int) -> bytes:
+        return _digest(self._cat(at, min(at + _PLACE, self.size)))
 
     def _block(self, number: int) -> bytes:
         block = self._cache.block(self._file(number), self._size(number))

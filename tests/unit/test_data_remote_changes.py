@@ -108,11 +108,14 @@ def test_block_of_a_replaced_pair_is_in_no_cache_of_a_later_run(
 
 @pytest.mark.slow
 @every_server
-def test_new_pair_of_equal_size_is_read_by_the_next_run(home: Path, tells: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("age", [10, 0])
+def test_new_pair_of_equal_size_is_read_by_the_next_run(
+    home: Path, tells: tuple[str, ...], age: int
+) -> None:
     with Server(home / "served", tells).serving() as server:
         old = opened(home, server)
         old.train[:], old.valid[:]
-        put(home, "b", 10)
+        put(home, "b", age)
         new = opened(home, server)
         assert new.fingerprint != old.fingerprint
         assert np.array_equal(new.train[:], tokens_of(home, "b")[: len(new.train)])
@@ -155,22 +158,25 @@ def test_block_of_another_version_in_one_answer_alone_is_not_taken(home: Path) -
 
 
 @pytest.mark.slow
-def test_a_check_costs_a_head_a_block(home: Path) -> None:
+def test_what_a_check_costs_is_a_head_a_block_and_three_small_pieces(home: Path) -> None:
     cache = BlockCache(home / "c", 10**9)
     size = (home / "served" / "web.bin").stat().st_size
     count = -(-size // BLOCK)
-    with Server(home / "served", (MODIFIED,)).serving() as server:
-        BlockFile(f"{server.address}/web.bin", cache, "it").pread(size, 0)
-        methods = [method for method, _, _ in server.asked]
-        assert (methods.count("HEAD"), methods.count("GET")) == (1 + count, count)
-        before = len(server.asked)
-        BlockFile(f"{server.address}/web.bin", cache, "it").pread(size, 0)
-        assert len(server.asked) == before + 1  # all blocks are here
+    for tells, pieces in (((ETAG,), 0), ((MODIFIED,), 3)):
+        with Server(home / "served", tells).serving() as server:
+            file = BlockFile(f"{server.address}/web.bin", cache, "it")
+            file.pread(size, 0)
+            methods = [method for method, _, _ in server.asked]
+            assert methods.count("HEAD") == 1 + count
+            assert methods.count("GET") == count + pieces * (count + 1)
+            before = len(server.asked)
+            BlockFile(f"{server.address}/web.bin", cache, "it").pread(size, 0)
+            assert len(server.asked) == before + 1 + pieces  # all blocks are here
 
 
 def test_server_that_tells_no_version_is_refused(home: Path) -> None:
     refusal = pytest.raises(UserError, match=r"web\.idx: its server tells neither an ETag nor a ti")
-    with Server(home / "served", ()).serving() as server, refusal:
+    with Server(home / "served", (WEAK,)).serving() as server, refusal:
         opened(home, server)
 
 
