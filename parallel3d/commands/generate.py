@@ -25,7 +25,7 @@ from parallel3d.checkpoint.storage import read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import EVAL, GENERATE, checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
-from parallel3d.data.tokenizer import BYTE, decoding_of, open_tokenizer
+from parallel3d.data.tokenizer import BYTE, Decoding, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
 from parallel3d.parameters.sharding import spec_of
@@ -45,7 +45,7 @@ def generate(config: Config, worker: Worker) -> None:
         print_line(f"run={config.run}, step {manifest.step}{weights}, seed={config.seed}")
     worker.phase = "generating"
     tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
-    decoding = decoding_of(tokenizer)
+    decoding = Decoding(tokenizer)
     prompt = os.fsencode(config.prompt)  # as it was typed, whatever its bytes
     out = TextStream() if worker.rank == 0 else None
     if out is not None:

@@ -214,8 +214,6 @@ class Blended:
 # The corpora of a blend, and the weights of its stages
 
 
-_FILES_PER_PAIR = 4  # tokens, index, two plans
-_FILES_ELSE = 512
 # Epochs up to which repeated text trains about as well as new text. Source: N. Muennighoff and
 # others, "Scaling Data-Constrained Language Models", NeurIPS 2023.
 _REPEATS_WITHOUT_LOSS = 4
@@ -293,7 +291,8 @@ def open_blend(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
     blocks of remote files. Raises UserError."""
     weights = blend_weights(data)
     prefixes = list(dict.fromkeys(prefix for stage in weights for prefix in stage.by_prefix))
-    _allow_files(len(prefixes))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pair has two files, and two plans
     remote = remote_of(prefixes, folder, data.block_cache_gb)
     tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer)
     corpora = [
@@ -361,17 +360,3 @@ def _check_alike(corpora: Sequence[Corpus]) -> None:
                 f"{part_name(first.name)} and {show(corpus.name)} were made by different "
                 f"tokenizers, {first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make them by one"
             )
-
-
-def _allow_files(pairs: int) -> None:
-    """Raises this process's limit of open files as the pairs need it. Raises UserError."""
-    needed = _FILES_PER_PAIR * pairs + _FILES_ELSE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise UserError(
-            f"data.blend has {pairs:,} parts, whose {needed:,} files this system does not let a "
-            f"process have open at a time, but {hard:,}: raise that (ulimit -n), or join some parts"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -66,17 +66,12 @@ def origin(data: DataConfig) -> str:
 def find_documents(data: DataConfig) -> list[Document]:
     """Returns all documents of the source in packing order.
 
-    Raises UserError for what is missing, empty or unreadable, for data=text without data.path and
-    data=stdlib with it.
+    Raises UserError for what is missing, empty or unreadable.
     """
     if data.name == "stdlib":
-        if data.path is not None:
-            raise UserError(
-                f"data.path={data.path} has no meaning with data=stdlib, which reads Python's own "
-                f"sources: leave it out, or choose data=text"
-            )
         found = _stdlib_documents()
     else:
+        assert data.path is not None, "config.checks refuses data=text without data.path"
         found = _text_documents(data.path)
     return sorted(found, key=lambda d: hashlib.blake2b(os.fsencode(d.name)).digest())
 
@@ -98,9 +93,7 @@ def _stdlib_documents() -> list[Document]:
     return documents
 
 
-def _text_documents(path: str | None) -> list[Document]:
-    if not path:
-        raise UserError(f"data.path is missing, data=text needs it: {_HOW}, or choose data=stdlib")
+def _text_documents(path: str) -> list[Document]:
     # A name with a comma or bracket is taken literally if there is such a file.
     whole = os.path.lexists(os.path.expanduser(path))
     items = [path] if whole else [item.strip() for item in path.split(",")]
@@ -186,25 +179,21 @@ def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> lis
     an unreadable folder, or leaves it out if that is None.
     """
     files: list[tuple[str, str]] = []
-    pending, seen = [("", root)], set()
-    while pending:
-        prefix, folder = pending.pop()
-        try:
-            status = os.stat(folder)
-            with os.scandir(folder) as entries:
-                listing = sorted((entry.name, entry.is_dir(), entry.path) for entry in entries)
-        except OSError as error:
-            if key is None:
-                continue
-            raise _unreadable(key, folder, error.strerror) from error
+    seen = set()
+
+    def fail(error: OSError) -> None:
+        if key is not None:
+            raise _unreadable(key, error.filename, error.strerror) from error
+
+    for folder, below, names in os.walk(root, onerror=fail, followlinks=True):
+        status = os.stat(folder)
         if (status.st_dev, status.st_ino) in seen:  # a link that leads back
+            below.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        for name, is_folder, path in listing:
-            if is_folder and not skip(name):
-                pending.append((f"{prefix}{name}/", path))
-            elif not is_folder and not _hidden(name):
-                files.append((prefix + name, path))
+        below[:] = sorted((name for name in below if not skip(name)), reverse=True)
+        paths = [os.path.join(folder, name) for name in names if not _hidden(name)]
+        files += [(_slashed(os.path.relpath(path, root)), path) for path in paths]
     return sorted(files)
 
 

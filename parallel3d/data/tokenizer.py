@@ -6,7 +6,6 @@ formats.
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import hashlib
 import json
@@ -82,7 +81,7 @@ class ByteTokenizer:
         """Returns the tokens of a prompt."""
         return list(text)
 
-    def decode(self, tokens: npt.NDArray[np.integer]) -> str:
+    def decode(self, tokens: npt.NDArray[np.integer] | Sequence[int]) -> str:
         """Returns readable text without end-of-text; invalid UTF-8 becomes U+FFFD."""
         tokens = np.asarray(tokens)
         return tokens[tokens < self.eot].astype(np.uint8).tobytes().decode("utf-8", "replace")
@@ -446,75 +445,45 @@ SECONDS = 10  # timeout of the hub's first answer
 
 def from_hub(name: str, key: str) -> FileTokenizer:
     """Opens the tokenizer `organisation/model` of the hub or its cache. Raises UserError."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub import snapshot_download
 
-    found: Path | None = None
-    for file in (TOKENIZER, *BESIDE):
-        try:
-            path = hf_hub_download(name, file, etag_timeout=SECONDS)
-        except EntryNotFoundError:
-            continue
-        except Exception as error:
-            if file != TOKENIZER:  # a cache filled by hand may lack optional files
-                continue
-            why = " ".join(str(error).split())[:200] or type(error).__name__
-            raise UserError(
-                f"{key}={show(name)} is no file or folder here, and the hub has not given it "
-                f"({why}): give a tokenizer.json, or a folder that holds one"
-            ) from None
-        found = Path(path) if file == TOKENIZER else found
-    if found is None:
-        raise UserError(f"{key}={show(name)}: the hub has no {TOKENIZER} of it, give one that has")
-    return FileTokenizer.read(name, found, key)
+    try:
+        folder = snapshot_download(name, allow_patterns=[TOKENIZER, *BESIDE], etag_timeout=SECONDS)
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"{key}={show(name)} is no file or folder here, and the hub has not given it "
+            f"({why}): give a tokenizer.json, or a folder that holds one"
+        ) from None
+    return FileTokenizer.read(name, Path(folder, TOKENIZER), key)
 
 
-# Streaming decoders: text is returned once its characters are complete
+# A streaming decoder
 
 
 CONTEXT = 6  # tokens before a new one that may change its spelling: blanks, joined words
 HELD = 32  # tokens that may wait for a character to complete; more are an invalid character
 
 
-def decoding_of(tokenizer: Tokenizer) -> ByteDecoding | FileDecoding:
-    """Returns the streaming decoder of a tokenizer."""
-    return FileDecoding(tokenizer) if isinstance(tokenizer, FileTokenizer) else ByteDecoding()
+class Decoding:
+    """Decodes a prompt and what follows it, token by token, once characters are complete; the
+    spelling of a token may depend on the tokens before."""
 
-
-class ByteDecoding:
-    """Decodes bytes; a prompt may end inside a character that the tokens complete."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def begin(self, prompt: bytes) -> str:
-        """Returns the complete characters of the prompt."""
-        return self._decoder.decode(prompt)
-
-    def add(self, token: int) -> str:
-        """Returns the text that this token completes, perhaps none."""
-        return self._decoder.decode(bytes([token])) if token < 256 else ""
-
-    def end(self) -> str:
-        """Returns the rest; an incomplete character becomes U+FFFD."""
-        return self._decoder.decode(b"", final=True)
-
-
-class FileDecoding:
-    """Decodes tokens of words and characters, whose spelling may depend on the tokens before; as
-    `ByteDecoding`."""
-
-    def __init__(self, tokenizer: FileTokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = 0  # tokens whose text was returned
 
     def begin(self, prompt: bytes) -> str:
-        self._tokens = list(self._tokenizer.encode_prompt(prompt))
-        self._shown = len(self._tokens)
+        """Returns the prompt; one of bytes may end inside a character that the tokens complete."""
+        tokens = self._tokenizer.encode_prompt(prompt)
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return "".join(map(self.add, tokens))
+        self._tokens, self._shown = tokens, len(tokens)
         return prompt.decode("utf-8", "replace")
 
     def add(self, token: int) -> str:
+        """Returns the text that this token completes, perhaps none."""
         self._tokens.append(token)
         text = self._new()
         if text.endswith("\ufffd") and len(self._tokens) - self._shown < HELD:
@@ -523,6 +492,7 @@ class FileDecoding:
         return text
 
     def end(self) -> str:
+        """Returns the rest; an incomplete character becomes U+FFFD."""
         text, self._shown = self._new(), len(self._tokens)
         return text
 

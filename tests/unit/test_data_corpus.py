@@ -499,12 +499,6 @@ def test_text_too_short_for_any_length_says_so(tmp_path: Path) -> None:
     assert "no model.seq_length fits" in refused(text(tmp_path, write(tmp_path / "a", b"x")), 1)
 
 
-def test_missing_and_ignored_paths_are_refused(tmp_path: Path) -> None:
-    assert "data.path is missing" in refused(DataConfig(name="text"))
-    sentence = refused(DataConfig(name="stdlib", path="book.txt"))
-    assert "data.path=book.txt has no meaning with data=stdlib" in sentence
-
-
 def test_unusable_cache_folder_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 100)
     for bad in (path, path / "below"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from parallel3d.data.tokenizer import ByteTokenizer, decoding_of, open_tokenizer
+from parallel3d.data.tokenizer import ByteTokenizer, Decoding, open_tokenizer
 from parallel3d.data.tokenizer import Tokenizer as AnyTokenizer
 from tests.tokenizers import END, TEXT, folder, trained
 
@@ -36,7 +36,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> AnyTokenizer:
 
 
 def pieces(tokenizer: AnyTokenizer, prompt: bytes, tokens: list[int]) -> list[str]:
-    decoding = decoding_of(tokenizer)
+    decoding = Decoding(tokenizer)
     return [decoding.begin(prompt), *map(decoding.add, tokens), decoding.end()]
 
 
