@@ -25,7 +25,7 @@ from benchmarks.gpu_rows import model_of, seconds_of, trainer_of
 from benchmarks.gpu_tasks import Given, Row, judged
 from parallel3d.config.values import AUTO
 from parallel3d.context_parallel import document_attention
-from parallel3d.data.documents import documents_of
+from parallel3d.data.loader import documents_of
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
 from parallel3d.models import dropout, layers, ops

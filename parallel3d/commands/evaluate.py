@@ -27,7 +27,7 @@ from parallel3d.commands.from_run import EVAL
 from parallel3d.commands.generate import load_newest
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.documents import Documents, SequenceSplit
-from parallel3d.data.documents import whole_samples
+from parallel3d.data.loader import whole_samples
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link

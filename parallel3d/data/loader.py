@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from fractions import Fraction
@@ -22,11 +22,10 @@ import numpy.typing as npt
 import torch
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.context_parallel.documents import Documents, SequenceSplit
+from parallel3d.context_parallel.documents import Documents, SequenceSplit, make_documents
 from parallel3d.data.blend import Blend, Blended, DatasetOrder
 from parallel3d.data.chat import ChatSamples
 from parallel3d.data.corpus import check_vocabulary
-from parallel3d.data.documents import documents_of, whole_samples
 from parallel3d.data.packing import PackSampler
 from parallel3d.data.sampler import Sample, Sampler
 from parallel3d.data.split import Corpus
@@ -177,6 +176,44 @@ class Batches:
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return accelerator.moved(tensor, self._device)
+
+
+# Document boundaries of a micro-batch, for positions and attention
+
+
+def documents_of(
+    samples: Sequence[Sample],
+    numbers: Sequence[int],
+    device: torch.device,
+    split: SequenceSplit | None = None,
+) -> Documents:
+    """Returns the documents of `samples`, which are `numbers` in the run.
+
+    Raises ValueError for starts that are not positions where documents begin.
+    """
+    length = len(samples[0].loss_mask)
+    split = split or SequenceSplit(length)
+    rows = [_checked_starts(sample, i, length) for sample, i in zip(samples, numbers, strict=True)]
+    return make_documents(split.pad_starts(np.stack(rows)), device, split)
+
+
+def whole_samples(number: int, device: torch.device, split: SequenceSplit) -> Documents:
+    """Returns the documents of `number` samples that are one document each."""
+    starts = np.zeros((number, split.length), dtype=np.int32)
+    return make_documents(split.pad_starts(starts), device, split)
+
+
+def _checked_starts(sample: Sample, number: int, length: int) -> npt.NDArray[np.int32]:
+    if sample.starts is None:
+        return np.zeros(length, dtype=np.int32)
+    starts = sample.starts.astype(np.int32, copy=False)
+    place = np.arange(length, dtype=np.int32)
+    is_begin = starts == place if starts.shape == place.shape else place == 0
+    if not np.array_equal(starts, np.maximum.accumulate(np.where(is_begin, place, 0))):
+        raise ValueError(
+            f"sample {number}: starts[p] must be the position at which the document of p begins"
+        )
+    return starts
 
 
 # A thread that reads the next samples. It first prefetches all of them and then reads: the disk

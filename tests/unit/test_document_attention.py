@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 
 from parallel3d.context_parallel import document_attention
 from parallel3d.context_parallel.document_attention import attend_within
-from parallel3d.data.documents import Documents, documents_of
+from parallel3d.data.loader import Documents, documents_of
 from parallel3d.data.sampler import Sample, document_starts
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.dropout import Dropout
