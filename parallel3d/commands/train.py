@@ -27,9 +27,14 @@ from parallel3d.data.blend import Blend, Blended
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import check_same_text, part_of
 from parallel3d.data.split import Corpus
-from parallel3d.data.tokenizer import BYTE, keep_tokenizer, with_own_tokenizer
+from parallel3d.data.tokenizer import (
+    BYTE,
+    keep_tokenizer,
+    open_tokenizer,
+    with_own_tokenizer,
+)
 from parallel3d.data.tokens import look_at
-from parallel3d.data.validation import open_sets, sizes_of, token_bytes
+from parallel3d.data.validation import open_sets
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, UserError, print_line
@@ -166,7 +171,7 @@ def make_trainer(
     """Creates the trainer with the samples of the validation sets."""
     sources = {name: part_of(one, config, held_out=True) for name, one in sets.items()}
     name = config.data.tokenizer or (BYTE if config.data.reads_bytes else None)
-    sizes = token_bytes(name) if sets else None
+    sizes = open_tokenizer(name).sizes() if sets and name is not None else None
     if sets and sizes is None and groups.rank == 0:
         print_line(
             "data.valid: no bits per byte, as the corpus does not tell where its tokenizer is; "
@@ -440,7 +445,8 @@ def header_facts(
     length = length_words(config, getattr(trainer.train_source, "windows", None))  # None: a blend
     facts = {"data": f"{name}: {sizes}", "length": length, "device": where}
     if sets:
-        facts["validation"] = sizes_of(sets)
+        tokens = (f"{name} {one.valid_tokens:,} tokens" for name, one in sets.items())
+        facts["validation"] = ", ".join(tokens)
     if not config.data.reads_bytes:
         spare = config.model.vocab_size - corpus.vocab_size
         more = f", {spare:,} of model.vocab_size={config.model.vocab_size} are padding"

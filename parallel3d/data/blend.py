@@ -15,7 +15,6 @@ Huffman, "A Method for the Construction of Minimum-Redundancy Codes", Proc. IRE 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import heapq
 import json
@@ -23,7 +22,7 @@ import math
 import operator
 import resource
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -270,15 +269,6 @@ class Blend:
             stages.append(f"{stage.first}:{digest.hexdigest()}")
         return " ".join(stages)
 
-    def packed(self, with_plans: Callable[[Corpus], Corpus]) -> Blend:
-        """Returns the blend with packing plans for each corpus."""
-        return dataclasses.replace(self, corpora=tuple(with_plans(one) for one in self.corpora))
-
-
-def part_name(prefix: str) -> str:
-    """Returns the name of a part of a blend for errors."""
-    return f"data.blend's {show(prefix)}"
-
 
 def history_until(history: str, samples: int) -> list[str]:
     """Returns the stages of a `Blend.history` that contributed to the first `samples`."""
@@ -296,7 +286,9 @@ def open_blend(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
     remote = remote_of(prefixes, folder, data.block_cache_gb)
     tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer)
     corpora = [
-        open_pair(data, prefix, part_name(prefix), seq_length, limit, tokenizer, remote)
+        open_pair(
+            data, prefix, f"data.blend's {show(prefix)}", seq_length, limit, tokenizer, remote
+        )
         for prefix in prefixes
     ]
     corpora.sort(key=lambda corpus: corpus.fingerprint)
@@ -324,7 +316,7 @@ def check_epochs(
     for corpus, had, epoch in zip(blend.corpora, counts, windows, strict=True):
         times = had / epoch
         small = (
-            f"{part_name(corpus.name)} is small for its share: its {epoch:,} samples would "
+            f"{corpus.named} is small for its share: its {epoch:,} samples would "
             f"be read {times:.1f} times"
         )
         if most is not None and times > most:
@@ -352,11 +344,11 @@ def _check_alike(corpora: Sequence[Corpus]) -> None:
     for before, corpus in pairwise(corpora):
         if before.fingerprint == corpus.fingerprint:
             raise UserError(
-                f"{part_name(before.name)} and {show(corpus.name)} hold the same tokens: "
+                f"{before.named} and {show(corpus.name)} hold the same tokens: "
                 "give one of them, with the sum of their weights"
             )
         if (corpus.tokenizer, corpus.eot) != (first.tokenizer, first.eot):
             raise UserError(
-                f"{part_name(first.name)} and {show(corpus.name)} were made by different "
+                f"{first.named} and {show(corpus.name)} were made by different "
                 f"tokenizers, {first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make them by one"
             )

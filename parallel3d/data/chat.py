@@ -30,6 +30,7 @@ from parallel3d.data.sources import (
     cached_pair,
     check_unchanged,
     find_documents,
+    origin,
 )
 from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import (
@@ -476,6 +477,7 @@ def open_chat(data: DataConfig, folder: Path) -> Corpus:
         fingerprint=digest,
         tokenizer_name=data.tokenizer,
         documents=pair,
+        named=origin(data),
         marked=True,
         files=files,
     )

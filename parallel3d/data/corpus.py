@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.config.fields import show
 from parallel3d.data import cache
-from parallel3d.data.blend import Blend, check_epochs, open_blend, part_name
+from parallel3d.data.blend import Blend, check_epochs, open_blend
 from parallel3d.data.chat import TOKEN, check_windows, find_chat, learned, nothing_said, open_chat
 from parallel3d.data.packing import (
     PLAN_VERSION,
@@ -53,27 +53,27 @@ def open_corpus(
     Raises UserError.
     """
     folder = cache.folder_of(data)
-    if data.name == "blend":
-        blend = open_blend(data, seq_length, folder, vocab_size)
-        if data.packing == "concat":
-            return blend
-        return blend.packed(
-            lambda one: with_plans(one, data, seq_length, folder, part_name(one.name))
-        )
-    if data.name == "corpus":
-        corpus = _open_one(data, seq_length, folder, vocab_size)
+    if data.name in ("corpus", "blend"):
+        opened = _open_pairs(data, seq_length, folder, vocab_size)
     elif data.name == "chat":
-        corpus = open_chat(data, folder)
+        opened = open_chat(data, folder)
         if data.packing == "concat" and data.held_out < 1.0:
-            check_windows(corpus, seq_length)
+            check_windows(opened, seq_length)
     else:
-        corpus = _open_text(data, seq_length, folder)
+        opened = _open_text(data, seq_length, folder)
     if data.packing == "concat":
-        return corpus
-    return with_plans(corpus, data, seq_length, folder, origin(data))
+        return opened
+    if isinstance(opened, Corpus):
+        return with_plans(opened, data, seq_length, folder)
+    parts = tuple(with_plans(one, data, seq_length, folder) for one in opened.corpora)
+    return dataclasses.replace(opened, corpora=parts)
 
 
-def _open_one(data: DataConfig, seq_length: int, folder: Path, vocab_size: int | None) -> Corpus:
+def _open_pairs(
+    data: DataConfig, seq_length: int, folder: Path, vocab_size: int | None
+) -> Corpus | Blend:
+    if data.name == "blend":
+        return open_blend(data, seq_length, folder, vocab_size)
     assert data.path is not None, "config.checks refuses data=corpus without data.path"
     remote = remote_of([data.path], folder, data.block_cache_gb)
     return open_pair(data, data.path, origin(data), seq_length, vocab_size, remote=remote)
@@ -90,6 +90,7 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         *(pair.tokens, held_out, tokenizer),
         fingerprint=digest,
         tokenizer_name=data.tokenizer or BYTE,
+        named=origin(data),
         files=files,
     )
 
@@ -134,28 +135,20 @@ def check_data(
 
 
 def _check_pairs(
-    data: DataConfig,
-    seq_length: int,
-    vocab_size: int | None,
-    samples: int,
+    data: DataConfig, seq_length: int, vocab_size: int | None, samples: int
 ) -> list[str]:
     folder = cache.folder_of(data)
-    if data.name == "corpus":
-        opened: Corpus | Blend = _open_one(data, seq_length, folder, vocab_size)
+    opened = _open_pairs(data, seq_length, folder, vocab_size)
+    parts = opened.corpora if isinstance(opened, Blend) else (opened,)
+    if data.packing == "concat":
+        epochs = [(len(one.train) - 1) // seq_length for one in parts]
     else:
-        opened = open_blend(data, seq_length, folder, vocab_size)
-    if isinstance(opened, Blend):
-        corpora, names = opened.corpora, [part_name(one.name) for one in opened.corpora]
-    else:
-        corpora, names = (opened,), [origin(data)]
-    epochs = [(len(one.train) - 1) // seq_length for one in corpora]
-    if data.packing != "concat":
-        for k, (one, name) in enumerate(zip(corpora, names, strict=True)):
-            check_pieces(one, data, seq_length, folder, name)
-            epochs[k] = max(1, len(one.train) // (seq_length + 1))
-    if isinstance(opened, Blend):
-        return check_epochs(opened, epochs, samples, data.most_epochs)
-    return []
+        for one in parts:
+            check_pieces(one, data, seq_length, folder)
+        epochs = [max(1, len(one.train) // (seq_length + 1)) for one in parts]
+    return (
+        check_epochs(opened, epochs, samples, data.most_epochs) if isinstance(opened, Blend) else []
+    )
 
 
 def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
@@ -170,9 +163,7 @@ def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
 # Packing plans of a corpus
 
 
-def with_plans(
-    corpus: Corpus, data: DataConfig, seq_length: int, folder: Path, named: str
-) -> Corpus:
+def with_plans(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     """Returns the corpus with both plans from `folder`, built if missing. Raises UserError."""
     capacity = seq_length + 1
     fit = one_each if data.packing == "padded" else best_fit
@@ -183,7 +174,7 @@ def with_plans(
         key = _key(corpus, held_out, data, capacity)
 
         def make() -> Pieces:
-            pieces = _pieces(corpus, held_out, data, named, capacity)
+            pieces = _pieces(corpus, held_out, data, capacity)
             return _learned(pieces, corpus, held_out) if corpus.marked else pieces
 
         return kept_plan(folder, key, make, capacity, fit)
@@ -195,9 +186,7 @@ def with_plans(
     return dataclasses.replace(corpus, plans=plans, fingerprint=" ".join(digests), files=files)
 
 
-def check_pieces(
-    corpus: Corpus, data: DataConfig, seq_length: int, folder: Path, named: str
-) -> None:
+def check_pieces(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path) -> None:
     """Raises UserError for documents that do not fit a sample, unless the plans exist already."""
     for held_out in (False, True):
         if not len(corpus.valid if held_out else corpus.train):
@@ -205,7 +194,7 @@ def check_pieces(
         key = _key(corpus, held_out, data, seq_length + 1)
         cache.check_can_store(folder, key)
         if not (folder / f"{key}.json").exists():
-            _pieces(corpus, held_out, data, named, seq_length + 1)
+            _pieces(corpus, held_out, data, seq_length + 1)
 
 
 def check_lengths(lengths: Sequence[int], seq_length: int, named: str, packing: str) -> None:
@@ -223,15 +212,15 @@ def _key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> str
     return cache.digest_of([PLAN_VERSION, stream, capacity, data.packing, data.cut_documents])
 
 
-def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, named: str, capacity: int) -> Pieces:
+def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> Pieces:
     tokens = len(corpus.valid if held_out else corpus.train)
     pieces = pieces_of(corpus.begins(held_out), tokens, capacity)
     if pieces.cut and not data.cut_documents:
-        raise _too_long(named, pieces.cut, capacity, data.packing)
+        raise _too_long(corpus.named, pieces.cut, capacity, data.packing)
     if not pieces.starts.size:
         part = "held-out" if held_out else "training"
         raise UserError(
-            f"{named} has no document of two tokens in its {part} part, and "
+            f"{corpus.named} has no document of two tokens in its {part} part, and "
             f"data.packing={data.packing} needs one: give data.packing=concat"
         )
     return pieces

@@ -38,8 +38,9 @@ class Corpus:
 
     fingerprint: a digest of the stream, the same on any machine. vocab_size, eot, tokenizer: of the
     tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
-    begin; None: after each `eot`. plans: packs of both parts, None of an empty
-    one. marked: tokens carry marks of what is learned (`chat`). files: all open files.
+    begin; None: after each `eot`. plans: packs of both parts, None of an empty one. name: of a
+    pair, its prefix. named: what errors call it. marked: tokens carry marks of what is learned
+    (`chat`). files: all open files.
     """
 
     train: Tokens
@@ -52,6 +53,7 @@ class Corpus:
     documents: IndexedCorpus | None = None
     plans: tuple[PackingPlan | None, PackingPlan | None] | None = None
     name: str = ""
+    named: str = ""
     marked: bool = False
     files: tuple[WatchedFile, ...] = ()
 
@@ -182,6 +184,7 @@ def open_pair(
         tokenizer_name=name,
         documents=pair,
         name=prefix,
+        named=named,
         files=files,
     )
 

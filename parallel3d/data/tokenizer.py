@@ -73,6 +73,10 @@ class ByteTokenizer:
         """As of the tokenizer.json of bytes that an export writes."""
         return [self.eot]
 
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Returns the bytes of text that each token stands for, (n,)."""
+        return (np.arange(self.vocab_size) < self.eot).astype(np.int64)
+
     def encode(self, text: bytes) -> npt.NDArray[np.uint16]:
         """Returns the tokens of `text`, shape (len(text),), without an end-of-text token."""
         return np.frombuffer(text, dtype=np.uint8).astype("<u2")

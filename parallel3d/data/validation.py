@@ -1,21 +1,18 @@
-"""Validation sets of `data.valid`: opened by name, read whole, and the bytes of their tokens."""
+"""Validation sets of `data.valid`: opened by name, and read whole."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.data.blend import Blend
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.sampler import Sample
 from parallel3d.data.split import Corpus, is_remote
-from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,21 +83,3 @@ class FirstSamples:
         if i < self.count:
             return sample
         return sample._replace(loss_mask=np.zeros(self.seq_length, np.bool_))
-
-
-def token_bytes(tokenizer: str | None) -> npt.NDArray[np.int64] | None:
-    """Returns the bytes of text that each token stands for, special tokens none; (vocabulary,).
-
-    None without a tokenizer that can be opened: then bits per byte are unknown.
-    """
-    if tokenizer is None:
-        return None
-    opened = open_tokenizer(tokenizer)
-    if isinstance(opened, ByteTokenizer):
-        return (np.arange(opened.vocab_size) < opened.eot).astype(np.int64)
-    return opened.sizes()
-
-
-def sizes_of(sets: Mapping[str, Corpus]) -> str:
-    """Returns the sets with their tokens, for the header."""
-    return ", ".join(f"{name} {corpus.valid_tokens:,} tokens" for name, corpus in sets.items())

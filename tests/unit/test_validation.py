@@ -19,7 +19,7 @@ from parallel3d.config.schema import Config, ModelConfig, OptimConfig, TrainConf
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import part_of, sources_of
 from parallel3d.data.tokenizer import open_tokenizer
-from parallel3d.data.validation import FirstSamples, check_sets, open_sets, sets_of, token_bytes
+from parallel3d.data.validation import FirstSamples, check_sets, open_sets, sets_of
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import Score, finite
 from parallel3d.metrics.loggers import figures_of
@@ -181,7 +181,8 @@ def with_fallback(folder: Path) -> str:
 @pytest.mark.parametrize("make", [byte_level, with_fallback])
 def test_bytes_of_tokens_add_up_to_those_of_the_text(make, tmp_path: Path) -> None:
     name = make(tmp_path)
-    tokenizer, sizes = open_tokenizer(name), token_bytes(name)
+    tokenizer = open_tokenizer(name)
+    sizes = tokenizer.sizes()
     tokens = tokenizer.encode(TEXT.encode())
     assert len(set(tokens.tolist())) > 20
     assert sizes[tokens].sum() == len(TEXT.encode())
@@ -189,9 +190,7 @@ def test_bytes_of_tokens_add_up_to_those_of_the_text(make, tmp_path: Path) -> No
 
 
 def test_bytes_are_bytes() -> None:
-    sizes = token_bytes("byte")
-    assert sizes.tolist() == [1] * 256 + [0]
-    assert token_bytes(None) is None
+    assert open_tokenizer("byte").sizes().tolist() == [1] * 256 + [0]
 
 
 def test_a_blend_ends_before_a_part_comes_twice(tmp_path: Path) -> None:
