@@ -41,8 +41,6 @@ from parallel3d.data.tokenizer import (
     Placed,
     Unencodable,
     open_tokenizer,
-    read_json,
-    role,
 )
 from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError, nearest
@@ -75,8 +73,7 @@ class ChatTemplate:
         """Raises UserError for a missing template, or one that does not parse."""
         self.named = f"the chat template of {tokenizer.name}"
         self.text = template_text(tokenizer)
-        folder, key = tokenizer.folder, self.named
-        names = {name: role(name, folder, key) for name in ROLES} if folder is not None else {}
+        names = {name: tokenizer.role(name) for name in ROLES}
         self._names = {name: text for name, text in names.items() if text is not None}
         self._names.setdefault("eos_token", tokenizer.eot_text)
         self._names.setdefault("bos_token", "")
@@ -159,7 +156,7 @@ def template_text(tokenizer: FileTokenizer) -> str:
             pass
         except (OSError, ValueError) as error:
             raise UserError(f"{key} cannot be read ({plain(str(error))})") from None
-        found = read_json(folder, TOKENIZER_CONFIG, key).get("chat_template")
+        found = tokenizer.beside[TOKENIZER_CONFIG].get("chat_template")
         if isinstance(found, list):  # several, by name
             named = [one for one in found if isinstance(one, dict)]
             found = next((one.get("template") for one in named if one.get("name") == "default"), "")

@@ -8,11 +8,15 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from parallel3d.config.fields import show
+from parallel3d.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Unencodable
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import plain
 
@@ -88,6 +92,7 @@ class Unpacked(io.RawIOBase):
 
 SHOWN = 5  # bad rows kept for the report
 EXCERPT = 60  # characters
+AT_ONCE = 256 << 10  # characters tokenized at a time: a tokenizer needs many times as much memory
 ROWS = 256  # of a parquet file held at a time
 
 
@@ -96,6 +101,40 @@ class Found(NamedTuple):
 
     where: str
     text: str
+
+
+def encoded(
+    tokenizer: Tokenizer, documents: Iterable[Found]
+) -> Iterator[tuple[Found, npt.NDArray[np.integer] | Unencodable]]:
+    """Yields documents with their tokens, or with the error of the tokenizer."""
+    for some in _batches(documents):
+        if isinstance(tokenizer, ByteTokenizer):
+            yield from ((each, tokenizer.encode(each.text.encode())) for each in some)
+            continue
+        try:
+            yield from zip(some, tokenizer.encode_all([each.text for each in some]), strict=True)
+        except Unencodable:
+            yield from ((each, _or_error(tokenizer, each.text)) for each in some)
+
+
+def _or_error(tokenizer: FileTokenizer, text: str) -> npt.NDArray[np.integer] | Unencodable:
+    try:
+        return tokenizer.encode_all([text])[0]
+    except Unencodable as error:
+        return error
+
+
+def _batches(documents: Iterable[Found]) -> Iterator[list[Found]]:
+    batch: list[Found] = []
+    held = 0
+    for each in documents:
+        batch.append(each)
+        held += len(each.text)
+        if held >= AT_ONCE:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 @dataclass

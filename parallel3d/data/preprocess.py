@@ -42,12 +42,12 @@ from parallel3d.data.inputs import (
     SHARD_BYTES,
     Count,
     Cut,
-    Found,
     Input,
     Position,
     Shard,
     cut,
     documents,
+    encoded,
 )
 from parallel3d.data.tokenizer import (
     END,
@@ -351,7 +351,6 @@ def _texts(
 
 
 VERSION = 1
-AT_ONCE = 256 << 10  # characters tokenized at a time: a tokenizer needs many times as much memory
 JUDGED = 1000  # rows before the share of bad ones is checked
 
 
@@ -393,29 +392,15 @@ def made_of(shard: Shard, text_key: str, name: str, digest: str) -> Made:
     dtype, count = token_type(tokenizer.vocab_size), Count()
     end, parts = np.array([tokenizer.eot], dtype), [np.zeros(0, dtype)]
     lengths = []
-    for some in _batches(documents(shard, text_key, count)):
-        for tokens in _encoded(tokenizer, some, count):
+    for document, tokens in encoded(tokenizer, documents(shard, text_key, count)):
+        if isinstance(tokens, Unencodable):
+            count.size -= len(document.text.encode())
+            why = f"cannot be encoded by tokenizer={name} ({tokens.why})"
+            count.leave_out(document.where, why, document.text)
+        else:
             parts += [tokens.astype(dtype, copy=False), end]
             lengths.append(tokens.size + 1)
     return Made(np.concatenate(parts), np.array(lengths, np.int32), count)
-
-
-def _encoded(
-    tokenizer: Tokenizer, some: list[Found], count: Count
-) -> list[npt.NDArray[np.integer]]:
-    """Tokenizes documents; one that the tokenizer cannot encode is a bad row."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return [tokenizer.encode(each.text.encode()) for each in some]
-    try:
-        return tokenizer.encode_all([each.text for each in some])
-    except Unencodable as error:
-        if len(some) > 1:
-            return [tokens for each in some for tokens in _encoded(tokenizer, [each], count)]
-        (bad,) = some
-        count.size -= len(bad.text.encode())
-        why = f"cannot be encoded by tokenizer={tokenizer.name} ({error.why})"
-        count.leave_out(bad.where, why, bad.text)
-        return []
 
 
 def tokenize(
@@ -457,16 +442,3 @@ def _judge(done: JournalEntry, most: float, least: int) -> None:
             f"{count.bad:,} of the first {count.rows:,} rows hold no document, more than bad="
             f"{most:g} of them: {'; '.join(count.shown)}; mend them, or give a larger bad="
         )
-
-
-def _batches(found: Iterator[Found]) -> Iterator[list[Found]]:
-    batch: list[Found] = []
-    held = 0
-    for each in found:
-        batch.append(each)
-        held += len(each.text)
-        if held >= AT_ONCE:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch

@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from parallel3d.data import cache
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
-from parallel3d.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Unencodable
+from parallel3d.data.inputs import LARGEST_DOCUMENT, Found, encoded
+from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, Unencodable
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.errors import UserError, nearest
 
@@ -244,7 +245,6 @@ def _slashed(name: str) -> str:
 
 _VERSION = 2
 _BLOCK = 4 << 20  # bytes
-LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds a document several times over
 
 
 class CachedPair(NamedTuple):
@@ -320,47 +320,23 @@ def _tokenized(
                 yield tokenizer.encode(text)
             yield np.array([tokenizer.eot])
         return
-    for some, texts in _batches(documents):
-        for tokens in _encoded(tokenizer, some, texts):
-            yield np.append(tokens, tokens.dtype.type(tokenizer.eot))
-
-
-def _encoded(
-    tokenizer: FileTokenizer, documents: list[Document], texts: list[str]
-) -> list[npt.NDArray[np.integer]]:
-    """Tokenizes documents' texts. Raises UserError with the document's name."""
-    try:
-        return tokenizer.encode_all(texts)
-    except Unencodable as error:
-        if len(texts) > 1:
-            pairs = zip(documents, texts, strict=True)
-            return [_encoded(tokenizer, [each], [text])[0] for each, text in pairs]
-        raise UserError(
-            f"data file {documents[0].path} cannot be encoded by data.tokenizer={tokenizer.name} "
-            f"({error.why}): remove or mend it, or give another tokenizer"
-        ) from None
-
-
-def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[Document], list[str]]]:
-    """Yields some documents at a time, in order, with their texts. Raises UserError."""
-    some: list[Document] = []
-    texts: list[str] = []
-    held = 0
-    for document in documents:
-        if document.size > LARGEST_DOCUMENT:
+    for found, tokens in encoded(tokenizer, map(_whole, documents)):
+        if isinstance(tokens, Unencodable):
             raise UserError(
-                f"data file {document.path} has {document.size:,} bytes, and a document has at "
-                f"most {LARGEST_DOCUMENT:,}: cut it, or give data.tokenizer=byte"
+                f"data file {found.where} cannot be encoded by data.tokenizer={tokenizer.name} "
+                f"({tokens.why}): remove or mend it, or give another tokenizer"
             )
-        if held and held + document.size > _BLOCK:
-            yield some, texts
-            some, texts, held = [], [], 0
-        content = b"".join(blocks_of(document))
-        texts.append(content.decode("utf-8", "replace"))
-        some.append(document)
-        held += document.size
-    if texts:
-        yield some, texts
+        yield np.append(tokens, tokens.dtype.type(tokenizer.eot))
+
+
+def _whole(document: Document) -> Found:
+    """Reads a document. Raises UserError."""
+    if document.size > LARGEST_DOCUMENT:
+        raise UserError(
+            f"data file {document.path} has {document.size:,} bytes, and a document has at most "
+            f"{LARGEST_DOCUMENT:,}: cut it, or give data.tokenizer=byte"
+        )
+    return Found(document.path, b"".join(blocks_of(document)).decode("utf-8", "replace"))
 
 
 @contextlib.contextmanager

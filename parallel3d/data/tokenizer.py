@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +157,8 @@ class FileTokenizer:
             text, as Llama's does. begin: the tokens before a prompt: prefix, else `eot`. ends: the
             tokens that end a generation, `eot` and those of generation_config.json. special: text →
             special token.
-        folder: with configuration files; None for a tokenizer without one.
+        folder: with configuration files, `beside` their contents by name; None for a tokenizer
+            without one.
         digest: of the file and the end-of-text token, equal for tokenizers that encode alike.
     """
 
@@ -177,8 +178,13 @@ class FileTokenizer:
             raise UserError(f"{key}={show(name)} is no {TOKENIZER} ({_words(error)})") from None
         if not vocabulary:
             raise UserError(f"{key}={show(name)} has no tokens")
-        special = {token.content: number for number, token in added.items() if token.special}
-        end = end_of_text(folder, vocabulary, special, f"{key}={show(name)}")
+        self.special: dict[str, int] = {
+            token.content: number for number, token in added.items() if token.special
+        }
+        where = f"{key}={show(name)}"
+        names = (TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, MODEL) if folder is not None else ()
+        self.beside = {file: read_json(folder, file, where) for file in names if folder}
+        end = self._end_of_text(vocabulary, where)
         if end is None:
             raise UserError(
                 f"{key}={show(name)} does not tell which token ends a text: write "
@@ -192,11 +198,10 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= FEW else "<u4")
         self.eot, self.eot_text = vocabulary[end], end
-        self.special: dict[str, int] = special
         self.prefix: list[int] = prefix
         self.begin: list[int] = prefix or [self.eot]
-        more = ends_of_generation(folder, f"{key}={show(name)}") if folder is not None else []
-        self.ends = frozenset((self.eot, *(n for n in more if n < self.vocab_size)))
+        more = self._end_tokens(GENERATION)
+        self.ends = frozenset((self.eot, *(n for n in more if 0 <= n < self.vocab_size)))
         facts = json.dumps([hashlib.blake2b(content).hexdigest(), self.eot]).encode()
         self.digest = hashlib.blake2b(facts, digest_size=16).hexdigest()
 
@@ -213,6 +218,36 @@ class FileTokenizer:
             why = getattr(error, "strerror", None) or error
             raise UserError(f"{key}={show(name)} cannot be read ({plain(str(why))})") from None
         return cls(name, content, path.parent if path.name == TOKENIZER else None, key)
+
+    def role(self, name: str) -> str | None:
+        """Returns the token of a role such as eos_token, by the files of the folder."""
+        for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
+            value = self.beside.get(file, {}).get(name)
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str) and token:
+                return token
+        return None
+
+    def _end_of_text(self, vocabulary: Mapping[str, int], where: str) -> str | None:
+        """Returns the token that ends a text; None if it is unknown. Raises UserError for one that
+        does not exist."""
+        named = self.role("eos_token")
+        if named is not None and named not in vocabulary:
+            raise UserError(
+                f"{where}: {self.folder} calls {plain(named)} the end of a text, which is no token "
+                f"of its {TOKENIZER}"
+            )
+        numbers = {number: token for token, number in vocabulary.items()}
+        told = (numbers.get(n) for file in (GENERATION, MODEL) for n in self._end_tokens(file)[:1])
+        usual = (token for token in USUAL_ENDS if token in self.special)
+        alone = list(self.special) if len(self.special) == 1 else []
+        return next((end for end in (named, *told, *usual, *alone) if end is not None), None)
+
+    def _end_tokens(self, file: str) -> list[int]:
+        """Returns the tokens that end a generation, by a file beside the tokenizer."""
+        found = self.beside.get(file, {}).get("eos_token_id")
+        found = found if isinstance(found, list) else [found]
+        return [number for number in found if type(number) is int]
 
     def encode(self, text: bytes) -> npt.NDArray[np.integer]:
         """Returns a document's tokens, without an end-of-text; invalid UTF-8 becomes U+FFFD."""
@@ -321,8 +356,7 @@ class FileTokenizer:
     def files(self) -> dict[str, bytes]:
         """Returns file name → content of a folder for this tokenizer, also for transformers."""
         found = {TOKENIZER: self._content}
-        folder, key = self.folder, f"tokenizer {self.name}"
-        config: dict[str, Any] = read_json(folder, TOKENIZER_CONFIG, key) if folder else {}
+        folder, config = self.folder, dict(self.beside.get(TOKENIZER_CONFIG, {}))
         for name in (SPECIAL_MAP, GENERATION, CHAT_TEMPLATE):
             if folder is not None and (folder / name).is_file():
                 found[name] = read_bounded(folder / name, LARGEST_BESIDE)
@@ -390,55 +424,6 @@ def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{key}: {folder / name} must hold an object, not {type(content).__name__}")
     return content
-
-
-def end_of_text(
-    folder: Path | None, vocabulary: Mapping[str, int], special: Iterable[str], key: str
-) -> str | None:
-    """Returns the token that ends a text; None if it is unknown.
-
-    Args:
-        folder: the tokenizer's folder; None for a tokenizer without one.
-        vocabulary: token → number. special: the tokenizer's special tokens.
-
-    Raises:
-        UserError: an unreadable file, or one that names a token which does not exist.
-    """
-    if folder is not None:
-        named = role("eos_token", folder, key)
-        if named is not None:
-            if named not in vocabulary:
-                raise UserError(
-                    f"{key}: {folder} calls {plain(named)} the end of a text, which is no token of "
-                    "its tokenizer.json"
-                )
-            return named
-        numbers = {number: token for token, number in vocabulary.items()}
-        for name in (GENERATION, MODEL):
-            number = read_json(folder, name, key).get("eos_token_id")
-            number = number[0] if isinstance(number, list) and number else number
-            if type(number) is int and number in numbers:
-                return numbers[number]
-    known = list(special)
-    ends = [token for token in USUAL_ENDS if token in known]
-    return ends[0] if ends else known[0] if len(known) == 1 else None
-
-
-def ends_of_generation(folder: Path, key: str) -> list[int]:
-    """Returns the tokens that end a generation, by generation_config.json. Raises UserError."""
-    found = read_json(folder, GENERATION, key).get("eos_token_id")
-    found = found if isinstance(found, list) else [found]
-    return [number for number in found if type(number) is int and number >= 0]
-
-
-def role(name: str, folder: Path, key: str) -> str | None:
-    """Returns the token of a role such as eos_token, by the files of the tokenizer's folder."""
-    for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
-        value = read_json(folder, file, key).get(name)
-        token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str) and token:
-            return token
-    return None
 
 
 # Tokenizers on the Hugging Face hub
