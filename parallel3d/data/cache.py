@@ -13,19 +13,17 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from parallel3d.data.tokens import MAKE_ANEW, Proof, WatchedFile, prove, size_of, whole_digest
 from parallel3d.errors import UserError
 from parallel3d.files import (
-    flush_folder,
     is_ours,
     no_link,
     others_may_write,
@@ -41,7 +39,6 @@ _log = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _PAUSE_S = 0.02
-_BUFFER = 4 << 20
 _LARGEST_FACTS = 1 << 20
 
 
@@ -160,22 +157,6 @@ def _build_lock(path: Path) -> Iterator[bool]:
         yield locked
     finally:
         os.close(descriptor)  # unlocks; removing the file would race with other processes
-
-
-@contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file; flushes and renames it to `path` after the block, or removes it."""
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.partial")
-    try:
-        with open(temporary, "xb", buffering=_BUFFER, opener=no_link) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:  # an interrupt must not leave gigabytes behind either
-        temporary.unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
 
 
 # The folder

@@ -314,34 +314,26 @@ class Reader:
         meant; spelled ones stay text unless `every`."""
         if held & set(self._stand_ins.values()):
             self._stand_ins = {}
-        parts: list[str] = []
-        begins, sources = [0], [0]  # of each part: its begin in the encoded text, and in `whole`
-        at = size = 0
-
-        def put(text: str, source: int) -> None:
-            nonlocal size
-            parts.append(text)
-            begins.append(size)
-            sources.append(source)
-            size += len(text)
-
+        pieces: list[tuple[str, int]] = []  # texts to encode, and where they begin in `whole`
+        at = 0
         for found in self._specials(whole, marks):
-            put(whole[at : found.start()], at)
+            pieces.append((whole[at : found.start()], at))
             token = found["meant"] or (found["spelled"] if every else None)
             if token is not None:
                 if token not in self._stand_ins:
                     taken = held.union(marks, self._stand_ins.values())
                     self._stand_ins[token] = _unused(taken, 1)[0]
-                put(self._stand_ins[token], found.start())
+                pieces.append((self._stand_ins[token], found.start()))
             elif found["spelled"]:
-                put(found["spelled"], found.start("spelled"))
+                pieces.append((found["spelled"], found.start("spelled")))
             at = found.end()
-        put(whole[at:], at)
-        made = self._tokenizer.place_spelled("".join(parts), self._stand_ins)
-        points, shifts = np.array(begins), np.array(sources) - np.array(begins)
+        texts, sources = zip(*pieces, (whole[at:], at), strict=True)
+        begins = np.cumsum([0, *map(len, texts[:-1])])
+        shifts = np.array(sources) - begins
+        made = self._tokenizer.place_spelled("".join(texts), self._stand_ins)
 
         def source(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-            return places + shifts[np.searchsorted(points, places, "right") - 1]
+            return places + shifts[np.searchsorted(begins, places, "right") - 1]
 
         # By the last character, as the next character may belong to another part.
         last = np.maximum(made.ends - 1, made.begins)

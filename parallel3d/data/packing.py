@@ -22,6 +22,7 @@ import numpy.typing as npt
 from parallel3d.data import cache
 from parallel3d.data.sampler import Order, Sample
 from parallel3d.data.tokens import Tokens, size_of
+from parallel3d.files import replace_durably
 
 _log = logging.getLogger(__name__)
 
@@ -227,10 +228,12 @@ def kept_plan(
         pieces = make()
         _log.info(f"packing {pieces.starts.size:,} pieces of documents into samples")
         packs = fit(pieces.lengths, capacity)
-        with cache.new_file(Path(f"{prefix}.packs")) as file:
-            file.write(packs.first.astype("<i8").data)
-            file.write(pieces.starts[packs.items].astype("<i8").data)
-            file.write(pieces.lengths[packs.items].astype("<i4").data)
+        parts = (
+            packs.first.astype("<i8"),
+            pieces.starts[packs.items].astype("<i8"),
+            pieces.lengths[packs.items].astype("<i4"),
+        )
+        replace_durably(Path(f"{prefix}.packs"), b"".join(part.data for part in parts))
         return {"packs": packs.first.size - 1}
 
     def opened(entry: cache.Entry) -> PackingPlan:

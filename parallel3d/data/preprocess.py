@@ -60,7 +60,7 @@ from parallel3d.data.tokenizer import (
     with_end,
 )
 from parallel3d.errors import UserError
-from parallel3d.files import flush_folder, parse_json, plain, read_bounded, replace_durably
+from parallel3d.files import flush_folder, no_link, parse_json, plain, read_bounded, replace_durably
 from parallel3d.host.processes import die_with_parent
 
 # Bytes of tokens and seconds between flushes: what a kill may cost.
@@ -103,21 +103,17 @@ class Journal:
         if not is_begun(self.to):
             check_free(self.to)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
+        with open(self.folder / "lock", "ab", opener=no_link) as lock, self._naming():
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(f"to={self.to} is being made by another process") from None
             try:
                 self._resume()
-                with self._naming():
-                    yield self
+                yield self
             finally:
                 if not is_begun(self.to):  # nothing to continue
                     shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            os.close(lock)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

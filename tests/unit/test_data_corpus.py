@@ -205,9 +205,11 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("end", [".bin", ".idx", ".json"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_cache_is_detected_and_rebuilt(tmp_path: Path, damage: str, end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "damage"),
+    [*((".bin", d) for d in DAMAGES), (".idx", "flip in the middle"), (".json", "truncated")],
+)
+def test_damaged_cache_is_detected_and_rebuilt(tmp_path: Path, end: str, damage: str) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 1000)
     open_corpus(text(tmp_path, path), 20)
     file = cache_file(tmp_path).with_suffix(end)
