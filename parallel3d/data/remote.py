@@ -148,7 +148,9 @@ class BlockFile:
             self.size = int(self._version["size"])
             count = _PLACES if self._version.keys() & {*_TIMES} else 0
             starts = {k * max(0, self.size - _PLACE) // (_PLACES - 1) for k in range(count)}
-            self._places = {at: _retried(partial(self._place, at)) for at in sorted(starts)}
+            self._places = {
+                at: self._patiently("read", partial(self._place, at)) for at in sorted(starts)
+            }
         except FileNotFoundError:
             raise UserError(
                 f"{named} does not exist, there is no {address}: give the prefix of a pair, its "
@@ -266,30 +268,24 @@ class BlockFile:
         return self._patiently(f"read at byte {at:,}", once)
 
     def _patiently(self, verb: str, call: Callable[[], T]) -> T:
-        try:
-            return _retried(call)
-        except UserError:
-            raise
-        except Exception as error:
-            raise OSError(f"{self.name} cannot be {verb}: {first_line(error)}") from error
+        """Calls until a call succeeds, with pauses between; a UserError is not retried. Raises
+        OSError in the end."""
+        for pause in (*_PAUSES_S, None):
+            try:
+                return call()
+            except UserError:
+                raise
+            except Exception as error:
+                if pause is None:
+                    raise OSError(f"{self.name} cannot be {verb}: {first_line(error)}") from error
+                time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.block"
 
     def _size(self, number: int) -> int:
         return min(BLOCK, self.size - number * BLOCK)
-
-
-def _retried(call: Callable[[], T]) -> T:
-    """Calls until a call succeeds, with pauses between; a UserError is not retried."""
-    for pause in _PAUSES_S:
-        try:
-            return call()
-        except UserError:
-            raise
-        except Exception:
-            time.sleep(pause)
-    return call()
 
 
 def _digest(block: bytes) -> bytes:
