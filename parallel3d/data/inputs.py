@@ -400,9 +400,7 @@ def find_inputs(given: str, kind: str | None = None) -> list[Input]:
 
     Raises UserError for what is missing, cannot be listed or holds no files.
     """
-    items = [given] if _is_one(given) else [item.strip() for item in given.split(",")]
-    if not all(items):
-        raise UserError(f"input={show(given)} has an empty item between its commas: {HOW}")
+    items = items_of(given, f"input={show(given)}", HOW)
     found: dict[str, Input] = {}
     for item in items:
         for each in _inputs_of(item, kind):
@@ -424,9 +422,13 @@ def of_input(address: str, key: str = "input") -> Iterator[None]:
         raise UserError(f"{key}={show(address)} cannot be read ({plain(why)}): {HOW}") from None
 
 
-def _is_one(given: str) -> bool:
-    """Returns whether a name that may hold commas exists literally."""
-    return "://" not in given and os.path.lexists(os.path.expanduser(given))
+def items_of(given: str, key: str, how: str) -> list[str]:
+    """Splits names at commas, unless there is such a file. Raises UserError."""
+    is_one = "://" not in given and os.path.lexists(os.path.expanduser(given))
+    items = [given] if is_one else [item.strip() for item in given.split(",")]
+    if not all(items):
+        raise UserError(f"{key} has an empty item between its commas: {how}")
+    return items
 
 
 def _inputs_of(item: str, kind: str | None) -> list[Input]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from parallel3d.data import cache
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
-from parallel3d.data.inputs import LARGEST_DOCUMENT, Found, encoded
+from parallel3d.data.inputs import LARGEST_DOCUMENT, Found, encoded, items_of
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, Unencodable
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.errors import UserError, nearest
@@ -95,11 +95,7 @@ def _stdlib_documents() -> list[Document]:
 
 
 def _text_documents(path: str) -> list[Document]:
-    # A name with a comma or bracket is taken literally if there is such a file.
-    whole = os.path.lexists(os.path.expanduser(path))
-    items = [path] if whole else [item.strip() for item in path.split(",")]
-    if not all(items):
-        raise UserError(f"data.path={path} has an empty item between its commas: {_HOW}")
+    items = items_of(path, f"data.path={path}", _HOW)
     found: dict[str, Document] = {}
     for item in items:
         for document in _documents_of(item):
@@ -120,20 +116,14 @@ def _documents_of(item: str) -> list[Document]:
     except OSError as error:
         raise _unreadable(key, path, error.strerror) from error
     else:
-        if not is_folder:
-            document = _document(os.path.basename(path), path, key)
-            if document is None:
-                raise UserError(f"{key} is not a regular file: {_HOW}")
-            if not document.size:
-                raise UserError(f"{key} is an empty file: give one that holds text")
-            return [document]
-        files = _files_below(path, _hidden, key)
+        files = _files_below(path, _hidden, key) if is_folder else [(os.path.basename(path), path)]
     if not files:
         verb = "holds no files (hidden ones do not count)"
         raise UserError(f"{key} {verb if os.path.isdir(path) else 'matches no file'}: {_HOW}")
     documents = [d for d in (_document(*f, key) for f in files) if d and d.size]
     if not documents:
-        raise UserError(f"{key} has only empty files ({len(files)}): give some that hold text")
+        what = "has only empty files, pipes or devices"
+        raise UserError(f"{key} {what} ({len(files)}): give some that hold text")
     return documents
 
 

@@ -7,15 +7,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from enum import Enum
-from io import BufferedReader, FileIO, IOBase
+from io import FileIO, IOBase
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from parallel3d.errors import UserError
-
-_TYPE = np.dtype("<u2")
 
 
 class RemoteFile(Protocol):
@@ -40,7 +38,7 @@ class RemoteFile(Protocol):
     def close(self) -> None: ...
 
 
-File = FileIO | BufferedReader | RemoteFile
+File = FileIO | RemoteFile
 
 
 def pread(file: File, size: int, at: int) -> bytes:
@@ -88,7 +86,7 @@ class Tokens:
     Not mapped: a file cut short or a bad sector would end the process by SIGBUS.
     """
 
-    def __init__(self, file: File, first: int, count: int, dtype: np.dtype = _TYPE) -> None:
+    def __init__(self, file: File, first: int, count: int, dtype: np.dtype) -> None:
         """Takes tokens from byte `first` of the open `file`, which must stay open."""
         self.file, self._first, self._count = file, first, count
         self.dtype = dtype

@@ -468,8 +468,8 @@ def test_a_file_taken_for_a_folder_and_a_dangling_link_are_named(tmp_path: Path)
 
 def test_empty_files_and_folders_are_refused(tmp_path: Path) -> None:
     empty = write(tmp_path / "t" / "empty.txt", b"")
-    assert f"data.path={empty} is an empty file" in refused(text(tmp_path, empty))
-    assert "has only empty files (1)" in refused(text(tmp_path, tmp_path / "t"))
+    assert f"data.path={empty} has only empty files" in refused(text(tmp_path, empty))
+    assert "has only empty files, pipes or devices (1)" in refused(text(tmp_path, tmp_path / "t"))
     (tmp_path / "none").mkdir()
     write(tmp_path / "none" / ".hidden", b"x" * 900)
     assert "holds no files" in refused(text(tmp_path, tmp_path / "none"))
@@ -478,7 +478,7 @@ def test_empty_files_and_folders_are_refused(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert "is not a regular file" in refused(text(tmp_path, tmp_path / "pipe"))
+    assert "has only empty files, pipes or devices (1)" in refused(text(tmp_path, tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("count", [1, 3])
