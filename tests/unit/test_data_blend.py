@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections import Counter
@@ -145,7 +146,7 @@ def test_held_out_samples_are_the_tails_of_the_parts_the_heaviest_first(corpora:
 def manifest(data: DataConfig, samples: int) -> Manifest:
     blend = open_corpus(data, SEQ)
     progress = {"steps": samples // 4, "consumed_samples": samples}
-    config = {"data": {"blend": data.blend}}
+    config = dataclasses.asdict(config_of(data))
     return Manifest(samples // 4, progress, config, facts_of(blend), "", {}, (), ())
 
 
