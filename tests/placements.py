@@ -114,7 +114,7 @@ def slow_groups(layout: Layout, dim: str) -> list[list[int]]:
 def slow_pairs(group: list[int], dim: str) -> list[tuple[int, int]]:
     """Neighbours in one group: a ring, or a chain of stages."""
     pairs = list(itertools.pairwise(group))
-    if dim not in ("pp", "embedding") and len(group) > 2:
+    if dim != "pp" and len(group) > 1:
         pairs.append((group[-1], group[0]))
     return pairs
 

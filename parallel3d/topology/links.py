@@ -8,35 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel3d.estimate.network import (
-    OPEN_CHAINS,
-    Bytes,
-    Matrix,
-    StepPrice,
-    flows_of,
-    levels,
-    members,
-    messages,
-    tiled,
-)
-from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
-from parallel3d.topology.layout import Layout
+from parallel3d.estimate.network import Bytes, StepPrice, flows_of, members, messages
+from parallel3d.topology.cluster.parts import Cluster, LinkClass
 from parallel3d.topology.tiling import RankMapping
 
 CLASSIFIED = ("tp", "cp", "dp", "dp_cp", "pp", "embedding")
 SHOWN_PAIRS = 4
-
-
-def neighbours(layout: Layout, dim: str) -> tuple[Slots, Slots]:
-    """Returns (pairs,), (pairs,): ranks that exchange data along `dim`, from and to.
-
-    Rings for tp, cp, dp and dp_cp; two members are one pair. For pp rank k with rank k + 1, and the
-    last with the first if stages loop; for `embedding` the first with the last.
-    """
-    ranks = members(layout, dim)
-    if layout.wraps if dim == "pp" else ranks.shape[1] > 2 and dim not in OPEN_CHAINS:
-        return ranks.ravel(), np.roll(ranks, -1, axis=1).ravel()
-    return ranks[:, :-1].ravel(), ranks[:, 1:].ravel()
 
 
 @dataclass(frozen=True)
@@ -64,6 +41,7 @@ class Hierarchy(NamedTuple):
 class DimLinks:
     """Links of all groups of one dimension.
 
+    `pairs`: by link, how many ranks send to a next one: all of a ring, all but the last of a chain.
     `in_domain`: groups in one NVLink domain; `on_rail`: other groups under one leaf switch;
     `crossing`: the rest. `rails`: number of rails of the first crossing group. `between_units`:
     pairs on one rail that need the spine. `offending`: the first pairs worse than they should be
@@ -94,24 +72,29 @@ def classify(placement: RankMapping) -> dict[str, DimLinks]:
 
 
 def _classify(placement: RankMapping, dim: str) -> DimLinks:
-    cluster = placement.cluster
+    cluster, rail = placement.cluster, placement.cluster.rail_of
     groups = placement.slots[members(placement.layout, dim)]
     count, size = groups.shape
     if size == 1:
         return DimLinks(dim, 1, count, {}, count, 0, 0)
-    ranks = neighbours(placement.layout, dim)
-    here, there = (placement.slots[r] for r in ranks)
-    kinds, rail = cluster.link_class(here, there), cluster.rail_of
+    flows = flows_of(dim, cluster, groups, placement.layout.loops)
+    here, there, kinds = flows.ring.here, flows.ring.there, flows.ring.kinds
     counts = np.bincount(kinds, minlength=len(LinkClass))
     inside, one_leaf = (
         (numbers == numbers[:, :1]).all(axis=1)
         for numbers in (cluster.domain[groups], cluster.leaf[groups])
     )
     crossing = np.flatnonzero(~inside & ~one_leaf)
+    hierarchy = None
+    if flows.between is not None:
+        one_rail = bool((rail[flows.between.here] == rail[flows.between.there]).all())
+        hierarchy = Hierarchy(flows.inner, size // flows.inner, one_rail)
 
     def pair(i: int) -> Pair:
-        a, b = (cluster.slot_name(int(slots[i])) for slots in (here, there))
-        return Pair((int(ranks[0][i]), int(ranks[1][i])), (a, b), LinkClass(kinds[i]))
+        ends = int(here[i]), int(there[i])
+        a, b = (int(placement.ranks[slot]) for slot in ends)
+        names = cluster.slot_name(ends[0]), cluster.slot_name(ends[1])
+        return Pair((a, b), names, LinkClass(kinds[i]))
 
     wanted = LinkClass.NVLINK if dim in ("tp", "cp") else LinkClass.RAIL
     # The first ones, and the first without a wire, which refuses the placement.
@@ -126,18 +109,9 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
         crossing=crossing.size,
         rails=np.unique(rail[groups[crossing[0]]]).size if crossing.size else 0,
         between_units=int(((kinds > LinkClass.RAIL) & (rail[here] == rail[there])).sum()),
-        hierarchy=None if dim in OPEN_CHAINS else _hierarchy(cluster, groups),
+        hierarchy=hierarchy,
         offending=tuple(pair(i) for i in np.union1d(shown[0], shown[1][:1]).tolist()),
     )
-
-
-def _hierarchy(cluster: Cluster, groups: Matrix) -> Hierarchy | None:
-    """Returns the two levels of groups of slots; None if groups have none or differ."""
-    order = levels(cluster, groups)
-    if order is None:
-        return None
-    rail = tiled(cluster.rail_of[groups], order)
-    return Hierarchy(order.shape[2], order.shape[1], bool((rail == rail[:, :1]).all()))
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def test_nvl72_with_dp_outermost_has_one_replica_a_domain() -> None:
     links = classify(RankMapping.tiled(cluster, layout, Tiling.parse("tp-cp-pp-dp", layout), slots))
     for dim in ("tp", "cp", "pp", "embedding"):
         assert set(links[dim].pairs) == {NVLINK}
-    assert links["dp"].pairs == {RAIL: 64} and links["dp"].on_rail == 64
+    assert links["dp"].pairs == {RAIL: 128} and links["dp"].on_rail == 64
     packed = classify(placed(cluster, layout, "tp-cp-pp-dp"))
     assert packed["pp"].in_domain < packed["pp"].groups  # without segments the second is torn
 

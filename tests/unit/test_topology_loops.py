@@ -11,12 +11,12 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops
-from parallel3d.estimate.network import price_step
+from parallel3d.estimate.network import flows_of, members, price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.assumptions import preset
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import classify, loads_of, neighbours
+from parallel3d.topology.links import classify, loads_of
 from parallel3d.topology.placement.advice import refuse_unreachable
 from parallel3d.topology.report import TopologyReport, make_report, write_report
 from parallel3d.topology.tiling import RankMapping, Tiling
@@ -63,7 +63,8 @@ def test_the_price_moves_what_the_ranks_send(name: str, pp: int, vpp: int) -> No
 @pipelines
 def test_the_last_rank_is_a_neighbour_of_the_first_in_loops(name: str, pp: int, vpp: int) -> None:
     layout = layout_with_loops(config_of(name, pp, vpp))
-    pairs = [{int(a), int(b)} for a, b in zip(*neighbours(layout, "pp"), strict=True)]
+    flows = flows_of("pp", a_cluster(pp, gpus=1), members(layout, "pp"), layout.loops).ring
+    pairs = [set(ends) for ends in zip(flows.here.tolist(), flows.there.tolist(), strict=True)]
     expected = [{rank, rank + 1} for rank in range(pp - 1)]
     if "interleaved" in name and pp > 2:
         expected.append({0, pp - 1})

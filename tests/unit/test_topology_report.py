@@ -85,7 +85,7 @@ def test_context_parallel_groups_are_shown_with_what_they_send() -> None:
     text = one_line(report)
     assert "tp=4 cp=2 pp=2 dp=2" in text and "cp group 0 4" in text
     nvlink, spine = LinkClass.NVLINK, LinkClass.SPINE
-    assert report.links["cp"].pairs == {nvlink: 16} and report.links["cp"].size == 2
+    assert report.links["cp"].pairs == {nvlink: 32} and report.links["cp"].size == 2
     sent = {(p.transfer.op, p.transfer.what) for p in report.price.dims["cp"].transfers}
     assert sent == {
         ("all_gather", "keys and values"),
@@ -312,7 +312,7 @@ def test_rank_file_places_the_ranks(tmp_path: Path) -> None:
     )
     report = make_report(case, TYPED, {})
     assert report.placement.slots.tolist() == [0, 3, 2, 1, 4, 5]
-    assert report.links["tp"].pairs[LinkClass.SPINE] == 2
+    assert report.links["tp"].pairs[LinkClass.SPINE] == 4
 
 
 # --- files -----------------------------------------------------------------------------------
