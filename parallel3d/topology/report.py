@@ -153,7 +153,8 @@ def make_report(
     check_fields(config)
     typed = ("experiment",) if typed is None else typed
     config, assumed = assume_model(config, typed)
-    cluster = the_cluster(config, environ)
+    world = None if config.dp is None else config.world_size
+    cluster = discover(config.cluster, environ, run_command, world)
     dp = _data_parallel(config, cluster)
     config, more = assume_batch(config, dp, typed)
     config = check_config(config, config.replica_size * dp, own_samples=True)
@@ -172,14 +173,6 @@ def make_report(
     report = TopologyReport(config, [*assumed, *more], placement, sent, found)
     _ = report.warnings  # refuses what has no wire
     return report
-
-
-def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
-    """Returns the cluster as configured or, with another `cluster.source`, as discovered here."""
-    world = None
-    if config.dp is not None:
-        world = config.world_size
-    return discover(config.cluster, environ, run_command, world)
 
 
 def _data_parallel(config: Config, cluster: Cluster) -> int:

@@ -81,19 +81,6 @@ def test_classes_of_links():
     assert cluster(2, 2, 2, oversubscription=None).link_class(0, 3) == LinkClass.NONE
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ((0, 8, 8), "nodes=0"),
-        ((2, 8, 6), "domain_gpus=6"),
-        ((2, 8, 12), "domain_gpus=12"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int], said: str):
-    with pytest.raises(ValueError, match=said):
-        cluster(*sizes)
-
-
 def test_lists_of_the_wrong_length_are_refused():
     with pytest.raises(ValueError, match="node_unit has 2 entries, not 3"):
         cluster(3, 2, 2, node_unit=(0, 1))

@@ -185,7 +185,7 @@ def test_unreadable_placements_name_the_nearest_choice() -> None:
     ):
         with pytest.raises(UserError, match=f"placement='{text}'.*nearest: {nearest}$"):
             place(SimpleNamespace(placement=text), cluster, layout, some_traffic(layout))
-    with pytest.raises(UserError, match=r"nearest that works: cluster\.nodes=2"):
+    with pytest.raises(ValueError, match="8 GPUs for 16 ranks"):
         place(SimpleNamespace(placement="auto"), a_cluster(1), layout, some_traffic(layout))
 
 

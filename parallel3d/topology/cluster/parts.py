@@ -62,7 +62,7 @@ class Cluster:
     A domain of `node_domain` is whole nodes. `local_rail` and `local_domain`: each local GPU's rail
     and domain in unusual nodes. `origin` describes the source.
 
-    Raises ValueError for sizes that do not fit each other.
+    Raises ValueError for lists of the wrong length; `cluster_of` checks the sizes.
     """
 
     name: str
@@ -86,15 +86,6 @@ class Cluster:
     network: str = "infiniband"
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "domain_gpus", "rails"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        small, large = sorted((self.gpus_per_node, self.domain_gpus))
-        if large % small:
-            raise ValueError(
-                f"domain_gpus={self.domain_gpus} must divide gpus_per_node={self.gpus_per_node} "
-                f"or be a multiple of it"
-            )
         for name in ("node_names", "node_gpus", "node_domain", "node_unit"):
             if getattr(self, name) and len(getattr(self, name)) != self.nodes:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries, not {self.nodes}")

@@ -246,15 +246,7 @@ def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, S
     A process sits on GPU `local` of its host. If that is impossible (more processes on a host than
     GPUs, or hosts that the cluster lacks), slots are taken in launch order, and the note explains
     it.
-
-    Raises UserError for more processes than the cluster has GPUs.
     """
-    if len(processes) > cluster.size:
-        raise UserError(
-            f"cluster.nodes={cluster.nodes}: cluster {cluster.name} has {cluster.size} GPUs for "
-            f"{len(processes)} ranks; the nearest is "
-            f"cluster.nodes={-(-len(processes) // cluster.gpus_per_node)}"
-        )
     hosts, named = hosts_in_order(processes), cluster
     if not cluster.node_names and len(hosts) <= cluster.nodes:
         spare = [f"node{number}" for number in range(len(hosts), cluster.nodes)]

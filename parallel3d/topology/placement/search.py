@@ -73,20 +73,18 @@ class Candidate:
         return self.cost, not self.is_default, *plain, order, str(self.tiling), self.base.note
 
 
-@dataclass(frozen=True)
-class _Task:
-    """Common inputs of all candidates."""
-
-    cluster: Cluster
-    layout: Layout
-    transfers: list[Transfer]
-
-    def priced(self, tiling: Tiling, base: Base, is_default: bool = False) -> Candidate:
-        name = f"default order {tiling}" if is_default else str(tiling)
-        name += f", {base.note}" * bool(base.note)
-        placement = RankMapping.tiled(self.cluster, self.layout, tiling, base.slots, name)
-        price = price_step(placement, self.transfers)
-        return Candidate(tiling, base, placement, price, is_default)
+def priced(
+    cluster: Cluster,
+    layout: Layout,
+    transfers: list[Transfer],
+    tiling: Tiling,
+    base: Base,
+    is_default: bool = False,
+) -> Candidate:
+    name = f"default order {tiling}" if is_default else str(tiling)
+    name += f", {base.note}" * bool(base.note)
+    placement = RankMapping.tiled(cluster, layout, tiling, base.slots, name)
+    return Candidate(tiling, base, placement, price_step(placement, transfers), is_default)
 
 
 def search(
@@ -100,12 +98,14 @@ def search(
 
     Raises ValueError for fewer slots than ranks.
     """
-    task, bases = _Task(cluster, layout, transfers), bases_of(cluster, layout, slots)
+    bases = bases_of(cluster, layout, slots)
     found: dict[tuple[Tiling, str], Candidate] = {}
 
     def add(tiling: Tiling, base: Base) -> None:
         if (tiling, base.note) not in found:
-            found[tiling, base.note] = task.priced(tiling, base, is_default=not found)
+            found[tiling, base.note] = priced(
+                cluster, layout, transfers, tiling, base, is_default=not found
+            )
 
     for base, tiling in itertools.product(bases, orders(layout)):  # the default comes first
         add(tiling, base)
@@ -188,32 +188,21 @@ def place(
     order or a tiling: over the slots as they come, sorted, or in equal segments of the domains,
     whichever is cheapest.
 
-    Raises UserError if it is malformed, if there are fewer GPUs than ranks, or if a group needs a
-    wire that the cluster lacks.
+    Raises UserError if it is malformed or if a group needs a wire that the cluster lacks.
     """
-    free = cluster.size if slots is None else slots.size
-    if free < layout.world_size:
-        raise UserError(
-            f"cluster.nodes={cluster.nodes} gives {free} GPUs for {layout.world_size} ranks "
-            f"(tp={layout.tp} · cp={layout.cp} · dp={layout.dp} · pp={layout.pp}); nearest that "
-            f"works: cluster.nodes={-(-layout.world_size // cluster.gpus_per_node)}"
-        )
-    placement = _chosen(config.placement, cluster, layout, transfers, slots)
+    wanted = config.placement
+    if wanted == "auto":
+        placement = search(cluster, layout, transfers, slots)[0].placement
+    elif wanted == "default":
+        tiling = orders(layout)[0]
+        placement = RankMapping.tiled(cluster, layout, tiling, slots, "default order")
+    else:
+        tiling, bases = _readable(wanted, layout), bases_of(cluster, layout, slots)
+        tried = (priced(cluster, layout, transfers, tiling, base) for base in bases)
+        placement = _sorted(tried)[0].placement
     if cluster.oversubscription is None:
         refuse_unreachable(placement, classify(placement), transfers)
     return placement
-
-
-def _chosen(
-    wanted: str, cluster: Cluster, layout: Layout, transfers: list[Transfer], slots: Slots | None
-) -> RankMapping:
-    if wanted == "auto":
-        return search(cluster, layout, transfers, slots)[0].placement
-    if wanted == "default":
-        return RankMapping.tiled(cluster, layout, orders(layout)[0], slots, "default order")
-    tiling, task = _readable(wanted, layout), _Task(cluster, layout, transfers)
-    tried = (task.priced(tiling, base) for base in bases_of(cluster, layout, slots))
-    return _sorted(tried)[0].placement
 
 
 def _readable(wanted: str, layout: Layout) -> Tiling:
