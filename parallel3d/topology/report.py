@@ -51,19 +51,16 @@ from parallel3d.topology.tiling import RankMapping
 
 MADE_BY = "parallel3d topology"
 READER_LEFT = 128 + signal.SIGPIPE
-SCALARS = 4096  # bytes up to which a message is pure latency: a loss, a norm
 LEAST_WIDTH = 40
 WORTH_SAYING = 0.005  # of the communication: smaller differences are within the model's error
 
 
 class BetweenRails(NamedTuple):
-    """A message between two rails: its GPUs, its content (None: an example), and its ways, cheapest
-    first."""
+    """A message between two rails: its GPUs, its bytes, and its ways, cheapest first."""
 
     source: int
     target: int
     nbytes: int
-    what: str | None
     ways: list[Route]
 
 
@@ -110,32 +107,8 @@ class TopologyReport:
 
     @property
     def between_rails(self) -> BetweenRails | None:
-        """The largest message of this job between rails or, if there is none, one from the first
-        GPU to another rail and domain, as large as a pipeline message; None on a single rail."""
-        found = self._largest_between_rails() or self._example()
-        if found is None:
-            return None
-        nbytes, source, target, what = found
-        return BetweenRails(*found[1:3], nbytes, what, routes(self.cluster, source, target, nbytes))
-
-    def _largest_between_rails(self) -> tuple[int, int, int, str | None] | None:
-        found = []
-        rail, slots = self.cluster.rail_of, self.placement.slots
-        for dim, links in self.links.items():
-            pairs = ([int(slots[rank]) for rank in pair.ranks] for pair in links.offending)
-            # The first neighbours on different rails and domains.
-            ends = next(((a, b) for a, b in pairs if rail[a] != rail[b]), None)
-            if ends is None or dim not in self.price.dims:
-                continue
-            for p in self.price.dims[dim].transfers:
-                # In two levels the bytes stay on their rails. A ring sends the buffer in shards.
-                if p.algorithm != "hierarchical":
-                    shards = 1 if p.transfer.op == "send_recv" else links.size
-                    nbytes = -(-p.transfer.nbytes // shards)
-                    found.append((nbytes, *ends, f"{dim}: {p.transfer.what}"))
-        return max((message for message in found if message[0] >= SCALARS), default=None)
-
-    def _example(self) -> tuple[int, int, int, str | None] | None:
+        """A message from the first GPU to another rail and domain, as long as one between stages;
+        None on a single rail."""
         cluster = self.cluster
         others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
         near = others & (cluster.unit == cluster.unit[0])
@@ -143,7 +116,8 @@ class TopologyReport:
         if not slots.size:
             return None
         sent = [t.nbytes for t in self.transfers if t.op == "send_recv"]
-        return max(sent, default=1_000_000), 0, int(slots[0]), None
+        nbytes, target = max(sent, default=1_000_000), int(slots[0])
+        return BetweenRails(0, target, nbytes, routes(cluster, 0, target, nbytes))
 
 
 def make_report(
@@ -394,8 +368,7 @@ def route_lines(report: TopologyReport, width: int) -> list[str]:
         return []
     size = byte_text(message.nbytes)
     a, b = (f"{c.slot_name(s)} (rail {c.rail_of[s]})" for s in (message.source, message.target))
-    head = f"between rails, {message.what or 'as an example'}, {size} from {a} to {b}:"
-    lines = wrap(head, width)
+    lines = wrap(f"between rails, as an example, {size} from {a} to {b}:", width)
     for way in message.ways:
         path = c.slot_name(way.slots[0])  # node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1
         for hop, slot in zip(way.hops, way.slots[1:], strict=True):

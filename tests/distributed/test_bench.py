@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench import measure as bench_rows
 from parallel3d.commands.bench.comm import bench_comm
 from parallel3d.commands.bench.measure import BenchRow, Measurement, Where
-from parallel3d.commands.bench.operations import BenchOperation, WrongResult
+from parallel3d.commands.bench.operations import BenchOperation, WrongResult, send_receive
 from parallel3d.commands.bench.preflight import preflight
-from parallel3d.commands.bench.probe import exchange, probe
+from parallel3d.commands.bench.probe import probe
 from parallel3d.config.schema import BenchConfig, ClusterConfig, Config, LaunchConfig
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
@@ -279,15 +280,17 @@ def test_a_wrong_result_is_an_error_that_names_the_row(pool: Pool, name: str) ->
 # --- slow ranks ------------------------------------------------------------------------------
 
 
-def delayed(slow_rank: int, slow_peer: int | None = None) -> Callable[..., None]:
-    """An exchange in which one rank dawdles, always or with one peer alone."""
+@contextmanager
+def delayed(slow_rank: int, slow_peer: int | None = None) -> Iterator[None]:
+    """Exchanges of the probe in which one rank dawdles, always or with one peer alone."""
 
-    def send(sent: Tensor, received: Tensor, peer: int, group: Group) -> None:
-        if dist.get_rank() == slow_rank and slow_peer in (None, peer):
+    def send(sent: Tensor, to: int, received: Tensor, source: int, group: Group) -> None:
+        if dist.get_rank() == slow_rank and slow_peer in (None, to):
             time.sleep(DELAY_S)
-        exchange(sent, received, peer, group)
+        send_receive(sent, to, received, source, group)
 
-    return send
+    with mock.patch("parallel3d.commands.bench.probe.send_receive", send):
+        yield
 
 
 def probed(
@@ -301,8 +304,8 @@ def probed(
 ) -> list[list]:
     """The ranks of each finding, of several probes."""
     bench = Bench(tp=tp, pp=pp, dp=dp)
-    send = delayed(slow_rank, slow_peer)
-    found = [probe(bench.where, bench.groups, CPU, outlier, send)[0] for _ in range(repeats)]
+    with delayed(slow_rank, slow_peer):
+        found = [probe(bench.where, bench.groups, CPU, outlier)[0] for _ in range(repeats)]
     bench.close()
     return [[list(finding.ranks) for finding in findings] for findings in found]
 
@@ -334,7 +337,8 @@ def whole_bench(run_dir: str, slow_rank: int) -> int:
     rank = dist.get_rank()
     bench = BenchConfig(sizes=[4096], iterations=1, warmup=0)
     worker = Worker(rank, rank, 8, 8, Path(run_dir), "local")
-    return bench_comm(Config(tp=2, pp=2, dp=2, bench=bench), worker, delayed(slow_rank))
+    with delayed(slow_rank):
+        return bench_comm(Config(tp=2, pp=2, dp=2, bench=bench), worker)
 
 
 def test_bench_comm_reports_the_slowed_rank_by_host_and_rail_and_ends_well(
@@ -354,7 +358,8 @@ def test_bench_comm_reports_the_slowed_rank_by_host_and_rail_and_ends_well(
 def flown(run_dir: str, slow_rank: int, outlier: float = OUTLIER) -> list[str]:
     bench = Bench(Path(run_dir), tp=2, pp=2, dp=2, bench=BenchConfig(outlier=outlier))
     said: list[str] = []
-    preflight(bench.config, bench.groups, bench.worker, said.append, delayed(slow_rank))
+    with delayed(slow_rank):
+        preflight(bench.config, bench.groups, bench.worker, said.append)
     bench.close()
     return said
 

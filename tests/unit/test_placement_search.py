@@ -181,7 +181,7 @@ def test_unreadable_placements_name_the_nearest_choice() -> None:
         ("atuo", "placement=auto"),
         ("tp-dp", "placement=tp-dp-pp"),
         ("tp4-dp4-pp2", "placement=tp-dp-pp"),
-        ("pp-tp-dp-zz", "placement=pp-tp-dp"),
+        ("pp-tp-dp-zz", "placement=tp-dp-pp"),
     ):
         with pytest.raises(UserError, match=f"placement='{text}'.*nearest: {nearest}$"):
             place(SimpleNamespace(placement=text), cluster, layout, some_traffic(layout))

@@ -24,7 +24,7 @@ from parallel3d.commands.bench import measure as bench_rows
 from parallel3d.commands.bench.fit import Fit, MeasuredOperation, fit
 from parallel3d.commands.bench.measure import ALONE, TOGETHER, Measurement, Progress, Where
 from parallel3d.commands.bench.operations import MEASURING_SHARE, BenchOperation, is_trainings
-from parallel3d.commands.bench.probe import Exchange, Finding, Pair, exchange, probe
+from parallel3d.commands.bench.probe import Finding, Pair, probe
 from parallel3d.config.schema import Config
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.directory import CONFIG_FILE
@@ -106,10 +106,10 @@ def size(nbytes: int) -> str:
     return f"{nbytes:,}"
 
 
-def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int:
+def bench_comm(config: Config, worker: Worker) -> int:
     """Measures, prints and writes `bench.json`; collective. Returns 0, even if something is slow.
 
-    `send` exchanges the probe's messages. Raises WrongResult if a collective gives a wrong number.
+    Raises WrongResult if a collective gives a wrong number.
     """
     console = make_console() if worker.rank == 0 else None
     device = torch.device(worker.device)
@@ -135,7 +135,7 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
             if console:
                 console.print(table(dim, done, console.width))
         worker.phase = "bench comm: probing pairs"
-        findings, pairs = probe(where, groups, device, config.bench.outlier, send)
+        findings, pairs = probe(where, groups, device, config.bench.outlier)
     for site in sites.values():
         site.close()
     groups.close()

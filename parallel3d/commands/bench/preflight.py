@@ -24,7 +24,7 @@ from parallel3d.commands.bench.operations import (
     prepare,
     timed_calls,
 )
-from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe, shown
+from parallel3d.commands.bench.probe import PAUSES_S, floor_of, probe, shown
 from parallel3d.config.schema import Config
 from parallel3d.device import accelerator
 from parallel3d.estimate.network import collective_time
@@ -74,16 +74,9 @@ class GroupTime:
 
 
 def preflight(
-    config: Config,
-    groups: ProcessGroups,
-    worker: Worker,
-    log: Callable[[str], None],
-    send: Exchange = exchange,
+    config: Config, groups: ProcessGroups, worker: Worker, log: Callable[[str], None]
 ) -> None:
-    """Probes, logs slow wires on rank 0 and writes preflight.json; collective over the world.
-
-    `send` exchanges the pair probe's messages.
-    """
+    """Probes, logs slow wires on rank 0 and writes preflight.json; collective over the world."""
     if groups.layout.world_size == 1:
         return
     worker.phase = "preflight"
@@ -91,15 +84,15 @@ def preflight(
     device = torch.device(worker.device)
     where = Where.find(config, worker, groups.layout)
     outlier = config.bench.outlier
-    findings, pairs = probe(where, groups, device, outlier, send)
-    groups_times, slow = _probe_groups(groups, where, device, config)
+    findings, pairs = probe(where, groups, device, outlier)
+    times, slow = _probe_groups(groups, where, device, config)
     if worker.rank > 0:
         return
     known = {rank for finding in findings for rank in finding.ranks}
     lines = [finding.sentence(where) for finding in findings]
-    lines += [g.sentence(times, where) for g, times in slow if not known & set(g.ranks)]
+    lines += [g.sentence(by, where) for g, by in slow if not known & set(g.ranks)]
     if accelerator.is_accelerator(device):  # the cluster's speeds are those of GPUs
-        lines += [line for of_dim in groups_times for line in off_the_price(of_dim, outlier)]
+        lines += off_the_price(times, outlier)
     for line in lines:
         log(f"preflight: {line}")
     write_json(
@@ -109,7 +102,7 @@ def preflight(
             "outlier": outlier,
             "warnings": lines,
             "findings": [finding.facts(where) for finding in findings],
-            "groups": [group.facts() for of_dim in groups_times for group in of_dim],
+            "groups": [group.facts() for group in times],
             "pairs": [{"ranks": list(pair), "seconds": t} for pair, t in pairs.items()],
         },
     )
@@ -117,22 +110,19 @@ def preflight(
 
 def _probe_groups(
     groups: ProcessGroups, where: Where, device: torch.device, config: Config
-) -> tuple[list[list[GroupTime]], list[tuple[GroupTime, float]]]:
-    """Returns (times of every group by dimension, the slow groups) on every rank."""
-    outlier, floor_s = config.bench.outlier, floor_of(device)
+) -> tuple[list[GroupTime], list[tuple[GroupTime, float]]]:
+    """Returns (times of every group, the slow groups) on every rank."""
     mine = {dim: site for dim, site in sites(groups, device, config.launch).items() if dim != WORLD}
-    times = [_fastest(site, dim, where) for dim, site in mine.items()]
-    slow = [found for of_dim in times for found in judge(of_dim, outlier, floor_s)]
+    judging = (config.bench.outlier, floor_of(device))
+    times = [group for dim, site in mine.items() for group in _fastest(site, dim, where)]
+    slow = judge(times, *judging)
     for pause in PAUSES_S:
         if not slow:  # equal on every rank, as the times are
             break
         time.sleep(pause)
-        again = [_fastest(site, dim, where) for dim, site in mine.items()]
-        times = [
-            [min(both, key=lambda group: group.seconds) for both in zip(*of_dim, strict=True)]
-            for of_dim in zip(times, again, strict=True)
-        ]
-        slow = [found for of_dim in times for found in judge(of_dim, outlier, floor_s)]
+        again = [group for dim, site in mine.items() for group in _fastest(site, dim, where)]
+        times = [min(both, key=lambda g: g.seconds) for both in zip(times, again, strict=True)]
+        slow = judge(times, *judging)
     for site in mine.values():
         site.close()
     return times, slow
@@ -160,30 +150,36 @@ def _fastest(site: Site, dim: str, where: Where) -> list[GroupTime]:
 
 
 def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple[GroupTime, float]]:
-    """Returns groups that take more than `outlier` times the median multiple of their price, and
-    by how much.
-
-    Fewer than three groups have no meaningful median.
-    """
-    priced = [(g, price, g.seconds / price) for g in groups if (price := g.priced_s)]
-    if len(priced) < 3:
-        return []
-    usual = float(np.median([times for _, _, times in priced]))
-    return [
-        (group, times / usual)
-        for group, price, times in priced
-        if times > outlier * usual and group.seconds > usual * price + floor_s
-    ]
+    """Returns groups that take more than `outlier` times the median multiple of the prices of their
+    dimension, and by how much. Fewer than three groups have no meaningful median."""
+    found = []
+    for priced in _priced(groups):
+        usual = float(np.median([g.seconds / price for g, price in priced]))
+        for group, price in priced if len(priced) > 2 else ():
+            times = group.seconds / price
+            if times > outlier * usual and group.seconds > usual * price + floor_s:
+                found.append((group, times / usual))
+    return found
 
 
 def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
-    """Returns a line if even the median group of a dimension is much slower than its price."""
-    multiples = [group.times_the_price for group in groups if group.times_the_price is not None]
-    if not multiples or np.median(multiples) <= outlier:
-        return []
-    group = groups[0]
-    return [
-        f"{group.dim} groups: {group.operation.label} of {group.nbytes:,} bytes takes "
-        f"{np.median(multiples):.1f} times its price in the median group: the cluster's speeds or "
-        "the network's settings are not what the model says; parallel3d bench comm shows more"
-    ]
+    """Returns a line for each dimension whose median group is much slower than its price."""
+    lines = []
+    for priced in _priced(groups):
+        usual, (group, _) = np.median([g.seconds / price for g, price in priced]), priced[0]
+        if usual > outlier:
+            lines.append(
+                f"{group.dim} groups: {group.operation.label} of {group.nbytes:,} bytes takes "
+                f"{usual:.1f} times its price in the median group: the cluster's speeds or the "
+                "network's settings are not what the model says; parallel3d bench comm shows more"
+            )
+    return lines
+
+
+def _priced(groups: list[GroupTime]) -> list[list[tuple[GroupTime, float]]]:
+    """Returns the groups that have a price, with it, by dimension."""
+    by_dim: dict[str, list[tuple[GroupTime, float]]] = {}
+    for group in groups:
+        if group.priced_s:
+            by_dim.setdefault(group.dim, []).append((group, group.priced_s))
+    return list(by_dim.values())

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
@@ -35,7 +34,6 @@ ALL_PAIRS = 8  # largest group whose pairs are all probed; in larger ones only n
 
 Pair = tuple[int, int]
 Seconds = npt.NDArray[np.float64]
-Exchange = Callable[[Tensor, Tensor, int, Group], None]
 
 
 def sizes_of(device: torch.device) -> tuple[int, ...]:
@@ -46,11 +44,6 @@ def sizes_of(device: torch.device) -> tuple[int, ...]:
 def floor_of(device: torch.device) -> float:
     """Returns seconds below which a difference is the operating system's."""
     return 5e-6 if accelerator.is_accelerator(device) else 1e-3
-
-
-def exchange(sent: Tensor, received: Tensor, peer: int, group: Group) -> None:
-    """Exchanges a message with world rank `peer` of the group."""
-    send_receive(sent, peer, received, peer, group)
 
 
 @dataclass(frozen=True)
@@ -192,44 +185,34 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
 
 
 def probe(
-    where: Where,
-    groups: ProcessGroups,
-    device: torch.device,
-    outlier: float,
-    send: Exchange = exchange,
+    where: Where, groups: ProcessGroups, device: torch.device, outlier: float
 ) -> tuple[list[Finding], dict[Pair, list[float]]]:
     """Returns (findings, seconds of each pair by size) on every rank; collective over the world.
 
     Args:
         groups: of the run; its own communicators are probed.
         outlier: multiple of the median that counts as slow.
-        send: exchanges a message with a rank.
     """
-    layout = where.placement.layout
-    pairs = pairs_to_probe(layout)
+    pairs = pairs_to_probe(where.placement.layout)
     classes = np.array([where.link_class(a, b) for a, b in pairs])
 
     def share(rank: int) -> object:
         return rank if accelerator.is_accelerator(device) else where.hosts[rank]
 
     order, judging = turns(pairs, share), (outlier, floor_of(device))
-    fastest = _rounds(pairs, order, groups, device, send)
+    fastest = _rounds(pairs, order, groups, device)
     findings = findings_in(fastest, pairs, classes, sizes_of(device), *judging)
     for pause in PAUSES_S:
         if not findings:  # equal on every rank, as the times are
             break
         time.sleep(pause)
-        fastest = np.minimum(fastest, _rounds(pairs, order, groups, device, send))
+        fastest = np.minimum(fastest, _rounds(pairs, order, groups, device))
         findings = findings_in(fastest, pairs, classes, sizes_of(device), *judging)
     return findings, {pair: fastest[:, i].tolist() for i, pair in enumerate(pairs)}
 
 
 def _rounds(
-    pairs: list[Pair],
-    order: list[list[Pair]],
-    groups: ProcessGroups,
-    device: torch.device,
-    send: Exchange,
+    pairs: list[Pair], order: list[list[Pair]], groups: ProcessGroups, device: torch.device
 ) -> Seconds:
     """Returns (sizes, pairs): the fastest exchange at its slower end; equal on every rank."""
     rank, sizes = dist.get_rank(), sizes_of(device)
@@ -244,7 +227,7 @@ def _rounds(
                 peer = b if rank == a else a
                 by = _group_with(peer, groups)
                 for size, (sent, received) in enumerate(buffers):
-                    ping = partial(send, sent, received, peer, by)
+                    ping = partial(send_receive, sent, peer, received, peer, by)
                     seconds = timed_calls(ping, lambda: None, device, 1, PINGS)
                     mine[turn, size, number[a, b]] = min(seconds)
             dist.barrier()

@@ -210,15 +210,11 @@ def _readable(wanted: str, layout: Layout) -> Tiling:
     try:
         return Tiling.parse(wanted, layout)
     except ValueError as error:
-        found = [p[:2] for p in wanted.split("-") if p[:2] in DIMENSIONS]
-        named = list(dict.fromkeys(found))
-        missing = [d for d in DEFAULT_ORDER.split("-") if d not in named and layout.size(d) > 1]
-        close = nearest(wanted, ("default", "auto", "file"))
-        if named or close is None:
-            close = "-".join([*named, *missing])
+        used = [d for d in DEFAULT_ORDER.split("-") if layout.size(d) > 1]
+        close = nearest(wanted, ("default", "auto", "file")) or "-".join(used)
         raise UserError(
             f"placement={wanted!r}: {error}; allowed are default, auto, file, an order of "
-            f"{', '.join(d for d in DIMENSIONS if layout.size(d) > 1) or 'the dimensions'} and a "
+            f"{', '.join(used) or 'the dimensions'} and a "
             f"tiling such as tp4-dp2-pp2-dp4 whose factors multiply to the sizes; nearest: "
             f"placement={close}"
         ) from error
