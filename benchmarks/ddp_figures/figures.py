@@ -28,7 +28,7 @@ from benchmarks.ddp_figures.nets import NETS, made
 from benchmarks.ddp_figures.report import write_report
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import GLOO_ON, Interfaces, ProcessGroups, gloo_on
-from parallel3d.commands.bench.fit import MeasuredOperation, fit
+from parallel3d.commands.bench.comm import MeasuredOperation, fit
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from parallel3d.commands.bench.comm import duration, size, table
-from parallel3d.commands.bench.fit import FITTED, MeasuredOperation, fit
+from parallel3d.commands.bench.comm import (
+    FITTED,
+    MeasuredOperation,
+    duration,
+    fit,
+    size,
+    table,
+)
 from parallel3d.commands.bench.measure import Where, dimensions
 from parallel3d.commands.bench.operations import (
     BenchOperation,

@@ -7,11 +7,15 @@ once. A probe of pairs names slow ranks and wires. Needs no data and no model.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
@@ -21,15 +25,15 @@ from rich.table import Table
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench import measure as bench_rows
-from parallel3d.commands.bench.fit import Fit, MeasuredOperation, fit
 from parallel3d.commands.bench.measure import ALONE, TOGETHER, Measurement, Progress, Where
 from parallel3d.commands.bench.operations import MEASURING_SHARE, BenchOperation, is_trainings
 from parallel3d.commands.bench.probe import Finding, Pair, probe
 from parallel3d.config.schema import Config
+from parallel3d.estimate.network import ring_time
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run.launch import Worker
-from parallel3d.topology.cluster.parts import LinkClass
+from parallel3d.topology.cluster.parts import Link, LinkClass
 
 PIPED = 120  # columns without a terminal
 FULL = 116  # columns of the table with everything; narrower ones have bus bandwidths only
@@ -141,12 +145,12 @@ def bench_comm(config: Config, worker: Worker) -> int:
     groups.close()
     if console:
         path = Path(config.bench.json) if config.bench.json else worker.run_dir / "bench.json"
-        fitted = fits(results)
         seconds = time.perf_counter() - started
-        write_json(path, report(config, where, results, findings, pairs, fitted, seconds))
+        facts = report(config, where, results, findings, pairs, seconds)
+        write_json(path, facts)
         cut = f", {measurement.rows_cut} with fewer calls than asked" * bool(measurement.rows_cut)
         summary = f"{len(results)} rows in {seconds:.0f} s{cut}: {path}"
-        for line in [*conclusions(config, where, findings, pairs, fitted, results), summary]:
+        for line in [*conclusions(facts, where, findings, config.bench.outlier), summary]:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     return 0
 
@@ -173,6 +177,78 @@ def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
         yield tell
 
 
+LIMIT = 30.0  # natural logarithm of microseconds, or ns a byte, that no link exceeds
+# Their cost is a·α + b/B with a and b independent of the link, and training sends nearly all of its
+# bytes by them.
+FITTED = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+
+
+@dataclass(frozen=True)
+class MeasuredOperation:
+    """One measured operation: n ranks, `nbytes` as nccl-tests counts them."""
+
+    op: str
+    n: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted link; it prices half of the samples within a factor of `typical_factor`."""
+
+    link: Link
+    samples: int
+    typical_factor: float
+
+    def overrides(self, kind: LinkClass, rail_gb_per_s: float) -> dict[str, float]:
+        """Returns the keys of `cluster`; the spine's bandwidth is given by its oversubscription."""
+        speed, latency = _round(self.link.gb_per_s), _round(self.link.latency_us)
+        if kind is not LinkClass.SPINE:
+            return {
+                f"cluster.{kind.label}_gb_per_s": speed,
+                f"cluster.{kind.label}_latency_us": latency,
+            }
+        return {
+            "cluster.oversubscription": max(1.0, _round(rail_gb_per_s / self.link.gb_per_s)),
+            "cluster.spine_latency_us": latency,
+        }
+
+
+def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
+    """Returns the link whose prices are off by the smallest factors; None without two sizes.
+
+    Factors treat prices that are too high and too low alike, for all message sizes; relative
+    differences would favour low prices. If larger messages take no longer, the bandwidth comes out
+    as very high.
+    """
+    samples = [s for s in samples if s.op in FITTED and s.nbytes > 0]
+    if len({s.nbytes for s in samples}) < 2:
+        return None
+    # Seconds per microsecond of latency, and per nanosecond a byte (1 / (GB/s)).
+    each = np.array([[_cost(s, Link(1e30, 1.0)), _cost(s, Link(1.0, 0.0))] for s in samples])
+    seconds = np.array([s.seconds for s in samples])
+    found = np.log((seconds[:, None] / each).min(axis=0))
+    for _ in range(200):  # Gauss-Newton on the logarithms of both, with short steps
+        priced = each @ np.exp(found)
+        slopes = each * np.exp(found) / priced[:, None]
+        step = np.linalg.lstsq(slopes, np.log(seconds / priced), rcond=1e-6)[0]
+        found = (found + step.clip(-0.5, 0.5)).clip(-LIMIT, LIMIT)
+    latency, slowness = np.exp(found).tolist()
+    link = Link(1 / slowness, latency)
+    factors = [max(p := _cost(s, link) / s.seconds, 1 / p) for s in samples]
+    return Fit(link, len(samples), statistics.median(factors))
+
+
+def _cost(sample: MeasuredOperation, link: Link) -> float:
+    return ring_time(sample.op, sample.n, sample.nbytes, link)
+
+
+def _round(value: float) -> float:
+    """Rounds to three digits."""
+    return float(f"{value:.3g}")
+
+
 def fits(results: list[dict]) -> dict[str, Fit]:
     """Fits each link class by the collectives of training, on its path and with all groups busy."""
     samples: dict[str, dict[tuple, MeasuredOperation]] = {}
@@ -192,48 +268,14 @@ def fits(results: list[dict]) -> dict[str, Fit]:
     return {kind: fitted for kind, fitted in found.items() if fitted is not None}
 
 
-def conclusions(
-    config: Config,
-    where: Where,
-    findings: list[Finding],
-    pairs: dict[Pair, list[float]],
-    fitted: dict[str, Fit],
-    results: list[dict],
-) -> list[str]:
-    """Returns the conclusions, a sentence a line."""
-    lines = [finding.sentence(where) for finding in findings]
-    if len(pairs) == 1:
-        lines.append("One pair of ranks: nothing to compare it with, so nothing is called slow.")
-    elif not findings:
-        lines.append(
-            f"No rank and none of {len(pairs)} pairs is slower than {config.bench.outlier:g} "
-            "times the median."
-        )
-    lines += [
-        f"{dim} is not measured: {why}."
-        for dim, why in bench_rows.dimensions(where.placement.layout)[1].items()
-    ]
-    refused = {row["not_offered"] for row in results if "not_offered" in row}
-    lines += [f"avg is not measured: {why}." for why in refused]
-    for kind, fitted_link in fitted.items():
-        keys = fitted_link.overrides(LinkClass[kind.upper()], config.cluster.rail_gb_per_s)
-        words = " ".join(f"{key}={value:g}" for key, value in keys.items())
-        lines.append(
-            f"Measured here: {words} (prices half of {fitted_link.samples} rows of training's "
-            f"collectives within a factor of {fitted_link.typical_factor:.2g})"
-        )
-    return lines
-
-
 def report(
     config: Config,
     where: Where,
     results: list[dict],
     findings: list[Finding],
     pairs: dict[Pair, list[float]],
-    fitted: dict[str, Fit],
     seconds: float,
-) -> dict:
+) -> dict[str, Any]:
     """Returns the content of bench.json."""
     layout = where.placement.layout
     return {
@@ -246,7 +288,7 @@ def report(
         "fitted": {
             kind: found.overrides(LinkClass[kind.upper()], config.cluster.rail_gb_per_s)
             | {"samples": found.samples, "typical_factor": found.typical_factor}
-            for kind, found in fitted.items()
+            for kind, found in fits(results).items()
         },
         "ranks": [where.facts(rank) for rank in range(layout.world_size)],
         "pairs": [
@@ -255,3 +297,26 @@ def report(
         ],
         "rows": results,
     }
+
+
+def conclusions(
+    facts: dict[str, Any], where: Where, findings: list[Finding], outlier: float
+) -> list[str]:
+    """Returns the conclusions of a report, a sentence a line."""
+    lines, pairs = [finding.sentence(where) for finding in findings], len(facts["pairs"])
+    if pairs == 1:
+        lines.append("One pair of ranks: nothing to compare it with, so nothing is called slow.")
+    elif not findings:
+        lines.append(
+            f"No rank and none of {pairs} pairs is slower than {outlier:g} times the median."
+        )
+    left_out = {row["not_offered"] for row in facts["rows"] if "not_offered" in row}
+    not_measured = [*facts["not_measured"].items(), *(("avg", why) for why in left_out)]
+    lines += [f"{what} is not measured: {why}." for what, why in not_measured]
+    for fitted in facts["fitted"].values():
+        words = " ".join(f"{k}={v:g}" for k, v in fitted.items() if k.startswith("cluster."))
+        lines.append(
+            f"Measured here: {words} (prices half of {fitted['samples']} rows of training's "
+            f"collectives within a factor of {fitted['typical_factor']:.2g})"
+        )
+    return lines
