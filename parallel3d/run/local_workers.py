@@ -43,7 +43,7 @@ from parallel3d.run.failure import (
 )
 from parallel3d.run.launch import within
 from parallel3d.run.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
-from parallel3d.topology.placement.placed_ranks import rank_of_launch
+from parallel3d.topology.placed_ranks import rank_of_launch
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

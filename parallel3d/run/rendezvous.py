@@ -34,11 +34,11 @@ from parallel3d.run.directory import (
     take_run,
 )
 from parallel3d.run.launch import RankAssignment, Worker, until
+from parallel3d.topology import placed_ranks
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import layout_of
-from parallel3d.topology.placement import placed_ranks
-from parallel3d.topology.placement.placed_ranks import Process
+from parallel3d.topology.placed_ranks import Process
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store, TCPStore

@@ -1,16 +1,31 @@
-"""What a rank mapping does on its cluster, for warnings, tables and pictures: the links of every
-dimension's groups, the bytes over each wire, and the routes between rails."""
+"""What a rank mapping does on its cluster.
+
+The links of every dimension's groups, the bytes over each wire, the routes between rails, warnings,
+and the refusal of missing wires.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from parallel3d.estimate.network import Bytes, StepPrice, flows_of, members, messages
+from parallel3d.errors import UserError
+from parallel3d.estimate.network import (
+    Bytes,
+    Paths,
+    StepPrice,
+    Transfer,
+    flows_of,
+    members,
+    messages,
+    price_dim,
+    price_step,
+)
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
-from parallel3d.topology.tiling import RankMapping
+from parallel3d.topology.tiling import RankMapping, Tiling, orders
 
 CLASSIFIED = ("tp", "cp", "dp", "dp_cp", "pp", "embedding")
 SHOWN_PAIRS = 4
@@ -195,3 +210,189 @@ def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
         seconds = messages(1, nbytes, cluster.nvlink) + messages(1, nbytes, cluster.rail)
         found.append(Route(seconds, (a, relay, b), (LinkClass.NVLINK, LinkClass.RAIL)))
     return sorted(found, key=lambda r: (r.seconds, len(r.hops)))
+
+
+TRIED_RANKS = 65_536  # largest world in which alternatives to a refused order are tried
+
+
+def warnings_for(
+    placement: RankMapping, links: dict[str, DimLinks], transfers: list[Transfer]
+) -> list[str]:
+    """Returns warnings about a rank mapping with their cost, worst first.
+
+    `links` is `classify(placement)`, `transfers` are those of a step. Raises UserError as
+    `refuse_unreachable`.
+    """
+    refuse_unreachable(placement, links, transfers)
+    found = [_leaves_domain(placement, links[d], transfers) for d in ("tp", "cp")]
+    between = [links[d] for d in (placement.layout.replica_dim, "pp")]
+    found += [_alternates_rails(placement, x) for x in between]
+    found += [_between_units(placement, x) for x in between]
+    found += [_replica_and_domain(placement), _pp_inside_dp(placement)]
+    if any(map(_off_rail, between)):
+        found.append(
+            "NCCL knows no rails: NCCL_CROSS_NIC=0 keeps each ring on one NIC's rail"
+            + ", PXN (NCCL_PXN_DISABLE=0) reaches another rail through an NVLink peer"
+            * placement.cluster.forwards
+        )
+    return [sentence for sentence in found if sentence]
+
+
+def _without_wire(links: dict[str, DimLinks], transfers: list[Transfer]) -> DimLinks | None:
+    """Returns the first dimension that sends between neighbours without a wire."""
+    used = {t.dim for t in transfers}
+    return next((x for d, x in links.items() if d in used and x.pairs.get(LinkClass.NONE)), None)
+
+
+def refuse_unreachable(
+    placement: RankMapping, links: dict[str, DimLinks], transfers: list[Transfer]
+) -> None:
+    """Raises UserError, with an alternative, if neighbours have no wire between them.
+
+    Forwarding by an NVLink peer (PXN) would reach them, but only with NCCL and at the price of both
+    hops for every message, so it does not count as a path.
+    """
+    cut = _without_wire(links, transfers)
+    if cut is None:
+        return
+    layout, cluster = placement.layout, placement.cluster
+    key = f"tp={layout.tp}" if cut.dim == "tp" else f"{cut.dim}={cut.size} with tp={layout.tp}"
+    pair = next(p for p in cut.offending if p.kind is LinkClass.NONE)
+    raise UserError(
+        f"{key}: cluster {cluster.name} has no spine, so {pair} have no path"
+        f"{' but forwarding by an NVLink peer (PXN)' * cluster.forwards}; "
+        f"{_what_works(placement, transfers)}"
+    )
+
+
+def _what_works(placement: RankMapping, transfers: list[Transfer]) -> str:
+    """Returns the nearest layout or order that has wires for all neighbours, by trial."""
+    layout, cluster = placement.layout, placement.cluster
+    default, *others = orders(layout)
+    tried = [t for t in (default.snaked(cluster.domain_gpus), *others) if t is not None]
+    for tiling in tried if layout.world_size <= TRIED_RANKS else ():
+        links = classify(RankMapping.tiled(cluster, layout, tiling))
+        if _without_wire(links, transfers) is None and links["tp"].in_domain == links["tp"].groups:
+            order = str(tiling) if tiling.snake else "-".join(d for d, _ in tiling.digits)
+            return f"placement={order} has a path for all"
+    both = layout.tp * layout.dp
+    for tp in range(min(both, cluster.domain_gpus), 0, -1):
+        if both % tp or tp == layout.tp:
+            continue
+        other = replace(layout, tp=tp, dp=both // tp)
+        links = classify(RankMapping.tiled(cluster, other, orders(other)[0]))
+        if _without_wire(links, transfers) is None:
+            return f"the largest tp that works on as many GPUs is tp={tp} with dp={both // tp}"
+    return f"no tp works with cp={layout.cp} pp={layout.pp} here; set cluster.spine=true or pp=1"
+
+
+def _leaves_domain(
+    placement: RankMapping, links: DimLinks, transfers: list[Transfer]
+) -> str | None:
+    out = links.groups - links.in_domain
+    if not out:
+        return None
+    cluster, dim = placement.cluster, links.dim
+    fits = math.gcd(cluster.domain_gpus, links.size)
+    advice = f"{dim}={fits} fits" if fits < links.size else "placement=auto may keep it inside"
+    wire = cluster.link(links.worst)
+    cost = f"its slowest pair has {wire.gb_per_s:.4g} GB/s instead of {cluster.nvlink.gb_per_s:.4g}"
+    priced = price_step(placement, [t for t in transfers if t.dim == dim]).dims.get(dim)
+    if priced is not None:
+        inside = price_dim(dim, transfers, Paths(links.size, cluster.nvlink), cluster).seconds
+        cost += (
+            f", {1e3 * priced.seconds:,.0f} ms of communication a step instead of "
+            f"{1e3 * inside:,.0f} ms"
+        )
+    return (
+        f"{dim}={links.size} leaves the {cluster.intra_name} domain of {cluster.domain_gpus} GPUs "
+        f"in {out} of {links.groups} groups (first: {links.offending[0]}): {cost}; {advice}"
+    )
+
+
+def _off_rail(links: DimLinks) -> int:
+    """Counts the pairs that change rail."""
+    return links.pairs.get(LinkClass.SPINE, 0) - links.between_units
+
+
+def _alternates_rails(placement: RankMapping, links: DimLinks) -> str | None:
+    off = _off_rail(links)
+    if not off:
+        return None
+    cluster, levels = placement.cluster, links.hierarchy
+    advice = f"a stride that is a multiple of {cluster.gpus_per_node} keeps a group on one rail"
+    advice += " (placement=auto looks for one)"
+    if levels is not None:
+        then = "which stays on one rail" if levels.one_rail else "which still changes rail"
+        advice = (
+            f"reduce in two levels, {levels.inner} inside each domain and then {levels.outer} "
+            f"between domains, {then}; or {advice}"
+        )
+    snake = _snake_on_rails(placement, links.dim)
+    if snake is not None:
+        advice += f"; placement={snake} turns every other ring round and changes no rail"
+    return (
+        f"{links.dim}={links.size} alternates between {links.rails} rails: {off} of "
+        f"{sum(links.pairs.values())} pairs go over the spine (first: {links.offending[0]}); "
+        f"{advice}"
+    )
+
+
+def _snake_on_rails(placement: RankMapping, dim: str) -> Tiling | None:
+    """Returns the default order as a snake over the same GPUs, if it keeps `dim` on its rails."""
+    cluster, layout = placement.cluster, placement.layout
+    snake = orders(layout)[0].snaked(cluster.domain_gpus)
+    if snake is None or layout.world_size > TRIED_RANKS:
+        return None
+    tried = RankMapping.tiled(cluster, layout, snake, np.sort(placement.slots))
+    return None if _off_rail(classify(tried)[dim]) else snake
+
+
+def _between_units(placement: RankMapping, links: DimLinks) -> str | None:
+    if not links.between_units:
+        return None
+    over = placement.cluster.oversubscription
+    thin = f", which is {over:g}:1 oversubscribed" if over and over > 1 else ""
+    return (
+        f"{links.between_units} of {sum(links.pairs.values())} {links.dim} pairs are on one rail "
+        f"but in different units: they pass leaf, spine and leaf{thin}"
+    )
+
+
+def _replica_and_domain(placement: RankMapping) -> str | None:
+    """Advises on domains of several nodes (NVL72): one replica in each, and the Slurm segment."""
+    layout, cluster = placement.layout, placement.cluster
+    replica = layout.tp * layout.cp * layout.pp
+    several = cluster.domain_gpus > cluster.gpus_per_node
+    if not several or layout.pp == 1 or layout.dp == 1 or replica > cluster.domain_gpus:
+        return None
+    domain = cluster.domain[placement.slots].reshape(layout.pp, layout.dp, -1)
+    torn = int((domain != domain[:1, :, :1]).any(axis=(0, 2)).sum())
+    segment = -(-replica // cluster.gpus_per_node)
+    ask = f"sbatch --segment={segment} (tp·pp·cp / GPUs per node) keeps its nodes in one domain"
+    if not torn:
+        return f"each replica of {replica} GPUs is in one NVLink domain; {ask}"
+    whole = np.unique(cluster.domain).size * (cluster.domain_gpus // replica)
+    fit = f"dp={whole} would keep replicas whole, " if whole < layout.dp else ""
+    return (
+        f"{torn} of {layout.dp} replicas of tp·cp·pp = {replica} GPUs reach over several NVLink "
+        f"domains of {cluster.domain_gpus}; {fit}placement=tp-cp-pp-dp puts each in one, and {ask}"
+    )
+
+
+def _pp_inside_dp(placement: RankMapping) -> str | None:
+    """Advises on single-node domains (H100): measured runs keep pp outermost."""
+    layout, cluster = placement.layout, placement.cluster
+    if cluster.domain_gpus > cluster.gpus_per_node or layout.pp == 1 or layout.dp == 1:
+        return None
+    if layout.world_size <= cluster.domain_gpus:
+        return None
+    step = {
+        d: abs(int(np.diff(placement.slots[members(layout, d)[0, :2]])[0])) for d in ("dp", "pp")
+    }
+    if step["pp"] > step["dp"]:
+        return None
+    return (
+        "dp is outside of pp here; on clusters whose NVLink domain is one node, measured runs keep "
+        "pp outermost (placement=default): its messages are the smallest and wait for nobody"
+    )

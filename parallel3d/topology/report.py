@@ -32,10 +32,17 @@ from parallel3d.topology.assumptions import assume_batch, assume_model, check_fr
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
 from parallel3d.topology.layout import DIMENSIONS, Layout
-from parallel3d.topology.links import DimLinks, Loads, Route, classify, loads_of, routes
-from parallel3d.topology.placement.advice import warnings_for
-from parallel3d.topology.placement.placed_ranks import Process, ranks_of_file
-from parallel3d.topology.placement.search import Candidate, place, search
+from parallel3d.topology.links import (
+    DimLinks,
+    Loads,
+    Route,
+    classify,
+    loads_of,
+    routes,
+    warnings_for,
+)
+from parallel3d.topology.placed_ranks import Process, ranks_of_file
+from parallel3d.topology.search import Candidate, place, search
 from parallel3d.topology.svg import cluster_svg
 from parallel3d.topology.text import (
     aligned,

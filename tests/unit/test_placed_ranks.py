@@ -15,10 +15,10 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 from parallel3d.run.rendezvous import RANKS_KEY, assign_rank, seen_key
+from parallel3d.topology import placed_ranks
 from parallel3d.topology.cluster.parts import Cluster, Link, natural
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement import placed_ranks
-from parallel3d.topology.placement.placed_ranks import (
+from parallel3d.topology.placed_ranks import (
     Process,
     from_message,
     hosts_in_order,

@@ -10,9 +10,8 @@ import pytest
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import classify
-from parallel3d.topology.placement.advice import refuse_unreachable, warnings_for
-from parallel3d.topology.placement.search import place
+from parallel3d.topology.links import classify, refuse_unreachable, warnings_for
+from parallel3d.topology.search import place
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster, some_traffic
 

@@ -17,7 +17,7 @@ from parallel3d.estimate.network import Transfer, price_step
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify
-from parallel3d.topology.placement.search import place, search
+from parallel3d.topology.search import place, search
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.pace import in_cpu_time
 from tests.placements import (

@@ -16,8 +16,7 @@ from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.assumptions import preset
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import classify, loads_of
-from parallel3d.topology.placement.advice import refuse_unreachable
+from parallel3d.topology.links import classify, loads_of, refuse_unreachable
 from parallel3d.topology.report import TopologyReport, make_report, write_report
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -63,6 +64,7 @@ CASES = {
 }
 
 
+@functools.cache
 def made(name: str) -> TopologyReport:
     return make_report(CASES[name], TYPED, {})
 

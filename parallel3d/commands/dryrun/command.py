@@ -30,7 +30,7 @@ from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.topology.assumptions import check_free, chosen_keys, preset, write
 from parallel3d.topology.cluster.parts import cluster_from_config
 from parallel3d.topology.layout import layout_of
-from parallel3d.topology.placement.search import place
+from parallel3d.topology.search import place
 
 MADE_BY = "parallel3d dryrun"
 ASSUMED_CLUSTER = "dgx_h100"

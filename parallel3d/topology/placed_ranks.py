@@ -31,7 +31,7 @@ from parallel3d.estimate.traffic import transfers
 from parallel3d.files import replace_durably
 from parallel3d.topology.cluster.parts import Cluster, Link, Slots, natural
 from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
-from parallel3d.topology.placement.search import place
+from parallel3d.topology.search import place
 from parallel3d.topology.tiling import RankMapping
 
 OWN_FORM = re.compile(r"(\d+)\s+(\S+)\s+(\d+)")

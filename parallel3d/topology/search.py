@@ -21,8 +21,7 @@ from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.network import StepPrice, Transfer, price_step
 from parallel3d.topology.cluster.parts import Cluster, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
-from parallel3d.topology.links import classify
-from parallel3d.topology.placement.advice import refuse_unreachable
+from parallel3d.topology.links import classify, refuse_unreachable
 from parallel3d.topology.tiling import RankMapping, Tiling, orders
 
 if TYPE_CHECKING:

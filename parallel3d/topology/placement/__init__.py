@@ -1,1 +1,0 @@
-"""Rank mappings: searched, or given by the user."""
