@@ -44,7 +44,7 @@ def follow(plan: CallCounts, real: list[float]) -> tuple[list[int], float]:
     calls, total = [], 0.0
     for seconds in real:
         warmup, timed = plan.next()
-        plan.done(warmup + timed, (warmup + timed) * seconds)
+        plan.done((warmup + timed) * seconds)
         total += (warmup + timed) * seconds
         calls.append(timed)
     return calls, total

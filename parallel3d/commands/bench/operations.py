@@ -69,29 +69,21 @@ class CallCounts:
     warmup: int
     calls: int
     row: int = 0
-    foreseen: float = 0.0  # estimated seconds of the rows so far; `spent`: measured
     spent: float = 0.0
     cut: int = 0  # rows that had fewer calls
 
     def next(self) -> tuple[int, int]:
-        """Returns the (warm-up, timed) calls of the next row."""
-        ahead = sum(self.estimates[self.row :])
-        full = self.warmup + self.calls
-        affordable = (self.seconds - self.spent) / max(ahead * self._pace, 1e-9)
+        """Returns the (warm-up, timed) calls of the next row: as many as all rows ahead can have."""
+        ahead, full = sum(self.estimates[self.row :]), self.warmup + self.calls
+        affordable = (self.seconds - self.spent) / max(ahead, 1e-9)
         if affordable >= full:
             return self.warmup, self.calls
         self.cut += 1
         calls = max(1, int(affordable * self.calls / full))
         return max(0, min(self.warmup, int(affordable) - calls)), calls
 
-    @property
-    def _pace(self) -> float:
-        """Measured over estimated time; 1 until a few rows have been measured."""
-        return self.spent / self.foreseen if self.row >= 8 and self.foreseen > 0 else 1.0
-
-    def done(self, total_calls: int, seconds: float) -> None:
+    def done(self, seconds: float) -> None:
         """Records that all calls of the row took `seconds`."""
-        self.foreseen += self.estimates[self.row] * total_calls
         self.spent += seconds
         self.row += 1
 
