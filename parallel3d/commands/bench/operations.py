@@ -73,7 +73,7 @@ class CallCounts:
     cut: int = 0  # rows that had fewer calls
 
     def next(self) -> tuple[int, int]:
-        """Returns the (warm-up, timed) calls of the next row: as many as all rows ahead can have."""
+        """Returns the (warm-up, timed) calls of the next row, as many as all ahead can have."""
         ahead, full = sum(self.estimates[self.row :]), self.warmup + self.calls
         affordable = (self.seconds - self.spent) / max(ahead, 1e-9)
         if affordable >= full:

@@ -160,16 +160,13 @@ class Cluster:
     @cached_property
     def leaf_nics(self) -> Slots:
         """(leaf switches,): NICs under each; a NIC counts at its first GPU."""
-        first = np.flatnonzero(self.local < self.rails)
-        if self.local_rail:
-            first = np.unique(self.nic, return_index=True)[1]
+        first = np.unique(self.nic, return_index=True)[1]
         return np.bincount(self.leaf[first], minlength=(int(self.unit.max()) + 1) * self.rails)
 
     @cached_property
     def shares_nics(self) -> bool:
         """Whether any NIC has several GPUs."""
-        several = len(set(self.local_rail)) < len(self.local_rail)
-        return several or int(self.local.max()) >= self.rails
+        return np.unique(self.nic).size < self.size
 
     def sorted_slots(self) -> Slots:
         """Returns (size,): all slots, those with the fastest wires next to each other.
