@@ -24,7 +24,7 @@ from torch.profiler import profile, supported_activities
 from benchmarks.gpu_rows import model_of, seconds_of, trainer_of
 from benchmarks.gpu_tasks import Given, Row, judged
 from parallel3d.config.values import AUTO
-from parallel3d.context_parallel import document_attention
+from parallel3d.context_parallel import attention, document_attention
 from parallel3d.data.loader import documents_of
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
@@ -350,7 +350,7 @@ def document_values(given: Given) -> Row:
     documents = documents_of([sample] * rows, range(rows), given.device)
 
     def within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return document_attention.attend_within(q, k, v, documents)
+        return attention.attend_within(q, k, v, documents)
 
     def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         alone = [by_formula(*(x[:, :, i:j] for x in (q, k, v))) for i, j in pairwise(cuts)]

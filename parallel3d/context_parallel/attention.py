@@ -27,8 +27,9 @@ sequences (Jacobs et al. 2023, DeepSpeed-Ulysses).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -42,12 +43,14 @@ from parallel3d.config.values import AUTO
 from parallel3d.context_parallel.document_attention import (
     Block,
     attend_block,
+    attend_only_block,
     differentiate_block,
+    differentiate_only_block,
     empty_for_blocks,
     repeated,
 )
-from parallel3d.context_parallel.documents import SequenceShard
-from parallel3d.device.fused import define, differentiate
+from parallel3d.context_parallel.documents import AttentionBlocks, Documents, SequenceShard
+from parallel3d.device.fused import operator
 from parallel3d.estimate.context_styles import heads_at_once
 
 _known: WeakValueDictionary[int, ContextParallel] = WeakValueDictionary()
@@ -81,22 +84,18 @@ class ContextParallel:
 ONE_RANK = ContextParallel()
 
 
-class _Parts(NamedTuple):
-    """The tensors of a `SequenceShard` that attention reads; m = b · n."""
+def attend_within(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, kernel: str = AUTO
+) -> Tensor:
+    """Attends from each query to the keys of its own document up to its position.
 
-    order: Tensor
-    places: Tensor
-    table: Tensor
-    calls: Tensor
-    edges: Tensor
-
-    @classmethod
-    def of(cls, shard: SequenceShard) -> _Parts:
-        of = shard.blocks
-        return cls(shard.order, shard.places, of.table, of.calls, of.edges)
-
-    def block(self, i: int) -> Block:
-        return Block(self.table[i], self.calls[i], self.edges[i], i == 0)
+    q (b, heads, s, head_dim), k and v with as many heads, or fewer where the device's kernel
+    shares them; the result is stored as (b, s, heads, head_dim).
+    """
+    of = documents.blocks
+    return _attend(
+        q, k, v, ONE_RANK.handle, of.table, of.calls, of.edges, None, None, kernel, False
+    )
 
 
 def attend_across(
@@ -106,56 +105,89 @@ def attend_across(
 
     By gathered keys, or in a ring. q (b, heads, n, head_dim), k and v with as many heads or fewer.
     """
-    parts = _Parts.of(shard)
-    if torch.compiler.is_compiling():
-        operator = torch.ops.parallel3d.context_attention
-        return operator(q, k, v, cp.handle, *parts, kernel, cp.keeps)[0]
-    return _Attention.apply(q, k, v, cp, parts, kernel)
+    of = shard.blocks
+    order = shard.order, shard.places
+    return _attend(q, k, v, cp.handle, of.table, of.calls, of.edges, *order, kernel, cp.keeps)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, parts: _Parts, kernel: str
-    ) -> Tensor:
-        ctx.how = cp, parts, kernel
-        out, sums, kept = _forward(q, k, v, *ctx.how)
-        ctx.save_for_backward(q, k, v, out, sums, kept)
-        return out
+class _Run(NamedTuple):
+    """What the keys of all ranks are, and how they come here."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None
+    cp: ContextParallel
+    blocks: AttentionBlocks
+    order: Tensor
+    places: Tensor
+    kernel: str
+
+    def block(self, i: int) -> Block:
+        return Block.of(self.blocks, i, is_only=self.cp.group.size == 1)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, parts: _Parts, kernel: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run(
+    handle: Tensor, table: Tensor, calls: Tensor, edges: Tensor, order: Tensor, places: Tensor,
+    kernel: str, keeps: bool,
+) -> _Run:  # fmt: skip
+    return _Run(_known[int(handle)], AttentionBlocks(table, calls, edges), order, places, kernel)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the result, log Σ exp(scores), and the keys and values that are kept, if any."""
+    run = _run(*how)
+    cp, kernel = run.cp, run.kernel
+    kept = _empty_kept(k, run.order, cp.keeps)
+    if cp.group.size == 1:
+        return *attend_only_block(q, k, v, run.block(0), kernel), kept
     out, sums = empty_for_blocks(q)
-    kept = _empty_kept(k, parts.order, cp.keeps)
     if cp.style == "ring":
         for i, keys in enumerate(_around(_together(k, v), cp.group)):
-            attend_block(out, sums, q, *_apart(keys, len(q)), parts.block(i), kernel)
+            attend_block(out, sums, q, *_apart(keys, len(q)), run.block(i), kernel)
     else:
         to = kept if cp.keeps else None
-        for heads, whole in _gathered(k, v, cp.group, parts.order, to):
+        for heads, whole in _gathered(k, v, cp.group, run.order, to):
             of = _query_heads(heads, q, k)
-            attend_block(
-                out[:, of], sums[:, of], q[:, of], *_apart(whole, len(q)), parts.block(0), kernel
-            )
+            parts = out[:, of], sums[:, of], q[:, of], *_apart(whole, len(q))
+            attend_block(*parts, run.block(0), kernel)
     return out.to(q.dtype), sums, kept
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor,
-    cp: ContextParallel, parts: _Parts, kernel: str,
+    *how: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    run = _run(*how)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    if run.cp.group.size == 1:
+        return differentiate_only_block(grad, q, k, v, out, sums, run.block(0), run.kernel)
     of_q = empty_for_blocks(q)[0].zero_()
-    run = _ring_backward if cp.style == "ring" else _gather_backward
-    of_keys = run(of_q, grad, q, k, v, out, sums, kept, cp, parts, kernel)
-    return of_q.to(q.dtype), of_keys[0], of_keys[1]
+    backward = _ring_backward if run.cp.style == "ring" else _gather_backward
+    of_k, of_v = backward(of_q, grad, q, k, v, out, sums, kept, run)
+    return of_q.to(q.dtype), of_k, of_v
+
+
+def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, order, _, _, keeps = how
+    out, sums = empty_for_blocks(q, q.dtype)
+    return out, sums, _empty_kept(k, order, keeps)
+
+
+def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
+    is_split = more[-4] is not None  # `order`
+    if is_split:
+        return empty_for_blocks(q, q.dtype)[0], *k.new_empty(2, *k.shape).unbind(0)
+    return tuple(empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
+
+
+_attend = operator(
+    "attention",
+    "Tensor q, Tensor k, Tensor v",
+    "Tensor handle, Tensor table, Tensor calls, Tensor edges, Tensor? order, Tensor? places, "
+    "str kernel, bool keeps",
+    _forward,
+    _forward_shape,
+    _backward,
+    _backward_shape,
+    kept="Tensor out, Tensor sums, Tensor kept",
+)
 
 
 # Gathered keys and values, of some heads after the other
@@ -233,20 +265,21 @@ def _apart(whole: Tensor, batch: int) -> tuple[Tensor, Tensor]:
 
 def _gather_backward(
     of_q: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    kept: Tensor, cp: ContextParallel, parts: _Parts, kernel: str,
+    kept: Tensor, run: _Run,
 ) -> Tensor:  # fmt: skip
     """Adds to the gradient of q; returns those of k and v, (2, b, heads, n, head_dim)."""
     b, of_keys = len(k), k.new_empty(2, *k.shape)
     wide = torch.promote_types(k.dtype, torch.float32)
     reducing: _Reducing | None = None
-    for heads, whole in _kept(kept) or _gathered(k, v, cp.group, parts.order, None):
+    group, block = run.cp.group, run.block(0)
+    for heads, whole in _kept(kept) or _gathered(k, v, group, run.order, None):
         of_whole = torch.zeros_like(whole, dtype=wide)
         of = _query_heads(heads, q, k)
         differentiate_block(
             of_q[:, of], *_apart(of_whole, b), grad[:, of], q[:, of], *_apart(whole, b),
-            out[:, of], sums[:, of], parts.block(0), kernel,
+            out[:, of], sums[:, of], block, run.kernel,
         )  # fmt: skip
-        started = _Reducing(of_whole, of_keys[:, :, heads], parts.places, cp.group)
+        started = _Reducing(of_whole, of_keys[:, :, heads], run.places, group)
         if reducing is not None:  # it was reduced while these gradients were made
             reducing.wait()
         reducing = started
@@ -296,23 +329,24 @@ def _around(own: Tensor, group: Group) -> Iterator[Tensor]:
 
 def _ring_backward(
     of_q: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    _: Tensor, cp: ContextParallel, parts: _Parts, kernel: str,
+    _: Tensor, run: _Run,
 ) -> Tensor:  # fmt: skip
     """As `_gather_backward`. Gradients travel a step behind their keys, and end with the owner."""
     b, wide = len(k), torch.promote_types(k.dtype, torch.float32)
     so_far: tuple[Tensor, Work] | None = None  # on its way here
-    for i, block in enumerate(_around(_together(k, v), cp.group)):
+    group = run.cp.group
+    for i, block in enumerate(_around(_together(k, v), group)):
         of_block = torch.zeros_like(block, dtype=wide)
         differentiate_block(
-            of_q, *_apart(of_block, b), grad, q, *_apart(block, b), out, sums, parts.block(i),
-            kernel,
+            of_q, *_apart(of_block, b), grad, q, *_apart(block, b), out, sums, run.block(i),
+            run.kernel,
         )  # fmt: skip
         if i == 0:
             own = of_block
             continue
         if so_far is not None:
             _add(of_block, so_far)
-        so_far = collectives.ring_shift_async(of_block, cp.group)
+        so_far = collectives.ring_shift_async(of_block, group)
     if so_far is not None:
         _add(own, so_far)
     return torch.stack(_apart(own.to(k.dtype), b))
@@ -323,63 +357,6 @@ def _add(gradients: Tensor, others: tuple[Tensor, Work]) -> None:
     found, arriving = others
     arriving.wait()
     gradients.add_(found)
-
-
-# The operator of both
-
-
-def _operator_forward(
-    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, order: Tensor, places: Tensor, table: Tensor,
-    calls: Tensor, edges: Tensor, kernel: str, keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    parts = _Parts(order, places, table, calls, edges)
-    return _forward(q, k, v, _known[int(handle)], parts, kernel)
-
-
-def _operator_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor,
-    handle: Tensor, order: Tensor, places: Tensor, table: Tensor, calls: Tensor, edges: Tensor,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    parts = _Parts(order, places, table, calls, edges)
-    found = _backward(grad, q, k, v, out, sums, kept, _known[int(handle)], parts, kernel)
-    return found
-
-
-def _forward_shape(q: Tensor, k: Tensor, v: Tensor, _: Tensor, order: Tensor, *more: Any) -> Any:
-    out, sums = empty_for_blocks(q)
-    return out.to(q.dtype), sums, _empty_kept(k, order, more[-1])
-
-
-def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
-    return empty_for_blocks(q)[0].to(q.dtype), *k.new_empty(2, *k.shape).unbind(0)
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    q, k, v, *parts, ctx.kernel, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, *parts)
-
-
-def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple:
-    found = torch.ops.parallel3d.context_attention_backward(grad, *ctx.saved_tensors, ctx.kernel)
-    return *found, *(None,) * 8
-
-
-_PARTS = "Tensor handle, Tensor order, Tensor places, Tensor table, Tensor calls, Tensor edges"
-define(
-    "context_attention",
-    f"(Tensor q, Tensor k, Tensor v, {_PARTS}, str kernel, bool keeps) -> (Tensor, Tensor, Tensor)",
-    _operator_forward,
-    _forward_shape,
-)
-define(
-    "context_attention_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor kept, "
-    f"{_PARTS}, str kernel) -> (Tensor, Tensor, Tensor)",
-    _operator_backward,
-    _backward_shape,
-)
-differentiate("context_attention", _differentiate, _setup_context)
 
 
 # Whole sequences, with all heads or a part of them
@@ -412,31 +389,17 @@ def to_tokens(y: Tensor, cp: ContextParallel, shard: SequenceShard) -> Tensor:
 
 
 def _exchange(x: Tensor, cp: ContextParallel, shard: SequenceShard, way: str) -> Tensor:
-    where = shard.order, shard.places
-    if torch.compiler.is_compiling():
-        return torch.ops.parallel3d.exchange_tokens(x, cp.handle, *where, way, cp.group.size)
-    return _Exchange.apply(x, cp.group, *where, way)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, order: Tensor, places: Tensor, way: str
-    ) -> Tensor:
-        ctx.where, ctx.way = (group, order, places), way
-        return _exchanged(x, way, group, order, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return (_exchanged(grad, BACK[ctx.way], *ctx.where), *(None,) * 4)
+    return _exchange_tokens(x, cp.handle, shard.order, shard.places, way, cp.group.size)
 
 
 BACK = {"gather": "scatter", "to_heads": "to_tokens", "to_tokens": "to_heads"}
 
 
-def _exchanged(x: Tensor, way: str, group: Group, order: Tensor, places: Tensor) -> Tensor:
+def _exchanged(
+    x: Tensor, handle: Tensor, order: Tensor, places: Tensor, way: str, size: int
+) -> Tensor:
     """(b, heads, n or padded, head_dim) → the same of the other tokens; `scatter` sums."""
-    b, size, tokens = len(x), group.size, x.transpose(1, 2)
+    group, b, tokens = _known[int(handle)].group, len(x), x.transpose(1, 2)
     if way in ("gather", "to_heads"):
         if way == "gather":
             by_rank = collectives.all_gather(tokens.unsqueeze(0), group)
@@ -450,12 +413,6 @@ def _exchanged(x: Tensor, way: str, group: Group, order: Tensor, places: Tensor)
     return parts.movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
-def _operator_exchange(
-    x: Tensor, handle: Tensor, order: Tensor, places: Tensor, way: str, size: int
-) -> Tensor:
-    return _exchanged(x, way, _known[int(handle)].group, order, places)
-
-
 def _exchange_shape(
     x: Tensor, handle: Tensor, order: Tensor, places: Tensor, way: str, size: int
 ) -> Tensor:
@@ -467,20 +424,17 @@ def _exchange_shape(
     return x.new_empty(b, tokens // size, heads, head_dim).transpose(1, 2)
 
 
-def _exchange_setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, *where, ctx.way, ctx.size = inputs
-    ctx.save_for_backward(*where)
+def _back(grad: Tensor, *where: Any, run: Callable) -> Tensor:
+    *tensors, way, size = where
+    return run(grad, *tensors, BACK[way], size)
 
 
-def _exchange_differentiate(ctx: Any, grad: Tensor) -> tuple:
-    back = BACK[ctx.way], ctx.size
-    return torch.ops.parallel3d.exchange_tokens(grad, *ctx.saved_tensors, *back), *(None,) * 5
-
-
-define(
+_exchange_tokens = operator(
     "exchange_tokens",
-    "(Tensor x, Tensor handle, Tensor order, Tensor places, str way, int size) -> Tensor",
-    _operator_exchange,
+    "Tensor x",
+    "Tensor handle, Tensor order, Tensor places, str way, int size",
+    _exchanged,
     _exchange_shape,
+    partial(_back, run=_exchanged),
+    partial(_back, run=_exchange_shape),
 )
-differentiate("exchange_tokens", _exchange_differentiate, _exchange_setup_context)

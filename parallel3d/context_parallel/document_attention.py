@@ -1,8 +1,7 @@
-"""Causal attention within documents of packed samples, and of queries to blocks of keys.
+"""Kernels of causal attention within documents, of queries to blocks of keys.
 
 On a CPU each document is a call of PyTorch's kernel; on a GPU in half precision all are one call of
-the varlen kernel. To a compiler it is one opaque operator, whose shapes do not depend on the
-documents, so new documents need no recompilation.
+the varlen kernel.
 
 Under context parallelism queries are fewer than keys, which may come in blocks (`attend_block`). A
 query's results of several calls are merged by their log Σ exp(scores); the gradients of a call need
@@ -13,54 +12,21 @@ Attention).
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.config.values import AUTO, MATH
-from parallel3d.context_parallel.documents import Documents
+from parallel3d.config.values import MATH
+from parallel3d.context_parallel.documents import AttentionBlocks
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.attention_backends import allowed
-from parallel3d.device.fused import define, differentiate
 
 aten = torch.ops.aten
 ROWS = 256  # rows of scores that a backward without a kernel computes at a time
-
-
-def attend_within(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, kernel: str = AUTO
-) -> Tensor:
-    """Attends from each query to the keys of its own document up to its position.
-
-    q (b, heads, s, head_dim), k and v with as many heads, or fewer where the device's kernel
-    shares them; the result is stored as (b, s, heads, head_dim).
-    """
-    within = documents.bounds, documents.edges, kernel
-    if torch.compiler.is_compiling():
-        return torch.ops.parallel3d.document_attention(q, k, v, *within)[0]
-    return _Attention.apply(q, k, v, *within)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor, kernel: str
-    ) -> Tensor:
-        out, sums = _forward(q, k, v, bounds, edges, kernel)
-        ctx.kernel = kernel
-        ctx.save_for_backward(q, k, v, out, sums, bounds, edges)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        saved = (*ctx.saved_tensors, ctx.kernel)
-        return *_backward(grad, *saved), None, None, None
 
 
 class _EqualDocuments(NamedTuple):
@@ -90,14 +56,6 @@ class _EqualDocuments(NamedTuple):
         return x.as_strided(size, (self.length * of_token, of_head, of_token, *rest), first)
 
 
-def _equal_documents(bounds: Tensor, length: int) -> Iterator[_EqualDocuments]:
-    count = int(bounds[0])
-    edges = bounds[2 : count + 3].tolist()
-    places = ((*divmod(begin, length), end - begin) for begin, end in itertools.pairwise(edges))
-    segments = ((row, place, number, place, 0) for row, place, number in places)
-    return (run for run, *_ in _joined(segments))
-
-
 def _joined(
     segments: Iterable[Sequence[int]],
 ) -> Iterator[tuple[_EqualDocuments, _EqualDocuments, int]]:
@@ -119,41 +77,170 @@ def _joined(
         yield run
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor, kernel: str
+class Block(NamedTuple):
+    """A block of keys, and what queries read of it: see `AttentionBlocks`, of which this is one.
+
+    Attributes:
+        is_first: the block that all queries read, each also its own key.
+        is_only: there is no other block, and each key is read by its own segment alone.
+    """
+
+    table: Tensor
+    calls: Tensor
+    edges: Tensor
+    is_first: bool
+    is_only: bool
+
+    @classmethod
+    def of(cls, blocks: AttentionBlocks, i: int, is_only: bool = False) -> Block:
+        return cls(blocks.table[i], blocks.calls[i], blocks.edges[i], i == 0, is_only)
+
+    @property
+    def segments(self) -> Iterator[tuple[_EqualDocuments, _EqualDocuments, int]]:
+        return _joined(_rows(self.table))
+
+    @property
+    def sequences(self) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
+        """Yields the queries and keys of each call of the varlen kernel, and its arguments."""
+        place = 0
+        for query, queries, key, keys, count, *longest in _rows(self.calls):
+            edges = self.edges[:, place : place + count + 1]
+            place += count + 1
+            of_call = (edges[0], edges[1], *longest)
+            yield slice(query, query + queries), slice(key, key + keys), of_call
+
+
+def _rows(table: Tensor) -> list[list[int]]:
+    """Returns the rows of a table that begins with their number."""
+    return table[1 : int(table[0, 0]) + 1].tolist()
+
+
+def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Allocates a result (b, heads, n, head_dim) and its sums (b, heads, n), in fp32 or better.
+
+    `dtype`: of the result instead.
+    """
+    b, heads, n, size = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    sums = q.new_empty(b, n, heads, dtype=wide).transpose(1, 2)
+    return q.new_empty(b, n, heads, size, dtype=dtype or wide).transpose(1, 2), sums
+
+
+def attend_only_block(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result, and log Σ exp(scores) (b, heads, s) if the backward's kernel needs it."""
-    if _uses_varlen_kernel(q, kernel):
-        return _varlen_forward(q, k, v, bounds, edges)
-    out, sums = _empty(q)
-    run_kernel = _cpu_forward if _uses_cpu_kernel(q, kernel) else _plain_forward
-    with allowed(kernel):
-        for run in _equal_documents(bounds, q.shape[2]):
-            run_kernel(run.of(out), run.of(sums), *map(run.of, (q, k, v)))
-    return out, sums
+    """Attends to the only block; returns the result, and the sums if its gradient needs them."""
+    out, sums = empty_for_blocks(q, q.dtype)
+    if not _uses_varlen_kernel(q, kernel):
+        attend_block(out, sums, q, k, v, block, kernel)
+        return out, sums
+    ((_, _, of_call),) = block.sequences
+    parts = map(_concatenated, (q, k, v))
+    found = aten._flash_attention_forward(*parts, *of_call, 0.0, True, False)
+    _viewed(sums).copy_(found[1].T)
+    return _as_batch(found[0], len(q)), sums
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
-    edges: Tensor, kernel: str,
+def differentiate_only_block(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: Block,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of q, k and v."""
+    if not _uses_varlen_kernel(q, kernel):
+        of_q, of_k, of_v = (empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
+        differentiate_block(of_q, of_k, of_v, grad, q, k, v, out, sums, block, kernel)
+        return of_q, of_k, of_v
+    ((_, _, of_call),) = block.sequences
+    parts = (*map(_concatenated, (grad, q, k, v, out)), _concatenated(sums).T.contiguous())
+    of_q, of_k, of_v = (_as_batch(x, len(q)) for x in _flash_backward(parts, *of_call, True))
+    return of_q, of_k, of_v
+
+
+def merge(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:
+    """Adds attention to further keys to `out` (…, n, head_dim) and `sums` (…, n), in place."""
+    both = torch.logaddexp(sums, sums_of_part)
+    out.mul_((sums - both).exp().unsqueeze(-1))
+    out.add_(part * (sums_of_part - both).exp().unsqueeze(-1))
+    sums.copy_(both)
+
+
+def attend_block(
+    out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: str
+) -> None:
+    """Adds attention to a block of keys; the first block, which all queries read, writes it.
+
+    out, q (b, heads, n, head_dim), sums (b, heads, n), as `empty_for_blocks` makes them; k, v
+    (b, fewer or as many heads, keys, head_dim).
+    """
     if _uses_varlen_kernel(q, kernel):
-        return _varlen_backward(grad, q, k, v, out, sums, bounds, edges)
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    grads = (_empty(q)[0], _empty(k)[0], _empty(v)[0])
-    run_kernel = _cpu_backward if _uses_cpu_kernel(q, kernel) else _plain_backward
-    for run in _equal_documents(bounds, q.shape[2]):
-        run_kernel(tuple(map(run.of, grads)), *map(run.of, (grad, q, k, v, out, sums)))
-    return grads
+        to = _viewed(out), _viewed(sums)
+        _attend_sequences(block, *to, *map(_concatenated, (q, k, v)))
+        return
+    attended = _plain_alone if block.is_only else _plain_attended
+    if _uses_cpu_kernel(q, kernel):
+        attended = _cpu_attended
+    with allowed(kernel):
+        for queries, keys, before in block.segments:
+            to = queries.of(out), queries.of(sums)
+            if block.is_first:
+                _write(*to, *attended(queries.of(q), keys.of(k), keys.of(v), True))
+            if before:
+                earlier = keys.before(before)
+                merge(*to, *attended(queries.of(q), earlier.of(k), earlier.of(v), False))
 
 
-def _empty(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates (b, heads, s, head_dim), stored as (b, s, heads, head_dim), and (b, heads, s)."""
-    b, heads, s, size = like.shape
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return like.new_empty(b, s, heads, size).transpose(1, 2), like.new_empty(
-        b, heads, s, dtype=wide
-    )
+def _attend_sequences(
+    block: Block, out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    put = _write if block.is_first else merge
+    for rows, read, of_call in block.sequences:
+        parts = q[rows], k[read], v[read]
+        found = aten._flash_attention_forward(*parts, *of_call, 0.0, block.is_first, False)
+        put(out[rows], sums[rows], found[0], found[1].T)
+
+
+def differentiate_block(
+    of_q: Tensor, of_k: Tensor, of_v: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, sums: Tensor, block: Block, kernel: str,
+) -> None:  # fmt: skip
+    """Adds the gradients of a block of keys to those of q, k and v; the only block writes them.
+
+    `out`, `sums`: of all blocks.
+    """
+    if _uses_varlen_kernel(q, kernel):
+        to = _viewed(of_q), _viewed(of_k), _viewed(of_v)
+        _differentiate_sequences(block, *to, *map(_concatenated, (grad, q, k, v, out, sums)))
+        return
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = _cpu_gradients
+    if not _uses_cpu_kernel(q, kernel):
+        gradients = _plain_gradients_alone if block.is_only else _plain_gradients
+    put = Tensor.copy_ if block.is_only else Tensor.add_
+    for queries, keys, before in block.segments:
+        reads = [(keys, True)] if block.is_first else []
+        reads += [(keys.before(before), False)] if before else []
+        for read, causal in reads:
+            of_rows, of_keys = map(queries.of, (grad, q, out, sums)), map(read.of, (k, v))
+            found = gradients(causal, *of_rows, *of_keys)
+            to = queries.of(of_q), read.of(of_k), read.of(of_v)
+            for x, value in zip(to, found, strict=True):
+                put(x, value)
+
+
+def _differentiate_sequences(
+    block: Block, of_q: Tensor, of_k: Tensor, of_v: Tensor, grad: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, out: Tensor, sums: Tensor,
+) -> None:  # fmt: skip
+    for rows, read, of_call in block.sequences:
+        logs = sums[rows].T.contiguous()
+        parts = grad[rows], q[rows], k[read], v[read], out[rows], logs
+        found = _flash_backward(parts, *of_call, block.is_first)
+        for x, value in zip((of_q[rows], of_k[read], of_v[read]), found, strict=True):
+            x.add_(value)
+
+
+def _write(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:
+    out.copy_(part)
+    sums.copy_(sums_of_part)
 
 
 # On a CPU: the kernels of PyTorch's attention.
@@ -163,21 +250,23 @@ def _uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
     return q.device.type == "cpu" and kernel != MATH
 
 
-def _cpu_forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-    attended, of_rows = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    out.copy_(attended)
-    sums.copy_(of_rows)
+def _cpu_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    k, v = (repeated(x, q.shape[1]) for x in (k, v))
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
 
-def _cpu_backward(
-    grads: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    sums: Tensor,
-) -> None:  # fmt: skip
-    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, sums, 0.0, True
-    )
-    for to, value in zip(grads, found, strict=True):
-        to.copy_(value)
+def _cpu_gradients(
+    causal: bool, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_all = (grad, q, *(repeated(x, q.shape[1]) for x in (k, v)), out, sums)
+    dq, *of_keys = aten._scaled_dot_product_flash_attention_for_cpu_backward(*of_all, 0.0, causal)
+    if k.shape[1] < q.shape[1]:
+        of_keys = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in of_keys]
+    return dq, of_keys[0], of_keys[1]
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 # On a GPU in half precision: flash attention over concatenated sequences (Dao 2023), which
@@ -188,7 +277,8 @@ def _cpu_backward(
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
-        _flash(x, x, x, torch.tensor((2, 1, 0, 1, 2)), torch.arange(3, device=device).int())
+        edges = torch.arange(3, device=device).int()
+        aten._flash_attention_forward(x, x, x, edges, edges, 1, 1, 0.0, True, False)
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -199,13 +289,6 @@ def _uses_varlen_kernel(q: Tensor, kernel: str) -> bool:
     return (
         is_accelerator(q.device) and narrow and _has_varlen_kernel(q.device, q.dtype, q.shape[-1])
     )
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    count, longest = bounds[:2].tolist()
-    edges = edges[: count + 1]
-    found = aten._flash_attention_forward(q, k, v, edges, edges, longest, longest, 0.0, True, False)
-    return found[0], found[1]
 
 
 def _concatenated(x: Tensor) -> Tensor:
@@ -223,27 +306,6 @@ def _as_batch(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def _varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor
-) -> tuple[Tensor, Tensor]:
-    out, sums = _flash(_concatenated(q), _concatenated(k), _concatenated(v), bounds, edges)
-    sums = sums.view(sums.shape[0], q.shape[0], -1).transpose(0, 1)
-    return _as_batch(out, q.shape[0]), sums.contiguous()
-
-
-def _varlen_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
-    edges: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    count, longest = bounds[:2].tolist()
-    edges = edges[: count + 1]
-    sums = sums.transpose(0, 1).flatten(1)
-    parts = (*map(_concatenated, (grad, q, k, v, out)), sums)
-    found = _flash_backward(parts, edges, edges, longest, longest, True)
-    dq, dk, dv = (_as_batch(x, q.shape[0]) for x in found)
-    return dq, dk, dv
-
-
 def _flash_backward(parts: tuple[Tensor, ...], *sequences: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`sequences`: edges of queries and keys, the longest of each, and whether it is causal."""
     q, (*of_sequences, causal) = parts[1], sequences
@@ -255,27 +317,28 @@ def _flash_backward(parts: tuple[Tensor, ...], *sequences: Any) -> tuple[Tensor,
 # Elsewhere: the device's kernel forward, and the formula backward in blocks of rows.
 
 
-def _plain_forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+def _plain_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attends to the only keys, so that no sums are needed."""
     shared = k.shape[1] != q.shape[1]
-    out.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
+    return out, out.new_zeros(()).expand(out.shape[:3])
 
 
-def _plain_backward(
-    grads: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
-) -> None:
-    for to, value in zip(grads, _plain_gradients(grad, q, k, v, True), strict=True):
-        to.copy_(value)
+def _plain_gradients_alone(
+    causal: bool, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _plain_gradients(causal, grad, q, None, None, k, v)
 
 
 def _plain_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, out: Tensor | None = None,
-    sums: Tensor | None = None,
+    causal: bool, grad: Tensor, q: Tensor, out: Tensor | None, sums: Tensor | None, k: Tensor,
+    v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients by the formula (Dao et al. 2022, §B.2).
 
     With P = softmax(scores): dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P ∘ (dP − rowsum(dP ∘ P)).
 
-    `out`, `sums`: of all keys of a query, if these are a part of them.
+    `out`, `sums`: of all keys of a query; None: these are all.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     times, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
@@ -322,175 +385,3 @@ def _plain_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     ]
     outs, sums = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(sums, 2)
-
-
-# Queries that attend to blocks of keys, under context parallelism.
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block of keys, and what queries read of it: see `AttentionBlocks`, of which this is one."""
-
-    table: Tensor
-    calls: Tensor
-    edges: Tensor
-    is_first: bool
-
-    @property
-    def segments(self) -> Iterator[tuple[_EqualDocuments, _EqualDocuments, int]]:
-        return _joined(_rows(self.table))
-
-    @property
-    def sequences(self) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
-        """Yields the queries and keys of each call of the varlen kernel, and its arguments."""
-        place = 0
-        for query, queries, key, keys, count, *longest in _rows(self.calls):
-            edges = self.edges[:, place : place + count + 1]
-            place += count + 1
-            of_call = (edges[0], edges[1], *longest)
-            yield slice(query, query + queries), slice(key, key + keys), of_call
-
-
-def _rows(table: Tensor) -> list[list[int]]:
-    """Returns the rows of a table that begins with their number."""
-    return table[1 : int(table[0, 0]) + 1].tolist()
-
-
-def merge(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:
-    """Adds attention to further keys to `out` (…, n, head_dim) and `sums` (…, n), in place."""
-    both = torch.logaddexp(sums, sums_of_part)
-    out.mul_((sums - both).exp().unsqueeze(-1))
-    out.add_(part * (sums_of_part - both).exp().unsqueeze(-1))
-    sums.copy_(both)
-
-
-def attend_block(
-    out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: str
-) -> None:
-    """Adds attention to a block of keys; the first block, which all queries read, writes it.
-
-    out, q (b, heads, n, head_dim), sums (b, heads, n), as `empty_for_blocks` makes them; k, v
-    (b, fewer or as many heads, keys, head_dim).
-    """
-    if _uses_varlen_kernel(q, kernel):
-        to = _viewed(out), _viewed(sums)
-        _attend_sequences(block, *to, *map(_concatenated, (q, k, v)))
-        return
-    attended = _cpu_attended if _uses_cpu_kernel(q, kernel) else _plain_attended
-    for queries, keys, before in block.segments:
-        to = queries.of(out), queries.of(sums)
-        if block.is_first:
-            _write(*to, *attended(queries.of(q), keys.of(k), keys.of(v), True))
-        if before:
-            earlier = keys.before(before)
-            merge(*to, *attended(queries.of(q), earlier.of(k), earlier.of(v), False))
-
-
-def _attend_sequences(
-    block: Block, out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> None:
-    put = _write if block.is_first else merge
-    for rows, read, of_call in block.sequences:
-        parts = q[rows], k[read], v[read]
-        found = aten._flash_attention_forward(*parts, *of_call, 0.0, block.is_first, False)
-        put(out[rows], sums[rows], found[0], found[1].T)
-
-
-def differentiate_block(
-    of_q: Tensor, of_k: Tensor, of_v: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, sums: Tensor, block: Block, kernel: str,
-) -> None:  # fmt: skip
-    """Adds the gradients of a block of keys to those of q, k and v, in fp32 or better.
-
-    `out`, `sums`: of all blocks.
-    """
-    if _uses_varlen_kernel(q, kernel):
-        to = _viewed(of_q), _viewed(of_k), _viewed(of_v)
-        _differentiate_sequences(block, *to, *map(_concatenated, (grad, q, k, v, out, sums)))
-        return
-    gradients = _cpu_gradients if _uses_cpu_kernel(q, kernel) else _plain_block_gradients
-    for queries, keys, before in block.segments:
-        reads = [(keys, True)] if block.is_first else []
-        reads += [(keys.before(before), False)] if before else []
-        for read, causal in reads:
-            of_rows, of_keys = map(queries.of, (grad, q, out, sums)), map(read.of, (k, v))
-            found = gradients(causal, *of_rows, *of_keys)
-            to = queries.of(of_q), read.of(of_k), read.of(of_v)
-            for x, value in zip(to, found, strict=True):
-                x.add_(value)
-
-
-def _differentiate_sequences(
-    block: Block, of_q: Tensor, of_k: Tensor, of_v: Tensor, grad: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, out: Tensor, sums: Tensor,
-) -> None:  # fmt: skip
-    for rows, read, of_call in block.sequences:
-        logs = sums[rows].T.contiguous()
-        parts = grad[rows], q[rows], k[read], v[read], out[rows], logs
-        found = _flash_backward(parts, *of_call, block.is_first)
-        for x, value in zip((of_q[rows], of_k[read], of_v[read]), found, strict=True):
-            x.add_(value)
-
-
-def _write(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:
-    out.copy_(part)
-    sums.copy_(sums_of_part)
-
-
-def empty_for_blocks(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates a result (b, heads, n, head_dim) and its sums (b, heads, n), in fp32 or better."""
-    b, heads, n, size = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    sums = q.new_empty(b, n, heads, dtype=wide).transpose(1, 2)
-    return q.new_empty(b, n, heads, size, dtype=wide).transpose(1, 2), sums
-
-
-def _cpu_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    k, v = (repeated(x, q.shape[1]) for x in (k, v))
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-
-
-def _cpu_gradients(
-    causal: bool, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    of_all = (grad, q, *(repeated(x, q.shape[1]) for x in (k, v)), out, sums)
-    dq, *of_keys = aten._scaled_dot_product_flash_attention_for_cpu_backward(*of_all, 0.0, causal)
-    if k.shape[1] < q.shape[1]:
-        of_keys = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in of_keys]
-    return dq, of_keys[0], of_keys[1]
-
-
-def repeated(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def _plain_block_gradients(
-    causal: bool, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _plain_gradients(grad, q, k, v, causal, out, sums)
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bounds, edges, ctx.kernel = inputs
-    ctx.save_for_backward(q, k, v, *output, bounds, edges)
-
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
-    found = torch.ops.parallel3d.document_attention_backward(grad, *ctx.saved_tensors, ctx.kernel)
-    return *found, None, None, None
-
-
-define(
-    "document_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor edges, str kernel) -> (Tensor, Tensor)",
-    _forward,
-    lambda q, *_: _empty(q),
-)
-define(
-    "document_attention_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor bounds, "
-    "Tensor edges, str kernel) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    lambda grad, q, k, v, *_: tuple(_empty(x)[0] for x in (q, k, v)),
-)
-differentiate("document_attention", _differentiate, _setup_context)

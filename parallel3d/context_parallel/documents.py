@@ -132,6 +132,7 @@ class AttentionBlocks:
 
     A segment is consecutive queries of one document. They attend to `before` consecutive keys that
     come before all of them and, in the first block, each to the keys of the segment up to its own.
+    The shapes of the tensors do not depend on the documents: one compilation serves all.
 
     Attributes:
         table: (blocks, m + 1, 5) int32 on the host. In a block's first row the number of its
@@ -186,24 +187,19 @@ class SequenceShard:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of b samples of s tokens, in tensors whose shapes do not depend on them, so
-    that one compilation serves all.
+    """The documents of b samples of s tokens.
 
     Not a tuple: FSDP2 moves the tensors of tuples in a forward's arguments to the device, and
-    `bounds` has to stay on the host.
+    tables have to stay on the host, where they are read without a device synchronisation.
 
     Attributes:
         starts: (b, s) int32 on the device: where the document of each position begins.
-        bounds: (b·s + 3,) int32 on the host, readable without a device synchronisation: the number
-            n of documents, the length of the longest, n + 1 edges in the concatenated samples, and
-            b·s as padding.
-        edges: bounds[2:] on the device.
+        blocks: of queries and keys of whole samples, one block.
         shard: the tokens that this rank holds, under context parallelism.
     """
 
     starts: Tensor
-    bounds: Tensor
-    edges: Tensor
+    blocks: AttentionBlocks
     shard: SequenceShard | None = None
 
     def positions(self) -> Tensor:
@@ -218,20 +214,18 @@ def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> 
 
     `starts`: (b, padded), where the document of each position begins.
     """
-    begins = np.flatnonzero(starts == np.arange(starts.shape[1]))
-    edges = np.full(starts.size + 1, starts.size, dtype=np.int32)
-    edges[: len(begins)] = begins
-    longest = int(np.diff(edges).max())
-    bounds = np.concatenate((np.array((len(begins), longest), dtype=np.int32), edges))
-    moved = [accelerator.moved(torch.from_numpy(part), device) for part in (starts, edges)]
-    shard = _shard(starts, device, split) if split.size > 1 else None
-    return Documents(moved[0], torch.from_numpy(bounds), moved[1], shard)
+    b, padded = starts.shape
+    whole = np.broadcast_to(np.arange(padded, dtype=np.int32), (1, b, padded))
+    return Documents(
+        accelerator.moved(torch.from_numpy(starts), device),
+        _attention_blocks(whole, starts, device, SequenceSplit(padded)),
+        _shard(starts, device, split) if split.size > 1 else None,
+    )
 
 
 def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> SequenceShard:
     held = split.held(starts)
     mine = held[split.index]
-    of_mine = np.take_along_axis(starts, mine, axis=1)
     rows = np.arange(len(starts), dtype=np.int64)[:, None] * split.padded
     places = (held + rows).reshape(-1)
     order = np.empty_like(places)
@@ -240,24 +234,33 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
     def moved(x: np.ndarray) -> Tensor:
         return accelerator.moved(torch.from_numpy(x), device)
 
-    table = _segments(held, starts, split)
-    calls = np.zeros((len(table), mine.size + 1, 7), dtype=np.int32)
-    edges = np.zeros((len(table), 2, 0), dtype=np.int32)
-    if accelerator.is_accelerator(device):
-        edges = np.zeros((len(table), 2, 2 * mine.size), dtype=np.int32)
-        keys = split.local if split.ring else split.padded
-        for i, rows in enumerate(table):
-            _plan_calls(rows, split.local, keys, i == 0, calls[i], edges[i])
     return SequenceShard(
         positions=moved(mine.astype(np.int64)),
-        starts=moved(of_mine),
+        starts=moved(np.take_along_axis(starts, mine, axis=1)),
         order=moved(order),
         places=moved(places),
         held=torch.from_numpy(held),
-        blocks=AttentionBlocks(torch.from_numpy(table), torch.from_numpy(calls), moved(edges)),
+        blocks=_attention_blocks(held, starts, device, split),
         index=split.index,
         imbalance=imbalance(held, starts),
     )
+
+
+def _attention_blocks(
+    held: Ints, starts: Ints, device: torch.device, split: SequenceSplit
+) -> AttentionBlocks:
+    """Returns which keys the queries of this rank attend to, with the positions that ranks hold."""
+    table = _segments(held, starts, split)
+    queries = table.shape[1] - 1
+    calls = np.zeros((len(table), queries + 1, 7), dtype=np.int32)
+    edges = np.zeros((len(table), 2, 0), dtype=np.int32)
+    if accelerator.is_accelerator(device):
+        edges = np.zeros((len(table), 2, 2 * queries), dtype=np.int32)
+        keys = split.local if split.ring else split.padded
+        for i, rows in enumerate(table):
+            _plan_calls(rows, split.local, keys, i == 0, calls[i], edges[i])
+    moved = accelerator.moved(torch.from_numpy(edges), device)
+    return AttentionBlocks(torch.from_numpy(table), torch.from_numpy(calls), moved)
 
 
 def _segments(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:

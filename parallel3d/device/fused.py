@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Hashable
 from types import FunctionType
-from typing import Any, Generic, TypeVar, TypeVarTuple
+from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +16,104 @@ from torch import Tensor
 from parallel3d.device import accelerator
 from parallel3d.errors import first_line
 
-_library = torch.library.Library("parallel3d", "FRAGMENT")
+_library = torch.library.Library("parallel3d", "DEF")
 
 
-def define(name: str, signature: str, run: Callable, shape: Callable) -> None:
-    """Defines `torch.ops.parallel3d.NAME` by its schema, implementation and fake implementation."""
-    _library.define(f"{name}{signature}")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"parallel3d::{name}", shape, lib=_library)
+class _Node(torch.autograd.Function):
+    """Runs an `operator` in eager mode.
+
+    What it needs of `where` is no saved tensor, so that recomputation may end before this node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, of: _Operator, *given: Any) -> Tensor:
+        outputs = _as_tuple(of.run(*given))
+        ctx.of, ctx.where = of, given[of.inputs :]
+        ctx.save_for_backward(*of.saved(given, outputs))
+        return outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        found = _as_tuple(ctx.of.gradient(grad, *ctx.saved_tensors, *ctx.where))
+        return None, *found, *(None for _ in ctx.where)
 
 
-def differentiate(name: str, backward: Callable, remember: Callable) -> None:
-    """Gives a defined operator its gradient, as `torch.library.register_autograd` does."""
+class _Operator(NamedTuple):
+    run: Callable
+    gradient: Callable
+    inputs: int  # number of the first arguments, which have a gradient
+    saved: Callable[[tuple, tuple], tuple]  # of arguments and results
+
+
+def _as_tuple(found: Any) -> tuple:
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def operator(
+    name: str,
+    inputs: str,
+    where: str,
+    run: Callable,
+    shape: Callable,
+    gradient: Callable,
+    gradient_shape: Callable,
+    kept: str | None = None,
+) -> Callable[..., Tensor]:
+    """Returns a function of tensors with a written-out gradient, opaque to the compiler.
+
+    In eager mode it is an autograd node, in compiled code `torch.ops.parallel3d.NAME`, whose
+    gradient is `NAME_backward`.
+
+    Args:
+        inputs: schema of the arguments that have a gradient.
+        where: schema of the other ones, tensors first.
+        run: returns the result of inputs and `where`; or a tuple of the result and of what else the
+            gradient needs.
+        gradient: returns the gradients of the inputs, given that of the result, what is saved, and
+            `where`.
+        shape, gradient_shape: the same on tensors without values.
+        kept: None: nothing is saved; "": the inputs; else also the results, whose schema this is.
+    """
+    count, tensors = inputs.count("Tensor"), where.count("Tensor")
+    parts = ["Tensor grad"] if kept is None else ["Tensor grad", inputs, *([kept] if kept else [])]
+    results = ", ".join(["Tensor"] * (kept or "Tensor").count("Tensor"))
+    gradients = ", ".join(["Tensor"] * count)
+    of_forward = name, f"({inputs}, {where}) -> ({results})", run, shape
+    saved_schema = ", ".join([*parts, where])
+    of_gradient = f"{name}_backward", f"({saved_schema}) -> ({gradients})", gradient, gradient_shape
+    for operator_name, schema, implementation, fake in (of_forward, of_gradient):
+        _library.define(f"{operator_name}{schema}")
+        _library.impl(operator_name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"parallel3d::{operator_name}", fake, lib=_library)
+    compiled = getattr(torch.ops.parallel3d, name)
+    compiled_gradient = getattr(torch.ops.parallel3d, f"{name}_backward")
+
+    def saved(given: tuple, outputs: tuple) -> tuple:
+        if kept is None:
+            return ()
+        return (*given[:count], *outputs) if kept else given[:count]
+
+    def remember(ctx: Any, inputs: tuple, output: Any) -> None:
+        where = inputs[count:]
+        ctx.save_for_backward(*saved(inputs, _as_tuple(output)), *where[:tensors])
+        ctx.constants, ctx.others = where[tensors:], len(where)
+
+    def differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple:
+        found = compiled_gradient(grad, *ctx.saved_tensors, *ctx.constants)
+        return *_as_tuple(found), *(None,) * ctx.others
+
     torch.library.register_autograd(
-        f"parallel3d::{name}", backward, setup_context=remember, lib=_library
+        f"parallel3d::{name}", differentiate, setup_context=remember, lib=_library
     )
+    eager = _Operator(run, gradient, count, saved)
+
+    def call(*given: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return _Node.apply(eager, *given)
+        found = compiled(*given)
+        return found[0] if kept else found
+
+    return call
 
 
 # Fused element-wise functions

@@ -15,11 +15,12 @@ from parallel3d.context_parallel.attention import (
     ONE_RANK,
     ContextParallel,
     attend_across,
+    attend_within,
     gather_sequence,
     to_heads,
     to_tokens,
 )
-from parallel3d.context_parallel.document_attention import attend_within, repeated
+from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import Documents, SequenceShard
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.device.fused import define, differentiate, fused
+from parallel3d.device.fused import fused, operator
 from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
 
 
@@ -56,21 +56,7 @@ class Dropout(nn.Module):
         first, positions = self.part * x.shape[-2], None
         if documents is not None and documents.shard is not None:
             positions = documents.shard.positions[:, first : first + x.shape[-2]]
-        where = (samples, self.site, positions, self.first_head, first, self.p)
-        if torch.compiler.is_compiling():
-            return torch.ops.parallel3d.dropout(x, *where)
-        return _Dropout.apply(x, *where)
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
-        ctx.where = where  # not a saved tensor, so recomputation may end before this node
-        return _dropped(x, *where)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _dropped(grad, *ctx.where), *(None for _ in ctx.where)
+        return _dropout(x, samples, self.site, positions, self.first_head, first, self.p)
 
 
 @functools.partial(fused, least=0)  # even small calls: it would be fifteen launches
@@ -122,26 +108,17 @@ def _dropped(
     return drop(x, *row_keys(starts_of_keys(samples, site), rows, first_head, positions), p)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, samples, site, positions, *ctx.where = inputs
-    ctx.save_for_backward(samples, site, positions)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple:
-    given = torch.ops.parallel3d.dropout(grad, *ctx.saved_tensors, *ctx.where)
-    return given, *(None,) * 6
-
-
 # Opaque to the compiler: the hash relies on integers that wrap around, which its C++ code does not
 # guarantee.
-define(
+_dropout = operator(
     "dropout",
-    "(Tensor x, Tensor samples, Tensor site, Tensor? positions, int head, int position, float p) "
-    "-> Tensor",
+    "Tensor x",
+    "Tensor samples, Tensor site, Tensor? positions, int head, int position, float p",
     _dropped,
     lambda x, *_: x.new_empty(x.shape),
+    _dropped,
+    lambda grad, *_: grad.new_empty(grad.shape),
 )
-differentiate("dropout", _differentiate, _setup_context)
 
 
 # Attention with dropped probabilities, in blocks of rows.
@@ -183,25 +160,8 @@ def attend_dropping(
         starts, positions = documents.shard.starts, documents.shard.positions
     elif documents is not None:
         starts = documents.starts
-    where = (positions, samples, dropout.site, dropout.first_head, dropout.p)
-    inputs = (q, k, v, starts, *where)
-    if torch.compiler.is_compiling():
-        return torch.ops.parallel3d.dropped_attention(*inputs)
-    return _Attention.apply(*inputs)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
-    ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.starts, ctx.where = starts, where  # not saved tensors: recomputation skips them
-        return _forward(q, k, v, starts, *where)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *_backward(grad, *ctx.saved_tensors, ctx.starts, *ctx.where), *(None,) * 6
+    where = (starts, positions, samples, dropout.site, dropout.first_head, dropout.p)
+    return _dropped_attention(q, k, v, *where)
 
 
 class _Block(NamedTuple):
@@ -330,27 +290,13 @@ def _empty(like: Tensor) -> Tensor:
     return like.new_empty(b, s, heads, size).transpose(1, 2)
 
 
-def _attention_setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    *tensors, ctx.head, ctx.p = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _attention_differentiate(ctx: Any, grad: Tensor) -> tuple:
-    found = torch.ops.parallel3d.dropped_attention_backward(
-        grad, *ctx.saved_tensors, ctx.head, ctx.p
-    )
-    return *found, *(None,) * 6
-
-
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor? positions, Tensor samples, Tensor site, "
-    "int head, float p"
-)
-define("dropped_attention", f"({_INPUTS}) -> Tensor", _forward, lambda q, *_: _empty(q))
-define(
-    "dropped_attention_backward",
-    f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+_dropped_attention = operator(
+    "dropped_attention",
+    "Tensor q, Tensor k, Tensor v",
+    "Tensor? starts, Tensor? positions, Tensor samples, Tensor site, int head, float p",
+    _forward,
+    lambda q, *_: _empty(q),
     _backward,
     lambda grad, q, k, v, *_: (_empty(q), torch.empty_like(k), torch.empty_like(v)),
+    kept="",
 )
-differentiate("dropped_attention", _attention_differentiate, _attention_setup_context)

@@ -359,7 +359,7 @@ class ColumnParallelLinear(ShardedModule):
             self.check_sequence(x, 3, self.sp)
         if self.handle is not None and torch.compiler.is_compiling():
             gather = 1 if self.sp is None else self.group.size
-            return linear_ops.linear_operator(x, self.handle, self.weight.shape[0], gather, 1)
+            return linear_ops.compiled_linear(x, self.handle, self.weight.shape[0], gather, 1)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.sums_shared:
@@ -464,7 +464,7 @@ class RowParallelLinear(ShardedModule):
             self.check_sequence(x, 3, self.group.size * self.sp)
         if self.handle is not None and torch.compiler.is_compiling():
             split = 1 if self.sp is None else self.group.size
-            y = linear_ops.linear_operator(x, self.handle, self.out_features, 1, split)
+            y = linear_ops.compiled_linear(x, self.handle, self.out_features, 1, split)
             bias: Tensor | None = self.bias
         else:
             x, weight, bias = _cast(x, self.weight, self.bias)

@@ -8,7 +8,6 @@ gradient, the accumulation into gradient buckets and their readiness work as in 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.group import Group
+from parallel3d.device.fused import operator
 from parallel3d.device.matmul import linear, matmul
 from parallel3d.parameters.gradients import add_weight_gradient, deferred_queue
 from parallel3d.tensor_parallel.mappings import (
@@ -48,58 +48,31 @@ def register(layer: LinearLayer) -> Tensor:
     return torch.tensor(number)
 
 
-def linear_operator(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
-    """Runs the layer's forward: (b, s, in) → (b, s · gather / split, outputs).
-
-    `gather`, `split`: tp where sequence parallelism gathers (column) or splits (row) the sequence.
-    """
-    return torch.ops.parallel3d.linear(x, handle, outputs, gather, split)
-
-
 def _forward(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
     return _layers[int(handle)].run_forward(x)
-
-
-def _backward(
-    grad: Tensor, x: Tensor, handle: Tensor, outputs: int, gather: int, split: int
-) -> Tensor:
-    return _layers[int(handle)].run_backward(grad.contiguous(), x)
 
 
 def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] * gather // split, outputs)
 
 
-def _backward_shape(
-    grad: Tensor, x: Tensor, handle: Tensor, outputs: int, gather: int, split: int
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, handle, *ctx.sizes = inputs
-    ctx.save_for_backward(x, handle)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple:
+def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
     # To the compiler this is a pure function of `grad`. That it adds to `main_grad` is safe because
     # nothing in a compiled block reads a gradient bucket.
-    grad_x = torch.ops.parallel3d.linear_backward(grad, *ctx.saved_tensors, *ctx.sizes)
-    return grad_x, None, None, None, None
+    return _layers[int(handle)].run_backward(grad.contiguous(), x)
 
 
-def _define(name: str, signature: str, run: Callable, shape: Callable) -> None:
-    _library.define(f"{name}({signature}) -> Tensor")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"parallel3d::{name}", shape, lib=_library)
-
-
-_library = torch.library.Library("parallel3d", "DEF")
-_SIZES = "Tensor x, Tensor handle, int outputs, int gather, int split"
-_define("linear", _SIZES, _forward, _forward_shape)
-_define("linear_backward", f"Tensor grad, {_SIZES}", _backward, _backward_shape)
-torch.library.register_autograd(
-    "parallel3d::linear", _differentiate, setup_context=_setup_context, lib=_library
+# Runs the layer's forward: (b, s, in) → (b, s · gather / split, outputs), where `gather` and
+# `split` are tp if sequence parallelism gathers (column) or splits (row) the sequence.
+compiled_linear = operator(
+    "linear",
+    "Tensor x",
+    "Tensor handle, int outputs, int gather, int split",
+    _forward,
+    _forward_shape,
+    _backward,
+    lambda grad, x, *_: x.new_empty(x.shape),
+    kept="",
 )
 
 

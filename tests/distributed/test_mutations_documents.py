@@ -5,10 +5,9 @@ As in test_mutations, of which this is another part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -28,32 +27,29 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_mutations import ALL_NUMBERS, Mutation
 
 
-def with_documents(change: Callable[[Documents, int], Documents]) -> Iterator[None]:
-    """Every micro-batch has the documents that `change` makes of its own; samples are so long."""
-    sound = loader.documents_of
-
-    def documents_of(samples: Sequence[Sample], *rest: Any) -> Documents:
-        return change(sound(samples, *rest), len(samples[0].loss_mask))
-
-    with patch.object(loader, "documents_of", documents_of):
-        yield
-
-
 @contextmanager
 def a_neighbour_is_seen() -> Iterator[None]:
     """The first two documents of each sample are one to attention; positions are right."""
 
-    def joined(found: Documents, length: int) -> Documents:
-        edges = found.bounds[2 : int(found.bounds[0]) + 3].tolist()
-        kept = [b for a, b in pairwise([0, *edges]) if b % length == 0 or a % length]
-        count, total = len(kept) - 1, len(found.bounds) - 3
-        longest = max(b - a for a, b in pairwise(kept))
-        whole = kept + [total] * (total - count)
-        of_host, of_device = ([count, longest, *whole], whole)
-        bounds, edges = (torch.tensor(t, dtype=torch.int32) for t in (of_host, of_device))
-        return replace(found, bounds=bounds, edges=edges)
+    sound = loader.documents_of
 
-    yield from with_documents(joined)
+    def documents_of(samples: Sequence[Sample], *rest: Any) -> Documents:
+        found = sound(samples, *rest)
+        table = found.blocks.table.clone()
+        rows: list[list[int]] = []
+        joined: set[int] = set()
+        for row in table[0, 1 : int(table[0, 0, 0]) + 1].tolist():
+            if row[1] > 0 and row[0] not in joined:
+                rows[-1][2] += row[2]
+                joined.add(row[0])
+            else:
+                rows.append(row)
+        table[0, 0, 0] = len(rows)
+        table[0, 1 : len(rows) + 1] = torch.tensor(rows)
+        return replace(found, blocks=replace(found.blocks, table=table))
+
+    with patch.object(loader, "documents_of", documents_of):
+        yield
 
 
 @contextmanager

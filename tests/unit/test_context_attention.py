@@ -12,8 +12,8 @@ from torch import Tensor
 
 from parallel3d.config.values import AUTO, MATH
 from parallel3d.context_parallel import document_attention
-from parallel3d.context_parallel.attention import _Parts
 from parallel3d.context_parallel.document_attention import (
+    Block,
     attend_block,
     differentiate_block,
     empty_for_blocks,
@@ -53,17 +53,20 @@ def by_ranks(
         ranks = [(index - i) % split.size for i in range(split.size)]
         whole = torch.arange(split.padded).expand(len(q), -1)
         blocks = [held[r] for r in ranks] if split.ring else [whole]
-        mine, parts = held[index], _Parts.of(shard)
+        mine = held[index]
         own, of_own = take(q, mine), take(grad, mine)
         out, sums = empty_for_blocks(own)
         for i, of in enumerate(blocks):
-            attend_block(out, sums, own, take(k, of), take(v, of), parts.block(i), kernel)
+            attend_block(
+                out, sums, own, take(k, of), take(v, of), Block.of(shard.blocks, i), kernel
+            )
         out = out.to(q.dtype)
         of_q = empty_for_blocks(own)[0].zero_()
         for i, of in enumerate(blocks):
             keys = take(k, of), take(v, of)
             grads = [torch.zeros_like(x, dtype=of_q.dtype) for x in keys]
-            differentiate_block(of_q, *grads, of_own, own, *keys, out, sums, parts.block(i), kernel)
+            block = Block.of(shard.blocks, i)
+            differentiate_block(of_q, *grads, of_own, own, *keys, out, sums, block, kernel)
             for to, value in zip(found[2:], grads, strict=True):
                 to.transpose(1, 2)[rows, of] += value.cpu().double().transpose(1, 2)
         for to, value in zip(found, (out, of_q), strict=False):
@@ -147,7 +150,7 @@ def test_calls_of_the_kernel_for_many_lengths_are_few() -> None:
         ):
             shard = make_documents(starts, torch.device("cpu"), split).shard
         assert shard is not None
-        for rows, read, of_call in _Parts.of(shard).block(0).sequences:
+        for rows, read, of_call in Block.of(shard.blocks, 0).sequences:
             queries, keys, *longest = of_call
             found.append(((rows.start, rows.stop), (read.start, read.stop), queries.tolist(),
                           keys.tolist(), *longest))  # fmt: skip

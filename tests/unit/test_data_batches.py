@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -96,20 +98,18 @@ def test_every_stage_is_told_of_the_documents(reads: bool) -> None:
     batches = Batches(source(True), 3, 3, 0, "cpu", needs_batch=reads, document_mask=True)
     found = [batches.micro_batch(36, m) for m in range(3)]
     for m, batch in enumerate(found):
-        starts, bounds = batch.documents.starts, batch.documents.bounds
+        starts, table = batch.documents.starts, batch.documents.blocks.table[0]
         assert (batch.tokens is not None) == reads and batch.starts is starts
         rows = [s.starts.tolist() for s in samples[3 * m : 3 * m + 3]]
         assert starts.tolist() == rows and starts.dtype == torch.int32
-        begins = [SEQ * i + b for i, row in enumerate(rows) for b in sorted(set(row))]
-        lengths = np.diff([*begins, 3 * SEQ])
-        count = len(begins)
-        assert bounds[: count + 2].tolist() == [count, max(lengths), *begins]
-        assert bounds[count + 2 :].tolist() == [3 * SEQ] * (3 * SEQ + 1 - count)
-        assert torch.equal(batch.documents.edges, bounds[2:]) and bounds.device.type == "cpu"
+        edges = [[*sorted(set(row)), SEQ] for row in rows]
+        segments = [[i, a, b - a, a, 0] for i, of in enumerate(edges) for a, b in pairwise(of)]
+        assert table[0, 0] == len(segments) and len(table) == 3 * SEQ + 1
+        assert table[1 : len(segments) + 1].tolist() == segments and table.device.type == "cpu"
         assert batch.documents.positions().tolist() == [
             [p - begin for p, begin in enumerate(row)] for row in rows
         ]
-    assert len({int(batch.documents.bounds[0]) for batch in found}) > 1
+    assert len({int(batch.documents.blocks.table[0, 0, 0]) for batch in found}) > 1
 
 
 def test_a_sample_that_says_nothing_of_documents_is_one() -> None:
@@ -118,7 +118,8 @@ def test_a_sample_that_says_nothing_of_documents_is_one() -> None:
             return Sample(np.zeros(SEQ + 1, dtype=np.int64), np.ones(SEQ, dtype=bool))
 
     batch = Batches(Plain(), 2, 1, 0, "cpu", document_mask=True).micro_batch(0, 0)
-    assert batch.documents.bounds[:5].tolist() == [2, SEQ, 0, SEQ, 2 * SEQ]
+    table = batch.documents.blocks.table[0]
+    assert table[0, 0] == 2 and table[1:3].tolist() == [[i, 0, SEQ, 0, 0] for i in range(2)]
 
 
 @pytest.mark.parametrize(

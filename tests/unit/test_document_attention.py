@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from parallel3d.config.values import AUTO, MATH
 from parallel3d.context_parallel import document_attention
-from parallel3d.context_parallel.document_attention import attend_within
+from parallel3d.context_parallel.attention import attend_within
 from parallel3d.data.loader import Documents, documents_of
 from parallel3d.data.sampler import Sample, document_starts
 from parallel3d.models.attention import causal_attention
@@ -76,17 +77,9 @@ def test_gradients_without_a_kernel_are_the_same(rows: int) -> None:
     inputs, found = leaves(len(PACKS), 3, LENGTH, 8), documents()
     grad, results = torch.randn(len(PACKS), 3, LENGTH, 8, dtype=torch.float64), []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_within(q, k, v, found)
-
-    results.append(both(attend, inputs, grad))
-    plain = document_attention._plain_forward, document_attention._plain_backward
-    with (
-        patch.object(document_attention, "_cpu_forward", plain[0]),
-        patch.object(document_attention, "_cpu_backward", plain[1]),
-        patch.object(document_attention, "ROWS", rows),
-    ):
-        results.append(both(attend, inputs, grad))
+    with patch.object(document_attention, "ROWS", rows):
+        for kernel in (AUTO, MATH):
+            results.append(both(lambda *qkv, k=kernel: attend_within(*qkv, found, k), inputs, grad))
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
@@ -119,14 +112,14 @@ def test_scores_are_made_of_documents_never_of_the_whole_sample() -> None:
     """A call for each document, one for neighbours of equal length; nothing is as long as the
     sample unless a document is."""
     calls: list[tuple[int, int]] = []
-    kernel = document_attention._cpu_forward
+    kernel = document_attention._cpu_attended
 
-    def forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         calls.append((q.shape[0], q.shape[2]))
-        kernel(out, sums, q, k, v)
+        return kernel(q, k, v, causal)
 
     with (
-        patch.object(document_attention, "_cpu_forward", forward),
+        patch.object(document_attention, "_cpu_attended", attended),
         patch.object(F, "scaled_dot_product_attention", None),
     ):
         attend_within(*leaves(len(PACKS), 1, LENGTH, 4), documents())

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel3d.context_parallel.documents import Documents
+from parallel3d.context_parallel.documents import AttentionBlocks, Documents
 from parallel3d.models import dropout
 from parallel3d.models.dropout import Dropout, attend_dropping
 from tests.reference.dropout import dropped
@@ -32,7 +32,8 @@ BEGINS = ((0, 5, 6), (0, 11))  # of the documents of the two samples
 def documents() -> Documents:
     starts = [[max(b for b in begins if b <= i) for i in range(LENGTH)] for begins in BEGINS]
     unread = torch.empty(0, dtype=torch.int32)
-    return Documents(torch.tensor(starts, dtype=torch.int32), unread, unread)
+    blocks = AttentionBlocks(unread, unread, unread)
+    return Documents(torch.tensor(starts, dtype=torch.int32), blocks)
 
 
 def leaves(*shape: int) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig
-from parallel3d.context_parallel.documents import Documents
+from parallel3d.context_parallel.documents import AttentionBlocks, Documents
 from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
 from parallel3d.models.dropout import Dropout, attend_dropping
@@ -194,7 +194,7 @@ def dropped_attention(x: Tensor) -> Tensor:
     """Of documents: the second sample has two."""
     q, k, v = x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)[:, :6].chunk(3, 1)
     starts = torch.tensor([[0] * SEQUENCE, [0, 0, *[2] * (SEQUENCE - 2)]], dtype=torch.int32)
-    documents = Documents(starts, starts, starts)  # what is not read
+    documents = Documents(starts, AttentionBlocks(starts, starts, starts))  # what is not read
     numbers = torch.tensor((5, 2**33))
     return attend_dropping(q, k, v, Dropout(7, "a", 0.3), numbers, documents)
 

@@ -29,7 +29,7 @@ from benchmarks import (
 from benchmarks.gpu_process import ROOT
 from benchmarks.gpu_tasks import Given, Row, Task
 from parallel3d.config.overrides import compose
-from parallel3d.context_parallel import document_attention
+from parallel3d.context_parallel import attention
 from parallel3d.device import accelerator, fused
 from parallel3d.models import dropout, ops
 from parallel3d.trainer import StepResult
@@ -298,7 +298,7 @@ def test_attention_that_looks_into_other_documents_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = lambda q, k, v, documents: gpu_first_values._attend(q, k, v)  # noqa: E731
-    monkeypatch.setattr(document_attention, "attend_within", whole)
+    monkeypatch.setattr(attention, "attend_within", whole)
     assert gpu_first_values.document_values(given(tmp_path))["verdict"] == "DIFFERS"
 
 
