@@ -87,7 +87,7 @@ class Head(nn.Module):
 
     def rows(self) -> Tensor:
         if self.model.tie_embeddings and self.model.embedding == "replicated":
-            return rows_of_replicated(self.table, self.tp, partial=self.sp)
+            return rows_of_replicated(self.table, self.tp, partial_sums=self.sp)
         return self.table
 
     def logits(self, x: Tensor) -> Tensor:

@@ -21,20 +21,10 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group, GroupLike, group_of
 from parallel3d.errors import UserError, closest
-from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, state_of
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.dtensors import dtensor_of, own_shard
-from parallel3d.tensor_parallel.linear_ops import (
-    ColumnNode,
-    RowNode,
-    column_backward,
-    column_forward,
-    column_node,
-    row_backward,
-    row_forward,
-    row_node,
-)
+from parallel3d.tensor_parallel.linear_ops import column_node, row_node
 from parallel3d.tensor_parallel.mappings import (
     copy_to_replicas,
     copy_to_tensor_parallel,
@@ -238,7 +228,7 @@ def column_parallel_linear(
 
     Under sequence parallelism from (b, s/tp, in).
     """
-    return ColumnNode.apply(x, weight, bias, group, _sequence_chunks(sp, group, 1))
+    return column_node(x, weight, bias, group, _sequence_chunks(sp, group, 1))
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -271,6 +261,7 @@ class ColumnParallelLinear(ShardedModule):
         UserError: out_features that do not divide; a seed without a name.
     """
 
+    split = "column"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -367,20 +358,8 @@ class ColumnParallelLinear(ShardedModule):
             weight = copy_to_replicas(weight, specs["weight"], self.group)
             if bias is not None:
                 bias = copy_to_replicas(bias, specs["bias"], self.group)
-        node = column_node if self.recomputed else ColumnNode.apply
-        y = node(*_cast(x, weight, bias), self.group, self.sp)
+        y = column_node(*_cast(x, weight, bias), self.group, self.sp, self.recomputed)
         return gather_from_vocabulary(y, self.group) if self.gather_output else y
-
-    def run_forward(self, x: Tensor) -> Tensor:
-        return column_forward(x, self.weight, self.bias, self.group, self.sp)
-
-    def run_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            add_gradient(self.bias, grad.flatten(0, -2).sum(0))
-        grad_x, grad_weight = column_backward(grad, x, self.weight, self.group, self.sp)
-        if grad_weight is not None:
-            add_gradient(self.weight, grad_weight)
-        return grad_x
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"
@@ -407,6 +386,7 @@ class RowParallelLinear(ShardedModule):
             rank's number of features, or a sequence that does not divide.
     """
 
+    split = "row"
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -468,20 +448,10 @@ class RowParallelLinear(ShardedModule):
             bias: Tensor | None = self.bias
         else:
             x, weight, bias = _cast(x, self.weight, self.bias)
-            node = row_node if self.recomputed else RowNode.apply
-            y = node(x, weight, self.group, self.sp)
+            y = row_node(x, weight, self.group, self.sp, self.recomputed)
         if bias is None:
             return y
         return y + (copy_to_tensor_parallel(bias, self.group) if self.sums_bias else bias)
-
-    def run_forward(self, x: Tensor) -> Tensor:
-        return row_forward(x, self.weight, self.group, self.sp)
-
-    def run_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        grad_x, grad_weight = row_backward(grad, x, self.weight, self.group, self.sp)
-        if grad_weight is not None:
-            add_gradient(self.weight, grad_weight)
-        return grad_x
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.group import Group
 from parallel3d.device.fused import operator
 from parallel3d.device.matmul import linear, matmul
-from parallel3d.parameters.gradients import add_weight_gradient, deferred_queue
+from parallel3d.parameters.gradients import add_gradient, add_weight_gradient, deferred_queue
 from parallel3d.tensor_parallel.mappings import (
     all_gather_sequence,
     reduce_scatter_sequence,
@@ -28,9 +28,11 @@ from parallel3d.tensor_parallel.mappings import (
 
 
 class LinearLayer(Protocol):
-    def run_forward(self, x: Tensor) -> Tensor: ...
-
-    def run_backward(self, grad: Tensor, x: Tensor) -> Tensor: ...
+    split: str  # "column" or "row"
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    group: Group
+    sp: int | None
 
 
 _layers: WeakValueDictionary[int, LinearLayer] = WeakValueDictionary()
@@ -49,7 +51,10 @@ def register(layer: LinearLayer) -> Tensor:
 
 
 def _forward(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
-    return _layers[int(handle)].run_forward(x)
+    layer = _layers[int(handle)]
+    if layer.split == "row":
+        return row_forward(x, layer.weight, layer.group, layer.sp)
+    return column_forward(x, layer.weight, layer.bias, layer.group, layer.sp)
 
 
 def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
@@ -59,7 +64,16 @@ def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, split: 
 def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
     # To the compiler this is a pure function of `grad`. That it adds to `main_grad` is safe because
     # nothing in a compiled block reads a gradient bucket.
-    return _layers[int(handle)].run_backward(grad.contiguous(), x)
+    layer, grad = _layers[int(handle)], grad.contiguous()
+    backward = row_backward
+    if layer.split == "column":
+        backward = column_backward
+        if layer.bias is not None:
+            add_gradient(layer.bias, grad.flatten(0, -2).sum(0))
+    grad_x, grad_weight = backward(grad, x, layer.weight, layer.group, layer.sp)
+    if grad_weight is not None:
+        add_gradient(layer.weight, grad_weight)
+    return grad_x
 
 
 # Runs the layer's forward: (b, s, in) → (b, s · gather / split, outputs), where `gather` and
@@ -222,21 +236,9 @@ def row_backward(
 # Autograd nodes. Weights are kept in `ctx` itself, not among the saved tensors: recomputation
 # (`models/recompute.py`) returns saved tensors as new ones, without their `main_grad`.
 
-NO_GRADIENTS = (None, None, None)  # of the arguments group, sp and kept
-
-
-class SavedOperands:
-    """Gives a node access to the tensor that the `_Keep` node before it saved."""
-
-    node: Any
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.node.saved_tensors[0]
-
 
 class _Keep(torch.autograd.Function):
-    """Saves the input of the following node.
+    """Saves the input of the following node, which finds it by the list `kept`.
 
     A node saves its tensors after its forward, and recomputation ends with the last saved tensor.
     Saved by this node, the input of the last GEMM of a segment ends the recomputation before this
@@ -244,9 +246,9 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: SavedOperands) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kept: list[Any]) -> Tensor:
         ctx.save_for_backward(x)
-        kept.node = ctx
+        kept.append(ctx)
         return x.view_as(x)
 
     @staticmethod
@@ -254,15 +256,11 @@ class _Keep(torch.autograd.Function):
         return grad, None
 
 
-def _operand(ctx: Any) -> Tensor:
-    return ctx.saved_tensors[0] if ctx.kept is None else ctx.kept.tensor
-
-
-class ColumnNode(torch.autograd.Function):
-    """Runs f (or its sequence-parallel form) and the GEMM in one node.
+class _Linear(torch.autograd.Function):
+    """Runs the communication and the GEMM of a column- or row-parallel layer in one node.
 
     As two nodes, autograd would finish the reduction of the input gradient before it starts the
-    weight gradient. `kept`: a `_Keep` node has saved x.
+    weight gradient. `kept`: has the `_Keep` node that saved x, if one has.
     """
 
     @staticmethod
@@ -271,62 +269,57 @@ class ColumnNode(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        split: str,
         group: Group,
         sp: int | None,
-        kept: SavedOperands | None = None,
+        kept: list[Any],
     ) -> Tensor:
-        ctx.weight, ctx.group, ctx.sp, ctx.has_bias = weight, group, sp, bias is not None
-        ctx.kept = kept
-        if kept is None:
+        ctx.weight, ctx.has_bias, ctx.where, ctx.kept = weight, bias is not None, (group, sp), kept
+        ctx.split = split
+        if not kept:
             ctx.save_for_backward(x)
+        if split == "row":
+            return row_forward(x, weight, group, sp)
         return column_forward(x, weight, bias, group, sp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         grad = grad.contiguous()
+        (x,) = (ctx.kept[0] if ctx.kept else ctx).saved_tensors
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        x = _operand(ctx)
-        if ctx.sp is None and not ctx.needs_input_grad[0]:  # x is data: no reduction
-            rows = x.flatten(0, -2)
-            grad_weight = add_weight_gradient(ctx.weight, grad.flatten(0, -2), rows)
-            return None, grad_weight, grad_bias, *NO_GRADIENTS
-        return *column_backward(grad, x, ctx.weight, ctx.group, ctx.sp), grad_bias, *NO_GRADIENTS
+        others = grad_bias, None, None, None, None
+        if ctx.split == "row":
+            return *row_backward(grad, x, ctx.weight, *ctx.where), *others
+        if not ctx.needs_input_grad[0] and ctx.where[1] is None:  # x is data: no reduction
+            rows = grad.flatten(0, -2), x.flatten(0, -2)
+            return None, add_weight_gradient(ctx.weight, *rows), *others
+        return *column_backward(grad, x, ctx.weight, *ctx.where), *others
+
+
+def _node(
+    x: Tensor, weight: Tensor, bias: Tensor | None, split: str, group: Group, sp: int | None,
+    recomputed: bool,
+) -> Tensor:  # fmt: skip
+    kept: list[Any] = []
+    if recomputed and x.requires_grad:  # of data nothing is recomputed
+        x = _Keep.apply(x, kept)
+    return _Linear.apply(x, weight, bias, split, group, sp, kept)
 
 
 def column_node(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    sp: int | None,
+    recomputed: bool = False,
 ) -> Tensor:
-    if not x.requires_grad:  # of data nothing is recomputed
-        return ColumnNode.apply(x, weight, bias, group, sp)
-    kept = SavedOperands()
-    return ColumnNode.apply(_Keep.apply(x, kept), weight, bias, group, sp, kept)
+    """Runs `column_forward`; `recomputed`: where x is, it is without this GEMM."""
+    return _node(x, weight, bias, "column", group, sp, recomputed)
 
 
-class RowNode(torch.autograd.Function):
-    """Runs the GEMM and g. `kept`: a `_Keep` node has saved x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        group: Group,
-        sp: int | None,
-        kept: SavedOperands | None = None,
-    ) -> Tensor:
-        ctx.kept, ctx.weight, ctx.group, ctx.sp = kept, weight, group, sp
-        if kept is None:
-            ctx.save_for_backward(x)
-        return row_forward(x, weight, group, sp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        x = _operand(ctx)
-        return *row_backward(grad.contiguous(), x, ctx.weight, ctx.group, ctx.sp), *NO_GRADIENTS
-
-
-def row_node(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tensor:
-    if not x.requires_grad:  # of data nothing is recomputed
-        return RowNode.apply(x, weight, group, sp)
-    kept = SavedOperands()
-    return RowNode.apply(_Keep.apply(x, kept), weight, group, sp, kept)
+def row_node(
+    x: Tensor, weight: Tensor, group: Group, sp: int | None, recomputed: bool = False
+) -> Tensor:
+    """Runs `row_forward`, as `column_node`."""
+    return _node(x, weight, None, "row", group, sp, recomputed)

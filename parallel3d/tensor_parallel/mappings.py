@@ -21,7 +21,9 @@ gradients are equal, and a sum would multiply them by tp.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.parameters.sharding import ParameterSpec
+
+Mapping: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def sequence_first(x: Tensor) -> Tensor:
@@ -44,33 +48,113 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     return collectives.reduce_scatter(sequence_first(x), group).transpose(0, 1).contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """Runs one function in the forward and another one, on the gradient, in the backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole = grad.clone(memory_format=torch.contiguous_format)
-        return collectives.all_reduce(whole, ctx.group), None
-
-
-class _CopyShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, spec: ParameterSpec, group: Group) -> Tensor:
-        ctx.spec, ctx.group = spec, group
-        return parameter.view_as(parameter)
+    def forward(ctx: Any, x: Tensor, forward: Mapping, backward: Mapping) -> Tensor:
+        ctx.run = backward
+        y = forward(x)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.run(grad), None, None
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x.view_as(x)  # autograd does not allow an input as a result
+
+
+def _gather(x: Tensor, group: Group) -> Tensor:
+    """All-gathers to (tp, …)."""
+    return collectives.all_gather(x.contiguous().unsqueeze(0), group)
+
+
+def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
+    """Returns what every rank holds, for split work; its gradient is summed over the ranks (f)."""
+
+    def backward(grad: Tensor) -> Tensor:
+        return collectives.all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
+
+    return _Pair.apply(x, _identity, backward) if group.size > 1 else x
+
+
+def copy_to_replicas(parameter: Tensor, spec: ParameterSpec, group: Group) -> Tensor:
+    """Returns the parameter; the gradients of rows that ranks share are summed over these ranks."""
+
+    def backward(grad: Tensor) -> Tensor:
         whole = grad.clone(memory_format=torch.contiguous_format)
         flat = whole.view(-1)
         shared: dict[int, list[Tensor]] = {}
-        for tp_replicas, first, end in ctx.spec.runs(0, flat.numel()):
+        for tp_replicas, first, end in spec.runs(0, flat.numel()):
             shared.setdefault(tp_replicas, []).append(flat[first:end])
-        sum_over_replicas(shared, ctx.group)
-        return whole, None, None
+        sum_over_replicas(shared, group)
+        return whole
+
+    return _Pair.apply(parameter, _identity, backward)
+
+
+def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
+    """All-reduces the partial results of split work in place (g); the gradient passes unchanged.
+
+    `x` is the result of a GEMM or a look-up, which nothing else reads.
+    """
+    if group.size == 1:
+        return x
+    return _Pair.apply(x, lambda x: collectives.all_reduce(x, group), lambda grad: grad)
+
+
+def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
+    if group.size == 1:
+        return x
+    return _Pair.apply(
+        x, partial(reduce_scatter_sequence, group=group), partial(all_gather_sequence, group=group)
+    )
+
+
+def gather_from_vocabulary(x: Tensor, group: Group) -> Tensor:
+    """All-gathers (..., v/tp) to (..., v) for replicated work."""
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.cat(_gather(x, group).unbind(0), dim=-1)
+
+    def backward(grad: Tensor) -> Tensor:
+        return grad.chunk(group.size, dim=-1)[group.index].contiguous()
+
+    return _Pair.apply(x, forward, backward) if group.size > 1 else x
+
+
+def gather_heads(x: Tensor, group: Group) -> Tensor:
+    """All-gathers (b, s, n) of every rank's heads to (tp, b, s, n) for split work."""
+
+    def backward(grad: Tensor) -> Tensor:
+        return collectives.reduce_scatter(grad, group).squeeze(0)
+
+    return _Pair.apply(x, partial(_gather, group=group), backward)
+
+
+def rows_of_replicated(weight: Tensor, group: Group, partial_sums: bool) -> Tensor:
+    """Returns this rank's rows of a replicated table, for a head split over the vocabulary.
+
+    All uses of a replicated parameter must give the same kind of gradient: complete on each rank
+    (the rows are gathered), or with `partial_sums`, which sequence parallelism adds over tp after
+    the backward, a part of the sum (the other ranks' rows are zero).
+    """
+    shape = weight.shape
+
+    def backward(grad: Tensor) -> Tensor:
+        if not partial_sums:
+            return collectives.all_gather(grad, group)
+        full = grad.new_zeros(shape)
+        full.chunk(group.size)[group.index].copy_(grad)
+        return full
+
+    if group.size == 1:
+        return weight
+    return _Pair.apply(weight, lambda w: w.chunk(group.size)[group.index], backward)
 
 
 def sum_over_replicas(gradients: dict[int, list[Tensor]], group: Group) -> None:
@@ -95,102 +179,3 @@ def sum_over_replicas(gradients: dict[int, list[Tensor]], group: Group) -> None:
     for r, grads in shared.items():
         for grad, total in zip(grads, own_slot[r].split([g.numel() for g in grads]), strict=True):
             grad.copy_(total)
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.mark_dirty(x)  # in place: `x` is the result of a GEMM, which nothing else reads
-        return collectives.all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_sequence(grad, ctx.group), None
-
-
-class _GatherVocabulary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        parts = collectives.all_gather(x.contiguous().unsqueeze(0), group)
-        return torch.cat(parts.unbind(0), dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size, dim=-1)[ctx.group.index].contiguous(), None
-
-
-class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return collectives.all_gather(x.contiguous().unsqueeze(0), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.reduce_scatter(grad, ctx.group).squeeze(0), None
-
-
-class _RowsOfReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: Group, partial: bool) -> Tensor:
-        ctx.group, ctx.partial, ctx.rows = group, partial, weight.shape[0]
-        return weight.chunk(group.size)[group.index]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.partial:
-            return collectives.all_gather(grad, ctx.group), None, None
-        full = grad.new_zeros(ctx.rows, *grad.shape[1:])
-        full.chunk(ctx.group.size)[ctx.group.index].copy_(grad)
-        return full, None, None
-
-
-def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """Returns what every rank holds, for split work; its gradient is summed over the ranks (f)."""
-    return _Copy.apply(x, group) if group.size > 1 else x
-
-
-def copy_to_replicas(parameter: Tensor, spec: ParameterSpec, group: Group) -> Tensor:
-    """Returns the parameter; the gradients of rows that ranks share are summed over these ranks."""
-    return _CopyShared.apply(parameter, spec, group)
-
-
-def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """All-reduces the partial results of split work in place (g); the gradient passes unchanged."""
-    return _Reduce.apply(x, group) if group.size > 1 else x
-
-
-def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
-    return _ScatterSequence.apply(x, group) if group.size > 1 else x
-
-
-def gather_from_vocabulary(x: Tensor, group: Group) -> Tensor:
-    """All-gathers (..., v/tp) to (..., v) for replicated work."""
-    return _GatherVocabulary.apply(x, group) if group.size > 1 else x
-
-
-def gather_heads(x: Tensor, group: Group) -> Tensor:
-    """All-gathers (b, s, n) of every rank's heads to (tp, b, s, n) for split work."""
-    return _GatherHeads.apply(x, group)
-
-
-def rows_of_replicated(weight: Tensor, group: Group, partial: bool) -> Tensor:
-    """Returns this rank's rows of a replicated table, for a head split over the vocabulary.
-
-    All uses of a replicated parameter must give the same kind of gradient: complete on each rank
-    (`partial=False`, the rows are gathered), or a partial sum that sequence parallelism adds over
-    tp after the backward (`partial=True`, the other ranks' rows are zero).
-    """
-    return _RowsOfReplicated.apply(weight, group, partial) if group.size > 1 else weight
