@@ -7,15 +7,14 @@ ranks, as NCCL and gloo do.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, pairwise, product
 
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.walk import Pair, ScheduleError, Walk, highest, peer_of, walk
+from parallel3d.schedules.walk import ScheduleError, Walk, highest, peer_of, walk
 
 
 @dataclass(frozen=True)
@@ -85,138 +84,79 @@ def _fault(
     if not program or count < 1:
         return "the plan is empty: it needs at least one stage and one micro-batch"
     for rank, steps in enumerate(program):
-        sentence = fault_of_rank(steps, rank, placement, count)
-        if sentence is not None:
+        if sentence := fault_of_rank(steps, rank, placement, count):
             return sentence
-    sentence = _swapped(program, placement)
-    if sentence is not None:
+    if found is None:
+        return "the plan has a message outside of a group, or a computation in one"
+    if sentence := _mismatch(found, count):
         return sentence
-    assert found is not None and found.waits, f"no fault was found in {program}"
+    assert found.waits, f"no fault was found in {program}"
     return found.deadlock()
 
 
-# What a rank does with each micro-batch in each chunk; B stands for I and W.
-_DUTIES = tuple(kind for kind in Kind if kind != Kind.B)
-_Key = tuple[Kind, int]  # and chunk
-
-
 def fault_of_rank(
-    steps: Sequence[Step],
-    rank: int,
-    placement: StageAssignment,
-    count: int,
-    has_messages: bool = True,
+    steps: Sequence[Step], rank: int, placement: StageAssignment, count: int
 ) -> str | None:
-    """Describes the first fault that one rank's steps have by themselves; None: there is none.
+    """Describes the first fault of one rank's actions, whatever the other ranks do; None: none.
 
-    Not `has_messages`: the steps are compute orders.
+    Messages may be missing, as they are in compute orders.
     """
-    near = _neighbours(rank, placement)
-    # (kind, chunk) → micro-batch → (place, action as written); B counts as I and as W.
-    places: dict[_Key, dict[int, tuple[int, Action]]] = defaultdict(dict)
-    for place, (one, in_group) in enumerate(_flat(steps)):
-        kind, chunk, m = one.kind, one.chunk, one.microbatch
-        if in_group and kind.is_compute:
-            return f"{one} computes and cannot stand in a group of messages"
-        if not in_group and not kind.is_compute:
-            return f"{one} is a message and must stand in a group"
-        if chunk >= placement.chunks:
-            many = f"{placement.chunks} chunks" if placement.chunks > 1 else "one chunk"
-            return f"rank {rank} has {one}, but plans have {many} per rank"
-        if in_group and near[kind, chunk] is None:
-            return f"rank {rank} of {placement.ranks} has {one}, but has no neighbour on that side"
-        for half in (Kind.I, Kind.W) if kind == Kind.B else (kind,):
-            at, before = places[half, chunk].setdefault(m, (place, one))
-            if at < place:
-                if before.kind == kind:
-                    return f"rank {rank} has {one} twice"
-                return (
-                    f"rank {rank} has {one} beside another backward of the same micro-batch: "
-                    "it takes either B, or I and W"
-                )
-        if m >= count:
+    places: dict[Action, int] = {}
+    for one in chain.from_iterable((s,) if isinstance(s, Action) else s for s in steps):
+        if one.microbatch >= count:
             return f"rank {rank} has {one}, but micro-batches are 0 to {count - 1}"
-    for kind, chunk in product(_DUTIES, range(placement.chunks)):
-        if kind.is_compute or (has_messages and near[kind, chunk] is not None):
-            for m in range(count):
-                if m not in places[kind, chunk]:
-                    whole = kind in (Kind.I, Kind.W) and not any(
-                        m in places[half, chunk]
-                        or any(one.kind != Kind.B for _, one in places[half, chunk].values())
-                        for half in (Kind.I, Kind.W)
-                    )
-                    absent = Action(Kind.B if whole else kind, m, chunk)
-                    return f"rank {rank} never does {absent}"
-    for kind, chunk in product(_DUTIES, range(placement.chunks)):
-        mine = places[kind, chunk]
-        for need in _needs(kind, chunk, rank, placement, has_messages):
-            for m in sorted(mine):
-                (at, one), (place, needed) = mine[m], places[need][m]
-                if place > at:
-                    return f"rank {rank} does {one} before {needed}, which it needs"
+        if one.chunk >= placement.chunks:
+            return f"rank {rank} has {one}, but chunks are 0 to {placement.chunks - 1}"
+        if not one.kind.is_compute and _reader(one, rank, placement) in (None, rank):
+            return f"rank {rank} has {one}, but no other rank is on that side"
+        if one in places:
+            return f"rank {rank} has {one} twice"
+        places[one] = len(places)
+    has_halves = any(one.kind == Kind.I for one in places)
+    for chunk, m in product(range(placement.chunks), range(count)):
+        forward, whole, input, weight = (Action(kind, m, chunk) for kind in _COMPUTES)
+        halves = {input, weight} & places.keys()
+        if whole in places and halves:
+            return (
+                f"rank {rank} has {whole} beside {halves.pop()}: a micro-batch takes either B, or "
+                "I and W"
+            )
+        splits = halves or (has_halves and whole not in places)
+        duties = (forward, input, weight) if splits else (forward, whole)
+        for needed, one in pairwise((None, *duties)):
+            if one not in places:
+                return f"rank {rank} never does {one}"
+            if needed is not None and places[needed] > places[one]:
+                return f"rank {rank} does {one} before {needed}, which it needs"
     return None
 
 
-def _flat(steps: Sequence[Step]) -> Iterator[tuple[Action, bool]]:
-    """Yields the actions, and whether they stand in a group."""
-    for step in steps:
-        if isinstance(step, Action):
-            yield step, False
-        else:
-            yield from ((message, True) for message in step)
+_COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
-_OFFSET = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1, Kind.RECV_F: -1}
+def _reader(message: Action, rank: int, placement: StageAssignment) -> int | None:
+    with suppress(ValueError):
+        return peer_of(message, rank, placement)
+    return None
 
 
-def _neighbours(rank: int, placement: StageAssignment) -> dict[_Key, int | None]:
-    """Returns the peer of each kind of message of each chunk; None where there is no message."""
-    peers: dict[_Key, int | None] = {}
-    for chunk, (kind, offset) in product(range(placement.chunks), _OFFSET.items()):
-        place = placement.neighbour(rank, chunk, offset)
-        peers[kind, chunk] = None if place is None or place[0] == rank else place[0]
-    return peers
-
-
-def _needs(
-    kind: Kind, chunk: int, rank: int, placement: StageAssignment, has_messages: bool
-) -> list[_Key]:
-    """Returns the (kind, chunk) that this kind and chunk needs from the same rank."""
-    if kind in (Kind.RECV_F, Kind.RECV_B):
-        return []
-    if kind not in (Kind.F, Kind.I):
-        return [(Kind.F if kind == Kind.SEND_F else Kind.I, chunk)]
-    forward = kind == Kind.F
-    needs = [] if forward else [(Kind.F, chunk)]
-    source = placement.neighbour(rank, chunk, -1 if forward else 1)
-    if source is not None and source[0] == rank:
-        needs.append((kind, source[1]))
-    elif source is not None and has_messages:
-        needs.append((Kind.RECV_F if forward else Kind.RECV_B, chunk))
-    return needs
-
-
-def _swapped(program: Sequence[Sequence[Step]], placement: StageAssignment) -> str | None:
+def _mismatch(found: Walk, count: int) -> str | None:
     """Describes where two ranks disagree on the order of their messages.
 
     Messages match by position: with swapped receives an executor would compute on another
     micro-batch's or chunk's data and train wrongly without an error.
     """
-    flows: dict[Pair, tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
-    for rank, steps in enumerate(program):
-        for one, in_group in _flat(steps):
-            if in_group:
-                peer = peer_of(one, rank, placement)
-                pair = (rank, peer) if one.kind.is_send else (peer, rank)
-                flows[pair][not one.kind.is_send].append(one)
-    for (sender, receiver), (sent, received) in sorted(flows.items()):
-        for number, (ours, theirs) in enumerate(zip(sent, received, strict=True)):
-            ahead = 1 if ours.kind == Kind.SEND_F else -1
-            to = placement.neighbour(sender, ours.chunk, ahead), ours.microbatch, ahead
-            ahead = 1 if theirs.kind == Kind.RECV_F else -1
-            if to != ((receiver, theirs.chunk), theirs.microbatch, ahead):
+
+    def named(message: int) -> str:
+        number, m = divmod(message, count)
+        return f"{'gradient' if number % 2 else 'activation'} {m} for stage {number // 2}"
+
+    for (sender, receiver), sent in sorted(found.sent.items()):
+        pairs = zip(sent, found.received.get((sender, receiver), []), strict=False)
+        for number, (ours, theirs) in enumerate(pairs):
+            if ours != theirs:
                 return (
-                    f"message {number} from rank {sender} to rank {receiver} is sent as {ours} but "
-                    f"received as {theirs}: receives are swapped"
+                    f"message {number} from rank {sender} to rank {receiver} is sent as "
+                    f"{named(ours)} but received as {named(theirs)}"
                 )
     return None

@@ -91,8 +91,7 @@ def check_orders(
         check(add_communication(orders, placement, microbatches), microbatches, placement)
     except (ScheduleError, IndexError) as error:
         faults = (
-            fault_of_rank(order, rank, placement, microbatches, has_messages=False)
-            for rank, order in enumerate(orders)
+            fault_of_rank(order, rank, placement, microbatches) for rank, order in enumerate(orders)
         )
         sentence = next(filter(None, faults), str(error))
         raise UserError(f"{key} cannot run: {_in_stages(sentence, placement)}.") from None

@@ -128,7 +128,8 @@ class Walk:
     def _waiting(self, rank: int) -> str:
         step, message, peer = self.waits[rank]
         if isinstance(step, Action):
-            return f"rank {rank} waits for the input of {step} from rank {peer}"
+            source = "" if peer is None else f" from rank {peer}"
+            return f"rank {rank} waits for the input of {step}{source}"
         verb = "send {} to" if message is not None and message.kind.is_send else "get {} from"
         group = " ".join(map(str, step))
         return f"rank {rank} is in group ({group}) and waits to {verb.format(message)} rank {peer}"

@@ -67,7 +67,8 @@ def test_swapped_receives_before_their_use_are_caught_by_position() -> None:
     check(good)
     good[1][0] = (Action.parse("RF1"), Action.parse("RF0"))
     with pytest.raises(
-        ScheduleError, match="message 0 from rank 0 to rank 1 is sent as SF0 but rec"
+        ScheduleError,
+        match=r"message 0 .* 0 to rank 1 is sent as activation 0 for stage 1 but received as activ",
     ):
         check(good)
 
@@ -78,7 +79,7 @@ def test_receives_swapped_between_groups_are_caught(name: str, kind: Kind) -> No
     swap = {Action(kind, 1): Action(kind, 2), Action(kind, 2): Action(kind, 1)}
     plan = make(name, 4, 6).plan()
     plan[1] = [s if isinstance(s, Action) else tuple(swap.get(a, a) for a in s) for s in plan[1]]
-    with pytest.raises(ScheduleError, match=rf"rank 1 does [FB]1 before {kind}1"):
+    with pytest.raises(ScheduleError, match=r"message 1 from rank [02] to rank 1"):
         check(plan)
 
 
@@ -94,7 +95,7 @@ def test_backward_messages_swapped_consistently_on_one_rank_are_caught(name: str
 
     plan[0] = [exchange(s) if isinstance(s, Action) else tuple(map(exchange, s)) for s in plan[0]]
     # With m=6, both schedules run F2 on rank 0 before the first of the two backwards.
-    with pytest.raises(ScheduleError, match=r"message 1 from rank 1 to rank 0.*swapped"):
+    with pytest.raises(ScheduleError, match="message 1 from rank 1 to rank 0"):
         check(plan)
 
 
@@ -106,7 +107,12 @@ def test_every_single_missing_action_is_caught(name: str) -> None:
                 plan = make(name, 3, 4).plan()
                 rest = () if isinstance(step, Action) else tuple(a for a in step if a != dropped)
                 plan[rank][index : index + 1] = [rest] if rest else []
-                with pytest.raises(ScheduleError, match=f"rank {rank} never does {dropped}$"):
+                never = (
+                    f"rank {rank} never does {dropped}$"
+                    if dropped.kind.is_compute
+                    else "wait|message"
+                )
+                with pytest.raises(ScheduleError, match=never):
                     check(plan, 4)
 
 
@@ -134,10 +140,10 @@ def test_missing_microbatch_on_all_ranks_needs_the_number() -> None:
     ("ranks", "sentence"),
     [
         (("B0 F0",), "rank 0 does B0 before F0"),
-        (("F0 SF0+RB0 B0", "F0 RF0 B0 SB0"), "rank 1 does F0 before RF0"),
-        (("F0 SF0 B0 RB0", "RF0 F0 B0 SB0"), "rank 0 does B0 before RB0"),
-        (("SF0 F0 RB0 B0", "RF0 F0 B0 SB0"), "rank 0 does SF0 before F0"),
-        (("F0 SF0+RB0 B0", "RF0 F0 SB0 B0"), "rank 1 does SB0 before B0"),
+        (("F0 SF0+RB0 B0", "F0 RF0 B0 SB0"), "rank 1 waits for the input of F0"),
+        (("F0 SF0 B0 RB0", "RF0 F0 B0 SB0"), "rank 0 waits for the input of B0"),
+        (("SF0 F0 RB0 B0", "RF0 F0 B0 SB0"), "rank 0 is in group .SF0. and waits to send SF0"),
+        (("F0 SF0+RB0 B0", "RF0 F0 SB0 B0"), "rank 1 is in group .SB0. and waits to send SB0"),
     ],
 )
 def test_wrong_order_on_a_rank_is_caught(ranks: tuple[str, ...], sentence: str) -> None:
@@ -148,11 +154,11 @@ def test_wrong_order_on_a_rank_is_caught(ranks: tuple[str, ...], sentence: str) 
 @pytest.mark.parametrize(
     ("ranks", "sentence"),
     [
-        (("RF0 F0 SF0+RB0 B0", "RF0 F0 B0 SB0"), "rank 0 of 2 has RF0, but has no neighbour"),
-        (("F0 SF0+RB0 B0 SB0", "RF0 F0 B0 SB0"), "rank 0 of 2 has SB0, but has no neighbour"),
-        (("F0 SF0+RB0 B0", "RF0 F0 SF0 B0 SB0"), "rank 1 of 2 has SF0, but has no neighbour"),
-        (("F0 SF0+RB0 B0", "RF0 F0 RB0 B0 SB0"), "rank 1 of 2 has RB0, but has no neighbour"),
-        (("F0.1 B0",), "rank 0 has F0.1, but plans have one chunk"),
+        (("RF0 F0 SF0+RB0 B0", "RF0 F0 B0 SB0"), "rank 0 has RF0, but no other rank"),
+        (("F0 SF0+RB0 B0 SB0", "RF0 F0 B0 SB0"), "rank 0 has SB0, but no other rank"),
+        (("F0 SF0+RB0 B0", "RF0 F0 SF0 B0 SB0"), "rank 1 has SF0, but no other rank"),
+        (("F0 SF0+RB0 B0", "RF0 F0 RB0 B0 SB0"), "rank 1 has RB0, but no other rank"),
+        (("F0.1 B0",), "rank 0 has F0.1, but chunks are 0 to 0"),
     ],
 )
 def test_actions_alien_to_their_rank_are_caught(ranks: tuple[str, ...], sentence: str) -> None:
@@ -161,9 +167,10 @@ def test_actions_alien_to_their_rank_are_caught(ranks: tuple[str, ...], sentence
 
 
 def test_malformed_steps_are_caught() -> None:
-    with pytest.raises(ScheduleError, match="SF0 is a message and must stand in a group"):
-        check([[Action.parse("F0"), Action.parse("SF0")]])
-    with pytest.raises(ScheduleError, match="F0 computes and cannot stand in a group"):
+    with pytest.raises(ScheduleError, match="a message outside"):
+        first, second = plan_of("F0 SF0 RB0 B0", "RF0 F0 B0 SB0")
+        check([[first[0], Action.parse("SF0"), *first[2:]], second])
+    with pytest.raises(ScheduleError, match="a computation in one"):
         check([[(Action.parse("F0"),)]])
     for empty in ([], [[]], [[], []]):
         with pytest.raises(ScheduleError, match="empty"):
