@@ -146,7 +146,7 @@ def text(config: Config, found: Shown) -> str:
     lines = [
         heading(config, found),
         "",
-        render_text(found.timeline, width, whole=True),
+        render_text(found.timeline, width),
         "",
         f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, at most "
         f"{found.in_flight} of two ranks under way in one direction.",

@@ -11,7 +11,6 @@ from parallel3d.schedules.walk import Span, Timeline
 
 _FILL = {Kind.F: "─", Kind.B: "━", Kind.I: "━", Kind.W: "─"}
 _IDLE = "·"
-_CUT = " … "
 _KINDS = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -34,13 +33,12 @@ _MOST_BOXES = 8000  # above it, one path per colour and rank, without tooltips
 _MOST_WAYS = 1500  # messages whose lines are drawn
 
 
-def render_text(timeline: Timeline, width: int | None = None, whole: bool = False) -> str:
+def render_text(timeline: Timeline, width: int | None = None) -> str:
     """Draws a fixed-width picture, one line per rank: `F3─` forward, `B3━━━` backward, `·` idle.
 
     I and W are the halves of a split backward, `F3.1` is of chunk 1. Boxes are to scale, the
-    shortest as wide as its name.
-    Pictures wider than `width` columns lose the middle of the step, on every rank the same columns.
-    With `whole` they show all of it, one letter for the dominant kind in each column's time.
+    shortest as wide as its name. A picture wider than `width` columns has one letter for the
+    dominant kind in each column's time.
     """
     boxes = [span for spans in timeline.spans for span in spans]
     scale = max((len(str(s.action)) + 1) / (s.end - s.start) for s in boxes)
@@ -48,8 +46,6 @@ def render_text(timeline: Timeline, width: int | None = None, whole: bool = Fals
     margin = len("rank ") + digits + len(" || 100.0%")
     columns = _column(timeline.makespan, scale)
     available = columns if width is None else width - margin
-    cut = _cut(columns, available)
-    is_overview = whole and columns > available
     words = ", ".join(f"{kind} {_KINDS[kind]}" for kind in _kinds(timeline))
     heading = (
         " " * (len("rank ") + digits + 2)
@@ -57,9 +53,9 @@ def render_text(timeline: Timeline, width: int | None = None, whole: bool = Fals
     )
 
     def line(spans: Sequence[Span]) -> str:
-        if is_overview:
+        if columns > available:
             return _overview_line(spans, timeline.makespan, max(available, 2))
-        return _text_line(spans, scale, columns, cut)
+        return _text_line(spans, scale, columns)
 
     rows = [
         f"rank {rank:>{digits}} |{line(spans)}| {bubble:6.1%}"
@@ -68,16 +64,13 @@ def render_text(timeline: Timeline, width: int | None = None, whole: bool = Fals
     return "\n".join([heading, *rows])
 
 
-def _text_line(spans: Sequence[Span], scale: float, columns: int, cut: range) -> str:
+def _text_line(spans: Sequence[Span], scale: float, columns: int) -> str:
     line = [_IDLE] * columns
     for span in spans:
         start, end = _column(span.start, scale), _column(span.end, scale)
-        # A cut name would be another micro-batch's.
-        name = "" if start < cut.stop and end > cut.start else str(span.action)
         # The last column of a box stays blank, so that neighbours do not run together.
-        box = name.ljust(end - start - 1, _FILL[span.action.kind]) + " "
-        line[start:end] = box[: end - start]
-    return "".join(line[: cut.start]) + (_CUT if cut else "") + "".join(line[cut.stop :])
+        line[start:end] = str(span.action).ljust(end - start - 1, _FILL[span.action.kind]) + " "
+    return "".join(line)
 
 
 def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
@@ -106,14 +99,6 @@ def _kinds(timeline: Timeline) -> list[Kind]:
 
 def _column(seconds: float, scale: float) -> int:
     return int(seconds * scale + 0.5)
-
-
-def _cut(columns: int, width: int) -> range:
-    """Returns the columns to omit from the middle so that the rest fits in `width`."""
-    if columns <= width:
-        return range(columns, columns)
-    kept = max(width - len(_CUT), 2)
-    return range((kept + 1) // 2, columns - kept // 2)
 
 
 def render_svg(

@@ -185,7 +185,7 @@ def test_the_checker_refuses_swapped_receives_before_they_run() -> None:
     made = make("interleaved_zb", 2, 5, 2)
     plan = with_swapped(made.plan(), made.placement)
     assert plan != made.plan()
-    with pytest.raises(ScheduleError, match="is sent as .* but received as"):
+    with pytest.raises(ScheduleError, match="is sent as"):
         check(plan, 5, made.placement)
 
 

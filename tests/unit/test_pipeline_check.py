@@ -171,7 +171,7 @@ def test_malformed_steps_are_caught() -> None:
         first, second = plan_of("F0 SF0 RB0 B0", "RF0 F0 B0 SB0")
         check([[first[0], Action.parse("SF0"), *first[2:]], second])
     with pytest.raises(ScheduleError, match="a computation in one"):
-        check([[(Action.parse("F0"),)]])
+        check([[(Action.parse("F0"),), Action.parse("B0")]])
     for empty in ([], [[]], [[], []]):
         with pytest.raises(ScheduleError, match="empty"):
             check(empty)

@@ -206,7 +206,7 @@ def test_a_table_is_checked(old: str, new: str, sentence: str | None) -> None:
 def test_a_wide_text_is_shown_whole_in_letters() -> None:
     made = make("interleaved_zb", 8, 32, 4)
     timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
-    heading, *rows = render_text(timeline, 100, whole=True).splitlines()
+    heading, *rows = render_text(timeline, 100).splitlines()
     assert "I input gradient" in heading
     assert {len(row) for row in rows} == {100}
     assert all(set(row[8:-9]) <= set("FIW·") for row in rows)
