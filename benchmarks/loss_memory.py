@@ -59,7 +59,7 @@ def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
 
     def fused() -> None:
         size = None if chunk == "null" else int(chunk)
-        head = HeadLoss(Objective(args.vocab), args.vocab, groups.tp, chunk_tokens=size)
+        head = HeadLoss(Objective(args.vocab), groups.tp, chunk_tokens=size)
         head.train(x, table, labels, mask, scale).backward(scale)
         x.grad = None
 

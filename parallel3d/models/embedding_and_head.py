@@ -78,7 +78,6 @@ class Head(nn.Module):
         loss = ctx.loss
         self.loss = HeadLoss(
             Objective(model.vocab_size, loss.label_smoothing, loss.z_loss, ctx.half_loss),
-            model.padded_vocab_size,
             group=ctx.tp,
             sp=ctx.sp,
             gather_logits=not model.parallel_output,

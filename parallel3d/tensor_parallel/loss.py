@@ -46,14 +46,6 @@ class Objective:
     z_loss: float = 0.0
     half: bool = False
 
-    @property
-    def plain(self) -> Objective:
-        return Objective(self.vocab_size)
-
-    @property
-    def statistics(self) -> int:
-        return 4 if self.label_smoothing else 3
-
 
 @fused
 def vocabulary_statistics(
@@ -144,9 +136,8 @@ class ChunkLoss:
             out = vocabulary_statistics(self.logits, self.target, self.inside, self.real, smooths)
             self.maximum = out[0]
             return out
-        out = self.logits.new_zeros(
-            self.objective.statistics, self.logits.shape[0], dtype=self.dtype
-        )
+        rows = 4 if self.objective.label_smoothing else 3
+        out = self.logits.new_zeros(rows, self.logits.shape[0], dtype=self.dtype)
         if not self.real:
             out[0] = -torch.inf
             self.maximum = out[0]
@@ -212,13 +203,11 @@ class HeadLoss:
     2024, §3.2) does the same in fused kernels on one device.
 
     Attributes:
-        padded_size: rows of the table over all ranks.
         sp: hidden states are (b, s/tp, h) and are gathered first.
         gather_logits: every rank gathers all logits of a chunk (`model.parallel_output=false`).
     """
 
     objective: Objective
-    padded_size: int
     group: Group = SINGLE
     sp: bool = False
     gather_logits: bool = False
@@ -234,30 +223,21 @@ class HeadLoss:
 
         Args:
             x: (b, s, h), or (b, s/tp, h) under sequence parallelism.
-            table: (padded_size / tp, h).
+            table: (rows of the padded vocabulary / tp, h).
             labels, loss_mask: (b, s).
 
         Raises:
             RuntimeError: in the backward, on a CPU, if it starts from another gradient.
         """
-        self._check(table)
         return _HeadLoss.apply(x, table, labels, loss_mask, loss_scale, self)
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """Returns the sum of the unmasked cross-entropies, without smoothing or z-loss."""
-        self._check(table)
-        run = _ChunkedLoss(self, self.objective.plain, x, table, labels, loss_mask)
+        run = _ChunkedLoss(self, Objective(self.objective.vocab_size), x, table, labels, loss_mask)
         for chunk in run.chunks():
             run.forward(chunk)
         return run.losses.mul_(run.mask).sum()
-
-    def _check(self, table: Tensor) -> None:
-        if table.shape[0] * self.group.size != self.padded_size:
-            raise ValueError(
-                f"{table.shape[0]} rows on each of {self.group.size} ranks are not the "
-                f"{self.padded_size} rows of the padded vocabulary"
-            )
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -345,29 +325,25 @@ class _ChunkedLoss:
         wide = torch.promote_types(self.table.dtype, torch.float32)
         out = torch.zeros_like(self.table, dtype=wide) if main_grad is None else main_grad
         factor = self.mask * loss_scale.to(self.mask.dtype)
+        group, rows = self.head.group, self.table.shape[0]
+        own = rows * group.index  # the first of this rank's columns, where all are gathered
         work: Work = CompletedWork()
         reduced = grad_x
         for chunk in chunks:
-            grad = self._gradient(chunk, factor)
+            grad = self.forward(chunk).gradient(factor[chunk])
+            grad = grad.narrow(1, own, rows) if grad.shape[1] > rows else grad
             if accelerator.is_on_accelerator(grad):
                 torch.mm(grad, self.table, out=grad_x[chunk])
             else:  # on a CPU not every matmul can be written in place
                 grad_x[chunk] = matmul(grad, self.table)
             if chunk is chunks[-1]:  # reduced while the last weight-gradient GEMM runs
-                reduced, work = self._reduce(grad_x.view_as(self.full))
+                whole = grad_x.view_as(self.full)
+                if self.sp:
+                    reduced, work = collectives.reduce_scatter_async(sequence_first(whole), group)
+                else:
+                    reduced, work = whole, collectives.all_reduce_async(whole, group)
             add_matmul(out, grad, self.x[chunk])
             del grad  # so that the next chunk's logits can reuse its memory
         work.wait()
         grad_x = reduced.transpose(0, 1).contiguous() if self.sp else reduced
         return grad_x, out.to(self.table.dtype) if main_grad is None else None
-
-    def _gradient(self, chunk: slice, factor: Tensor) -> Tensor:
-        """Returns the gradient (chunk, rows) of this rank's logits."""
-        grad = self.forward(chunk).gradient(factor[chunk])
-        rows = self.table.shape[0]
-        return grad.narrow(1, rows * self.head.group.index, rows) if grad.shape[1] > rows else grad
-
-    def _reduce(self, grad_x: Tensor) -> tuple[Tensor, Work]:
-        if self.sp:
-            return collectives.reduce_scatter_async(sequence_first(grad_x), self.head.group)
-        return grad_x, collectives.all_reduce_async(grad_x, self.head.group)

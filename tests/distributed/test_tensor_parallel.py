@@ -109,7 +109,7 @@ def split_loss(size: int, vocab: int, padded: int, sp: bool) -> list[tuple[Tenso
         expected = expected + objective.z_loss * logits.logsumexp(1).square()
         expected = (expected * mask.flatten()).sum()
         by_x, by_table = torch.autograd.grad(expected, (whole, rows), scale)
-        head = HeadLoss(objective, padded, tp, sp, gather_logits, chunk)
+        head = HeadLoss(objective, tp, sp, gather_logits, chunk)
         mine = x.chunk(size, 1)[tp.index] if sp else x
         mine = mine.clone().requires_grad_()
         local = table.chunk(size)[tp.index].clone().requires_grad_()

@@ -62,7 +62,7 @@ def test_held_out_losses_stay_in_fp32() -> None:
     x, table = torch.randn(1, TOKENS, 8).half(), torch.randn(VOCAB, 8).half()
     labels, mask = torch.arange(TOKENS).unsqueeze(0), torch.ones(1, TOKENS)
     found = [
-        HeadLoss(Objective(VOCAB, half=half), VOCAB).evaluate(x, table, labels, mask)
+        HeadLoss(Objective(VOCAB, half=half)).evaluate(x, table, labels, mask)
         for half in (True, False)
     ]
     assert torch.equal(*found)

@@ -26,7 +26,7 @@ def leaf(*shape: int) -> Tensor:
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("objective", [Objective(11), Objective(11, 0.2), Objective(11, 0.1, 0.05)])
 def test_gradients_are_finite_differences(objective: Objective, chunk: int | None) -> None:
-    head = HeadLoss(objective, 16, chunk_tokens=chunk)
+    head = HeadLoss(objective, chunk_tokens=chunk)
     labels = torch.tensor([[0, 4, 10], [3, 1, 4]])
     mask = torch.tensor([[True, False, True], [True, True, True]])
     x, table = leaf(2, 3, 5), leaf(16, 5)
@@ -45,7 +45,7 @@ def test_gradients_are_finite_differences(objective: Objective, chunk: int | Non
 def test_padded_rows_get_no_gradient_and_masked_tokens_none() -> None:
     x, table, labels = leaf(1, 3, 5), leaf(8, 5), torch.tensor([[0, 4, 2]])
     mask = torch.tensor([[True, False, True]])
-    loss = HeadLoss(Objective(5, 0.1, 0.1), 8).train(x, table, labels, mask, ONE)
+    loss = HeadLoss(Objective(5, 0.1, 0.1)).train(x, table, labels, mask, ONE)
     by_x, by_table = torch.autograd.grad(loss, (x, table))
     assert not by_table[5:].any() and by_table[:5].all()
     assert not by_x[0, 1].any() and by_x[0, [0, 2]].all()
@@ -53,7 +53,7 @@ def test_padded_rows_get_no_gradient_and_masked_tokens_none() -> None:
 
 def test_huge_logits_are_survived() -> None:
     x = torch.tensor([[[1e4, -1e4, 0.0]]])
-    head = HeadLoss(Objective(3), 3)
+    head = HeadLoss(Objective(3))
     assert head.evaluate(x, torch.eye(3), torch.tensor([[0]]), torch.ones(1, 1)) == 0.0
     assert head.evaluate(x, torch.eye(3), torch.tensor([[1]]), torch.ones(1, 1)) == 2e4
 
@@ -61,7 +61,7 @@ def test_huge_logits_are_survived() -> None:
 def test_held_out_losses_are_plain_cross_entropies() -> None:
     x, table, labels = leaf(2, 3, 5), leaf(16, 5), torch.tensor([[0, 4, 10], [3, 1, 4]])
     mask = torch.tensor([[True, False, True], [True, True, True]])
-    head = HeadLoss(Objective(11, 0.3, 0.2), 16, chunk_tokens=4)
+    head = HeadLoss(Objective(11, 0.3, 0.2), chunk_tokens=4)
     found = head.evaluate(x, table, labels, mask)
     logits = (x @ table[:11].t()).flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), reduction="none")[mask.flatten()].sum()
@@ -83,7 +83,7 @@ def test_statistics_are_fp32_whatever_the_compute_type(
     labels, mask = torch.arange(32).view(2, 16), torch.ones(2, 16, dtype=torch.bool)
     x, table = x.requires_grad_(), table.requires_grad_()
     scale = torch.tensor(1024.0 / 32)  # a loss scale keeps fp16's small gradients
-    loss = HeadLoss(Objective(vocab, 0.1, 0.01), vocab, chunk_tokens=chunk).train(
+    loss = HeadLoss(Objective(vocab, 0.1, 0.01), chunk_tokens=chunk).train(
         x, table, labels, mask, scale
     )
     assert loss.dtype == torch.float32
@@ -101,16 +101,9 @@ def test_statistics_are_fp32_whatever_the_compute_type(
         assert (ours - theirs).norm() < 2 * torch.finfo(dtype).eps * theirs.norm()
 
 
-def test_logits_that_are_not_split_are_refused() -> None:
-    with pytest.raises(ValueError, match="16 rows"):
-        HeadLoss(Objective(5), 8).evaluate(
-            torch.zeros(1, 1, 4), torch.zeros(16, 4), torch.zeros(1, 1), torch.zeros(1, 1)
-        )
-
-
 def test_a_backward_from_another_scale_is_refused() -> None:
     x, table, labels = leaf(1, 3, 5), leaf(8, 5), torch.tensor([[0, 4, 2]])
-    loss = HeadLoss(Objective(8), 8).train(x, table, labels, torch.ones(1, 3), 2 * ONE)
+    loss = HeadLoss(Objective(8)).train(x, table, labels, torch.ones(1, 3), 2 * ONE)
     with pytest.raises(RuntimeError, match=r"from 3\.0, but its gradients were made for 2\.0"):
         loss.backward(3 * ONE)
 
@@ -120,7 +113,7 @@ def test_the_bucket_is_told_once_and_in_the_backward() -> None:
     table = nn.Parameter(leaf(8, 5).detach())
     state = state_of(table)
     state.main_grad, state.register_grad_ready = torch.ones(8, 5).double(), lambda: told.append(1)
-    loss = HeadLoss(Objective(8), 8, chunk_tokens=2).train(x, table, labels, torch.ones(1, 6), ONE)
+    loss = HeadLoss(Objective(8), chunk_tokens=2).train(x, table, labels, torch.ones(1, 6), ONE)
     assert not told
     loss.backward()
     assert told == [1] and table.grad is None
@@ -145,7 +138,7 @@ def train(head: HeadLoss, x: Tensor, table: Tensor, labels: Tensor, mask: Tensor
 def test_three_matrix_products_a_chunk(chunk: int | None, chunks: int) -> None:
     """As many as head and loss have apart: logits, their gradient times the table, and the
     table's own."""
-    head = HeadLoss(Objective(257), 264, chunk_tokens=chunk)
+    head = HeadLoss(Objective(257), chunk_tokens=chunk)
     labels, mask = torch.arange(128).view(2, 64), torch.ones(2, 64, dtype=torch.bool)
     x = torch.randn(2, 64, 16).requires_grad_()
     with Operators() as operators:
@@ -170,7 +163,7 @@ VOCAB = 8192
 def test_no_second_copy_of_the_logits_exists(dtype: torch.dtype, chunk: int, most: float) -> None:
     """Peak of forward and backward over the fp32 logits of the micro-batch."""
     tokens = 512
-    head = HeadLoss(Objective(VOCAB, 0.1, 0.01), VOCAB, chunk_tokens=chunk)
+    head = HeadLoss(Objective(VOCAB, 0.1, 0.01), chunk_tokens=chunk)
     labels, mask = torch.arange(tokens).view(1, -1), torch.ones(1, tokens, dtype=torch.bool)
     x = torch.randn(1, tokens, 16).to(dtype).requires_grad_()
     table = bucketed(VOCAB, 16, dtype)
