@@ -157,17 +157,15 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     angle = random(sequence, 1, shapes.head_dim // 2, dtype=torch.float32)
     turn = (angle.cos(), angle.sin())
     parts = [random(batch, sequence, n, shapes.head_dim) for n in (heads[0], heads[1], heads[1])]
-    yield "split_heads", Comparison(ops.split_heads_forward, (qkv, *turn, *heads))
+    yield "split_heads", Comparison(ops.split_heads_forward, (qkv, *turn, heads))
     yield "split_heads backward", Comparison(ops.split_heads_backward, (*parts, *turn))
 
     weights = random(shapes.head_dim), random(shapes.head_dim)
-    scales = layers.norm_heads_forward.function(qkv, *weights, *heads, 1e-5)[1:]
-    yield "norm_heads", Comparison(layers.norm_heads_forward, (qkv, *weights, *heads, 1e-5))
+    scales = layers.norm_heads_forward.function(qkv, *weights, heads, 1e-5)[1:]
+    yield "norm_heads", Comparison(layers.norm_heads_forward, (qkv, *weights, heads, 1e-5))
     yield (
         "norm_heads backward",
-        Comparison(
-            layers.norm_heads_backward, (random(*qkv.shape), qkv, *weights, *scales, *heads)
-        ),
+        Comparison(layers.norm_heads_backward, (random(*qkv.shape), qkv, *weights, *scales, heads)),
     )
 
     site, samples = torch.tensor(12345), torch.arange(batch, device=device)

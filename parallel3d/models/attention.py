@@ -30,7 +30,7 @@ from parallel3d.device.precision import compute_dtype
 from parallel3d.errors import UserError
 from parallel3d.host.devices import BLACKWELL
 from parallel3d.models.dropout import Dropout, attend_dropping
-from parallel3d.models.ops import Rotary, split_heads_rotary
+from parallel3d.models.ops import Rotary, split_heads
 
 # On B200s (compute capability 10.0) cuDNN's kernel gives wrong results with fewer key-value heads:
 # https://github.com/pytorch/pytorch/issues/193893, open, found in generation.
@@ -143,11 +143,7 @@ def causal_attention(
 
     Returns: (b, s, heads · head_dim).
     """
-    if rotary is not None:
-        q, k, v = split_heads_rotary(qkv, heads, kv_heads, head_dim, rotary)
-    else:
-        parts = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
-        q, k, v = (t.transpose(1, 2) for t in parts)
+    q, k, v = split_heads(qkv, (heads, kv_heads, head_dim), rotary)
     y = attend_split(q, k, v, documents, kernel, cp, dropout, samples)
     return y.transpose(1, 2).flatten(2)
 

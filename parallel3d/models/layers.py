@@ -17,7 +17,7 @@ from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
 from parallel3d.models.dropout import Dropout
-from parallel3d.models.ops import add_rms_norm, rms_norm
+from parallel3d.models.ops import Heads, add_rms_norm, heads_of, rms_norm
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
 
 
@@ -174,8 +174,8 @@ class QKNorm(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            return _NormHeads.apply(qkv, self.q, self.k, *self.shape, self.eps)
-        q, k, v = _split(qkv, *self.shape)
+            return _NormHeads.apply(qkv, self.q, self.k, self.shape, self.eps)
+        q, k, v = heads_of(qkv, self.shape)
         q, k = rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps)
         return torch.cat((q, k, v), 2).flatten(2)
 
@@ -183,62 +183,39 @@ class QKNorm(nn.Module):
 class _NormHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        eps: float,
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, shape: Heads, eps: float
     ) -> Tensor:
-        ctx.shape = (heads, kv_heads, head_dim)
-        out, *scales = norm_heads_forward(qkv, q_weight, k_weight, heads, kv_heads, head_dim, eps)
+        ctx.shape = shape
+        out, *scales = norm_heads_forward(qkv, q_weight, k_weight, shape, eps)
         ctx.save_for_backward(qkv, q_weight, k_weight, *scales)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *norm_heads_backward(grad, *ctx.saved_tensors, *ctx.shape), None, None, None, None
+        saved = *ctx.saved_tensors, ctx.shape
+        return *norm_heads_backward(grad, *saved), None, None
 
 
 @fused
 def norm_heads_forward(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    eps: float,
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, shape: Heads, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the result, and the scales (b, s, heads, 1) of q and k in fp32 or better."""
-    q, k, v = _split(qkv, heads, kv_heads, head_dim)
+    q, k, v = heads_of(qkv, shape)
     (q, q_scale), (k, k_scale) = _normed(q, q_weight, eps), _normed(k, k_weight, eps)
     return torch.cat((q, k, v), 2).flatten(2), q_scale, k_scale
 
 
 @fused
 def norm_heads_backward(
-    grad: Tensor,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, _ = _split(qkv, heads, kv_heads, head_dim)
-    grad_q, grad_k, grad_v = _split(grad, heads, kv_heads, head_dim)
+    grad: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, q_scale: Tensor,
+    k_scale: Tensor, shape: Heads,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, _ = heads_of(qkv, shape)
+    grad_q, grad_k, grad_v = heads_of(grad, shape)
     grad_q, grad_q_weight = _gradients(grad_q, q, q_weight, q_scale)
     grad_k, grad_k_weight = _gradients(grad_k, k, k_weight, k_scale)
     return torch.cat((grad_q, grad_k, grad_v), 2).flatten(2), grad_q_weight, grad_k_weight
-
-
-def _split(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    return qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 
+Heads = tuple[int, int, int]  # heads, key-value heads, head_dim
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) or (b, s, 1, r/2) each
 
 
@@ -186,37 +187,46 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def heads_of(qkv: Tensor, shape: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Views (b, s, (heads + 2 · kv_heads) · head_dim) as q, k and v, (b, s, heads, head_dim)."""
+    heads, kv_heads, head_dim = shape
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
+    return q, k, v
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, head_dim: int, rotary: Rotary
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, qkv: Tensor, shape: Heads, rotary: Rotary) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rotary)
-        parts = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
+        if is_on_accelerator(qkv):  # whose attention kernels accept (b, s, heads, head_dim)
+            return tuple(x.transpose(1, 2) for x in split_heads_forward(qkv, *rotary, shape))
+        q, k, v = heads_of(qkv, shape)
         batch, sequence = qkv.shape[:2]
-        out = tuple(qkv.new_empty(batch, n, sequence, head_dim) for n in (heads, kv_heads))
-        for part, to in zip(parts, out, strict=False):
+        out = tuple(qkv.new_empty(batch, n, sequence, shape[2]) for n in shape[:2])
+        for part, to in zip((q, k), out, strict=True):
             _rotate(part, *rotary, to.transpose(1, 2))
-        return *out, parts[2].transpose(1, 2).contiguous()
+        return *out, v.transpose(1, 2).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        to_split = [g.transpose(1, 2) for g in grads]
-        sizes = [g.shape[2] for g in to_split]
-        out = grads[0].new_empty(*to_split[0].shape[:2], sum(sizes), grads[0].shape[-1])
-        to_q, to_k, to_v = out.split(sizes, dim=2)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        parts = [grad.transpose(1, 2) for grad in grads]
+        if is_on_accelerator(grads[0]):
+            return split_heads_backward(*parts, *ctx.saved_tensors), None, None
         cos, sin = ctx.saved_tensors
-        _rotate(to_split[0], cos, -sin, to_q)  # the inverse rotation is the transpose
-        _rotate(to_split[1], cos, -sin, to_k)
-        to_v.copy_(to_split[2])
-        return out.flatten(2), None, None, None, None
+        sizes = [part.shape[2] for part in parts]
+        out = grads[0].new_empty(*parts[0].shape[:2], sum(sizes), grads[0].shape[-1])
+        to_q, to_k, to_v = out.split(sizes, dim=2)
+        _rotate(parts[0], cos, -sin, to_q)  # the inverse rotation is the transpose
+        _rotate(parts[1], cos, -sin, to_k)
+        to_v.copy_(parts[2])
+        return out.flatten(2), None, None
 
 
 @fused
 def split_heads_forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int
+    qkv: Tensor, cos: Tensor, sin: Tensor, shape: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
+    q, k, v = heads_of(qkv, shape)
     return _rotated(q, cos, sin), _rotated(k, cos, sin), v.contiguous()
 
 
@@ -228,39 +238,21 @@ def split_heads_backward(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tens
     return torch.cat((_rotated(q, cos, -sin), _rotated(k, cos, -sin), v), 2).flatten(2)
 
 
-class _FusedSplitHeads(torch.autograd.Function):
-    """Splits heads on accelerators, whose attention kernels accept (b, s, heads, head_dim)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, head_dim: int, rotary: Rotary
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*rotary)
-        parts = split_heads_forward(qkv, *rotary, heads, kv_heads, head_dim)
-        return tuple(part.transpose(1, 2) for part in parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        parts = (grad.transpose(1, 2) for grad in grads)
-        return split_heads_backward(*parts, *ctx.saved_tensors), None, None, None, None
-
-
-def split_heads_rotary(
-    qkv: Tensor, heads: int, kv_heads: int, head_dim: int, rotary: Rotary
-) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(qkv: Tensor, shape: Heads, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
     """Splits the fused projection into heads and rotates q and k (RoPE, Su et al. 2021 §3.2.2).
 
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim).
-        rotary: cos and sin for the first r dimensions of a head, paired (d, d + r/2).
+        rotary: cos and sin for the first r dimensions of a head, paired (d, d + r/2); None: no
+            rotation.
 
     Returns: q (b, heads, s, head_dim), k and v (b, kv_heads, s, head_dim).
     """
-    if not torch.compiler.is_compiling():
-        node = _FusedSplitHeads if is_on_accelerator(qkv) else _SplitHeads
-        return node.apply(qkv, heads, kv_heads, head_dim, rotary)
-    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
-    q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+    if rotary is not None and not torch.compiler.is_compiling():
+        return _SplitHeads.apply(qkv, shape, rotary)
+    q, k, v = heads_of(qkv, shape)
+    if rotary is not None:
+        q, k = _rotated(q, *rotary), _rotated(k, *rotary)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 

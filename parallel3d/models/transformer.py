@@ -35,7 +35,7 @@ from parallel3d.models.attention import (
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std, rotary_tables
-from parallel3d.models.ops import Rotary, split_heads_rotary, swiglu
+from parallel3d.models.ops import Rotary, split_heads, swiglu
 from parallel3d.models.recompute import (
     checkpoint_up_to_linear,
     recomputed,
@@ -524,14 +524,11 @@ class Decoder:
         first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:
             qkv = attention.qk_norm(qkv)
-        heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
-        if self.stage.rotary is not None:
-            cos, sin = self.stage.rotary
-            rotary = cos[first:end], sin[first:end]
-            q, k, v = split_heads_rotary(qkv, heads, kv_heads, width, rotary)
-        else:
-            parts = qkv.unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=2)
-            q, k, v = (t.transpose(1, 2) for t in parts)
+        rotary = self.stage.rotary
+        if rotary is not None:
+            rotary = rotary[0][first:end], rotary[1][first:end]
+        heads = attention.heads
+        q, k, v = split_heads(qkv, (heads, attention.kv_heads, attention.head_dim), rotary)
         cache.keys[:, :, first:end], cache.values[:, :, first:end] = k, v
         k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
         if not kernel_shares_heads(q):

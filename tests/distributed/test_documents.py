@@ -162,7 +162,7 @@ def trained_on_packed_text(masks: bool) -> tuple[list[float], float, int]:
     documents = trainer.train_batches.micro_batch(0, 0).documents
     held_out = trainer.evaluate()
     groups.close()
-    return steps, held_out, 0 if documents is None else int(documents.bounds[0])
+    return steps, held_out, 0 if documents is None else int(documents.blocks.table[0, 0, 0])
 
 
 def test_a_run_reads_documents_at_the_ends_of_text_of_its_corpus(pool: Pool) -> None:

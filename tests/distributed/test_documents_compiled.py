@@ -81,7 +81,7 @@ def graphs_by_step() -> list[int]:
 
     def micro_batch(first: int, m: int) -> Any:
         batch = load(first, m)
-        counts.add(int(batch.documents.bounds[0]))
+        counts.add(int(batch.documents.blocks.table[0, 0, 0]))
         return batch
 
     trainer.train_batches.micro_batch = micro_batch

@@ -14,7 +14,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.layers import BuildContext, QKNorm
-from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads_rotary, swiglu
+from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads, swiglu
 from parallel3d.parameters.sharding import Initializer
 from tests.kernels import no_kernels
 
@@ -66,7 +66,7 @@ def test_rotary_turns_pairs_by_their_angle(rotated: int) -> None:
     qkv = leaf(2, 5, (3 + 2 * 1) * 8)
     angle = torch.randn(5, 1, rotated // 2, dtype=torch.float64)
     rotary = angle.cos(), angle.sin()
-    q, k, v = split_heads_rotary(qkv, 3, 1, 8, rotary)
+    q, k, v = split_heads(qkv, (3, 1, 8), rotary)
     heads = qkv.unflatten(-1, (5, 8))
     half = rotated // 2
     pairs = torch.complex(heads[:, :, :4, :half], heads[:, :, :4, half:rotated])
@@ -74,7 +74,7 @@ def test_rotary_turns_pairs_by_their_angle(rotated: int) -> None:
     expected = torch.cat((turned.real, turned.imag, heads[:, :, :4, rotated:]), -1)
     torch.testing.assert_close(torch.cat((q, k), 1), expected.transpose(1, 2))
     torch.testing.assert_close(v, heads[:, :, 4:].transpose(1, 2))
-    assert gradcheck(lambda x: split_heads_rotary(x, 3, 1, 8, rotary), (qkv,))
+    assert gradcheck(lambda x: split_heads(x, (3, 1, 8), rotary), (qkv,))
 
 
 def rotary_of(sequence: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
