@@ -101,8 +101,9 @@ def row(
     for documents in windows(stream, eot, length, args.samples):
         full.append(seconds(lambda q, k, v: attend(q, k, v, is_causal=True), inputs, grad))
         masked.append(seconds(lambda q, k, v, d=documents: attend_within(q, k, v, d), inputs, grad))
-        count = int(documents.bounds[0])
-        lengths = documents.edges[: count + 1].diff().double()
+        table = documents.blocks.table[0]
+        count = int(table[0, 0])
+        lengths = table[1 : count + 1, 2].double()
         counts.append(count)
         squares.append(float((lengths / length).square().sum()))
     whole, part = statistics.mean(full), statistics.mean(masked)

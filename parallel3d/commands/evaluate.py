@@ -175,9 +175,8 @@ def hidden_states(
     """Returns the last stage's hidden states (b, s, h) of `tokens` (b, s), before the head; on the
     others their own, which they send on. `hidden`: the model's h."""
     pp = groups.pp
-    positions = None if documents is None else documents.positions()
     if stage.embedding is not None:
-        x = stage.embedding(tokens, positions=positions)
+        x = stage.embedding(tokens, documents=documents)
     else:
         example = next(stage.parameters())
         x = torch.empty((*tokens.shape, hidden), dtype=example.dtype, device=example.device)
@@ -185,7 +184,7 @@ def hidden_states(
         transfer(dist.irecv, x, pp.ranks[pp.index - 1], pp.handle)
     rotary = stage.rotary
     if rotary is not None:
-        read = slice(tokens.shape[1]) if positions is None else positions
+        read = slice(tokens.shape[1]) if documents is None else documents.positions()
         rotary = rotary[0][read], rotary[1][read]
     for block in stage.blocks.values():
         x = block(x, rotary, documents=documents)

@@ -151,7 +151,7 @@ def text(config: Config, found: Shown) -> str:
         f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, at most "
         f"{found.in_flight} of two ranks under way in one direction.",
         f"Live activations, in micro-batches of a whole rank: {live} "
-        f"(at most {report.peak_of_1f1b:.0%} of 1F1B's).",
+        f"(at most {choice.peak_live:.0%} of 1F1B's).",
         *([choice.why[0].upper() + choice.why[1:] + "."] if choice.why else []),
         "",
         *_table(found),

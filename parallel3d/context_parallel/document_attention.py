@@ -14,19 +14,33 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parallel3d.config.values import MATH
+from parallel3d.config.values import CUDNN, FLASH, MATH
 from parallel3d.context_parallel.documents import AttentionBlocks
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.device.attention_backends import allowed
 
 aten = torch.ops.aten
 ROWS = 256  # rows of scores that a backward without a kernel computes at a time
+NOT_CUDNN = "not cudnn"  # replaces `attention_kernel=auto` where cuDNN's results are wrong
+BACKENDS = {
+    FLASH: [SDPBackend.FLASH_ATTENTION],
+    CUDNN: [SDPBackend.CUDNN_ATTENTION],
+    MATH: [SDPBackend.MATH],
+    NOT_CUDNN: [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+}
+
+
+def allowed(kernel: str) -> AbstractContextManager[object]:
+    """Lets `scaled_dot_product_attention` use this kernel alone, or raise RuntimeError."""
+    backends = BACKENDS.get(kernel)
+    return nullcontext() if backends is None else sdpa_kernel(backends)
 
 
 class _EqualDocuments(NamedTuple):

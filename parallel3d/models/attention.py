@@ -20,11 +20,10 @@ from parallel3d.context_parallel.attention import (
     to_heads,
     to_tokens,
 )
-from parallel3d.context_parallel.document_attention import repeated
+from parallel3d.context_parallel.document_attention import NOT_CUDNN, allowed, repeated
 from parallel3d.context_parallel.documents import Documents, SequenceShard
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.device.attention_backends import NOT_CUDNN, allowed
 from parallel3d.device.matmul import is_widened
 from parallel3d.device.precision import compute_dtype
 from parallel3d.errors import UserError
@@ -77,22 +76,15 @@ def _local_kv_heads(config: Config) -> int:
 def _activate(asked: str) -> None:
     """Replaces torch's flash attention by the package's, for the rest of the process."""
     name, module = PACKAGES[asked]
-    reason = None
-    if not hasattr(registry, "activate_flash_attention_impl"):
-        reason = f"torch {torch.__version__} cannot take flash attention from another package"
-    elif name not in registry.list_flash_attention_impls():
-        offered = ", ".join(registry.list_flash_attention_impls()) or "none"
-        reason = f"torch {torch.__version__} offers {offered}, not {name}"
-    elif registry.current_flash_attention_impl() != name:
-        try:
+    try:
+        if registry.current_flash_attention_impl() != name:
             registry.activate_flash_attention_impl(name)
-        except (ImportError, RuntimeError) as error:
-            reason = f"{module} cannot be used here ({_first_line(error)})"
-    if reason is not None:
+    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"attention_kernel={asked}: {reason}; the nearest is attention_kernel=flash, which "
-            "torch brings along."
-        )
+            f"attention_kernel={asked}: torch {torch.__version__} cannot use {module} here "
+            f"({_first_line(error)}); the nearest is attention_kernel=flash, which torch brings "
+            "along."
+        ) from error
 
 
 def _try(config: Config, device: torch.device, kernel: str) -> None:

@@ -48,20 +48,19 @@ class Embedding(nn.Module):
         self,
         tokens: Tensor,
         samples: Tensor | None = None,
-        positions: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Embeds tokens (b, s); `positions` (b, s), or None to count from the sample's first."""
+        """Embeds tokens (b, s), whose positions are those in `documents`, or in the sample."""
         x = self.word(tokens)
         if self.position is not None:
             first = x.shape[1] * self.tp.index if self.sp else 0
             mine = slice(first, first + x.shape[1])
-            if positions is None:
+            if documents is None:
                 x = x + self.position[mine]
             else:
                 # Under sequence parallelism the gradients are summed over tp, so they end up equal.
                 deterministic = self.tp.size > 1 and not self.sp
-                x = x + look_up(positions[:, mine], self.position, deterministic)
+                x = x + look_up(documents.positions()[:, mine], self.position, deterministic)
         return self.dropout(x, samples, documents)
 
 

@@ -36,7 +36,7 @@ class BuildContext:
     chunks: int = 1  # in which sequence parallelism communicates
     mlp_chunks: int = 1  # in which a recomputed MLP runs
     gather_qk: bool = False  # see `Attention.project`
-    attention_kernel: str = AUTO  # see `attention_backends`
+    attention_kernel: str = AUTO  # see `document_attention.BACKENDS`
     cp: Group = SINGLE
     cp_style: str = "gather"
 

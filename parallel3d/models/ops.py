@@ -130,25 +130,6 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tup
     return _AddRMSNorm.apply(x, y, weight, eps)
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        silu = F.silu(gate)
-        ctx.save_for_backward(gate_up, silu)
-        return silu * up
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        gate_up, silu = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(grad, silu, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return out
-
-
 @fused
 def swiglu_forward(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
@@ -165,24 +146,34 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((grad_gate, grad * gate * sigmoid), -1).to(gate_up.dtype)
 
 
-class _FusedSwiGLU(torch.autograd.Function):
-    """Saves only its input: silu is recomputed in the backward's kernel."""
-
+class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return swiglu_forward(gate_up)
+        if is_on_accelerator(gate_up):  # silu is recomputed in the backward's kernel
+            ctx.save_for_backward(gate_up)
+            return swiglu_forward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        silu = F.silu(gate)
+        ctx.save_for_backward(gate_up, silu)
+        return silu * up
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return swiglu_backward(grad, *ctx.saved_tensors)
+        gate_up, *kept = ctx.saved_tensors
+        if not kept:
+            return swiglu_backward(grad, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(grad, kept[0], out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) · up (Shazeer 2020) of concatenated gate and up: (..., 2f) → (..., f)."""
     if not torch.compiler.is_compiling():
-        node = _FusedSwiGLU if is_on_accelerator(gate_up) else _SwiGLU
-        return node.apply(gate_up)
+        return _SwiGLU.apply(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -336,15 +336,14 @@ class Stage(nn.Module):
         """
         if loss_scale is None or not self.uses_dropout:
             samples = None
-        x, rotary, positions = hidden, self.rotary, None
-        if documents is not None:
+        x, rotary = hidden, self.rotary
+        if rotary is not None and documents is not None:
+            cos, sin = rotary
             positions = documents.positions()
-            if rotary is not None:
-                cos, sin = rotary
-                rotary = cos[positions], sin[positions]
+            rotary = cos[positions], sin[positions]
         if self.embedding is not None:
             self.pre_forward("embedding")
-            x = self.embedding(tokens, samples, positions, documents)
+            x = self.embedding(tokens, samples, documents)
         assert x is not None  # only the first stage has no hidden states
         blocks = list(self.blocks.items())
         shared = rotary, samples, documents

@@ -36,12 +36,6 @@ class ScheduleReport:
     def stages(self) -> int:
         return self.placement.stages
 
-    @property
-    def peak_of_1f1b(self) -> float:
-        """The largest peak as a fraction of 1F1B's on its first rank: min(p, m) micro-batches."""
-        most = min(self.placement.ranks, self.microbatches) * self.placement.chunks
-        return max(self.peak_live) / most
-
 
 def check(
     program: Sequence[Sequence[Step]],

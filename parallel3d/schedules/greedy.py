@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, action
@@ -47,37 +46,10 @@ def greedy_schedules(
         most = int(memory * min(ranks, microbatches) * count + SAME)
         caps = tuple(max(count, int(most - slope * rank)) for rank in range(ranks))
         base = interleaved_zero_bubble(ranks, count, microbatches, group)
-        rule = Rule(caps, wait_fraction, alternates)
-        orders = list_schedule(base, placement, work.costs(placement), rule)
+        run = _Run(base, placement, work.costs(placement), caps, wait_fraction, alternates)
+        orders = run.orders_of_ranks()
         if orders is not None:
             yield Schedule("auto", placement, microbatches, orders)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Decision rule of a rank.
-
-    caps: chunk-activations that each rank may hold; at least one micro-batch's.
-    wait_fraction: a weight gradient starts if the next forward or input gradient arrives later than
-        this fraction of its duration.
-    alternates: a forward goes first after an input gradient; otherwise input gradients always do.
-    """
-
-    caps: tuple[int, ...]
-    wait_fraction: float
-    alternates: bool
-
-
-def list_schedule(
-    base: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs, rule: Rule
-) -> ComputeSchedule | None:
-    """Schedules by `rule`, each kind in the order of `base`; None if the caps deadlock."""
-    run = _Run(base, placement, costs, rule)
-    while run.events:
-        now, rank = heapq.heappop(run.events)
-        if run.free[rank] <= now + _LATER:
-            run.decide(rank, now)
-    return run.orders if all(map(run.is_done, range(placement.ranks))) else None
 
 
 class _Run:
@@ -85,6 +57,14 @@ class _Run:
 
     Makes a program, unlike `walk`, which reads one: what a rank does next depends on what has come
     by now, so that events are taken in order of time.
+
+    Args:
+        base: orders whose forwards, input gradients and weight gradients each keep their order.
+        caps: chunk-activations that each rank may hold; at least one micro-batch's.
+        wait_fraction: a weight gradient starts if the next forward or input gradient arrives later
+            than this fraction of its duration.
+        alternates: a forward goes first after an input gradient; otherwise input gradients always
+            do.
     """
 
     def __init__(
@@ -92,9 +72,12 @@ class _Run:
         base: Sequence[Sequence[Action]],
         placement: StageAssignment,
         costs: Costs,
-        rule: Rule,
+        caps: Sequence[int],
+        wait_fraction: float,
+        alternates: bool,
     ) -> None:
-        self.placement, self.costs, self.rule = placement, costs, rule
+        self.placement, self.costs, self.caps = placement, costs, caps
+        self.wait_fraction, self.alternates = wait_fraction, alternates
         self.forwards = [_queue(order, (Kind.F,)) for order in base]
         self.inputs = [_queue(order, (Kind.I, Kind.B)) for order in base]
         self.done = [{Kind.F: 0, Kind.I: 0, Kind.W: 0} for _ in base]
@@ -107,6 +90,14 @@ class _Run:
         self.orders: ComputeSchedule = [[] for _ in base]
         self.events = [(0.0, rank) for rank in range(placement.ranks)]
 
+    def orders_of_ranks(self) -> ComputeSchedule | None:
+        """Schedules all actions; returns None if the caps deadlock."""
+        while self.events:
+            now, rank = heapq.heappop(self.events)
+            if self.free[rank] <= now + _LATER:
+                self.decide(rank, now)
+        return self.orders if all(map(self.is_done, range(self.placement.ranks))) else None
+
     def is_done(self, rank: int) -> bool:
         return self.done[rank][Kind.W] == len(self.inputs[rank])
 
@@ -115,12 +106,12 @@ class _Run:
         if self.is_done(rank):
             return
         done = self.done[rank]
-        full = done[Kind.F] - done[Kind.W] >= self.rule.caps[rank]
+        full = done[Kind.F] - done[Kind.W] >= self.caps[rank]
         backward = self._arrival(Kind.I, rank)
         forward = _NEVER if full else self._arrival(Kind.F, rank)
         can_backward, can_forward = backward <= now + _LATER, forward <= now + _LATER
         if can_backward and can_forward:
-            can_backward = not (self.rule.alternates and self.last_was_input[rank])
+            can_backward = not (self.alternates and self.last_was_input[rank])
         coming = min(backward, forward)
         if can_backward:
             self._start(Kind.I, rank, now)
@@ -144,7 +135,7 @@ class _Run:
 
     def _wait(self, rank: int) -> float:
         chunk = self._next(Kind.W, rank)[1]
-        return self.rule.wait_fraction * self.costs.weight[self.placement.stage(rank, chunk)]
+        return self.wait_fraction * self.costs.weight[self.placement.stage(rank, chunk)]
 
     def _start(self, kind: Kind, rank: int, now: float) -> None:
         m, chunk = self._next(kind, rank)
