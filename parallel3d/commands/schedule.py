@@ -28,7 +28,7 @@ from parallel3d.schedules.choose import (
 )
 from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg, render_text
-from parallel3d.schedules.messages import peak_in_flight
+from parallel3d.schedules.messages import peak_unread
 from parallel3d.schedules.schedule import ONE_CHUNK
 from parallel3d.schedules.table import write_table
 from parallel3d.schedules.walk import Timeline, time_orders
@@ -47,7 +47,7 @@ class Shown:
     choice: ScheduleChoice
     report: ScheduleReport
     timeline: Timeline
-    in_flight: int
+    unread: int
     rows: list[ScheduleChoice]
 
 
@@ -117,9 +117,9 @@ def find(config: Config) -> Shown:
     made = choice.schedule
     plan = made.plan()
     report = check(plan, count, made.placement)
-    flights = peak_in_flight(plan, made.placement)
+    unread = peak_unread(plan, made.placement)
     timeline = time_orders(made.orders, made.placement, work.costs(made.placement))
-    return Shown(choice, report, timeline, max(flights.values(), default=0), rows)
+    return Shown(choice, report, timeline, max(unread.values(), default=0), rows)
 
 
 def microbatches(config: Config) -> int:
@@ -148,8 +148,8 @@ def text(config: Config, found: Shown) -> str:
         "",
         render_text(found.timeline, width),
         "",
-        f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, at most "
-        f"{found.in_flight} of two ranks under way in one direction.",
+        f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, of which "
+        f"at most {found.unread} of one rank wait for another to read them.",
         f"Live activations, in micro-batches of a whole rank: {live} "
         f"(at most {choice.peak_live:.0%} of 1F1B's).",
         *([choice.why[0].upper() + choice.why[1:] + "."] if choice.why else []),

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram
-from parallel3d.schedules.messages import enough_slots
+from parallel3d.schedules.messages import peak_unread
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import peer_of
 
@@ -267,7 +267,8 @@ class SharedP2P:
         group, placement = route.group, route.placement
         if group.size == 1 or message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
             return None
-        slots = max(enough_slots(plan, placement, SLOTS) for plan in plans)
+        peaks = (peak_unread(plan, placement).values() for plan in plans)
+        slots = max(SLOTS, *chain.from_iterable(peaks))
         slot_bytes = -(-message.nbytes // ALIGNMENT) * ALIGNMENT
         return cls.open(group, timeout_s, placement, slots, slot_bytes)
 

@@ -64,7 +64,7 @@ def check(
     found = None
     if 1 <= count <= min(map(len, program), default=0):
         with suppress(IndexError):  # no such micro-batch or chunk
-            found = walk(program, placement, slots=0, count=count)
+            found = walk(program, placement, blocks=True, count=count)
     if found is None or not found.complete or found.sent != found.received:
         raise ScheduleError(_fault(program, placement, count, found))
     sends = sum(map(len, found.sent.values()))

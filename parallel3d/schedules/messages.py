@@ -1,8 +1,8 @@
-"""Adds messages to compute orders, and counts the messages in flight between two ranks."""
+"""Adds messages to compute orders, and counts those of two ranks that wait to be read."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -14,6 +14,7 @@ from parallel3d.schedules.actions import (
     Kind,
     PipelineProgram,
     Step,
+    action,
     actions_of,
     groups_of_one,
     row_of,
@@ -142,64 +143,29 @@ def _merged(
 _NEVER: _Arrival = float("inf"), Action(Kind.F, 0)
 
 
-def peak_in_flight(
-    program: Sequence[Sequence[Step]], placement: StageAssignment
-) -> dict[Pair, int]:
-    """Returns (sender, receiver) → the most messages in flight: sent and perhaps not yet received.
+def peak_unread(program: Sequence[Sequence[Step]], placement: StageAssignment) -> dict[Pair, int]:
+    """Returns (sender, receiver) → the most messages that a rank has asked for and not yet read.
 
-    So many buffers never make a sender wait, however late the receiver is. A message counts as
-    received once the sender can know it from messages that it has itself received. Every message
-    carries its sender's knowledge of all ranks on: O(messages × ranks). The program must be sound.
+    Where messages are sent into slots, which the receiver empties up to a message when a
+    computation reads it, so many slots are enough: a sound program, whose groups have one send and
+    that first, then waits for nothing that it would not wait for without buffers.
     """
-    # By rank and group: (whether it is a send, peer) of its messages.
-    groups = [
-        [
-            [(message.kind.is_send, peer_of(message, rank, placement)) for message in step]
-            for step in steps
-            if not isinstance(step, Action)
-        ]
-        for rank, steps in enumerate(program)
-    ]
-    arrivals: dict[Pair, deque[int]] = defaultdict(deque)  # → groups of the receiver to come
-    for rank, mine in enumerate(groups):
-        for place, group in enumerate(mine):
-            for is_send, peer in group:
-                if not is_send:
-                    arrivals[peer, rank].append(place)
-    knows = [[-1] * len(groups) for _ in groups]  # knows[a][b]: b's last group that a knows of
-    carried: dict[Pair, deque[list[int]]] = defaultdict(deque)
-    under_way: dict[Pair, int] = defaultdict(int)
     peaks: dict[Pair, int] = {}
-    current = [-1] * len(groups)
-
-    def post(rank: int) -> None:
-        """Posts the sends of the rank's next group."""
-        current[rank] = place = current[rank] + 1
-        for is_send, peer in groups[rank][place] if place < len(groups[rank]) else ():
-            if is_send:
-                pair = rank, peer
-                under_way[pair] += 1
-                while arrivals[pair] and arrivals[pair][0] < knows[rank][peer]:
-                    arrivals[pair].popleft()
-                    under_way[pair] -= 1
-                peaks[pair] = max(peaks.get(pair, 0), under_way[pair])
-                carried[pair].append([*knows[rank][:rank], place, *knows[rank][rank + 1 :]])
-
-    for rank in range(len(groups)):
-        post(rank)
-    for rank in walk(program, placement, slots=0).left:
-        for is_send, peer in groups[rank][current[rank]]:
-            if not is_send:
-                knows[rank] = list(map(max, knows[rank], carried[peer, rank].popleft()))
-        post(rank)
+    for rank, steps in enumerate(program):
+        asked, read = Counter[Pair](), Counter[Pair]()
+        numbers: dict[Action, tuple[Pair, int]] = {}  # of a receive: its place among its pair's
+        for step in steps:
+            if isinstance(step, Action):
+                kind = Kind.RECV_F if step.kind == Kind.F else Kind.RECV_B
+                receive = action(kind, step.microbatch, step.chunk)
+                if receive in numbers and step.kind != Kind.W:
+                    pair, number = numbers.pop(receive)
+                    read[pair] = max(read[pair], number)
+                continue
+            for message in step:
+                if not message.kind.is_send:
+                    pair = peer_of(message, rank, placement), rank
+                    asked[pair] += 1
+                    numbers[message] = pair, asked[pair]
+                    peaks[pair] = max(peaks.get(pair, 0), asked[pair] - read[pair])
     return peaks
-
-
-def enough_slots(program: Sequence[Sequence[Step]], placement: StageAssignment, slots: int) -> int:
-    """Returns the buffer slots per (sender, receiver): `slots`, doubled until the program can run.
-
-    The program must be sound.
-    """
-    while walk(program, placement, slots=slots).waits:
-        slots *= 2
-    return slots

@@ -82,7 +82,6 @@ class Walk:
     peaks: the most chunk-activations (one micro-batch in one chunk) held at once, from the start of
         F to the end of B or W.
     sent, received: names of the messages between two ranks, in order; the same at both ends.
-    left: the ranks in the order in which they left their groups of messages.
     waits: the ranks that wait for ever.
     complete: whether each micro-batch has each action and message of every rank.
     """
@@ -92,7 +91,6 @@ class Walk:
     peaks: list[int]
     sent: dict[Pair, list[int]]
     received: dict[Pair, list[int]]
-    left: list[int]
     waits: dict[int, Wait] = field(default_factory=dict)
     complete: bool = False
 
@@ -139,28 +137,25 @@ def walk(
     program: Sequence[Sequence[Step]],
     placement: StageAssignment,
     costs: Costs | None = None,
-    slots: int | None = None,
+    blocks: bool = False,
     count: int | None = None,
 ) -> Walk:
     """Walks every rank through its steps, each step as early as its rank and its inputs allow.
 
     Args:
-        program: compute orders; with `slots` also the groups of messages.
+        program: compute orders; with `blocks` also the groups of messages.
         costs: default: each rank's layers take one second per F, I and W.
-        slots: None: messages move by themselves, a hop after they were made. 0: a group blocks
-            until all of its counterparts are posted: a transport without buffers, the worst case.
-            n: a send waits for one of the n slots between its two ranks; a message leaves its slot,
-            behind those sent before it, when the computation that needs it begins.
+        blocks: a group blocks until all of its counterparts are posted: a transport without
+            buffers, the worst case. Otherwise messages move by themselves, a hop after they were
+            made.
         count: micro-batches; default: the highest number + 1.
 
     Raises ScheduleError for orders without an action, ValueError for costs of another number of
     stages, IndexError for an action of another rank or beyond `count`; but not for
     ranks that wait for ever: see `Walk.waits` and `ended`.
     """
-    if slots is None and not (program and all(program)):
+    if not blocks and not (program and all(program)):
         raise ScheduleError("the clock needs at least one stage and one action on every stage")
-    if slots:  # a send may wait behind another of its group
-        program = [[part for step in steps for part in _alone(step)] for steps in program]
     if count is None:
         count = 1 + highest(program)
     costs = costs or Costs.even(placement)
@@ -170,14 +165,14 @@ def walk(
             f"costs of {given[0]}, {given[1]} and {given[2]} stages do not fit "
             f"{placement.stages} stages"
         )
-    walker = _Walker(program, placement, costs, slots, count)
+    walker = _Walker(program, placement, costs, blocks, count)
     places = _advance([walker.rank(rank) for rank in range(placement.ranks)])
     found = walker.found
     for rank, place in enumerate(places):
         if place != _ENDED:
             found.waits[rank] = walker.wait(rank, program[rank][place])
     done = walker.done.values()
-    noted = sum(map(len, program)) - len(found.left) + walker.whole
+    noted = sum(map(len, program)) - walker.groups + walker.whole
     noted += sum(map(len, (*found.sent.values(), *found.received.values())))
     found.complete = noted == len(done) * count and all(None not in times for times in done)
     return found
@@ -213,10 +208,6 @@ def highest(program: Sequence[Sequence[Step]]) -> int:
     )
 
 
-def _alone(step: Step) -> Sequence[Step]:
-    return (step,) if isinstance(step, Action) else [(message,) for message in step]
-
-
 def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
     """Advances the runs in turn until none can go on; returns their last places."""
     places, order = [-1] * len(runs), list(range(len(runs)))
@@ -234,29 +225,15 @@ def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
 _Times: TypeAlias = list[float | None]  # by micro-batch: when it was done or posted
 
 
-class _Ring:
-    """Slots between two ranks: messages that have left theirs, and each message's place in line."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self.numbers: dict[int, int] = {}
-
-    def empty(self, name: int) -> None:
-        self.taken = max(self.taken, self.numbers[name])
-
-
-# Of a computation: its input and the hop to it, the ring that it empties with its first message's
-# name, what of its own rank it needs, what it makes (B makes I and W), seconds, change of live.
-_Emptied: TypeAlias = tuple[_Ring, int]
-_Compute: TypeAlias = tuple[
-    _Times | None, float, _Emptied | None, _Times | None, _Times, _Times | None, float, int
-]
-# Of a message: the computation that makes it (None: a receive), itself, its counterpart (None: it
-# does not block), the flow, the first message's name, the ring.
-_Message: TypeAlias = tuple[_Times | None, _Times, _Times | None, list[int], int, _Ring | None]
+# Of a computation: its input and the hop to it, what of its own rank it needs, what it makes (B
+# makes I and W), seconds, change of live.
+_Compute: TypeAlias = tuple[_Times | None, float, _Times | None, _Times, _Times | None, float, int]
+# Of a message: the computation that makes it (None: a receive), itself, its counterpart, the flow,
+# the first message's name.
+_Message: TypeAlias = tuple[_Times | None, _Times, _Times, list[int], int]
 # Of no action of the rank: the list has no time for any micro-batch, so that it is an IndexError.
-_NO_COMPUTE: _Compute = (None, 0.0, None, [], [], None, 0.0, 0)
-_NO_MESSAGE: _Message = ([], [], None, [], 0, None)
+_NO_COMPUTE: _Compute = (None, 0.0, None, [], None, 0.0, 0)
+_NO_MESSAGE: _Message = ([], [], [], [], 0)
 
 
 class _Walker:
@@ -267,29 +244,27 @@ class _Walker:
         program: Sequence[Sequence[Step]],
         placement: StageAssignment,
         costs: Costs,
-        slots: int | None,
+        blocks: bool,
         count: int,
     ) -> None:
         self.program, self.placement, self.costs = program, placement, costs
-        self.slots, self.count = slots, count
+        self.blocks, self.count = blocks, count
         self.done = defaultdict[tuple[Kind, int], _Times](lambda: [None] * count)
-        self.rings: dict[Pair, _Ring] = {}
-        self.whole = 0
+        self.whole = self.groups = 0  # B's, which count twice; groups of messages
         ranks = placement.ranks
         self.found = Walk(
-            [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0] * ranks, {}, {}, []
+            [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0] * ranks, {}, {}
         )
 
     def rank(self, rank: int) -> Iterator[int]:
         """Walks one rank; yields its place while it waits."""
         computes, messages = self.rules(rank)
         begin, end = self.found.starts[rank].append, self.found.ends[rank].append
-        leave, slots, timed = self.found.left.append, self.slots or 0, self.slots is None
-        now = 0.0
+        timed, now = not self.blocks, 0.0
         live = peak = 0
         for place, step in enumerate(self.program[rank]):
             if type(step) is Action:
-                source, delay, emptied, own, made, more, cost, held = computes[step.row]
+                source, delay, own, made, more, cost, held = computes[step.row]
                 m = step.microbatch
                 if source is not None:
                     came = source[m]
@@ -299,8 +274,6 @@ class _Walker:
                     came += delay
                     if came > now:
                         now = came
-                    if emptied is not None:
-                        emptied[0].empty(emptied[1] + m)
                 if own is not None:
                     while own[m] is None:
                         yield place
@@ -316,28 +289,23 @@ class _Walker:
                 if live > peak:
                     self.found.peaks[rank] = peak = live
                 continue
-            waits = None
             for message in step:
-                own, times, other, flow, first, ring = messages[message.row]
+                own, times, _, flow, first = messages[message.row]
                 m = message.microbatch
                 if own is not None:
-                    while own[m] is None or (ring and len(flow) - ring.taken >= slots):
+                    while own[m] is None:
                         yield place
-                elif ring is not None:
-                    ring.numbers[first + m] = len(flow) + 1
                 times[m] = now
                 flow.append(first + m)
-                if other is not None and other[m] is None:
-                    waits = [(other, m)] if waits is None else [*waits, (other, m)]
-            if waits is not None:
-                for other, m in waits:
-                    while other[m] is None:
-                        yield place
-            leave(rank)
+            for message in step:
+                other, m = messages[message.row][2], message.microbatch
+                while other[m] is None:
+                    yield place
+            self.groups += 1
 
     def rules(self, rank: int) -> tuple[list[_Compute], list[_Message]]:
         """Returns what the rank's computations and messages need and make, by `Action.row`."""
-        costs, found, times, passes = self.costs, self.found, self.done, self.slots is None
+        costs, found, times, passes = self.costs, self.found, self.done, not self.blocks
         rows = row_of(Kind.F, self.placement.chunks)
         computes, messages = [_NO_COMPUTE] * rows, [_NO_MESSAGE] * rows
         for chunk, (stage, before, after) in enumerate(self.placement.around(rank)):
@@ -347,44 +315,37 @@ class _Walker:
                 (forward, Kind.SEND_F, Kind.RECV_F, before, after, 1),
                 (input, Kind.SEND_B, Kind.RECV_B, after, before, -1),
             ):
-                source, delay, emptied = None, 0.0, None
+                source, delay = None, 0.0
                 if maker is not None and (passes or maker[0] == rank):
                     source = times[Kind.F if on > 0 else Kind.I, stage - on]
                     delay = 0.0 if maker[0] == rank else costs.hop
                 elif maker is not None:
                     pair, name = (maker[0], rank), (2 * stage + (on < 0)) * self.count
-                    mine, theirs = times[receive, stage], times[send, stage - on]
-                    ring = self.ring(pair)
-                    source, other = (mine, theirs) if ring is None else (theirs, None)
-                    emptied = None if ring is None else (ring, name)
+                    source, other = times[receive, stage], times[send, stage - on]
                     flow = found.received.setdefault(pair, [])
-                    messages[row_of(receive, chunk)] = None, mine, other, flow, name, ring
+                    messages[row_of(receive, chunk)] = None, source, other, flow, name
                 if reader is not None and reader[0] != rank and not passes:
                     pair, to = (rank, reader[0]), (2 * (stage + on) + (on < 0)) * self.count
-                    other = None if self.slots else times[receive, stage + on]
+                    mine, other = times[send, stage], times[receive, stage + on]
                     flow = found.sent.setdefault(pair, [])
-                    ours = made, times[send, stage], other, flow, to, self.ring(pair)
-                    messages[row_of(send, chunk)] = ours
+                    messages[row_of(send, chunk)] = made, mine, other, flow, to
                 if on > 0:
                     cost = costs.forward[stage]
-                    computes[row] = source, delay, emptied, None, made, None, cost, 1
+                    computes[row] = source, delay, None, made, None, cost, 1
                     continue
                 first, last = costs.input[stage], costs.weight[stage]
-                comes = source, delay, emptied, forward, made
+                comes = source, delay, forward, made
                 computes[row_of(Kind.B, chunk)] = *comes, weight, first + last, -1
                 computes[row_of(Kind.I, chunk)] = *comes, None, first, 0
-                computes[row_of(Kind.W, chunk)] = None, 0.0, None, made, weight, None, last, -1
+                computes[row_of(Kind.W, chunk)] = None, 0.0, made, weight, None, last, -1
         return computes, messages
-
-    def ring(self, pair: Pair) -> _Ring | None:
-        return self.rings.setdefault(pair, _Ring()) if self.slots else None
 
     def wait(self, rank: int, step: Step) -> Wait:
         """Returns what a rank lacks that cannot go on."""
         computes, messages = self.rules(rank)
         if isinstance(step, Action):
             source = computes[step.row][0]
-            if source is None or source[step.microbatch] is not None or self.slots == 0:
+            if source is None or source[step.microbatch] is not None or self.blocks:
                 return Wait(step, None, None)
             place = self.placement.neighbour(rank, step.chunk, -1 if step.kind == Kind.F else 1)
             return Wait(step, None, None if place is None or place[0] == rank else place[0])
@@ -393,7 +354,7 @@ class _Walker:
             m = message.microbatch
             if own is not None and own[m] is None:
                 return Wait(step, message, None)
-            if times[m] is None or (other is not None and other[m] is None):
+            if times[m] is None or other[m] is None:
                 return Wait(step, message, peer_of(message, rank, self.placement))
         raise AssertionError(f"rank {rank} has all that {step} needs")
 

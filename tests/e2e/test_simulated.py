@@ -99,4 +99,4 @@ def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -
     assert text.code == 0 and len(text.out) > 1, text
     words = given(shell, *kernel, "run=g", "attention_kernel=fa3")
     refused = run_forked(shell, "train", *words)
-    assert refused.code == 2 and "flash_attn_interface cannot be used here" in refused.err, refused
+    assert refused.code == 2 and "cannot use flash_attn_interface here" in refused.err, refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.schedules.actions import Action, Kind, PipelineProgram
+from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import IN_ORDER, make
@@ -83,32 +83,15 @@ def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
             free = span.end
 
 
-def test_a_program_with_messages_runs_with_any_slots_and_holds_what_its_orders_hold() -> None:
+def test_a_program_with_messages_holds_what_its_orders_hold() -> None:
     made = make("1f1b", 4, 6)
-    bare = walk(made.orders, made.placement)
-    for slots in (0, 1, 4):
-        found = walk(made.plan(), made.placement, slots=slots)
-        assert found.complete and not found.waits
-        assert found.peaks == bare.peaks == [4, 3, 2, 1]
-        assert found.sent == found.received
-        assert {pair: len(names) for pair, names in found.sent.items()} == dict.fromkeys(
-            [(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)], 6
-        )
-
-
-def test_a_sender_waits_for_a_slot() -> None:
-    """The receiver reads the second message first: with one slot it never comes."""
-    program: PipelineProgram = [
-        [step if step.kind.is_compute else (step,) for step in map(Action.parse, words.split())]
-        for words in ("F0 SF0 F1 SF1", "RF0 RF1 F1 F0")
-    ]
-    assert not walk(program, StageAssignment(2), slots=2).waits
-    with pytest.raises(
-        ScheduleError,
-        match=r"rank 0 is in group .SF1. and waits to send SF1 to rank 1, while rank 1 waits for "
-        "the input of F1 from rank 0",
-    ):
-        walk(program, StageAssignment(2), slots=1).ended()
+    bare, found = walk(made.orders, made.placement), walk(made.plan(), made.placement, blocks=True)
+    assert found.complete and not found.waits
+    assert found.peaks == bare.peaks == [4, 3, 2, 1]
+    assert found.sent == found.received
+    assert {pair: len(names) for pair, names in found.sent.items()} == dict.fromkeys(
+        [(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)], 6
+    )
 
 
 def test_slowest_stage_bounds_the_step() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 import pytest
 
@@ -13,7 +13,7 @@ from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import check
 from parallel3d.schedules.choose import choose, measure, measured_schedules
 from parallel3d.schedules.costs import Costs, RankWork
-from parallel3d.schedules.messages import add_communication, peak_in_flight
+from parallel3d.schedules.messages import add_communication, peak_unread
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.walk import ScheduleError, time_orders
@@ -192,13 +192,26 @@ def test_orders_that_wait_for_each_other_are_named() -> None:
         time_orders(stuck, made.placement, Costs.even(made.placement))
 
 
-def test_messages_in_flight_by_hand() -> None:
-    """A first stage sends p activations before the first gradient tells it that one has arrived."""
+def test_messages_that_wait_to_be_read_by_hand() -> None:
+    """1F1B's ranks ask for a message when they read it."""
     made = make("1f1b", 3, 6)
-    flights = peak_in_flight(made.plan(), made.placement)
-    assert flights == {(0, 1): 3, (1, 2): 2, (2, 1): 2, (1, 0): 3}
-    all_first = make("gpipe", 2, 5)
-    assert peak_in_flight(all_first.plan(), all_first.placement)[0, 1] == 5
+    assert peak_unread(made.plan(), made.placement) == dict.fromkeys(
+        [(0, 1), (1, 2), (2, 1), (1, 0)], 1
+    )
+    program = [
+        [one if one.kind.is_compute else (one,) for one in map(Action.parse, words.split())]
+        for words in ("F0 SF0 F1 SF1", "RF0 RF1 F1 F0")
+    ]
+    assert peak_unread(program, StageAssignment(2)) == {(0, 1): 2}
+
+
+@pytest.mark.parametrize("name", NAMED_SCHEDULES)
+def test_a_group_has_one_send_and_that_first(name: str) -> None:
+    """So that as many slots as messages wait to be read are enough (`peak_unread`)."""
+    made = make(name, 4, 6, chunks_of(name)[-1])
+    for step in chain.from_iterable(made.plan()):
+        if isinstance(step, tuple):
+            assert not any(message.kind.is_send for message in step[1:])
 
 
 def test_hops_cost_by_hand() -> None:
