@@ -26,12 +26,10 @@ sequences (Jacobs et al. 2023, DeepSpeed-Ulysses).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -50,11 +48,8 @@ from parallel3d.context_parallel.document_attention import (
     repeated,
 )
 from parallel3d.context_parallel.documents import AttentionBlocks, Documents, SequenceShard
-from parallel3d.device.fused import operator
+from parallel3d.device.fused import operator, register, registered
 from parallel3d.estimate.context_styles import heads_at_once
-
-_known: WeakValueDictionary[int, ContextParallel] = WeakValueDictionary()
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -64,17 +59,16 @@ class ContextParallel:
     Attributes:
         keeps: the forward is one that is recomputed, which its backward follows at once: what has
             been gathered is kept for that.
-        handle: number of this object, an int64 scalar on the CPU, for the compiler (see
-            `tensor_parallel.linear_ops.register`).
+        handle: of this object, for the operators (see `device.fused.register`).
     """
 
     group: Group = SINGLE
     style: str = "gather"
     keeps: bool = False
-    handle: Tensor = field(default_factory=lambda: torch.tensor(next(_numbers)), compare=False)
+    handle: Tensor = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        _known[int(self.handle)] = self
+        object.__setattr__(self, "handle", register(self))
 
     def first_head(self, heads: int) -> int:
         """Returns the first of `heads` heads that this rank attends with."""
@@ -127,7 +121,7 @@ def _run(
     handle: Tensor, table: Tensor, calls: Tensor, edges: Tensor, order: Tensor, places: Tensor,
     kernel: str, keeps: bool,
 ) -> _Run:  # fmt: skip
-    return _Run(_known[int(handle)], AttentionBlocks(table, calls, edges), order, places, kernel)
+    return _Run(registered(handle), AttentionBlocks(table, calls, edges), order, places, kernel)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -399,7 +393,7 @@ def _exchanged(
     x: Tensor, handle: Tensor, order: Tensor, places: Tensor, way: str, size: int
 ) -> Tensor:
     """(b, heads, n or padded, head_dim) → the same of the other tokens; `scatter` sums."""
-    group, b, tokens = _known[int(handle)].group, len(x), x.transpose(1, 2)
+    group, b, tokens = registered(handle).group, len(x), x.transpose(1, 2)
     if way in ("gather", "to_heads"):
         if way == "gather":
             by_rank = collectives.all_gather(tokens.unsqueeze(0), group)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import shutil
 from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +19,26 @@ from parallel3d.device import accelerator
 from parallel3d.errors import first_line
 
 _library = torch.library.Library("parallel3d", "DEF")
+
+
+_registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(thing: Any) -> Tensor:
+    """Returns a handle, an int64 scalar on the CPU, by which an operator finds `thing`, while it
+    lives.
+
+    A tensor, because a plain number would be a constant of the compiled code, which every layer
+    would then need a copy of.
+    """
+    number = next(_numbers)
+    _registered[number] = thing
+    return torch.tensor(number)
+
+
+def registered(handle: Tensor) -> Any:
+    return _registered[int(handle)]
 
 
 class _Node(torch.autograd.Function):

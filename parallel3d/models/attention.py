@@ -21,7 +21,7 @@ from parallel3d.context_parallel.attention import (
     to_tokens,
 )
 from parallel3d.context_parallel.document_attention import NOT_CUDNN, allowed, repeated
-from parallel3d.context_parallel.documents import Documents, SequenceShard
+from parallel3d.context_parallel.documents import Documents
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.matmul import is_widened
@@ -152,24 +152,10 @@ def attend_split(
 ) -> Tensor:
     """Is `causal_attention` of q (b, heads, s, head_dim), k and v with as many heads or fewer."""
     shard = None if documents is None else documents.shard
-    if shard is not None and cp.style == "heads":
-        y = _attended(*to_heads(q, k, v, cp, shard), documents, kernel, dropout, samples)
-        return to_tokens(y, cp, shard)
-    return _attended(q, k, v, documents, kernel, dropout, samples, shard, cp)
-
-
-def _attended(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Documents | None,
-    kernel: str,
-    dropout: Dropout | None,
-    samples: Tensor | None,
-    shard: SequenceShard | None = None,
-    cp: ContextParallel = ONE_RANK,
-) -> Tensor:
-    """`shard`: the keys of other ranks are missing."""
+    exchanged = shard if cp.style == "heads" else None
+    if exchanged is not None:  # to whole sequences of some heads
+        q, k, v = to_heads(q, k, v, cp, exchanged)
+        shard = None
     heads, dtype = q.shape[1], q.dtype
     drops = dropout is not None and samples is not None
     if drops and shard is not None:
@@ -186,7 +172,8 @@ def _attended(
         y = attend_within(q, k, v, documents, kernel)
     else:
         y = attend_across(q, k, v, cp, shard, kernel)
-    return y.to(dtype)
+    y = y.to(dtype)
+    return y if exchanged is None else to_tokens(y, cp, exchanged)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AUTO) -> Tensor:

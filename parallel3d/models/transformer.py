@@ -24,6 +24,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import Documents
+from parallel3d.device.fused import register
 from parallel3d.estimate.balance import layers_of_stages
 from parallel3d.estimate.ops import offloading, recomputing
 from parallel3d.models.attention import (
@@ -46,7 +47,6 @@ from parallel3d.parameters.sharding import Initializer, ShardSpec, state_of
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from parallel3d.tensor_parallel.linear_ops import register
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_heads
 
 # Blocks of one compiled graph: enough that the cost of entering a graph (0.4 ms measured) is

@@ -131,26 +131,18 @@ def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
     """Returns the loop or V that has every stage on the rank where the table has it."""
     held = [{stage for stage, _, _ in row} for row in rows]
     chunks = max(1, len(held[0]))
-
-    def wrong(placement: StageAssignment) -> int:
-        return sum(len(mine ^ _stages(placement, rank)) for rank, mine in enumerate(held))
-
-    best = min((StageAssignment(len(rows), chunks, shape) for shape in SHAPES), key=wrong)
-    for rank, mine in enumerate(held):
-        if mine != _stages(best, rank):
-            raise UserError(
-                f"{key}: rank {rank} has the stages {_listed(mine)}, but "
-                f"{_listed(_stages(best, rank))} lie there with {chunks} per rank, "
-                f"{'as a V' if best.shape == 'v' else 'one rank after the other'}."
-            )
-    return best
+    loop, vee = (StageAssignment(len(rows), chunks, shape) for shape in SHAPES)
+    for placement in (loop, vee):
+        fits = [mine == _stages(placement, rank) for rank, mine in enumerate(held)]
+        if all(fits):
+            return placement
+    rank = next(r for r, mine in enumerate(held) if mine != _stages(loop, r))
+    in_loop, in_v = (sorted(_stages(one, rank))[:6] for one in (loop, vee))
+    raise UserError(
+        f"{key}: rank {rank} has the stages {sorted(held[rank])[:6]}, but with {chunks} per rank "
+        f"{in_loop} lie there, one rank after the other, or {in_v}, as a V."
+    )
 
 
 def _stages(placement: StageAssignment, rank: int) -> set[int]:
     return {placement.stage(rank, chunk) for chunk in range(placement.chunks)}
-
-
-def _listed(stages: set[int]) -> str:
-    ordered = sorted(stages)
-    shown = ", ".join(map(str, ordered[:6]))
-    return shown + (" …" if len(ordered) > 6 else "") if ordered else "none"

@@ -49,14 +49,6 @@ class Timeline:
         """Idle fraction of all ranks' time together (0 to 1)."""
         return sum(self.bubble) / len(self.spans)
 
-    @property
-    def overhead(self) -> float:
-        """Time of the step beyond the compute of its busiest rank, as a fraction of that compute.
-
-        The step ends with its last rank, as the global gradient norm needs all gradients.
-        """
-        return self.makespan / max(map(_busy, self.spans)) - 1
-
 
 def _busy(spans: Sequence[Span]) -> float:
     return sum(span.end - span.start for span in spans)

@@ -301,7 +301,7 @@ class ColumnParallelLinear(ShardedModule):
         self.gather_output, self.recomputed = gather_output, recomputed
         self.sums_shared = sum_partial_gradients and max(tp_replicas.values(), default=1) > 1
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
-        self.handle: Tensor | None = None  # in compiled code: see `linear_ops.register`
+        self.handle: Tensor | None = None  # in compiled code: see `device.fused.register`
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, self.out_features, bias, device, dtype))
 
@@ -414,7 +414,7 @@ class RowParallelLinear(ShardedModule):
         self.in_features, self.out_features, self.recomputed = in_features, out_features, recomputed
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.sums_bias = sum_partial_gradients and self.sp is not None
-        self.handle: Tensor | None = None  # in compiled code: see `linear_ops.register`
+        self.handle: Tensor | None = None  # in compiled code: see `device.fused.register`
         init = init or self.initializer(seed, device, dtype)
         self.register_shards(init or nn.Linear(in_features, out_features, bias, device, dtype))
 

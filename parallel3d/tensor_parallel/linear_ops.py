@@ -7,9 +7,7 @@ gradient, the accumulation into gradient buckets and their readiness work as in 
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.group import Group
-from parallel3d.device.fused import operator
+from parallel3d.device.fused import operator, registered
 from parallel3d.device.matmul import linear, matmul
 from parallel3d.parameters.gradients import add_gradient, add_weight_gradient, deferred_queue
 from parallel3d.tensor_parallel.mappings import (
@@ -35,23 +33,8 @@ class LinearLayer(Protocol):
     sp: int | None
 
 
-_layers: WeakValueDictionary[int, LinearLayer] = WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def register(layer: LinearLayer) -> Tensor:
-    """Returns the handle of `layer`, an int64 scalar on the CPU; valid while the layer lives.
-
-    A tensor, because a plain number would be a constant of the compiled code, which every layer
-    would then need a copy of.
-    """
-    number = next(_numbers)
-    _layers[number] = layer
-    return torch.tensor(number)
-
-
 def _forward(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
-    layer = _layers[int(handle)]
+    layer: LinearLayer = registered(handle)
     if layer.split == "row":
         return row_forward(x, layer.weight, layer.group, layer.sp)
     return column_forward(x, layer.weight, layer.bias, layer.group, layer.sp)
@@ -64,7 +47,8 @@ def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, split: 
 def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
     # To the compiler this is a pure function of `grad`. That it adds to `main_grad` is safe because
     # nothing in a compiled block reads a gradient bucket.
-    layer, grad = _layers[int(handle)], grad.contiguous()
+    layer: LinearLayer = registered(handle)
+    grad = grad.contiguous()
     backward = row_backward
     if layer.split == "column":
         backward = column_backward

@@ -190,7 +190,7 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
             "rank 0 waits for ever for the input of 0B0, while rank 1 does not go beyond 1F1",
         ),
         ("1F0,1B0,1F1,1B1", "", "has 1 rows of actions, one a rank, but pp=2"),
-        ("1F0", "2F0", "rank 1 has the stages 1, 2"),
+        ("1F0", "2F0", "rank 1 has the stages [1, 2]"),
     ],
 )
 def test_a_table_is_checked(old: str, new: str, sentence: str | None) -> None:
