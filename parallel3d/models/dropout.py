@@ -234,20 +234,11 @@ def dropped_softmax_backward(
     return without(probabilities, dropped, p).to(scores.dtype), of_scores.to(scores.dtype)
 
 
-class _Scores(NamedTuple):
-    scores: Tensor
-    positions: Tensor
-    starts: Tensor | None
-    low: Tensor
-    high: Tensor
-    p: float
-
-
 def _scores(
     block: _Block, q: Tensor, k: Tensor, starts: Tensor | None, positions: Tensor | None,
     samples: Tensor, site: Tensor, head: int, p: float,
-) -> _Scores:  # fmt: skip
-    """Computes the scores of a block from scaled `q`."""
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes the scores of a block from scaled `q`; returns the arguments of its softmax."""
     of, rows, keys = block
     scores = q[of, :, rows] @ k[of, :, :keys].mT
     if positions is None:
@@ -256,8 +247,7 @@ def _scores(
         places = positions[of, rows].to(torch.int32)
     shape = (q.shape[1], places.shape[1])
     low, high = row_keys(starts_of_keys(samples[of], site), shape, head, places)
-    begins = None if starts is None else starts[of, rows]
-    return _Scores(scores, places, begins, low, high, p)
+    return scores, places, None if starts is None else starts[of, rows], low, high, p
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any) -> Tensor:
