@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fused, fuses
@@ -234,10 +233,84 @@ class HeadLoss:
     @torch.no_grad()
     def evaluate(self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """Returns the sum of the unmasked cross-entropies, without smoothing or z-loss."""
-        run = _ChunkedLoss(self, Objective(self.objective.vocab_size), x, table, labels, loss_mask)
-        for chunk in run.chunks():
-            run.forward(chunk)
-        return run.losses.mul_(run.mask).sum()
+        plain = replace(self, objective=Objective(self.objective.vocab_size))
+        return plain.run(x, table, labels, loss_mask)[0]
+
+    def run(
+        self,
+        x: Tensor,
+        table: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        loss_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the sum of the unmasked losses and, with `loss_scale`, the gradients of x and,
+        without a bucket, of the table."""
+        group, sp = self.group, self.sp and self.group.size > 1
+        full = all_gather_sequence(x, group) if sp else x
+        tokens, labels = full.flatten(0, -2), labels.flatten()
+        mask = loss_mask.flatten().to(torch.promote_types(x.dtype, torch.float32))
+        losses, chunks = torch.empty_like(mask), self._chunks(tokens, table)
+        if loss_scale is None:
+            for chunk in chunks:
+                self._write_losses(losses[chunk], tokens[chunk], table, labels[chunk])
+            return losses.mul_(mask).sum(), None, None
+        main_grad = state_of(table).main_grad
+        wide = torch.promote_types(table.dtype, torch.float32)
+        of_table = torch.zeros_like(table, dtype=wide) if main_grad is None else main_grad
+        grad_x, factor = torch.empty_like(tokens), mask * loss_scale.to(mask.dtype)
+        rows = table.shape[0]
+        for chunk in chunks:
+            grad = self._write_losses(losses[chunk], tokens[chunk], table, labels[chunk]).gradient(
+                factor[chunk]
+            )
+            if grad.shape[1] > rows:  # of all gathered columns
+                grad = grad.narrow(1, rows * group.index, rows)
+            if accelerator.is_on_accelerator(grad):
+                torch.mm(grad, table, out=grad_x[chunk])
+            else:  # on a CPU not every matmul can be written in place
+                grad_x[chunk] = matmul(grad, table)
+            if chunk is chunks[-1]:  # reduced while the last weight-gradient GEMM runs
+                whole = reduced = grad_x.view_as(full)
+                if sp:
+                    reduced, work = collectives.reduce_scatter_async(sequence_first(whole), group)
+                else:
+                    work = collectives.all_reduce_async(whole, group)
+            add_matmul(of_table, grad, tokens[chunk])
+            del grad  # so that the next chunk's logits can reuse its memory
+        work.wait()
+        grad_x = reduced.transpose(0, 1).contiguous() if sp else reduced
+        return (
+            losses.mul_(mask).sum(),
+            grad_x,
+            of_table.to(table.dtype) if main_grad is None else None,
+        )
+
+    def _chunks(self, tokens: Tensor, table: Tensor) -> list[slice]:
+        columns = table.shape[0] * (self.group.size if self.gather_logits else 1)
+        sizes = loss_chunks(
+            tokens.shape[0],
+            columns,
+            self.chunk_tokens,
+            item=tokens.element_size(),
+            on_accelerator=accelerator.is_on_accelerator(tokens),
+        )
+        return [slice(e - size, e) for size, e in zip(sizes, accumulate(sizes), strict=True)]
+
+    def _write_losses(self, out: Tensor, x: Tensor, table: Tensor, labels: Tensor) -> ChunkLoss:
+        """Writes the losses of a chunk (tokens,), with one collective."""
+        group, first = self.group, table.shape[0] * self.group.index
+        logits = matmul(x, table.t())
+        if self.gather_logits and group.size > 1:
+            parts = collectives.all_gather(logits.unsqueeze(0), group)
+            logits, first = torch.cat(parts.unbind(0), dim=1), 0
+            del parts
+        loss = ChunkLoss(logits, labels, first, self.objective)
+        ranks = loss.statistics().unsqueeze(0)
+        if not self.gather_logits:
+            ranks = collectives.all_gather(ranks, group)
+        out.copy_(loss.losses(ranks))
+        return loss
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -251,10 +324,9 @@ class _HeadLoss(torch.autograd.Function):
         loss_scale: Tensor,
         head: HeadLoss,
     ) -> Tensor:
-        run = _ChunkedLoss(head, head.objective, x, table, labels, loss_mask)
-        grad_x, grad_table = run.train(loss_scale)
-        ctx.table, ctx.gradients, ctx.loss_scale = table, (grad_x, grad_table), loss_scale
-        return run.losses.mul_(run.mask).sum()
+        loss, *ctx.gradients = head.run(x, table, labels, loss_mask, loss_scale)
+        ctx.table, ctx.loss_scale = table, loss_scale
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -267,83 +339,3 @@ class _HeadLoss(torch.autograd.Function):
         if grad_table is None:
             state_of(ctx.table).register_grad_ready()
         return grad_x, grad_table, None, None, None, None
-
-
-class _ChunkedLoss:
-    """Processes one micro-batch in chunks; rows are tokens, (b, s) flattened."""
-
-    def __init__(
-        self,
-        head: HeadLoss,
-        objective: Objective,
-        x: Tensor,
-        table: Tensor,
-        labels: Tensor,
-        loss_mask: Tensor,
-    ) -> None:
-        self.head, self.objective, self.table = head, objective, table
-        self.sp = head.sp and head.group.size > 1
-        self.full = all_gather_sequence(x, head.group) if self.sp else x
-        self.x = self.full.flatten(0, -2)
-        self.labels = labels.flatten()
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self.mask = loss_mask.flatten().to(wide)
-        self.losses = torch.empty_like(self.mask)
-
-    def chunks(self) -> list[slice]:
-        columns = self.table.shape[0] * (self.head.group.size if self.head.gather_logits else 1)
-        sizes = loss_chunks(
-            self.x.shape[0],
-            columns,
-            self.head.chunk_tokens,
-            item=self.x.element_size(),
-            on_accelerator=accelerator.is_on_accelerator(self.x),
-        )
-        return [slice(e - size, e) for size, e in zip(sizes, accumulate(sizes), strict=True)]
-
-    def forward(self, chunk: slice) -> ChunkLoss:
-        """Writes the losses of a chunk, with one collective."""
-        group, rows = self.head.group, self.table.shape[0]
-        logits = matmul(self.x[chunk], self.table.t())
-        if self.head.gather_logits and group.size > 1:
-            parts = collectives.all_gather(logits.unsqueeze(0), group)
-            logits = torch.cat(parts.unbind(0), dim=1)
-            del parts
-            loss = ChunkLoss(logits, self.labels[chunk], 0, self.objective)
-            ranks = loss.statistics().unsqueeze(0)
-        else:
-            loss = ChunkLoss(logits, self.labels[chunk], rows * group.index, self.objective)
-            ranks = collectives.all_gather(loss.statistics().unsqueeze(0), group)
-        self.losses[chunk] = loss.losses(ranks)
-        return loss
-
-    def train(self, loss_scale: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Writes the losses; returns the gradients of x and, without a bucket, of the table."""
-        chunks = self.chunks()
-        grad_x = torch.empty_like(self.x)
-        main_grad = state_of(self.table).main_grad
-        wide = torch.promote_types(self.table.dtype, torch.float32)
-        out = torch.zeros_like(self.table, dtype=wide) if main_grad is None else main_grad
-        factor = self.mask * loss_scale.to(self.mask.dtype)
-        group, rows = self.head.group, self.table.shape[0]
-        own = rows * group.index  # the first of this rank's columns, where all are gathered
-        work: Work = CompletedWork()
-        reduced = grad_x
-        for chunk in chunks:
-            grad = self.forward(chunk).gradient(factor[chunk])
-            grad = grad.narrow(1, own, rows) if grad.shape[1] > rows else grad
-            if accelerator.is_on_accelerator(grad):
-                torch.mm(grad, self.table, out=grad_x[chunk])
-            else:  # on a CPU not every matmul can be written in place
-                grad_x[chunk] = matmul(grad, self.table)
-            if chunk is chunks[-1]:  # reduced while the last weight-gradient GEMM runs
-                whole = grad_x.view_as(self.full)
-                if self.sp:
-                    reduced, work = collectives.reduce_scatter_async(sequence_first(whole), group)
-                else:
-                    reduced, work = whole, collectives.all_reduce_async(whole, group)
-            add_matmul(out, grad, self.x[chunk])
-            del grad  # so that the next chunk's logits can reuse its memory
-        work.wait()
-        grad_x = reduced.transpose(0, 1).contiguous() if self.sp else reduced
-        return grad_x, out.to(self.table.dtype) if main_grad is None else None
