@@ -40,7 +40,7 @@ from parallel3d.files import flush_folder
 from parallel3d.metrics.provenance import versions
 from parallel3d.parallel.state_dicts import sharded_state_dict
 from parallel3d.parameters.sharding import state_of
-from parallel3d.tensor_parallel.dtensors import dtensor_of
+from parallel3d.tensor_parallel.layers import dtensor_of
 
 T = TypeVar("T")
 PARAMETER = "parameter"  # the kind of the module's state; other kinds are keys of the optimizer's
