@@ -139,7 +139,6 @@ def render_svg(
         f"<text x='{width - right + 10}' y='{top - 10}' font-size='13'>idle</text>",
     ]
     few = sum(map(len, timeline.spans)) <= _MOST_BOXES
-    draw = _boxes if few else _shapes
     for rank, (spans, bubble) in enumerate(zip(timeline.spans, timeline.bubble, strict=True)):
         y = top + rank * (row + gap)
         middle = f"{y + row / 2 + 0.36 * size:g}"
@@ -149,7 +148,7 @@ def render_svg(
             f"<rect x='{left}' y='{y}' width='{width - left - right}' height='{row}' "
             f"fill='{_EMPTY}' stroke='{_EDGE}'/>"
         )
-        parts += draw(spans, chunks, left, y, row, scale, unit)
+        parts += _boxes(spans, few, chunks, left, y, row, scale, unit)
         parts.append(f"<text x='{width - right + 10}' {text}>{bubble:.1%}</text>")
     if placement is not None and hop > 0:
         parts += _ways(timeline, placement, hop, (left, top, row, gap, scale))
@@ -158,17 +157,24 @@ def render_svg(
 
 
 def _boxes(
-    spans: Sequence[Span], chunks: int, left: int, y: int, row: int, scale: float, unit: str
-) -> Iterator[str]:
+    spans: Sequence[Span], few: bool, chunks: int, left: int, y: int, row: int, scale: float,
+    unit: str,
+) -> Iterator[str]:  # fmt: skip
+    """Yields a box for each span; many as one path a colour, a tenth of the bytes."""
     digits = max(len(str(span.action.microbatch)) for span in spans)
+    paths: dict[str, list[str]] = {}
     for span in spans:
         kind = span.action.kind
+        colour = _shade(kind, span.action.chunk, chunks)
         x, w = left + span.start * scale, (span.end - span.start) * scale
+        if not few:
+            paths.setdefault(colour, []).append(f"M{x:.1f} {y}h{w:.1f}v{row}h-{w:.1f}z")
+            continue
         tip = f"<title>{span.action}: {span.start:.6g}{unit} to {span.end:.6g}{unit}</title>"
         edge = "stroke='#ffffff' stroke-width='1'" if w > 4 else ""
         box = (
             f"<g>{tip}<rect x='{x:.2f}' y='{y}' width='{w:.2f}' height='{row}' "
-            f"fill='{_shade(kind, span.action.chunk, chunks)}' {edge}/>"
+            f"fill='{colour}' {edge}/>"
         )
         # A digit is about 0.6 em wide; the size fits the longest number, so that all are shown
         # alike.
@@ -181,19 +187,8 @@ def _boxes(
                 f"{span.action.microbatch}</text>"
             )
         yield box + "</g>"
-
-
-def _shapes(
-    spans: Sequence[Span], chunks: int, left: int, y: int, row: int, scale: float, unit: str
-) -> Iterator[str]:
-    """Yields all boxes of one colour as one path: a tenth of the bytes."""
-    paths: dict[str, list[str]] = {}
-    for span in spans:
-        colour = _shade(span.action.kind, span.action.chunk, chunks)
-        x, w = left + span.start * scale, (span.end - span.start) * scale
-        paths.setdefault(colour, []).append(f"M{x:.1f} {y}h{w:.1f}v{row}h-{w:.1f}z")
-    for colour, boxes in paths.items():
-        yield f"<path fill='{colour}' d='{''.join(boxes)}'/>"
+    for colour, outlines in paths.items():
+        yield f"<path fill='{colour}' d='{''.join(outlines)}'/>"
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> str:
