@@ -138,11 +138,11 @@ def parts_have_the_positions_of_the_first() -> Iterator[None]:
         self: embedding_and_head.Embedding,
         tokens: Tensor,
         samples: Tensor | None,
-        positions: Tensor,
-        documents: Documents | None,
+        documents: Documents,
     ) -> Tensor:
-        first_part = positions.chunk(self.tp.size, dim=1)[0]
-        return sound(self, tokens, samples, first_part.repeat(1, self.tp.size), documents)
+        first_part = documents.positions().chunk(self.tp.size, dim=1)[0].repeat(1, self.tp.size)
+        with patch.object(Documents, "positions", lambda _: first_part):
+            return sound(self, tokens, samples, documents)
 
     with patch.object(embedding_and_head.Embedding, "forward", forward):
         yield
