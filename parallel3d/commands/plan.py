@@ -170,8 +170,8 @@ class Plan:
             host = max(host_memory(made, index) for index in range(made.pp)) / GIB
             said = (
                 f"The first keeps up to {host:.1f} GiB a rank in pinned host memory; the time of "
+                f"its copies is not in these figures. {said}"
             )
-            said += f"its copies is not in these figures. {self.caution()}"
         return "\n".join([title, "", *shown, *[said] * bool(said), "", self.command])
 
 
@@ -386,17 +386,15 @@ def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
 
 def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
     """Returns the layouts whose cp the style and the model allow. Raises UserError if none is."""
-    allowed: dict[tuple[int, int], UserError | None] = {}
-    for pair in dict.fromkeys((c.tp, c.cp) for c in choices):
+    refused: dict[tuple[int, int], UserError] = {}
+    for tp, cp in dict.fromkeys((c.tp, c.cp) for c in choices):
         try:
-            check_context_parallel(replace(config, tp=pair[0], cp=pair[1]))
-            allowed[pair] = None
+            check_context_parallel(replace(config, tp=tp, cp=cp))
         except UserError as error:
-            allowed[pair] = error
-    found = [c for c in choices if allowed[c.tp, c.cp] is None]
-    refused = next(iter(allowed.values()))
-    if not found and refused is not None:
-        raise refused
+            refused[tp, cp] = error
+    found = [c for c in choices if (c.tp, c.cp) not in refused]
+    if not found:
+        raise next(iter(refused.values()))
     return found
 
 

@@ -292,7 +292,7 @@ def _temporary(
 
 # Moments of a layer's backward, and the weight whose gradient there is from then on.
 GRADIENTS = {"backward": "mlp.down", "matmuls": "mlp.up", "attention": "attention.out"}
-REDUCES = ("reduction", "later")  # of the layers; without `every` or `once` in the last backward
+REDUCES = ("reduction", "later")  # of the layers; where gradients accumulate in the last backward
 BEHIND = (*REDUCES, "ends", "out")  # after a backward's first gradients, as is each "next …"
 
 
@@ -405,7 +405,7 @@ def host_memory(config: Config, index: int) -> float:
         turns = turns_around(rank, stage)
         slabs = [math.ceil(n / SLAB_BYTES) for n in _moved(stage, layer, turns)]
         waiting.append(sum(slabs))
-        # Of F, B, I and W: one layer of the backward, or of the next action, is on its way back.
+        # One layer of the backward, or of the next action, is on its way back.
         back = -max(slabs, default=0)
         forward = sum(slabs) + back * (not turns)
         running.append({Kind.F: forward, Kind.B: back, Kind.I: back, Kind.W: 0})
