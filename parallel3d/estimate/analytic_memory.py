@@ -364,8 +364,9 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     scattered, buffers = (reduced / dp, reduced) if ends else (0.0, 0.0)
     # At the end autograd holds the gradients until its last node is done; then they are copied and
     # free, and the scattered sums exist.
+    apart = not (first or (rank.first and rank.table.tied))
     found["ends"] = RankMemory(
-        start, buffers=buffers + scattered * (not rank.first), activations=cast + (1 + both) * table
+        start, buffers=buffers + scattered * apart, activations=cast + (1 + both) * table
     )
     found["out"] = RankMemory(
         start, buffers=buffers + scattered, activations=min(cast, table) + both * table
