@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
-from parallel3d.checkpoint.planners import chunks_by_name
+from parallel3d.checkpoint.storage import chunks_by_name
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import CheckpointConfig, Config, ModelConfig
 from parallel3d.data.sampler import Sample

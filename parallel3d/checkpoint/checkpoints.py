@@ -30,9 +30,9 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     reason,
     step_folder,
+    step_of,
     unreadable,
 )
-from parallel3d.checkpoint.planners import chunks_by_name
 from parallel3d.checkpoint.saver import (
     Lease,
     Save,
@@ -40,9 +40,9 @@ from parallel3d.checkpoint.saver import (
     SaveResult,
     describe_newest,
     remove_leftovers,
-    restore_replaced,
     set_aside,
 )
+from parallel3d.checkpoint.storage import chunks_by_name, read_state
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
@@ -130,7 +130,7 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
             "beside what may be saved: give one its name back (step-…) if it is whole, or choose "
             "another run="
         )
-    return sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True)
+    return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
 
 def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> Compared:
@@ -252,7 +252,6 @@ class Checkpoints:
         if self.saver is not None:
             self._settle(wait=True)
         self.device = trainer.device
-        read_together(self._restore_replaced, self._from_all_ranks)
         names = names_of_all(self.config.run, self.run_dir, self._from_all_ranks)
         first_step = 1
         for name in names:
@@ -276,17 +275,8 @@ class Checkpoints:
             saver.staging.prepare(chunks_by_name(trainer.parameter_slices(), shared=True))
         return first_step
 
-    def _restore_replaced(self) -> None:
-        if self.is_first_rank:
-            with unreadable(str(self.run_dir)):
-                restore_replaced(self.run_dir)
-
     def _prepare_saver(self) -> Saver:
         """Claims the run's checkpoints and removes leftovers, on rank 0, for this session."""
-        if self.config.checkpoint.every:
-            # Takes half a second, or many on a cold network file system: too long within a save,
-            # which the watchdog and the grace time of a preempted run limit.
-            import parallel3d.checkpoint.storage  # noqa: F401
         if self.saver is None:
             session = self._from_first_rank(lambda: uuid.uuid4().hex[:12])
             self.saver = Saver(
@@ -387,7 +377,6 @@ class Checkpoints:
 
     def _load(self, trainer: Trainer, folder: Path) -> Manifest | None:
         """Loads one checkpoint on every rank; sets a damaged one aside and returns None."""
-        from parallel3d.checkpoint.storage import read_state
 
         def read() -> tuple[Manifest, Compared]:
             manifest = read_manifest(folder)

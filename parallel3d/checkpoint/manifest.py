@@ -29,7 +29,6 @@ CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 UNFINISHED = ".saving-"
 REMOVED = ".removed-"
-REPLACED = ".replaced-"
 DAMAGED = "damaged-"
 CLAIM = ".claim"
 FORMAT = "parallel3d checkpoint"
@@ -140,10 +139,10 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
         found = [p for p in (run_dir / CHECKPOINTS).iterdir() if _STEP_FOLDER.fullmatch(p.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=_step_of, reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 

@@ -21,9 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,21 +35,30 @@ from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     CLAIM,
     DAMAGED,
+    KINDS,
     LATEST,
     REMOVED,
-    REPLACED,
     UNFINISHED,
     FileDigest,
     Manifest,
     list_checkpoints,
     reason,
     step_folder,
+    step_of,
     write_manifest,
 )
-from parallel3d.checkpoint.planners import Chunk, TensorChunks
+from parallel3d.checkpoint.storage import State, write_state
 from parallel3d.comm.store import get_all, put
 from parallel3d.device import accelerator
-from parallel3d.files import flush_folder, parse_json, plain, read_bounded, write_durably
+from parallel3d.files import (
+    flush_folder,
+    parse_json,
+    plain,
+    read_bounded,
+    replace_durably,
+    write_durably,
+)
+from parallel3d.parameters.sharding import Chunk
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import CheckpointConfig
@@ -88,9 +95,12 @@ class Lease:
         if self.taken:
             return []
         self.tried, before = True, self._current()
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        mine = {"session": self.session, "host": socket.gethostname(), "pid": os.getpid()}
         try:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            self._write()
+            replace_durably(self.path, f"{json.dumps(mine | {'since': since})}\n".encode())
+            self.taken = True
             if before is None or _has_locks(self.path):
                 return []
         except OSError as error:
@@ -108,16 +118,6 @@ class Lease:
         if current is not None and current.get("session") != self.session:
             raise Overtaken(f"{self.run_dir} was taken over by the start of {_who(current)}")
         self.take()
-
-    def _write(self) -> None:
-        new = self.path.with_name(f"{CLAIM}-{self.session}")
-        new.unlink(missing_ok=True)
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        facts = {"session": self.session, "host": socket.gethostname()}
-        content = json.dumps(facts | {"pid": os.getpid(), "since": since})
-        write_durably(new, f"{content}\n".encode())
-        os.replace(new, self.path)
-        self.taken = True
 
     def _current(self) -> dict[str, object] | None:
         try:
@@ -142,71 +142,42 @@ def _has_locks(path: Path) -> bool:
     return True
 
 
-_LEFTOVERS = (UNFINISHED, REMOVED, REPLACED, f".{LATEST}-", f"{CLAIM}-")
+_LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}-", f".{CLAIM}.")
 
 
 def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
     """Returns the checkpoints beyond the last `keep` whose step is no multiple of `keep_every`."""
     old = list(newest_first)[settings.keep :]
     every = settings.keep_every
-    return [p for p in old if not (every and int(p.name.rpartition("-")[2]) % every == 0)]
-
-
-def discard(folder: Path) -> None:
-    """Renames, so that it is no checkpoint any more, and removes a folder. Raises OSError."""
-    shutil.rmtree(_renamed(folder, REMOVED))
-
-
-def move_replaced(folder: Path) -> Path:
-    """Renames a checkpoint that another will replace, to the returned path. Raises OSError."""
-    return _renamed(folder, REPLACED)
-
-
-def _renamed(folder: Path, prefix: str) -> Path:
-    new = folder.with_name(f"{prefix}{folder.name}-{uuid.uuid4().hex[:8]}")
-    os.rename(folder, new)
-    return new
-
-
-def restore_replaced(run_dir: Path) -> None:
-    """Gives checkpoints their names again whose replacements were not completed. Raises OSError."""
-    try:
-        for path in (run_dir / CHECKPOINTS).iterdir():
-            if path.name.startswith(REPLACED) and not _original_path(path).exists():
-                os.rename(path, _original_path(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return  # there are no checkpoints
-
-
-def _original_path(replaced: Path) -> Path:
-    return replaced.with_name(replaced.name.removeprefix(REPLACED).rpartition("-")[0])
+    return [p for p in old if not (every and step_of(p) % every == 0)]
 
 
 def remove_leftovers(run_dir: Path) -> list[str]:
     """Removes what killed saves and removals left; returns a sentence for each that stays."""
     folder = run_dir / CHECKPOINTS
-    notes = []
     try:
         left = [p for p in folder.iterdir() if p.name.startswith(_LEFTOVERS)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         return [f"{folder} cannot be looked through for leftovers ({reason(error)})"]
-    for path in left:
-        if path.name.startswith(REPLACED) and not os.path.isdir(_original_path(path)):
-            continue  # perhaps the only one of its step
+    return remove_all(left)
+
+
+def remove_all(paths: Iterable[Path]) -> list[str]:
+    """Removes files, folders and checkpoints; returns a sentence for each that stays."""
+    notes = []
+    for path in paths:
         try:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+                continue
+            if not path.name.startswith(_LEFTOVERS):  # so that it is no checkpoint any more
+                path = path.rename(path.with_name(f"{REMOVED}{path.name}-{uuid.uuid4().hex[:8]}"))
+            shutil.rmtree(path)
         except OSError as error:
-            notes.append(not_removed(path, error))
+            notes.append(plain(f"{path.name} could not be removed ({reason(error)})"))
     return notes
-
-
-def not_removed(path: Path, error: OSError) -> str:
-    return plain(f"{path.name} could not be removed ({reason(error)})")
 
 
 def describe_newest(run_dir: Path) -> str:
@@ -251,10 +222,10 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Describes what a rank wrote: its file, if any, and its numbers of elements."""
+    """Describes what a rank wrote: its file, if any, and how many elements of parameters."""
 
     file: FileDigest | None
-    elements: dict[str, int]
+    elements: int
     outcome: SaveResult
 
     @classmethod
@@ -264,22 +235,10 @@ class WrittenFile:
         return cls(file, facts["elements"], outcome)
 
 
-def elements_by_kind(state: dict[str, TensorChunks]) -> dict[str, int]:
-    counts: dict[str, int] = defaultdict(int)
-    for name, tensor in state.items():
-        counts[name.partition("/")[0]] += sum(chunk.elements for chunk, _ in tensor.chunks)
-    return dict(counts)
-
-
-def summed(counts: list[dict[str, int]]) -> dict[str, int]:
-    kinds = sorted({kind for count in counts for kind in count})
-    return {kind: sum(count.get(kind, 0) for count in counts) for kind in kinds}
-
-
-def is_complete(totals: dict[str, int], elements: int) -> bool:
-    """Whether each kind has all elements; Muon has momentum of some, AdamW's moments of others."""
-    others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
-    return all(n + totals.get(others.get(k, ""), 0) == elements for k, n in totals.items())
+def count_elements(state: State) -> int:
+    """Counts the elements of parameters, beside which the optimizer's state is written."""
+    tensors = (t for name, t in state.items() if name.startswith(f"{KINDS['model']}/"))
+    return sum(chunk.elements for tensor in tensors for chunk, _ in tensor.chunks)
 
 
 def failed(step: int, rank: int, error: Exception) -> SaveResult:
@@ -293,8 +252,6 @@ def failed(step: int, rank: int, error: Exception) -> SaveResult:
 _ALIGNED = 64  # bytes: alignment of staged chunks
 # Bytes. torch pins a power of two: one slab of 33 GiB would take 64 GiB of the host's memory.
 SLAB = 1 << 30
-
-State = dict[str, TensorChunks]
 
 
 class Staging:
@@ -389,7 +346,7 @@ def _places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     places = [(0, 0)] * len(sizes)
     used: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        size = _padded(sizes[i])
+        size = -(-sizes[i] // _ALIGNED) * _ALIGNED
         fitting = (slab for slab, taken in enumerate(used) if taken + size <= SLAB)
         slab = next(fitting, len(used))
         if slab == len(used):
@@ -397,10 +354,6 @@ def _places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
         places[i] = (slab, used[slab])
         used[slab] += size
     return places, used
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 POLL_S = 0.02
@@ -412,7 +365,7 @@ class Save:
 
     step: int
     number: int
-    state: dict[str, TensorChunks]
+    state: State
     facts: Manifest
     elements: int
 
@@ -472,15 +425,13 @@ class Saver:
 
         Memory holds one of them. What `parts` raises, but for OSError, is raised here.
         """
-        from parallel3d.checkpoint.storage import write_state
-
         unfinished, written = self._unfinished(save), []
         try:
             for folder in (self.folder, unfinished):
                 folder.mkdir(mode=0o700, exist_ok=True)
             for number, state in enumerate(parts):
                 file = write_state(unfinished / f"rank-{number:05d}.safetensors", state)
-                written.append(WrittenFile(file, elements_by_kind(state), SaveResult(save.step)))
+                written.append(WrittenFile(file, count_elements(state), SaveResult(save.step)))
             return self._complete(save, written)
         except OSError as error:
             return failed(save.step, self.rank, error)
@@ -519,19 +470,16 @@ class Saver:
         try:
             state = copy(save.state) if copy is not None else save.state
             self.copied.set()
-            # `Checkpoints` has imported it, if the run saves.
-            from parallel3d.checkpoint.storage import write_state
-
             for folder in (self.folder, unfinished):
                 folder.mkdir(mode=0o700, exist_ok=True)
             written = None
             if state:
                 written = write_state(unfinished / f"rank-{self.rank:05d}.safetensors", state)
         except Exception as error:
-            return WrittenFile(None, {}, failed(save.step, self.rank, error))
+            return WrittenFile(None, 0, failed(save.step, self.rank, error))
         finally:
             self.copied.set()
-        return WrittenFile(written, elements_by_kind(save.state), SaveResult(save.step))
+        return WrittenFile(written, count_elements(save.state), SaveResult(save.step))
 
     def _finish(self, save: Save, mine: WrittenFile) -> SaveResult:
         """Completes the checkpoint on rank 0 when all parts are there, or removes them."""
@@ -545,23 +493,16 @@ class Saver:
             return SaveResult(save.step, str(other), is_overtaken=True)
         except Exception as error:
             outcome = failed(save.step, self.rank, error)
-        notes = outcome.notes
-        for path, remove in ((self._pointer(), os.unlink), (self._unfinished(save), shutil.rmtree)):
-            try:
-                remove(path)
-            except FileNotFoundError:
-                continue  # the save succeeded
-            except OSError as error:
-                notes = (*notes, not_removed(path, error))
-        return dataclasses.replace(outcome, notes=notes)
+        left = remove_all([self._pointer(), self._unfinished(save)])  # none, if it succeeded
+        return dataclasses.replace(outcome, notes=(*outcome.notes, *left))
 
     def _complete(self, save: Save, parts: list[WrittenFile]) -> SaveResult:
         """Makes the checkpoint of all parts. Raises OSError and RuntimeError if it cannot."""
-        totals = summed([p.elements for p in parts])
-        if not is_complete(totals, save.elements):
-            raise RuntimeError(f"the ranks wrote {totals} elements, not {save.elements}")
-        old = self._commit(save, [p.file for p in parts if p.file is not None])
-        return SaveResult(save.step, notes=tuple(self._clean_up(save, old)))
+        total = sum(part.elements for part in parts)
+        if total != save.elements:
+            raise RuntimeError(f"the ranks wrote {total} elements, not {save.elements}")
+        self._commit(save, [part.file for part in parts if part.file is not None])
+        return SaveResult(save.step, notes=tuple(self._clean_up(save)))
 
     def _parts_of_others(self, save: Save) -> list[WrittenFile]:
         others = [self._key(save, rank) for rank in range(1, self.world_size)]
@@ -580,8 +521,8 @@ class Saver:
             store.delete_key(key)
         return parts
 
-    def _commit(self, save: Save, files: list[FileDigest]) -> Path | None:
-        """Makes the checkpoint or raises, changing no other; returns a replaced one's new path."""
+    def _commit(self, save: Save, files: list[FileDigest]) -> None:
+        """Makes the checkpoint, or raises; others stay, one of the same step too."""
         unfinished = self._unfinished(save)
         for file in files:
             path = unfinished / file.name
@@ -596,18 +537,14 @@ class Saver:
         final = self.folder / step_folder(save.step)
         # Before the rename, as the disk may be full.
         write_durably(self._pointer(), f"{final.name}\n".encode())
-        old = move_replaced(final) if final.exists() else None
         try:
             os.rename(unfinished, final)
         except OSError:
-            if not os.path.isdir(final):  # NFS may lose the reply to a completed rename
-                if old is not None:
-                    with suppress(OSError):  # else the next start restores it
-                        os.rename(old, final)
+            # It may be there: of another start, or as NFS lost the reply to a completed rename.
+            if not os.path.isdir(final):
                 raise
-        return old
 
-    def _clean_up(self, save: Save, old: Path | None) -> list[str]:
+    def _clean_up(self, save: Save) -> list[str]:
         """Updates `latest` and removes old checkpoints; returns errors as sentences."""
         try:
             os.replace(self._pointer(), self.folder / LATEST)
@@ -616,13 +553,7 @@ class Saver:
         except OSError as error:  # the older ones stay until the new one is certain
             done = f"{step_folder(save.step)} is written"
             return [f"{done}, but {LATEST} or the folder could not be ({reason(error)})"]
-        notes = []
-        for path in ([old] if old else []) + gone:
-            try:
-                shutil.rmtree(path) if path == old else discard(path)
-            except OSError as error:
-                notes.append(not_removed(path, error))
-        return notes
+        return remove_all(gone)
 
     def _unfinished(self, save: Save) -> Path:
         # With a number, so that leftovers of an earlier try are not in the way.

@@ -1,6 +1,6 @@
-"""Reads and writes checkpoint files with `torch.distributed.checkpoint` (DCP), without pickle.
+"""Reads and writes the tensors of a checkpoint: safetensors files with digests, without pickle.
 
-A rank's part of a checkpoint is a safetensors file with digests:
+A rank's part of a checkpoint is one file:
 
     length of the header (8 bytes) | header, JSON | the chunks' bytes, concatenated
 
@@ -9,10 +9,9 @@ The header names every chunk `kind/name/first row,first column` with its type, s
 the SHA-256 of length and header. So every byte is covered, and a reader verifies exactly the chunks
 that it reads, in the memory that it takes them from. Any safetensors reader opens the file.
 
-DCP plans which chunk goes where, and intersects stored with wanted chunks. Its own storage pickles
-its metadata, so ours writes safetensors and JSON. Every rank plans for itself: names and indices
-are those of the full tensors, and `planners.share` assigns each element to a rank. So a save needs
-no communication by DCP and may run in a background thread.
+A checkpoint is independent of ranks, stages, buckets and shards: it holds chunks of full tensors,
+and a reader intersects those that it wants with those that are there. Which rank writes which
+element is arithmetic (`share`), so a save needs no communication and may run in a thread.
 """
 
 from __future__ import annotations
@@ -22,29 +21,15 @@ import json
 import math
 import os
 import struct
-import warnings
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from parallel3d.checkpoint.manifest import (
     DamagedCheckpoint,
@@ -53,17 +38,15 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     unreadable,
 )
-from parallel3d.checkpoint.planners import (
-    Chunk,
-    FillPlanner,
-    StatePlanner,
-    TensorChunks,
-    full_tensors,
-    narrow,
-    to_dcp,
-)
 from parallel3d.files import new_file, open_regular, parse_json, read_into, write_all
+from parallel3d.parameters.sharding import Chunk, chunks_of_range
 
+if TYPE_CHECKING:
+    from parallel3d.optim import ParameterSlice
+
+# Ranks that hold equal values divide a slice by rows if each gets at least so many elements. A
+# smaller slice is written by one of them: with more, headers would outweigh values.
+SHARED_ELEMENTS = 4096
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 64 << 20  # bytes: of a quarter of a million chunks
 _MOST = 1 << 60  # elements of a tensor
@@ -83,17 +66,129 @@ _NAMES = {
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
+@dataclass
+class TensorChunks:
+    """Holds this process's chunks of a full tensor, as contiguous views to read or write."""
+
+    full_shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[tuple[Chunk, Tensor]] = field(default_factory=list)
+
+
+State = dict[str, TensorChunks]
+
+
+def share(part: ParameterSlice) -> tuple[int, int]:
+    """Returns (first element, count) of the part of a slice that this holder writes.
+
+    Counted from the slice's start. The holders of a slice write each element exactly once. They
+    divide the local parameter at the ends of rows, wherever a slice begins: the two holders of a
+    tied embedding may shard it differently.
+    """
+    index, holders = part.replica
+    count = next(iter(part.values.values())).numel()
+    whole = math.prod(part.spec.shape)
+    if whole < SHARED_ELEMENTS * holders:
+        name = part.spec.shards[0].name if part.spec.shards else ""
+        return (0, count) if zlib.crc32(name.encode()) % holders == index else (0, 0)
+    rows, width = part.spec.shape[0], math.prod(part.spec.shape[1:])
+    first = max(part.start, rows * index // holders * width)
+    end = min(part.start + count, rows * (index + 1) // holders * width)
+    return (first - part.start, end - first) if first < end else (0, 0)
+
+
+def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, TensorChunks]:
+    """Returns `kind/name` → views of chunks; `shared`: without those that another rank writes."""
+    tensors: dict[str, TensorChunks] = {}
+    for part in parts:
+        first, count = 0, next(iter(part.values.values())).numel()
+        if shared:
+            first, count = share(part)
+        for shard, chunk, at in chunks_of_range(part.spec, part.start + first, count):
+            for kind, flat in part.values.items():
+                name = f"{kind}/{shard.name}"
+                if name not in tensors:
+                    tensors[name] = TensorChunks(shard.full_shape, flat.dtype)
+                view = flat[first + at : first + at + chunk.elements].view(chunk.sizes)
+                tensors[name].chunks.append((chunk, view))
+    return tensors
+
+
+def full_tensors(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, TensorChunks]:
+    tensors = {}
+    for name, shape in shapes.items():
+        chunk = Chunk((0,) * len(shape), tuple(shape))
+        values = torch.empty(shape, dtype=dtypes[name])
+        tensors[name] = TensorChunks(tuple(shape), dtypes[name], [(chunk, values)])
+    return tensors
+
+
+def write_state(path: Path, state: State) -> FileDigest:
+    """Writes and hashes chunks as one new file, private and flushed. Raises OSError."""
+    parts = {
+        f"{name}/{','.join(map(str, chunk.offsets))}": values
+        for name, tensor in state.items()
+        for chunk, values in tensor.chunks
+    }
+    if len(parts) != sum(len(tensor.chunks) for tensor in state.values()):
+        raise ValueError("a chunk is there twice")
+    full_shapes = {name: list(tensor.full_shape) for name, tensor in state.items()}
+    digests = dict.fromkeys(parts, bytes(hashlib.sha256().digest_size).hex())
+    start = len(_header(full_shapes, parts, digests))  # equal, whatever the digests are
+    with new_file(path) as descriptor:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        for name, values in parts.items():
+            digests[name] = _write_chunk(descriptor, values)
+        size = os.lseek(descriptor, 0, os.SEEK_CUR)
+        header = _header(full_shapes, parts, digests)
+        write_all(descriptor, memoryview(header), at=0)
+        os.fsync(descriptor)
+    return FileDigest(path.name, size, hashlib.sha256(header).hexdigest())
+
+
+def _header(
+    full_shapes: dict[str, list[int]], parts: dict[str, Tensor], digests: dict[str, str]
+) -> bytes:
+    """Returns length and JSON, padded with spaces so that chunks are aligned to 8 bytes."""
+    ours = json.dumps({"full_shapes": full_shapes, "sha256": digests})
+    header: dict[str, Any] = {"__metadata__": {"parallel3d": ours}}
+    at = 0
+    for name, values in parts.items():
+        place = [at, at := at + values.nbytes]
+        shape = list(values.shape)
+        header[name] = {"dtype": _NAMES[values.dtype], "shape": shape, "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _write_chunk(descriptor: int, values: Tensor) -> str:
+    """Writes the values at the file's position; returns their digest."""
+    digest = hashlib.sha256()
+    local = values.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    view = memoryview(local.numpy())  # type: ignore[arg-type]
+    for start in range(0, len(view), _BLOCK):
+        block = view[start : start + _BLOCK]
+        digest.update(block)
+        write_all(descriptor, block)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class StoredChunk:
     """Describes a chunk of a full tensor in a file.
 
     Attributes:
+        file: that holds it.
         name: `kind/name` of the tensor.
         full_shape, dtype: of the full tensor.
         at: first byte in the file.
         digest: SHA-256 of its bytes, hexadecimal.
     """
 
+    file: TensorFile
     name: str
     chunk: Chunk
     full_shape: tuple[int, ...]
@@ -104,61 +199,6 @@ class StoredChunk:
     @property
     def nbytes(self) -> int:
         return self.chunk.elements * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ChunkToWrite:
-    name: str
-    chunk: Chunk
-    full_shape: tuple[int, ...]
-    values: Tensor
-
-
-def write_tensor_file(path: Path, chunks: Iterable[ChunkToWrite]) -> FileDigest:
-    """Writes and hashes a new file, private and flushed, in one pass. Raises OSError."""
-    chunks = list(chunks)
-    digests = [bytes(hashlib.sha256().digest_size).hex()] * len(chunks)
-    length = len(_header(chunks, digests))  # whatever the digests, which have one length
-    with new_file(path) as descriptor:
-        os.lseek(descriptor, length, os.SEEK_SET)
-        for i, chunk in enumerate(chunks):
-            digests[i] = _write_chunk(descriptor, chunk.values)
-        size = os.lseek(descriptor, 0, os.SEEK_CUR)
-        header = _header(chunks, digests)
-        write_all(descriptor, memoryview(header), at=0)
-        os.fsync(descriptor)
-    return FileDigest(path.name, size, hashlib.sha256(header).hexdigest())
-
-
-def _header(chunks: list[ChunkToWrite], digests: list[str]) -> bytes:
-    """Returns length and JSON, padded with spaces so that chunks are aligned to 8 bytes."""
-    names = [f"{b.name}/{','.join(map(str, b.chunk.offsets))}" for b in chunks]
-    ours = {
-        "full_shapes": {b.name: list(b.full_shape) for b in chunks},
-        "sha256": dict(zip(names, digests, strict=True)),
-    }
-    header: dict[str, Any] = {"__metadata__": {"parallel3d": json.dumps(ours)}}
-    at = 0
-    for name, b in zip(names, chunks, strict=True):
-        end = at + b.values.nbytes
-        shape = list(b.chunk.sizes)
-        header[name] = {"dtype": _NAMES[b.values.dtype], "shape": shape, "data_offsets": [at, end]}
-        at = end
-    if len(header) != len(chunks) + 1:
-        raise ValueError("a chunk is there twice")
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text
-
-
-def _write_chunk(descriptor: int, values: Tensor) -> str:
-    digest = hashlib.sha256()
-    view = memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    for start in range(0, len(view), _BLOCK):
-        block = view[start : start + _BLOCK]
-        digest.update(block)
-        write_all(descriptor, block)
-    return digest.hexdigest()
 
 
 class TensorFile:
@@ -174,7 +214,7 @@ class TensorFile:
                 header = self._header(descriptor, size)
             if hashlib.sha256(header).hexdigest() != expected.header:
                 raise self._damaged("has a header that was not written so")
-            self.chunks = list(_chunks_of(parse_json(header[_LENGTH.size :]), len(header)))
+            self.chunks = list(self._chunks(parse_json(header[_LENGTH.size :]), len(header)))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise self._damaged(f"is no checkpoint file of parallel3d ({error!r})") from error
         end = self.chunks[-1].at + self.chunks[-1].nbytes if self.chunks else len(header)
@@ -205,11 +245,6 @@ class TensorFile:
         flat = torch.frombuffer(buffer, dtype=stored.dtype, count=stored.chunk.elements)
         return flat.view(stored.chunk.sizes)
 
-    def verify(self) -> None:
-        buffer = bytearray(max((b.nbytes for b in self.chunks), default=0))
-        for stored in self.chunks:
-            self.read(stored, buffer)
-
     @property
     def _name(self) -> str:
         return f"{self.path.parent.name}/{self.path.name}"
@@ -217,41 +252,23 @@ class TensorFile:
     def _damaged(self, what: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(f"{self._name} {what}")
 
-
-def _chunks_of(header: dict[str, Any], start: int) -> Iterable[StoredChunk]:
-    ours = parse_json(header.pop("__metadata__")["parallel3d"].encode())
-    at = 0
-    for name, entry in header.items():
-        tensor, _, offsets = name.rpartition("/")
-        first = tuple(int(o) for o in offsets.split(","))
-        chunk = Chunk(first, tuple(int(n) for n in entry["shape"]))
-        full = tuple(int(n) for n in ours["full_shapes"][tensor])
-        ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
-        fits = all(e <= n for e, n in zip(ends, full, strict=True)) and math.prod(full) <= _MOST
-        if not fits or min(first) < 0 or min(chunk.sizes) < 1:
-            raise ValueError(f"{name} is no chunk of {full}")
-        dtype = DTYPES[entry["dtype"]]
-        stored = StoredChunk(tensor, chunk, full, dtype, start + at, ours["sha256"][name])
-        if entry["data_offsets"] != [at, at + stored.nbytes]:
-            raise ValueError(f"{name} lies elsewhere")
-        yield stored
-        at += stored.nbytes
-
-
-# DCP warns whenever ranks plan for themselves.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
-
-State = Mapping[str, TensorChunks]
-
-
-def write_state(path: Path, state: State) -> FileDigest:
-    """Writes this process's chunks as one new file; no communication. Raises OSError."""
-    writer = _Writer(path)
-    try:
-        dcp.save(dict(state), storage_writer=writer, planner=StatePlanner(), no_dist=True)
-    except CheckpointException as error:
-        _raise_cause(error)
-    return writer.written
+    def _chunks(self, header: dict[str, Any], start: int) -> Iterator[StoredChunk]:
+        ours = parse_json(header.pop("__metadata__")["parallel3d"].encode())
+        at = 0
+        for name, entry in header.items():
+            tensor, _, offsets = name.rpartition("/")
+            first = tuple(int(o) for o in offsets.split(","))
+            chunk = Chunk(first, tuple(int(n) for n in entry["shape"]))
+            full = tuple(int(n) for n in ours["full_shapes"][tensor])
+            fits = all(end <= n for end, n in zip(chunk.ends, full, strict=True))
+            if not fits or math.prod(full) > _MOST or min(first) < 0 or min(chunk.sizes) < 1:
+                raise ValueError(f"{name} is no chunk of {full}")
+            dtype = DTYPES[entry["dtype"]]
+            stored = StoredChunk(self, tensor, chunk, full, dtype, start + at, ours["sha256"][name])
+            if entry["data_offsets"] != [at, at + stored.nbytes]:
+                raise ValueError(f"{name} lies elsewhere")
+            yield stored
+            at += stored.nbytes
 
 
 def read_state(folder: Path, state: State) -> Manifest:
@@ -261,12 +278,34 @@ def read_state(folder: Path, state: State) -> Manifest:
     UnreadableCheckpoint, and DamagedCheckpoint, also if the checkpoint lacks wanted values; `state`
     may then be half filled.
     """
-    reader = _Reader(folder)
-    try:
-        dcp.load(dict(state), storage_reader=reader, planner=FillPlanner(), no_dist=True)
-    except CheckpointException as error:
-        _raise_cause(error)
-    return reader.manifest
+    manifest, stored = _opened(folder)
+    # Of each stored chunk, what is wanted: (values to fill, their chunk, the part in both).
+    wanted: dict[StoredChunk, list[tuple[Tensor, Chunk, Chunk]]] = defaultdict(list)
+    for name, tensor in state.items():
+        there = stored.get(name)
+        if there is None:
+            raise DamagedCheckpoint(f"the checkpoint holds no {name}")
+        if there[0].full_shape != tensor.full_shape:
+            raise DamagedCheckpoint(
+                f"the checkpoint holds {name} of shape {there[0].full_shape}, "
+                f"not {tensor.full_shape}"
+            )
+        left = 0
+        for chunk, values in tensor.chunks:
+            left += chunk.elements
+            for source in there:
+                if (both := chunk.overlap(source.chunk)) is not None:
+                    wanted[source].append((values, chunk, both))
+                    left -= both.elements
+        if left != 0:
+            raise DamagedCheckpoint(f"the checkpoint does not hold all of {name} exactly once")
+    buffer = bytearray(max((source.nbytes for source in wanted), default=0))
+    # In the order on the disk, each chunk once.
+    for source in sorted(wanted, key=lambda source: (source.file.path, source.at)):
+        read = source.file.read(source, buffer)
+        for values, chunk, both in wanted[source]:
+            both.of(values, chunk.offsets).copy_(both.of(read, source.chunk.offsets))
+    return manifest
 
 
 def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str, Tensor]:
@@ -275,151 +314,40 @@ def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str
     Kinds are "parameter", "ema" and the optimizer's "exp_avg", "exp_avg_sq" or "momentum"; kinds
     that the checkpoint lacks are left out. Raises as `read_state`.
     """
-    stored = [b for b in _Reader(folder).stored if b.name.partition("/")[0] in kinds]
-    shapes = _covered(folder, stored)  # so that a header cannot demand more memory than its file
-    state = full_tensors(shapes, {b.name: b.dtype for b in stored})
+    stored = {n: s[0] for n, s in _opened(folder)[1].items() if n.partition("/")[0] in kinds}
+    state = full_tensors(
+        {name: first.full_shape for name, first in stored.items()},
+        {name: first.dtype for name, first in stored.items()},
+    )
     read_state(folder, state)
     return {name: tensor.chunks[0][1] for name, tensor in state.items()}
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Returns `kind/name` → full shape, of verified headers; raises as `read_state`."""
-    return _covered(folder, _Reader(folder).stored)
+    return {name: chunks[0].full_shape for name, chunks in _opened(folder)[1].items()}
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
     """Verifies every byte and that chunks cover each tensor once; raises as `read_state`."""
-    reader = _Reader(folder)
-    for file in reader.files:
-        file.verify()
-    _covered(folder, reader.stored)
-    return reader.manifest
+    manifest, stored = _opened(folder)
+    chunks = [chunk for some in stored.values() for chunk in some]
+    buffer = bytearray(max((chunk.nbytes for chunk in chunks), default=0))
+    for chunk in chunks:
+        chunk.file.read(chunk, buffer)
+    return manifest
 
 
-def _covered(folder: Path, chunks: list[StoredChunk]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors; raises DamagedCheckpoint if one is not complete."""
-    elements: dict[str, int] = defaultdict(int)
-    shapes = {b.name: b.full_shape for b in chunks}
-    for stored in chunks:
-        elements[stored.name] += stored.chunk.elements
-    for name, shape in shapes.items():
-        if elements[name] != math.prod(shape):
-            raise DamagedCheckpoint(f"{folder.name} holds {elements[name]} elements of {name}")
-    return shapes
-
-
-def _raise_cause(error: CheckpointException) -> Never:
-    """Raises what the only rank raised, which DCP wraps."""
-    ((cause, _),) = error.failures.values()
-    raise cause from None
-
-
-class _Writer(StorageWriter):
-    """Writes all items of a plan into one file, described by `written`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        raise RuntimeError("a writer writes one file")
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass  # the folder exists
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        chunks = [_to_write(item, planner) for item in plan.items]
-        self.written = write_tensor_file(self.path, chunks)
-        results = [
-            WriteResult(item.index, chunk.values.nbytes, None)
-            for item, chunk in zip(plan.items, chunks, strict=True)
-        ]
-        return _done(results)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pass  # `saver` writes the manifest when every rank's file is there
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
-
-
-def _to_write(item: WriteItem, planner: SavePlanner) -> ChunkToWrite:
-    data, values = item.tensor_data, planner.resolve_data(item)
-    assert data is not None and isinstance(values, Tensor)  # of StatePlanner
-    chunk = Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-    local = values.detach().to("cpu").contiguous()
-    return ChunkToWrite(item.index.fqn, chunk, tuple(data.size), local)
-
-
-class _Reader(StorageReader):
-    """Reads the chunks of a checkpoint; its manifest and headers are verified when it is made."""
-
-    def __init__(self, folder: Path) -> None:
-        self.manifest = read_manifest(folder)
-        self.files = [TensorFile(folder, file) for file in self.manifest.files]
-        self.stored = [stored for file in self.files for stored in file.chunks]
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        raise RuntimeError("a reader reads one checkpoint")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, TensorStorageMetadata] = {}
-        self.places: dict[tuple[str, int | None], tuple[TensorFile, StoredChunk]] = {}
-        for file in self.files:
-            for stored in file.chunks:
-                properties = TensorProperties(dtype=stored.dtype)
-                size = torch.Size(stored.full_shape)
-                tensor = tensors.setdefault(
-                    stored.name, TensorStorageMetadata(properties, size, [])
-                )
-                if tensor.size != size:
-                    raise DamagedCheckpoint(f"{file.path.name} disagrees on {stored.name}'s shape")
-                self.places[stored.name, len(tensor.chunks)] = file, stored
-                tensor.chunks.append(to_dcp(stored.chunk))
-        return Metadata({**tensors})
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass  # read_metadata has read everything
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[tuple[str, int | None], list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            if item.type is not LoadItemType.TENSOR:
-                raise DamagedCheckpoint(f"{item.dest_index.fqn} is no tensor: it is not read")
-            wanted[item.storage_index.fqn, item.storage_index.index].append(item)
-        # In the order on the disk, each chunk once.
-        order = sorted(wanted, key=lambda k: (self.places[k][0].path, self.places[k][1].at))
-        largest = max((self.places[k][1].nbytes for k in order), default=0)
-        buffer = bytearray(largest)
-        for key in order:
-            file, stored = self.places[key]
-            values = file.read(stored, buffer)
-            for item in wanted[key]:
-                target = planner.resolve_tensor(item)
-                target.copy_(narrow(values, item.storage_offsets, item.lengths))
-                planner.commit_tensor(item, target)
-        return _done(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
-
-
-def _done(value: Any) -> Future:
-    future: Future = Future()
-    future.set_result(value)
-    return future
+def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
+    """Verifies manifest, headers and that each tensor is complete; returns the tensors' chunks."""
+    manifest = read_manifest(folder)
+    stored: dict[str, list[StoredChunk]] = defaultdict(list)
+    for digest in manifest.files:
+        for chunk in TensorFile(folder, digest).chunks:
+            stored[chunk.name].append(chunk)
+    for name, chunks in stored.items():
+        elements, shapes = sum(c.chunk.elements for c in chunks), {c.full_shape for c in chunks}
+        # Also, a header cannot demand more memory than its file has.
+        if shapes != {chunks[0].full_shape} or elements != math.prod(chunks[0].full_shape):
+            raise DamagedCheckpoint(f"{folder.name} holds {elements} elements of {name}")
+    return manifest, dict(stored)

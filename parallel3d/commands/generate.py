@@ -20,15 +20,14 @@ from parallel3d.checkpoint.manifest import (
     Manifest,
     UnreadableCheckpoint,
 )
-from parallel3d.checkpoint.planners import Chunk, TensorChunks
-from parallel3d.checkpoint.storage import read_state
+from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import EVAL, GENERATE, checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data.tokenizer import BYTE, Decoding, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
-from parallel3d.parameters.sharding import spec_of
+from parallel3d.parameters.sharding import Chunk, spec_of
 from parallel3d.run.launch import Worker
 
 

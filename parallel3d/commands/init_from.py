@@ -17,13 +17,13 @@ from parallel3d.checkpoint.manifest import (
     UnreadableCheckpoint,
     list_checkpoints,
     read_manifest,
+    step_of,
 )
 from parallel3d.commands.checkpoint.listing import (
     check_sizes,
     damage_refused,
     find_checkpoint,
     run_names,
-    step_number,
 )
 from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.schema import Config, ModelConfig
@@ -34,7 +34,7 @@ from parallel3d.run.directory import CONFIG_FILE
 
 if TYPE_CHECKING:
     from parallel3d.checkpoint.hf.folder import HFFolder
-    from parallel3d.checkpoint.planners import TensorChunks
+    from parallel3d.checkpoint.storage import TensorChunks
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.trainer import Trainer
 
@@ -108,7 +108,7 @@ def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
             check_sizes(folder, read_manifest(folder))
         except (DamagedCheckpoint, UnreadableCheckpoint):
             continue
-        return _of_checkpoint(folder, f"{name}@{step_number(folder)}")
+        return _of_checkpoint(folder, f"{name}@{step_of(folder)}")
     raise UserError(
         f"init_from={name} has no checkpoint that is whole ({len(folders)} tried); give another "
         "run, or wait until its folder can be read"
@@ -260,8 +260,7 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Sou
     cannot read it.
     """
     from parallel3d.checkpoint.checkpoints import read_together
-    from parallel3d.checkpoint.planners import chunks_by_name
-    from parallel3d.checkpoint.storage import read_state
+    from parallel3d.checkpoint.storage import chunks_by_name, read_state
     from parallel3d.comm.exchange import all_gather_json
     from parallel3d.optim import EMA
 
@@ -307,14 +306,11 @@ def _read_hugging_face(
     folder: Path, hf: HFFolder, config: Config, state: dict[str, TensorChunks]
 ) -> None:
     """Fills the chunks of `state` from a Hugging Face folder. Raises UserError."""
-    import torch
-
     from parallel3d.checkpoint.hf.folder import tensors_of
-    from parallel3d.checkpoint.planners import narrow
 
     wanted = {name.partition("/")[2] for name in state}
     with _as_init_from():
         tensors = tensors_of(folder, config.model, hf.kind, weights=hf.weights, wanted=wanted)
         for name, full in tensors:
             for chunk, values in state[f"{PARAMETER}/{name}"].chunks:
-                values.copy_(narrow(full, torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+                values.copy_(chunk.of(full))

@@ -29,17 +29,23 @@ from parallel3d.checkpoint.manifest import (
     Manifest,
     list_checkpoints,
     step_folder,
+    step_of,
     write_manifest,
 )
-from parallel3d.checkpoint.planners import Chunk, TensorChunks
-from parallel3d.checkpoint.storage import DTYPES, read_state, stored_shapes, write_state
+from parallel3d.checkpoint.storage import (
+    DTYPES,
+    TensorChunks,
+    read_state,
+    stored_shapes,
+    write_state,
+)
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.device.accelerator import device_of_world
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder
 from parallel3d.metrics.provenance import versions
 from parallel3d.parallel.state_dicts import sharded_state_dict
-from parallel3d.parameters.sharding import state_of
+from parallel3d.parameters.sharding import Chunk, state_of
 from parallel3d.tensor_parallel.layers import dtensor_of
 
 T = TypeVar("T")
@@ -365,7 +371,7 @@ def _chosen(folder: Path, step: int | None) -> Path | None:
         if step is None:
             return names[0] if names else None
         if step_folder(step) not in names:
-            steps = [int(name.rpartition("-")[2]) for name in names]
+            steps = [step_of(Path(name)) for name in names]
             close = f"; the nearest is step={min(steps, key=lambda s: abs(s - step))}"
             raise UserError(
                 f"load(step={step}) must be a checkpoint in {folder / CHECKPOINTS}"

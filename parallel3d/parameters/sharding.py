@@ -381,6 +381,23 @@ class Chunk:
     def elements(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
+
+    def overlap(self, other: Chunk) -> Chunk | None:
+        """Returns the part that is in both chunks; None if there is none."""
+        first = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self.ends, other.ends)
+        sizes = tuple(end - start for start, end in zip(first, ends, strict=True))
+        return Chunk(first, sizes) if min(sizes) > 0 else None
+
+    def of(self, values: Tensor, start: tuple[int, ...] | None = None) -> Tensor:
+        """Returns the view of this chunk in `values`, whose first element has the index `start`."""
+        start = (0,) * len(self.offsets) if start is None else start
+        places = zip(self.offsets, self.ends, start, strict=True)
+        return values[tuple(slice(first - s, end - s) for first, end, s in places)]
+
 
 def chunks_of_range(
     spec: ParameterSpec, start: int, count: int

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from parallel3d.checkpoint.manifest import list_checkpoints, reason
+from parallel3d.checkpoint.manifest import list_checkpoints, reason, step_of
 from parallel3d.comm.store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
@@ -77,7 +77,7 @@ class Restarts:
             return False
         self.count += 1
         self.last = (cause.phase, cause.error)
-        step = int(saved[0].name.rpartition("-")[2])
+        step = step_of(saved[0])
         restart = f"restart {self.count} of {self.limit} from step {step}"
         self.say(f"{cause.sentence().rstrip('.')}; {restart}")
         return True

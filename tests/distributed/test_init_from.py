@@ -14,8 +14,7 @@ import torch
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
-from parallel3d.checkpoint.planners import chunks_by_name, narrow
-from parallel3d.checkpoint.storage import read_full
+from parallel3d.checkpoint.storage import chunks_by_name, read_full
 from parallel3d.commands.checkpoint.huggingface import export_run
 from parallel3d.commands.init_from import load_initial
 from parallel3d.optim import ParameterSlice
@@ -94,7 +93,7 @@ def begin(
             is_read = with_state or name.startswith(("parameter/", "ema/"))
             name = name.replace("ema/", "parameter/")
             for chunk, values in tensor.chunks:
-                there = narrow(full[name], torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                there = chunk.of(full[name])
                 if "/" not in source and not torch.equal(values, there if is_read else 0 * there):
                     wrong.append(f"{name} at {chunk.offsets}")
         before = {n: w.numpy().copy() for n, w in trainer.full_parameters().items()}

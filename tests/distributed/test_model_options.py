@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel3d.checkpoint.planners import chunks_by_name
+from parallel3d.checkpoint.storage import chunks_by_name
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (

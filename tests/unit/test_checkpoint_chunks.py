@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.planners import SHARED_ELEMENTS, chunks_by_name, chunks_of_range, share
-from parallel3d.parameters.sharding import ParameterSpec, ShardSpec
+from parallel3d.checkpoint.storage import SHARED_ELEMENTS, chunks_by_name, share
+from parallel3d.parameters.sharding import ParameterSpec, ShardSpec, chunks_of_range
 
 
 @dataclass

@@ -33,7 +33,6 @@ from parallel3d.checkpoint.saver import (
     SaveResult,
     WrittenFile,
     remove_leftovers,
-    restore_replaced,
 )
 from parallel3d.comm import store as job_store
 from parallel3d.config.schema import CheckpointConfig
@@ -190,47 +189,16 @@ def test_leftovers_that_stay_are_logged_and_stop_no_start(
     assert names(tmp_path) == [step_folder(3)]
 
 
-def test_a_failed_save_of_the_same_step_leaves_the_one_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver, rename = one_rank(tmp_path), os.rename
-    assert save(saver, 3) == SaveResult(3)
-
-    def rename_back_alone(source: Path, target: Path) -> None:
-        if Path(source).name.startswith(".saving-"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", rename_back_alone)
-    assert save(saver, 3).problem == "Input/output error (rank 0)"
+def test_a_save_of_a_step_that_is_there_leaves_the_one_there(tmp_path: Path) -> None:
+    """Of a start that has not seen it: killed at any byte, it has replaced nothing."""
+    first, second = one_rank(tmp_path), one_rank(tmp_path)
+    assert save(first, 3) == SaveResult(3)
+    (before,) = list_checkpoints(tmp_path)
+    files = {path: path.stat().st_ino for path in before.iterdir()}
+    assert save(second, 3) == SaveResult(3)
+    assert {path: path.stat().st_ino for path in before.iterdir()} == files
     assert names(tmp_path) == ["latest", step_folder(3)]
     load(list_checkpoints(tmp_path)[0])
-
-
-def test_a_checkpoint_that_made_way_in_vain_is_brought_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed, or refused, between the two renames of a save of a step that is there."""
-    saver, rename = one_rank(tmp_path), os.rename
-    assert save(saver, 3) == SaveResult(3)
-
-    def rename_once(source: Path, target: Path) -> None:
-        rename(source, target)
-        monkeypatch.setattr(os, "rename", refuse(errno.EIO))
-
-    monkeypatch.setattr(os, "rename", rename_once)
-    assert save(saver, 3).problem == "Input/output error (rank 0)"
-    with pytest.raises(OSError, match="Input"):
-        restore_replaced(tmp_path)
-    monkeypatch.undo()
-    assert list_checkpoints(tmp_path) == [] and remove_leftovers(tmp_path) == []
-    restore_replaced(tmp_path)
-    load(list_checkpoints(tmp_path)[0])
-    made_way = make(tmp_path / "other", 3)
-    made_way.rename(tmp_path / CHECKPOINTS / ".replaced-step-00000003-0")
-    restore_replaced(tmp_path)
-    assert remove_leftovers(tmp_path) == []
-    assert names(tmp_path) == ["latest", step_folder(3)]
 
 
 def test_a_full_disk_costs_a_checkpoint_and_is_one_line(
@@ -289,7 +257,7 @@ def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
     store = HashStore()
     monkeypatch.setattr(saver, "_store", lambda: store)
     first = Saver(tmp_path, CheckpointConfig(), 0, 2, "session", 5)
-    part = WrittenFile(None, {}, SaveResult(3))
+    part = WrittenFile(None, 0, SaveResult(3))
     of_this_save = Save(3, 1, {}, facts(3), 0)
     job_store.put(store, first._key(of_this_save, 1), dataclasses.asdict(part))
     assert first._parts_of_others(of_this_save) == [part]

@@ -29,9 +29,15 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     write_manifest,
 )
-from parallel3d.checkpoint.planners import Chunk, TensorChunks
 from parallel3d.checkpoint.saver import Save, Saver, SaveResult, expired, remove_leftovers
-from parallel3d.checkpoint.storage import read_full, read_state, verify_checkpoint, write_state
+from parallel3d.checkpoint.storage import (
+    Chunk,
+    TensorChunks,
+    read_full,
+    read_state,
+    verify_checkpoint,
+    write_state,
+)
 from parallel3d.config.schema import CheckpointConfig
 
 KINDS = ("parameter", "exp_avg")
@@ -284,13 +290,6 @@ def test_kept_are_the_last_few_and_every_nth(tmp_path: Path) -> None:
     for step in range(2, 11, 2):
         assert save(saver, step) == SaveResult(step)
     assert names(tmp_path) == ["latest", *(step_folder(step) for step in (4, 8, 10))]
-
-
-def test_same_step_again_replaces_it(tmp_path: Path) -> None:
-    saver = one_rank(tmp_path)
-    for _ in range(2):
-        assert save(saver, 3) == SaveResult(3)
-    assert names(tmp_path) == ["latest", step_folder(3)]
 
 
 @pytest.mark.parametrize("place", ["write", "fsync", "manifest", "rename"])

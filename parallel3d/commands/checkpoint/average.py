@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.manifest import list_checkpoints
-from parallel3d.checkpoint.planners import full_tensors
-from parallel3d.checkpoint.storage import read_state, stored_shapes
+from parallel3d.checkpoint.manifest import list_checkpoints, step_of
+from parallel3d.checkpoint.storage import full_tensors, read_state, stored_shapes
 from parallel3d.commands.checkpoint.branch import copy_tokenizer, named
 from parallel3d.commands.checkpoint.huggingface import AT_ONCE, save_first
 from parallel3d.commands.checkpoint.listing import (
@@ -25,7 +24,6 @@ from parallel3d.commands.checkpoint.listing import (
     find_checkpoint,
     find_run,
     read_with_config,
-    step_number,
 )
 from parallel3d.errors import UserError, print_line
 from parallel3d.run.directory import make_run_directory
@@ -54,7 +52,7 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
     except BaseException:
         shutil.rmtree(new)
         raise
-    names = ", ".join(str(step_number(folder)) for folder in folders)
+    names = ", ".join(str(step_of(folder)) for folder in folders)
     print_line(f"run={to} has, at step 0, the mean of the weights of run={run} at steps {names}")
     return 0
 
@@ -96,4 +94,4 @@ def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tenso
 
 
 def _title(folder: Path) -> str:
-    return f"run={folder.parents[1].name} step={step_number(folder)}"
+    return f"run={folder.parents[1].name} step={step_of(folder)}"

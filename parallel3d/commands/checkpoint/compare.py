@@ -15,6 +15,7 @@ from parallel3d.checkpoint.manifest import (
     UnreadableCheckpoint,
     list_checkpoints,
     read_manifest,
+    step_of,
 )
 from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from parallel3d.commands.checkpoint import listing
@@ -87,7 +88,7 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
 
 
 def _title(folder: Path) -> str:
-    return f"run={folder.parents[1].name} step={listing.step_number(folder)}"
+    return f"run={folder.parents[1].name} step={step_of(folder)}"
 
 
 def _read(folder: Path, kind: str) -> dict[str, Tensor]:

@@ -18,16 +18,20 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
-from parallel3d.checkpoint.manifest import KINDS, Manifest, read_manifest
-from parallel3d.checkpoint.planners import Chunk, TensorChunks, full_tensors
-from parallel3d.checkpoint.saver import Save, Saver, State
-from parallel3d.checkpoint.storage import read_state, stored_shapes
+from parallel3d.checkpoint.manifest import KINDS, Manifest, read_manifest, step_of
+from parallel3d.checkpoint.saver import Save, Saver
+from parallel3d.checkpoint.storage import (
+    State,
+    TensorChunks,
+    full_tensors,
+    read_state,
+    stored_shapes,
+)
 from parallel3d.comm.group import SINGLE
 from parallel3d.commands.checkpoint.listing import (
     check_ema,
     damage_refused,
     find_checkpoint,
-    step_number,
 )
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
@@ -57,6 +61,7 @@ from parallel3d.metrics.provenance import versions
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
 from parallel3d.optim import EMA
+from parallel3d.parameters.sharding import Chunk
 from parallel3d.run.directory import make_run_directory
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
@@ -276,7 +281,7 @@ def export_run(
         UserError: no such checkpoint, a damaged one, a model that neither format can express.
     """
     folder = find_checkpoint(runs_dir, run, step)
-    where = f"run={run} step={step_number(folder)}"
+    where = f"run={run} step={step_of(folder)}"
     if weights == "ema":
         check_ema(folder, "weights")
     with damage_refused(where, "; parallel3d checkpoint ls shows the others"):

@@ -21,6 +21,7 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     reason,
     step_folder,
+    step_of,
     unreadable,
 )
 from parallel3d.config.schema import Config
@@ -57,7 +58,7 @@ def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
         return folders[0]
     found = [folder for folder in folders if folder.name == step_folder(step)]
     if not found:
-        steps = [step_number(folder) for folder in folders]
+        steps = [step_of(folder) for folder in folders]
         close = min(steps, key=lambda there: abs(there - step))
         raise UserError(f"run={run} has no checkpoint of step={step}; the nearest is step={close}")
     return found[0]
@@ -75,17 +76,13 @@ def folder_of(runs_dir: Path, word: str) -> Path:
 
 def check_ema(folder: Path, key: str) -> None:
     """Raises UserError about `key` if a checkpoint has no average of the weights."""
-    where = f"run={folder.parents[1].name} step={step_number(folder)}"
+    where = f"run={folder.parents[1].name} step={step_of(folder)}"
     with damage_refused(where):
         if not read_manifest(folder).has_ema:
             raise UserError(
                 f"{key}=ema: {where} has no average of the weights, as it was trained with "
                 f"optim.ema_decay=null; give {key}=model instead"
             )
-
-
-def step_number(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
 
 
 def list_runs(runs_dir: Path, run: str | None) -> int:
@@ -102,11 +99,11 @@ def list_runs(runs_dir: Path, run: str | None) -> int:
 
 def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
     folders = list_checkpoints(run_dir)
-    losses = _losses(run_dir, {step_number(folder) for folder in folders})
+    losses = _losses(run_dir, {step_of(folder) for folder in folders})
     newest = _pointer(run_dir)
     for folder in folders:
-        row = {"run": run_dir.name, "step": str(step_number(folder))}
-        row |= _age_and_size(folder) | {"loss": losses.get(step_number(folder), "")}
+        row = {"run": run_dir.name, "step": str(step_of(folder))}
+        row |= _age_and_size(folder) | {"loss": losses.get(step_of(folder), "")}
         try:
             manifest = read_manifest(folder)
             check_sizes(folder, manifest)
@@ -131,7 +128,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 def read_with_config(folder: Path) -> tuple[Manifest, Config]:
     """Returns a checkpoint's manifest and its configuration. Raises UserError."""
-    what = f"run={folder.parents[1].name} step={step_number(folder)}"
+    what = f"run={folder.parents[1].name} step={step_of(folder)}"
     with damage_refused(what, "; parallel3d checkpoint ls shows the others"):
         manifest = read_manifest(folder)
         check_sizes(folder, manifest)
