@@ -3,11 +3,12 @@
 Differences of NCCL from gloo that it has:
 
 - A collective runs on a stream of its group, behind the current stream; `wait()` orders the current
-stream behind it. Until then its results are poison here. - It takes contiguous tensors of its
-device alone; a gather or scatter may be in place only at the rank's own part. - Tensors without
-elements are not sent, so nobody waits for them. - All members call the same operations in the same
-order, by position and not by tag, and make and destroy groups in one order. Mismatches are
-reported.
+  stream behind it. Until then its results are poison here.
+- It takes contiguous tensors of its device alone; a gather or scatter may be in place only at the
+  rank's own part.
+- Tensors without elements are not sent, so nobody waits for them.
+- All members call the same operations in the same order, by position and not by tag, and make and
+  destroy groups in one order. Mismatches are reported.
 
 If tensors have no values (`data="meta"`) there are no other members: one process is one rank of any
 world, every collective and message is done at its `wait()`, and nothing is compared.
@@ -16,10 +17,11 @@ world, every collective and message is done at its `wait()`, and nothing is comp
 from __future__ import annotations
 
 import socket
-import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
@@ -35,32 +37,42 @@ from parallel3d.simulated_device.machine import Kernel, extent
 from parallel3d.simulated_device.tensor import SimulatedTensor, poison
 
 JOIN_S = 10.0
-Run = Callable[[list[Tensor]], Sequence[Tensor]]  # copies of the inputs → values of the outputs
-
-NAMES = ("split", "allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather",
-         "scatter", "reduce", "barrier", "destroy")  # fmt: skip
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
-          torch.int16, torch.uint8, torch.int8, torch.bool)  # fmt: skip
+HEADER = 400  # bytes: the words that go before an operation's data
+Run = Callable[[Tensor], Sequence[Tensor]]  # a flat copy of the inputs → values of the outputs
 
 
 class Mismatch(RuntimeError):
     """Is raised when members of a group call different operations or orders."""
 
 
+@dataclass
 class WireMessage:
-    """Holds a send or receive: `start` returns its works, `finish` the received values."""
+    """Holds a send or receive of a member."""
 
-    def __init__(
-        self, start: Callable[[], list[Any]], finish: Callable[[], Sequence[Tensor]]
-    ) -> None:
-        self.start, self.finish = start, finish
-        self.done: Future[Sequence[Tensor]] = Future()
+    peer: int
+    number: int  # among the messages between the two in this direction
+    size: str
+    data: Tensor
+    receives: bool
+    done: Future[Sequence[Tensor]] = field(default_factory=Future)
 
-    def end(self, works: list[Any]) -> None:
+    def start(self, wire: Wire) -> None:
+        self.header = _coded("" if self.receives else self.size)
+        self.works = []
+        for group, tensor in ((wire.headers, self.header), (wire.gloo, _bytes(self.data))):
+            post = group.recv if self.receives else group.send
+            self.works.append(post([tensor], self.peer, self.number))
+
+    def end(self, wire: Wire) -> None:
         try:
-            for work in works:
+            for work in self.works:
                 work.wait()
-            self.done.set_result(self.finish())
+            if (sent := _text(self.header)) != self.size:
+                raise Mismatch(
+                    f"member {wire.rank} of {wire.name} receives {self.size} as message "
+                    f"{self.number} of member {self.peer}, which sent {sent}"
+                )
+            self.done.set_result([self.data] if self.receives else [])
         except Exception as error:
             self.done.set_exception(error)
 
@@ -79,9 +91,13 @@ class WorkerThread:
         self.jobs.put((done, lambda: job(*args)))
         return done
 
-    def close(self, cancels: bool) -> None:
+    def close(self, cancels: bool = False) -> None:
         self.cancels = cancels
         self.jobs.put(None)
+
+    def join(self) -> None:
+        """Waits for the end: unwinding it at the interpreter's end may abort the process."""
+        self.thread.join(JOIN_S)
 
     def _run(self) -> None:
         while (job := self.jobs.get()) is not None:
@@ -115,51 +131,36 @@ class Wire:
         )
         self.queue = WorkerThread()
         self.calls = 0
-        self.messages: dict[tuple[int, int], int] = {}  # (from, to) → so far
+        self.messages: dict[tuple[int, bool], int] = defaultdict(int)  # (peer, receives) → so far
         self.batched: list[WireMessage] | None = None
 
-    def close(self, cancels: bool = False) -> None:
-        self.queue.close(cancels)
-
-    def join(self) -> None:
-        """Waits for the thread: unwinding it at the interpreter's end may abort the process."""
-        self.queue.thread.join(JOIN_S)
-
-    # --- collectives ---------------------------------------------------------------------------
-
     def start(
-        self, name: str, like: Tensor, extra: int, run: Run, copies: list[Tensor]
+        self, call: str, run: Run = lambda _: [], sent: Tensor | None = None
     ) -> Future[Sequence[Tensor]]:
-        """Queues an operation, which raises Mismatch unless type, size and `extra` agree."""
+        """Queues an operation, which raises Mismatch unless all members' `call` is equal."""
         self.calls += 1
-        facts = [self.calls, NAMES.index(name), DTYPES.index(like.dtype), like.numel(), extra]
-        return self.queue.submit(self._do, torch.tensor([facts]), run, copies)
+        return self.queue.submit(self._do, f"{call} as operation {self.calls}", run, sent)
 
-    def _do(self, header: Tensor, run: Run, copies: list[Tensor]) -> Sequence[Tensor]:
-        for at, other in enumerate(self._gather(header)):
-            if not torch.equal(other, header):
+    def _do(self, call: str, run: Run, sent: Tensor) -> Sequence[Tensor]:
+        for at, other in enumerate(self._tell(call)):
+            if other != call:
                 raise Mismatch(
-                    f"member {self.rank} of {self.name} calls {_operation(header)} where member "
-                    f"{at} calls {_operation(other)}"
+                    f"member {self.rank} of {self.name} calls {call} where member {at} calls "
+                    f"{other}"
                 )
-        return run(copies)
+        return run(sent)
 
-    def gathered(self, mine: Tensor) -> list[Tensor]:
-        return self.queue.submit(self._gather, mine).result()
+    def told(self, words: str) -> list[str]:
+        """Returns what each member says."""
+        return self.queue.submit(self._tell, words).result()
 
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self.headers.allgather([everyone], [mine]).wait()
-        return everyone
+    def _tell(self, words: str) -> list[str]:
+        return [_text(header) for header in _all_gather(self.headers, self.size, _coded(words))]
 
-    def gather_data(self, copies: list[Tensor]) -> list[Tensor]:
+    def all_gather(self, mine: Tensor) -> list[Tensor]:
         """Returns the flat values of all members; on the thread."""
-        data = copies[0].view(-1).view(torch.uint8)
-        everyone = [torch.empty_like(data) for _ in range(self.size)]
-        self.gloo.allgather([everyone], [data]).wait()
-        return [t.view(copies[0].dtype) for t in everyone]
-
-    # --- messages ------------------------------------------------------------------------------
+        everyone = _all_gather(self.gloo, self.size, _bytes(mine))
+        return [theirs.view(mine.dtype) for theirs in everyone]
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -169,72 +170,46 @@ class Wire:
             yield
         finally:
             self.batched = None
-        self.queue.submit(_exchange, batched)
+        self.queue.submit(self._exchange, batched)
 
-    def send(self, copy: Tensor, target: int, tag: int) -> Future[Sequence[Tensor]]:
-        header, number = self._header(self.rank, target, copy, tag)
-
-        def start() -> list[Any]:
-            data = copy.view(-1).view(torch.uint8)
-            return [
-                self.headers.send([header], target, number),
-                self.gloo.send([data], target, number),
-            ]
-
-        return self._post(WireMessage(start, lambda: []))
-
-    def receive(self, like: Tensor, source: int, tag: int) -> Future[Sequence[Tensor]]:
-        header, number = self._header(source, self.rank, like, tag)
-        theirs = torch.empty_like(header)
-        data = torch.empty(like.nbytes, dtype=torch.uint8)
-
-        def start() -> list[Any]:
-            return [
-                self.headers.recv([theirs], source, number),
-                self.gloo.recv([data], source, number),
-            ]
-
-        def finish() -> Sequence[Tensor]:
-            if not torch.equal(theirs, header):
-                raise Mismatch(
-                    f"member {self.rank} of {self.name} receives {_size(header)} as message "
-                    f"{number} of member {source}, which sent {_size(theirs)}"
-                )
-            return [data.view(like.dtype)]
-
-        return self._post(WireMessage(start, finish))
-
-    def _header(self, source: int, target: int, like: Tensor, tag: int) -> tuple[Tensor, int]:
-        number = self.messages.get((source, target), 0)
-        self.messages[source, target] = number + 1
-        return torch.tensor([[number, tag, DTYPES.index(like.dtype), like.numel()]]), number
-
-    def _post(self, message: WireMessage) -> Future[Sequence[Tensor]]:
+    def post(self, data: Tensor, peer: int, tag: int, receives: bool) -> Future[Sequence[Tensor]]:
+        """Queues a message, or adds it to the batch; `data` is sent, or room for what comes."""
+        number = self.messages[peer, receives]
+        self.messages[peer, receives] += 1
+        message = WireMessage(peer, number, f"{_size(data)} with tag {tag}", data, receives)
         if self.batched is None:
-            self.queue.submit(_exchange, [message])
+            self.queue.submit(self._exchange, [message])
         else:
             self.batched.append(message)
         return message.done
 
-
-def _exchange(messages: list[WireMessage]) -> None:
-    started = [(message, message.start()) for message in messages]
-    for message, works in started:
-        message.end(works)
-
-
-def _operation(header: Tensor) -> str:
-    number, name, dtype, numel, extra = header.flatten().tolist()
-    return f"{NAMES[name]} number {number} ({_words(dtype, numel)}, {extra})"
+    def _exchange(self, messages: list[WireMessage]) -> None:
+        for message in messages:
+            message.start(self)
+        for message in messages:
+            message.end(self)
 
 
-def _size(header: Tensor) -> str:
-    _, tag, dtype, numel = header.flatten().tolist()
-    return f"{_words(dtype, numel)} with tag {tag}"
+def _all_gather(group: dist.ProcessGroup, size: int, mine: Tensor) -> list[Tensor]:
+    everyone = [torch.empty_like(mine) for _ in range(size)]
+    group.allgather([everyone], [mine]).wait()
+    return everyone
 
 
-def _words(dtype: int, numel: int) -> str:
-    return f"{str(DTYPES[dtype]).removeprefix('torch.')}[{numel}]"
+def _bytes(values: Tensor) -> Tensor:
+    return values.view(-1).view(torch.uint8)
+
+
+def _coded(words: str) -> Tensor:
+    return torch.frombuffer(bytearray(words.encode()[:HEADER].ljust(HEADER)), dtype=torch.uint8)
+
+
+def _text(header: Tensor) -> str:
+    return header.numpy().tobytes().decode(errors="replace").rstrip()
+
+
+def _size(like: Tensor) -> str:
+    return f"{str(like.dtype).removeprefix('torch.')}[{like.numel()}]"
 
 
 class BatchWork(dist.Work):
@@ -298,8 +273,30 @@ class Options:
         self.config = SimpleNamespace(min_ctas=-1, max_ctas=-1, cga_cluster_size=-1)
 
 
-class Communicator(dist.ProcessGroup):
-    """Makes and destroys a group, collectively, and starts operations on its stream."""
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "SUM": lambda t: t.sum(0),
+    "AVG": lambda t: t.mean(0),
+    "MIN": lambda t: t.amin(0),
+    "MAX": lambda t: t.amax(0),
+    "PRODUCT": lambda t: t.prod(0),
+}  # over the first dimension
+
+
+def _reduced(parts: list[Tensor], op: str) -> Tensor:
+    """Reduces in fp32 or better, as NCCL does."""
+    is_half = parts[0].dtype in (torch.bfloat16, torch.float16)
+    stacked = torch.stack(parts)
+    return REDUCTIONS[op](stacked.float() if is_half else stacked).to(parts[0].dtype)
+
+
+def _reduction(options: Any) -> str:
+    if options is None:
+        return "SUM"
+    return next(op for op in REDUCTIONS if options.reduceOp == getattr(dist.ReduceOp, op))
+
+
+class SimulatedNCCL(dist.ProcessGroup):
+    """Makes and destroys a group, collectively, and runs operations on its stream."""
 
     supports_splitting = True
     supports_coalescing = False
@@ -312,16 +309,16 @@ class Communicator(dist.ProcessGroup):
         options: Options | None,
         timeout: timedelta,
         device: int | None = None,
-        world: Communicator | None = None,
+        world: SimulatedNCCL | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.store, self.options, self.timeout = store, options or Options(), timeout
         self._rank, self._size, self.world = rank, size, world or self
         # On the world's group: destroyed groups in order, futures of their destruction on all
-        # members, and their wires.
+        # members, and their threads.
         self.closed: list[str] = []
         self.destroyed: list[tuple[str, Future[Sequence[Tensor]]]] = []
-        self.closing: list[Wire] = []
+        self.closing: list[WorkerThread] = []
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
         self.stream = SimulatedStream(self.index)
@@ -364,7 +361,7 @@ class Communicator(dist.ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    def _get_backend(self, device: torch.device) -> Communicator:  # type: ignore[override]
+    def _get_backend(self, device: torch.device) -> SimulatedNCCL:  # type: ignore[override]
         return self
 
     @property
@@ -386,10 +383,9 @@ class Communicator(dist.ProcessGroup):
     def check_devices(self) -> None:
         if self.wire is None:
             return
-        host = zlib.crc32(socket.gethostname().encode())
-        mine = torch.tensor([[host, self.index]])
-        for at, other in enumerate(self.wire.gathered(mine)):
-            if at != self._rank and torch.equal(other, mine):
+        mine = f"{socket.gethostname()} {self.index}"
+        for at, other in enumerate(self.wire.told(mine)):
+            if at != self._rank and other == mine:
                 raise RuntimeError(
                     f"Duplicate GPU detected: ranks {at} and {self._rank} of a group are both on "
                     f"device {self.index} of one host"
@@ -403,12 +399,10 @@ class Communicator(dist.ProcessGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
         **more: Any,
-    ) -> Communicator | None:
+    ) -> SimulatedNCCL | None:
         """Makes a group of some members; collective over this group, as ncclCommSplit."""
         if self.wire is not None:
-            description = zlib.crc32(str(group_desc).encode())
-            nothing = torch.empty(0)
-            self.wire.start("split", nothing, description, lambda copies: copies, []).result()
+            self.wire.start(f"split into {group_desc}").result()
         if self._rank not in ranks:
             return None
         prefix = dist.PrefixStore(f"split/{group_name}", self.store)
@@ -429,18 +423,16 @@ class Communicator(dist.ProcessGroup):
         if self.wire is None:
             return
         if self._size > 1:
-            nothing = torch.empty(0)
-            destroyed = self.wire.start("destroy", nothing, 0, lambda copies: copies, [])
-            self.world.destroyed.append((self.description or "world", destroyed))
+            self.world.destroyed.append((self.description or "world", self.wire.start("destroy")))
         if self.world is self and self._size > 1:
             self._await_destroyed("world")
             self._check_destroy_order()
             self._await_destroyed()
-        self.wire.close()
-        self.world.closing.append(self.wire)
+        self.wire.queue.close()
+        self.world.closing.append(self.wire.queue)
         if self.world is self:
-            for wire in self.closing:
-                wire.join()
+            for queue in self.closing:
+                queue.join()
 
     def _await_destroyed(self, only: str | None = None) -> None:
         for name, destroyed in self.destroyed:
@@ -457,16 +449,15 @@ class Communicator(dist.ProcessGroup):
 
     def abort(self) -> None:
         if self.wire is not None:
-            self.wire.close(cancels=True)
+            self.wire.queue.close(cancels=True)
 
     def _check_destroy_order(self) -> None:
-        order = ",".join(self.closed).encode()
-        mine = torch.tensor([[zlib.crc32(order), len(self.closed)]])
-        for at, other in enumerate(self.connected.gathered(mine)):
-            if other[0, 1] == mine[0, 1] and not torch.equal(other, mine):
+        mine = ", ".join(self.closed)[:HEADER]
+        for at, other in enumerate(self.connected.told(mine)):
+            if other != mine and other.count(",") == mine.count(","):
                 raise Mismatch(
-                    f"rank {self._rank} destroyed its groups in the order {', '.join(self.closed)} "
-                    f"and rank {at} in another: NCCL may wait for ever"
+                    f"rank {self._rank} destroyed its groups in the order {mine} and rank {at} in "
+                    f"the order {other}: NCCL may wait for ever"
                 )
 
     # --- operations ----------------------------------------------------------------------------
@@ -495,21 +486,17 @@ class Communicator(dist.ProcessGroup):
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         run: Run,
-        extra: int = 0,
+        extra: str = "",
         uneven: bool = False,
     ) -> CollectiveWork:
         given, written = self._check(name, inputs), self._check(name, outputs)
-        copies = [t.data_.detach().clone() for t in given]
+        sent = torch.cat([t.data_.detach().view(-1) for t in given])  # a copy
         self._on_stream(name, given, written)
         done = None
-        if self.wire is not None if uneven else self._travels([*inputs, *outputs]):
-            like = copies[0][:0] if uneven else copies[0]
-            done = self.connected.start(name, like, extra, run, copies)
+        if self.wire is not None and (uneven or any(t.numel() for t in (*inputs, *outputs))):
+            facts = [_size(sent[:0] if uneven else sent), *filter(None, [extra])]
+            done = self.wire.start(f"{name} ({', '.join(facts)})", run, sent)
         return CollectiveWork(self.stream, done, written, (inputs, outputs))
-
-    def _travels(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether there are other members and any elements: NCCL skips empty tensors."""
-        return self.wire is not None and any(t.numel() for t in tensors)
 
     def _on_stream(
         self, name: str, inputs: Sequence[SimulatedTensor], outputs: Sequence[SimulatedTensor]
@@ -527,120 +514,6 @@ class Communicator(dist.ProcessGroup):
         for t in outputs:
             poison(t.data_)
 
-
-SUMS = [getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")]
-# The same operations over the first dimension.
-OPERATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda t: t.sum(0),
-    lambda t: t.mean(0),
-    lambda t: t.amin(0),
-    lambda t: t.amax(0),
-    lambda t: t.prod(0),
-)
-
-
-def _number(op: Any) -> int:
-    return next(i for i, known in enumerate(SUMS) if op == known)
-
-
-class SimulatedNCCL(Communicator):
-    def allreduce(  # type: ignore[override]
-        self, tensors: list[Tensor], opts: Any = None
-    ) -> CollectiveWork:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            return [self._sum(copies[0], op)]
-
-        return self._start("allreduce", tensors, tensors, run, _number(op))
-
-    def broadcast(  # type: ignore[override]
-        self, tensors: list[Tensor], opts: Any
-    ) -> CollectiveWork:
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            return [self._broadcast(copies[0], opts.rootRank)]
-
-        return self._start("broadcast", tensors, tensors, run, opts.rootRank)
-
-    def _sum(self, value: Tensor, op: Any) -> Tensor:
-        """Reduces over the members, in fp32 or better, as NCCL does; on the wire's thread."""
-        mean = op == dist.ReduceOp.AVG
-        wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-        settings = dist.AllreduceOptions()
-        settings.reduceOp = dist.ReduceOp.SUM if mean else op  # type: ignore[assignment]
-        self.connected.gloo.allreduce([wide], settings).wait()
-        return (wide / self._size if mean else wide).to(value.dtype)
-
-    def _broadcast(self, value: Tensor, root: int) -> Tensor:
-        settings = dist.BroadcastOptions()
-        settings.rootRank = root
-        self.connected.gloo.broadcast([value.view(-1).view(torch.uint8)], settings).wait()
-        return value
-
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> CollectiveWork:
-        self._check_in_place("all_gather", output, given)
-
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            return [torch.cat(self.connected.gather_data(copies))]
-
-        return self._start("all_gather", [given], [output], run)
-
-    def allgather(  # type: ignore[override]
-        self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any = None
-    ) -> CollectiveWork:
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            return self.connected.gather_data(copies)
-
-        return self._start("all_gather", given, outputs[0], run)
-
-    def gather(  # type: ignore[override]
-        self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any
-    ) -> CollectiveWork:
-        mine = outputs[0] if outputs else []
-
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            everyone = self.connected.gather_data(copies)
-            return everyone if mine else []
-
-        return self._start("gather", given, mine, run, opts.rootRank)
-
-    def scatter(  # type: ignore[override]
-        self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any
-    ) -> CollectiveWork:
-        """Scatters by a broadcast, to which non-roots pass tensors of equal size."""
-        parts = given[0] if given else [torch.empty_like(outputs[0]) for _ in range(self._size)]
-
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            flat = torch.cat([copy.view(-1) for copy in copies])
-            return [self._broadcast(flat, opts.rootRank).chunk(self._size)[self._rank]]
-
-        return self._start("scatter", parts, outputs, run, opts.rootRank)
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> CollectiveWork:  # type: ignore[override]
-        """Reduces on the root; the other members' tensors stay."""
-        is_root = opts.rootRank == self._rank
-
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            given = copies[0].clone()
-            total = self._sum(copies[0], opts.reduceOp)
-            return [total if is_root else given]
-
-        return self._start("reduce", tensors, tensors, run, opts.rootRank)
-
-    def reduce_scatter_single(
-        self, output: Tensor, given: Tensor, opts: Any = None
-    ) -> CollectiveWork:
-        self._check_in_place("reduce_scatter", given, output)
-        number = 0 if opts is None else _number(opts.reduceOp)
-
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            wide = torch.promote_types(given.dtype, torch.float32)
-            everyone = self.connected.gather_data(copies)
-            parts = [t.chunk(self._size)[self._rank].to(wide) for t in everyone]
-            return [OPERATIONS[number](torch.stack(parts)).to(given.dtype)]
-
-        return self._start("reduce_scatter", [given], [output], run, number)
-
     def _check_in_place(self, name: str, whole: Tensor, part: Tensor) -> None:
         """Raises RuntimeError for a part inside the whole at another place than the rank's own."""
         if not (isinstance(whole, SimulatedTensor) and isinstance(part, SimulatedTensor)):
@@ -651,53 +524,111 @@ class SimulatedNCCL(Communicator):
         if at < end and first < stop and at != first + self._rank * (stop - at):
             raise RuntimeError(f"{name} in place needs the part to be number {self._rank}")
 
+    def _of_all(self, result: Callable[[list[Tensor]], Sequence[Tensor]]) -> Run:
+        """Returns what computes an operation's outputs of the flat inputs of all members."""
+        return lambda sent: result(self.connected.all_gather(sent))
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> CollectiveWork:
+        op = _reduction(opts)
+        run = self._of_all(lambda everyone: [_reduced(everyone, op)])
+        return self._start("allreduce", tensors, tensors, run, op)
+
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any
+    ) -> CollectiveWork:
+        run = self._of_all(lambda everyone: [everyone[opts.rootRank]])
+        return self._start("broadcast", tensors, tensors, run, f"from {opts.rootRank}")
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> CollectiveWork:
+        self._check_in_place("all_gather", output, given)
+        run = self._of_all(lambda everyone: [torch.cat(everyone)])
+        return self._start("all_gather", [given], [output], run)
+
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any = None
+    ) -> CollectiveWork:
+        return self._start("all_gather", given, outputs[0], self._of_all(lambda every: every))
+
+    def gather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any
+    ) -> CollectiveWork:
+        mine = outputs[0] if outputs else []
+        run = self._of_all(lambda everyone: everyone if mine else [])
+        return self._start("gather", given, mine, run, f"to {opts.rootRank}")
+
+    def scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any
+    ) -> CollectiveWork:
+        """Scatters by a gathering, to which non-roots pass tensors of equal size."""
+        parts = given[0] if given else [torch.empty_like(outputs[0]) for _ in range(self._size)]
+        run = self._of_all(lambda everyone: [self._part(everyone[opts.rootRank])])
+        return self._start("scatter", parts, outputs, run, f"from {opts.rootRank}")
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> CollectiveWork:  # type: ignore[override]
+        """Reduces on the root; the other members' tensors stay."""
+        op, is_root = _reduction(opts), opts.rootRank == self._rank
+        run = self._of_all(lambda every: [_reduced(every, op) if is_root else every[self._rank]])
+        return self._start("reduce", tensors, tensors, run, f"{op} to {opts.rootRank}")
+
+    def reduce_scatter_single(
+        self, output: Tensor, given: Tensor, opts: Any = None
+    ) -> CollectiveWork:
+        self._check_in_place("reduce_scatter", given, output)
+        op = _reduction(opts)
+        run = self._of_all(lambda everyone: [_reduced(list(map(self._part, everyone)), op)])
+        return self._start("reduce_scatter", [given], [output], run, op)
+
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list, input_sizes: list, opts: Any = None
     ) -> CollectiveWork:
-        if output_sizes or input_sizes:
+        def run(sent: Tensor) -> Sequence[Tensor]:
+            """Exchanges rows: as many as the sizes say, without sizes equally many."""
+            rows = sent.view(torch.uint8).view(len(given), -1) if sent.numel() else sent
+            got = torch.empty(output.shape, dtype=sent.dtype)
+            taken = got.view(-1).view(torch.uint8).view(len(output), -1) if got.numel() else got
+            self.connected.gloo.alltoall_base(taken, rows, output_sizes, input_sizes).wait()
+            return [got]
 
-            def exchange(copies: list[Tensor]) -> Sequence[Tensor]:
-                (sent,) = copies
-                taken = sent.new_empty(output.shape)
-                self.connected.gloo.alltoall_base(taken, sent, output_sizes, input_sizes).wait()
-                return [taken]
+        uneven = bool(output_sizes or input_sizes)
+        return self._start("all_to_all", [given], [output], run, uneven=uneven)
 
-            return self._start("all_to_all", [given], [output], exchange, uneven=True)
-
-        def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            everyone = self.connected.gather_data(copies)
-            return [torch.cat([t.chunk(self._size)[self._rank] for t in everyone])]
-
-        return self._start("all_to_all", [given], [output], run)
+    def _part(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self._size)[self._rank]
 
     # Names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
-    def barrier(self, opts: Any = None) -> BatchWork:
+    def barrier(self, opts: Any = None) -> CollectiveWork:
         """Makes the host wait, as NCCL's."""
         token = torch.zeros(1, device=torch.device(TYPE, self.index))
-        started = self._start("barrier", [token], [token], lambda copies: copies)
+        started = self._start("barrier", [token], [token], lambda sent: [sent])
         started.wait()
         this_machine().wait_for_stream(self.stream.number, "a barrier", is_detected=False)
-        return BatchWork([started])
+        return started
 
     # --- messages ------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> CollectiveWork:
-        checked = self._check("send", tensors)
-        copy = checked[0].data_.detach().clone()
-        self._on_stream("send", checked, [])
-        done = self.connected.send(copy, target, tag) if self._travels(tensors) else None
-        return CollectiveWork(self.stream, done, [], (tensors, copy))
+        return self._message("send", tensors, target, tag, receives=False)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> CollectiveWork:
-        checked = self._check("receive", tensors)
-        self._on_stream("receive", [], checked)
-        travels = self._travels(tensors)
-        done = self.connected.receive(checked[0].data_, source, tag) if travels else None
-        return CollectiveWork(self.stream, done, checked, tensors)
+        return self._message("receive", tensors, source, tag, receives=True)
+
+    def _message(
+        self, name: str, tensors: list[Tensor], peer: int, tag: int, *, receives: bool
+    ) -> CollectiveWork:
+        checked = self._check(name, tensors)
+        data = checked[0].data_.detach().clone()
+        sent, got = ([], checked) if receives else (checked, [])
+        self._on_stream(name, sent, got)
+        done = None
+        if self.wire is not None and data.numel():
+            done = self.wire.post(data.view(-1), peer, tag, receives)
+        return CollectiveWork(self.stream, done, got, (tensors, data))
 
 
 def register() -> None:
