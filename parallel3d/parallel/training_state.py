@@ -39,7 +39,7 @@ from parallel3d.checkpoint.storage import (
     stored_shapes,
     write_state,
 )
-from parallel3d.comm.exchange import all_gather_json, broadcast_json
+from parallel3d.comm.exchange import all_gather_json
 from parallel3d.device.accelerator import device_of_world
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder
@@ -52,8 +52,6 @@ T = TypeVar("T")
 PARAMETER = "parameter"  # the kind of the module's state; other kinds are keys of the optimizer's
 # How an optimizer computes, which is this script's choice and not the checkpoint's.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-
-
 Held = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values
 
 
@@ -93,22 +91,20 @@ def save(
         OSError: on every rank alike, a file could not be written; nothing is left behind.
     """
     held, facts = _together(lambda: _to_save(net, optimizer, step, extra))
-    everyone = _share({"chunks": [_fact(*one) for one in held], "facts": facts})
+    chunks = [[name, shape, chunk.offsets, chunk.sizes] for name, shape, chunk, _ in held]
+    everyone = _share({"chunks": chunks, "facts": facts})
     own = _own_chunks(held, [theirs["chunks"] for theirs in everyone])
     script = {"optimizer": _merged([theirs["facts"] for theirs in everyone]), "extra": extra or {}}
     final = Path(folder) / CHECKPOINTS / step_folder(step)
     unfinished = final.parent / _on_first_rank(lambda: _new_folder(final))
-    written: FileDigest | None = None
-    problem: str | None = None
     try:
-        if own:
-            written = write_state(unfinished / f"rank-{_rank()}.safetensors", own)
-    except OSError as error:
-        problem = f"rank {_rank()} cannot write to {unfinished}: {error.strerror or error}"
-    reports = _share([written and dataclasses.asdict(written), problem])
-    problem = next((why for _, why in reports if why), None)
-    files = tuple(FileDigest(**file) for file, _ in reports if file)
-    _on_first_rank(lambda: _finish(unfinished, final, problem, step, script, files))
+        written = _together(lambda: _write(unfinished, own))
+        files = tuple(FileDigest(**file) for file in _share(written) if file)
+        _on_first_rank(lambda: _finish(unfinished, final, step, script, files))
+    except OSError:
+        if _rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     return final
 
 
@@ -268,10 +264,6 @@ def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
     return found
 
 
-def _fact(name: str, shape: tuple[int, ...], chunk: Chunk, local: Tensor) -> list[Any]:
-    return [name, shape, chunk.offsets, chunk.sizes]
-
-
 def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, TensorChunks]:
     """Returns those of this rank's chunks that it writes: of equal ones one rank writes each."""
     holders: dict[tuple[str, Chunk], list[int]] = {}
@@ -332,15 +324,22 @@ def _new_folder(final: Path) -> str:
     return name
 
 
+def _write(unfinished: Path, own: dict[str, TensorChunks]) -> dict[str, Any] | None:
+    """Writes this rank's file, if it has one; returns its digest as JSON."""
+    if not own:
+        return None
+    try:
+        file = write_state(unfinished / f"rank-{_rank()}.safetensors", own)
+    except OSError as error:
+        why = f"rank {_rank()} cannot write to {unfinished}: {error.strerror or error}"
+        raise OSError(why) from None
+    return dataclasses.asdict(file)
+
+
 def _finish(
-    unfinished: Path,
-    final: Path,
-    problem: str | None,
-    step: int,
-    script: dict[str, Any],
-    files: tuple[FileDigest, ...],
+    unfinished: Path, final: Path, step: int, script: dict[str, Any], files: tuple[FileDigest, ...]
 ) -> None:
-    """Writes the manifest and gives the folder its name; removes it after a failure."""
+    """Writes the manifest and gives the folder its name."""
     counts = {"consumed_samples": 0, "good_steps": 0, "overflows": 0, "loss_scale": 1.0}
     manifest = Manifest(
         step=step,
@@ -351,15 +350,9 @@ def _finish(
         versions=versions(),
         files=files,
     )
-    try:
-        if problem is not None:
-            raise OSError(problem)
-        write_manifest(unfinished, manifest)
-        flush_folder(unfinished)
-        os.rename(unfinished, final)
-    except OSError:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    write_manifest(unfinished, manifest)
+    flush_folder(unfinished)
+    os.rename(unfinished, final)
     flush_folder(final.parent)
 
 
@@ -515,29 +508,18 @@ def _share(value: Any) -> list[Any]:
 
 
 def _together(call: Callable[[], T]) -> T:
-    """Returns the result of `call`; a UserError of one rank is raised on all. Collective."""
-    result: T | None = None
-    problem: str | None = None
+    """Returns the result of `call`; what one rank raises of an error, all raise. Collective."""
+    result, problem = None, None
     try:
         result = call()
-    except UserError as error:
-        problem = str(error)
+    except (UserError, OSError) as error:
+        problem = [isinstance(error, UserError), str(error)]
     if first := next(filter(None, _share(problem)), None):
-        raise UserError(first)
+        is_users, sentence = first
+        raise UserError(sentence) if is_users else OSError(sentence)
     return cast(T, result)
 
 
 def _on_first_rank(call: Callable[[], Any]) -> Any:
     """Returns the result of `call` on rank 0, JSON, on every rank; raises what it raises on all."""
-    answer: list[Any] = [None, None, None]
-    if _rank() == 0:
-        try:
-            answer[0] = call()
-        except (UserError, OSError) as error:
-            answer[1:] = ["user" if isinstance(error, UserError) else "system", str(error)]
-    if dist.is_initialized():
-        answer = broadcast_json(answer, dist.group.WORLD, device_of_world())
-    result, kind, sentence = answer
-    if kind is not None:
-        raise UserError(sentence) if kind == "user" else OSError(sentence)
-    return result
+    return _share(_together(lambda: call() if _rank() == 0 else None))[0]
