@@ -30,8 +30,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parallel3d.checkpoint.hf.config import FIXED, HARMLESS
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
-from parallel3d.checkpoint.hf.names import FIXED, HARMLESS
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError

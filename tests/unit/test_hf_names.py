@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
-from parallel3d.checkpoint.hf.names import hf_tensors
+from parallel3d.checkpoint.hf.config import from_hf, hf_kind, hf_tensors, to_hf
 from parallel3d.commands.init_from import model_from
 from parallel3d.commands.recipes import recipe
 from parallel3d.config.overrides import presets

@@ -24,15 +24,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import (
+    EMBEDDINGS,
+    HEAD,
     POSITIONS,
     TOKENS,
     WEIGHTS_KEY,
+    HFTensor,
     from_hf,
     hf_kind,
+    hf_tensors,
     kept_keys,
     to_hf,
 )
-from parallel3d.checkpoint.hf.names import EMBEDDINGS, HEAD, HFTensor, hf_tensors
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
