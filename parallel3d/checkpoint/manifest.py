@@ -163,7 +163,10 @@ def list_damaged(run_dir: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and verifies a manifest. Raises DamagedCheckpoint, UnreadableCheckpoint."""
+    """Reads and verifies a manifest and the sizes of its files.
+
+    Raises DamagedCheckpoint, UnreadableCheckpoint.
+    """
     with unreadable(folder.name):
         names = {path.name for path in folder.iterdir()}
     found = [m for name in names if (m := _MANIFEST.fullmatch(name))]
@@ -186,6 +189,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(f"{folder.name} holds {', '.join(more[:3])}, which was not saved")
     if folder.name != step_folder(manifest.step):
         raise DamagedCheckpoint(f"{folder.name} holds the checkpoint of step {manifest.step}")
+    for file in manifest.files:
+        name = f"{folder.name}/{file.name}"
+        with unreadable(name):
+            size = (folder / file.name).stat().st_size
+        if size != file.size:
+            raise DamagedCheckpoint(f"{name} has {size} bytes, {file.size} were written")
     return manifest
 
 

@@ -23,7 +23,7 @@ import os
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,12 @@ class TensorChunks:
     dtype: torch.dtype
     chunks: list[tuple[Chunk, Tensor]] = field(default_factory=list)
 
+    @classmethod
+    def whole(cls, values: Tensor) -> TensorChunks:
+        """Returns a full tensor as a single chunk."""
+        shape = tuple(values.shape)
+        return cls(shape, values.dtype, [(Chunk((0,) * len(shape), shape), values)])
+
 
 State = dict[str, TensorChunks]
 
@@ -111,17 +117,6 @@ def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str
                     tensors[name] = TensorChunks(shard.full_shape, flat.dtype)
                 view = flat[first + at : first + at + chunk.elements].view(chunk.sizes)
                 tensors[name].chunks.append((chunk, view))
-    return tensors
-
-
-def full_tensors(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, TensorChunks]:
-    tensors = {}
-    for name, shape in shapes.items():
-        chunk = Chunk((0,) * len(shape), tuple(shape))
-        values = torch.empty(shape, dtype=dtypes[name])
-        tensors[name] = TensorChunks(tuple(shape), dtypes[name], [(chunk, values)])
     return tensors
 
 
@@ -208,18 +203,15 @@ class TensorFile:
         self.path = folder / expected.name
         try:
             with unreadable(self._name), open_regular(self.path) as descriptor:
-                size = os.fstat(descriptor).st_size
-                if size != expected.size:
-                    raise self._damaged(f"has {size} bytes, {expected.size} were written")
-                header = self._header(descriptor, size)
+                header = self._header(descriptor, expected.size)
             if hashlib.sha256(header).hexdigest() != expected.header:
                 raise self._damaged("has a header that was not written so")
             self.chunks = list(self._chunks(parse_json(header[_LENGTH.size :]), len(header)))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise self._damaged(f"is no checkpoint file of parallel3d ({error!r})") from error
         end = self.chunks[-1].at + self.chunks[-1].nbytes if self.chunks else len(header)
-        if end != size:
-            raise self._damaged(f"holds chunks up to byte {end} and has {size}")
+        if end != expected.size:
+            raise self._damaged(f"holds chunks up to byte {end} and has {expected.size}")
 
     def _header(self, descriptor: int, size: int) -> bytes:
         length = bytearray(_LENGTH.size)
@@ -314,13 +306,10 @@ def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str
     Kinds are "parameter", "ema" and the optimizer's "exp_avg", "exp_avg_sq" or "momentum"; kinds
     that the checkpoint lacks are left out. Raises as `read_state`.
     """
-    stored = {n: s[0] for n, s in _opened(folder)[1].items() if n.partition("/")[0] in kinds}
-    state = full_tensors(
-        {name: first.full_shape for name, first in stored.items()},
-        {name: first.dtype for name, first in stored.items()},
-    )
-    read_state(folder, state)
-    return {name: tensor.chunks[0][1] for name, tensor in state.items()}
+    first = {n: s[0] for n, s in _opened(folder)[1].items() if n.partition("/")[0] in kinds}
+    empty = {name: torch.empty(s.full_shape, dtype=s.dtype) for name, s in first.items()}
+    read_state(folder, {name: TensorChunks.whole(values) for name, values in empty.items()})
+    return empty
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

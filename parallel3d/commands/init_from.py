@@ -20,7 +20,6 @@ from parallel3d.checkpoint.manifest import (
     step_of,
 )
 from parallel3d.commands.checkpoint.listing import (
-    check_sizes,
     damage_refused,
     find_checkpoint,
     run_names,
@@ -105,7 +104,7 @@ def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
     folders = list_checkpoints(run_dir)
     for folder in folders:
         try:
-            check_sizes(folder, read_manifest(folder))
+            read_manifest(folder)
         except (DamagedCheckpoint, UnreadableCheckpoint):
             continue
         return _of_checkpoint(folder, f"{name}@{step_of(folder)}")

@@ -21,7 +21,7 @@ import pytest
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
-from parallel3d.commands.checkpoint.branch import branch
+from parallel3d.commands.checkpoint.new_runs import branch
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.directory import load_config, save_config

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from parallel3d.checkpoint.storage import read_full
-from parallel3d.commands.checkpoint import average
+from parallel3d.commands.checkpoint import new_runs
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
@@ -174,7 +174,7 @@ def test_average_is_the_mean_of_the_last_weights(
         assert torch.equal(mean[name], exact.float())
         assert torch.equal(mean[name.replace("parameter", "ema")], mean[name])
         assert torch.equal(one[name], b[name])
-    with patch.object(average, "_chosen", lambda *_: [folders[0], folders[1], folders[1]]):
+    with patch.object(new_runs, "_chosen", lambda *_: [folders[0], folders[1], folders[1]]):
         assert checkpoint(["average", "run=mine", "last=2", "to=twice"]) == 0  # a planted bug
     twice = read_full(runs / "twice/checkpoints/step-00000000")
     assert not any(torch.equal(twice[name], mean[name]) for name in twice)

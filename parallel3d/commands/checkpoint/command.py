@@ -121,7 +121,7 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
         last, steps = whole_number("last", given, least=1), _steps(given)
         if (last is None) == (steps is None):
             raise UserError("checkpoint average must have one of last=5 and steps=[100,200]")
-        from parallel3d.commands.checkpoint.average import average
+        from parallel3d.commands.checkpoint.new_runs import average
 
         return average(runs_dir, run, last, steps, given.get("to", f"{run}-average"))
     step = whole_number("step", given)
@@ -132,7 +132,7 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
             return compare.diff(runs_dir, given["a"], given["b"])
         return compare.verify(runs_dir, run, step)
     if name == "branch":
-        from parallel3d.commands.checkpoint.branch import branch
+        from parallel3d.commands.checkpoint.new_runs import branch
 
         return branch(runs_dir, given["from"], run)
     from parallel3d.commands.checkpoint import huggingface

@@ -15,7 +15,6 @@ from parallel3d.checkpoint.manifest import (
     UnreadableCheckpoint,
     list_checkpoints,
     read_manifest,
-    step_of,
 )
 from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from parallel3d.commands.checkpoint import listing
@@ -67,7 +66,7 @@ class Difference:
 def diff(runs_dir: Path, a: str, b: str) -> int:
     """Compares tensors and progress of two checkpoints. Returns 0 if they are equal, else 1."""
     folders = [listing.folder_of(runs_dir, a), listing.folder_of(runs_dir, b)]
-    print(f"a: {_title(folders[0])}\nb: {_title(folders[1])}")
+    print(f"a: {listing.title(folders[0])}\nb: {listing.title(folders[1])}")
     same = True
     compared: list[Difference] = []
     for kind in KINDS:
@@ -79,7 +78,7 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
     print(_summary(compared))
     if differing:
         print(_differences(differing))
-    with listing.damage_refused(f"{_title(folders[0])} or {_title(folders[1])}"):
+    with listing.damage_refused(f"{listing.title(folders[0])} or {listing.title(folders[1])}"):
         manifests = [read_manifest(folder) for folder in folders]
     same &= _print_differences("progress", manifests[0].progress, manifests[1].progress)
     _print_differences("configuration", flat(manifests[0].config), flat(manifests[1].config))
@@ -87,13 +86,9 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
     return 0 if same else 1
 
 
-def _title(folder: Path) -> str:
-    return f"run={folder.parents[1].name} step={step_of(folder)}"
-
-
 def _read(folder: Path, kind: str) -> dict[str, Tensor]:
     """Reads one kind of tensors, so that two checkpoints need not fit into memory."""
-    with listing.damage_refused(_title(folder)):
+    with listing.damage_refused(listing.title(folder)):
         return read_full(folder, (kind,))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -18,12 +17,15 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
-from parallel3d.checkpoint.manifest import KINDS, Manifest, read_manifest, step_of
-from parallel3d.checkpoint.saver import Save, Saver
+from parallel3d.checkpoint.manifest import (
+    CHECKPOINTS,
+    KINDS,
+    Manifest,
+    read_manifest,
+    step_folder,
+)
 from parallel3d.checkpoint.storage import (
-    State,
     TensorChunks,
-    full_tensors,
     read_state,
     stored_shapes,
 )
@@ -32,7 +34,9 @@ from parallel3d.commands.checkpoint.listing import (
     check_ema,
     damage_refused,
     find_checkpoint,
+    title,
 )
+from parallel3d.commands.checkpoint.new_runs import KEPT_FILE, new_run, save_first
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
 from parallel3d.config.checks.whole import check_config
@@ -52,24 +56,16 @@ from parallel3d.data.tokenizer import (
     read_json,
     tokenizer_of,
 )
-from parallel3d.device.precision import LossScale
 from parallel3d.errors import UserError, print_line
-from parallel3d.estimate.buckets import is_hidden
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain, read_bounded, write_durably
-from parallel3d.metrics.provenance import versions
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
-from parallel3d.optim import EMA
-from parallel3d.parameters.sharding import Chunk
-from parallel3d.run.directory import make_run_directory
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
 NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"
-AT_ONCE = 1 << 25  # elements of full tensors that are in memory together
 LARGEST_KEPT = 1 << 20  # bytes
-# File of an imported run with its `kept_keys`, and in it the key of the tokenizer's digest.
-KEPT_FILE, OWNER = "huggingface.json", "tokenizer"
+OWNER = "tokenizer"  # key of its digest in `KEPT_FILE`
 
 
 def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
@@ -281,7 +277,7 @@ def export_run(
         UserError: no such checkpoint, a damaged one, a model that neither format can express.
     """
     folder = find_checkpoint(runs_dir, run, step)
-    where = f"run={run} step={step_of(folder)}"
+    where = title(folder)
     if weights == "ema":
         check_ema(folder, "weights")
     with damage_refused(where, "; parallel3d checkpoint ls shows the others"):
@@ -326,11 +322,11 @@ class _Reader:
 
     def __call__(self, names: Iterable[str]) -> dict[str, Tensor]:
         shapes = full_shapes_of(self.model)
-        wanted = {f"{self.kind}/{name}": shapes[name] for name in names}
         dtype = torch.float64 if self.dtype == "fp64" else torch.float32
-        state = full_tensors(wanted, dict.fromkeys(wanted, dtype))
+        full = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
+        state = {f"{self.kind}/{name}": TensorChunks.whole(t) for name, t in full.items()}
         read_state(self.folder, state)
-        return {n.partition("/")[2]: tensor.chunks[0][1] for n, tensor in state.items()}
+        return full
 
 
 def import_run(
@@ -357,16 +353,12 @@ def import_run(
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
     tensors = tensors_of(folder, config.model, source.kind, weights=source.weights, dtype=dtype)
     first = next(tensors)  # every name, shape and type has been checked
-    config, run_dir = make_run_directory(config)
-    try:
+    with new_run(config) as run_dir:
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(run_dir / FOLDER)
         write_kept(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
         save_first(config, run_dir, chain([first], tensors))
         proof = f"not proven: {unproven}" if unproven else _prove(folder, config, run_dir)
-    except BaseException:
-        shutil.rmtree(run_dir)
-        raise
     print_line(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
     if source.untied:
         print_line(UNTIED)
@@ -383,7 +375,7 @@ def _prove(folder: Path, config: Config, run_dir: Path) -> str:
     theirs = their_logits(folder, tokens)  # its model is freed before ours is made
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
     stage = blank_model(config.model, dtype)
-    read_state(find_checkpoint(run_dir.parent, run_dir.name, 0), state_of(stage))
+    read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))
     return compare(folder, our_logits(stage, config.model, tokens), theirs)
 
 
@@ -398,50 +390,3 @@ def _configuration(
     model = ModelConfig(**keys)
     model = model_from(model, config.model, typed.__contains__, str(folder), model.seq_length)
     return check_config(dataclasses.replace(config, model=model), own_samples=True)
-
-
-def _first_state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[State]:
-    """Yields full tensors, some at a time, with the optimizer's state before its first step."""
-    optim = config.optim
-    state: State = {}
-    elements = 0
-    for name, tensor in tensors:
-        kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-        if optim.name == "sgd" or (optim.name == "muon" and is_hidden(name, tensor.dim())):
-            kinds = ("momentum",) if optim.momentum or optim.name == "muon" else ()
-        shape, chunk = tuple(tensor.shape), Chunk((0,) * tensor.dim(), tuple(tensor.shape))
-        # Zeros take no memory until they are written to.
-        dtype = torch.bfloat16 if optim.state == "bf16" else tensor.dtype
-        values = {"parameter": tensor} | {k: torch.zeros(shape, dtype=dtype) for k in kinds}
-        if optim.ema_decay is not None:
-            values[EMA] = tensor
-        for kind, full in values.items():
-            state[f"{kind}/{name}"] = TensorChunks(shape, full.dtype, [(chunk, full)])
-        elements += tensor.numel()
-        if elements >= AT_ONCE:
-            yield state
-            state, elements = {}, 0
-    if state:
-        yield state
-
-
-def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes the checkpoint of step 0, of full tensors by name, some at a time.
-
-    Raises UserError if it cannot be written.
-    """
-    scale = LossScale(config.precision)
-    progress: dict[str, int | float | bool] = {
-        "steps": 0,
-        "consumed_samples": 0,
-        "updates": 0,
-        "loss_scale": scale.scale,
-        "good_steps": 0,
-        "overflows": 0,
-    }
-    facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions(), ())
-    saver = Saver(run_dir, config.checkpoint, 0, 1, "import", config.launch.timeout_s)
-    elements = parameter_count(config.model)
-    outcome = saver.write(Save(0, 1, {}, facts, elements), _first_state(config, tensors))
-    if outcome.problem is not None:
-        raise UserError(f"{run_dir} cannot be written: {outcome.problem}")

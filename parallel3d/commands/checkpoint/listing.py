@@ -22,7 +22,6 @@ from parallel3d.checkpoint.manifest import (
     reason,
     step_folder,
     step_of,
-    unreadable,
 )
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
@@ -76,13 +75,16 @@ def folder_of(runs_dir: Path, word: str) -> Path:
 
 def check_ema(folder: Path, key: str) -> None:
     """Raises UserError about `key` if a checkpoint has no average of the weights."""
-    where = f"run={folder.parents[1].name} step={step_of(folder)}"
-    with damage_refused(where):
+    with damage_refused(title(folder)):
         if not read_manifest(folder).has_ema:
             raise UserError(
-                f"{key}=ema: {where} has no average of the weights, as it was trained with "
+                f"{key}=ema: {title(folder)} has no average of the weights, as it was trained with "
                 f"optim.ema_decay=null; give {key}=model instead"
             )
+
+
+def title(folder: Path) -> str:
+    return f"run={folder.parents[1].name} step={step_of(folder)}"
 
 
 def list_runs(runs_dir: Path, run: str | None) -> int:
@@ -106,7 +108,6 @@ def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
         row |= _age_and_size(folder) | {"loss": losses.get(step_of(folder), "")}
         try:
             manifest = read_manifest(folder)
-            check_sizes(folder, manifest)
         except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
             yield row | {"layout": "", "state": condition(problem)}
             continue
@@ -117,26 +118,15 @@ def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
         yield row | {"state": f"damaged, set aside as {folder.name}"}
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises DamagedCheckpoint or UnreadableCheckpoint unless the files have their sizes."""
-    for file in manifest.files:
-        with unreadable(f"{folder.name}/{file.name}"):
-            size = (folder / file.name).stat().st_size
-        if size != file.size:
-            raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
-
-
 def read_with_config(folder: Path) -> tuple[Manifest, Config]:
     """Returns a checkpoint's manifest and its configuration. Raises UserError."""
-    what = f"run={folder.parents[1].name} step={step_of(folder)}"
-    with damage_refused(what, "; parallel3d checkpoint ls shows the others"):
+    with damage_refused(title(folder), "; parallel3d checkpoint ls shows the others"):
         manifest = read_manifest(folder)
-        check_sizes(folder, manifest)
     try:
         return manifest, typed_config(manifest.config)
     except NO_CONFIG as error:
         why = plain(str(error).splitlines()[0] if str(error) else type(error).__name__)
-        raise UserError(f"{what} has a configuration that cannot be read: {why}") from None
+        raise UserError(f"{title(folder)} has a configuration that cannot be read: {why}") from None
 
 
 def condition(problem: Exception) -> str:

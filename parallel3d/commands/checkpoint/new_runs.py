@@ -1,0 +1,241 @@
+"""Makes a run of another run's checkpoints: `parallel3d checkpoint branch` and `average`.
+
+The mean of the weights at the last steps often does better than the last ones (Izmailov et al.
+2018, arXiv:1803.05407). It is taken in fp64, some tensors at a time, so that memory does not grow
+with the model. Checkpoints of any layouts go together, as all hold full tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.manifest import (
+    CHECKPOINTS,
+    KINDS,
+    Manifest,
+    list_checkpoints,
+    step_of,
+)
+from parallel3d.checkpoint.saver import Save, Saver
+from parallel3d.checkpoint.storage import State, TensorChunks, read_state, stored_shapes
+from parallel3d.commands.checkpoint.listing import (
+    damage_refused,
+    find_checkpoint,
+    find_run,
+    folder_of,
+    read_with_config,
+    title,
+)
+from parallel3d.config.checks.run import check_run_name
+from parallel3d.config.schema import Config
+from parallel3d.data.tokenizer import FOLDER
+from parallel3d.device.precision import LossScale
+from parallel3d.errors import UserError, print_line
+from parallel3d.estimate.buckets import is_hidden
+from parallel3d.estimate.ops import parameter_count
+from parallel3d.files import flush_folder, write_durably
+from parallel3d.metrics.jsonl import rows_of
+from parallel3d.metrics.provenance import versions
+from parallel3d.optim import EMA
+from parallel3d.run.directory import check_run, new_folder, save_config
+
+METRICS = "metrics.jsonl"
+KEPT_FILE = "huggingface.json"  # what an import has kept, for an export
+USUAL_SHARE = 0.1  # of the steps so far, in the proposed cooldown
+AT_ONCE = 1 << 25  # elements of full tensors that are in memory together
+PARAMETER = f"{KINDS['model']}/"
+
+
+@contextmanager
+def new_run(config: Config) -> Iterator[Path]:
+    """Makes the folder of a run, which appears when it is complete, or not at all.
+
+    Raises UserError for a name that is taken or is none, and if the folder cannot be made.
+    """
+    check_run_name(config)
+    check_run(config)
+    runs = Path(config.runs_dir)
+    final = runs / str(config.run)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        fresh = new_folder(runs)
+    except OSError as error:
+        raise UserError(
+            f"runs_dir={config.runs_dir}: cannot make {final}: {error.strerror}"
+        ) from None
+    try:
+        save_config(config, fresh)
+        yield fresh
+        os.rename(fresh, final)
+    except BaseException:
+        shutil.rmtree(fresh)
+        raise
+    flush_folder(runs)
+
+
+def branch(runs_dir: Path, source: str, run: str) -> int:
+    """Makes a run that resumes from a checkpoint of another one, which stays as it is; returns 0.
+
+    The new run has the checkpoint with its step, position in the data and optimizer's state, the
+    configuration of that step, the tokenizer, and the metrics up to there.
+
+    Args:
+        source: the other run's name, or its name@step.
+
+    Raises:
+        UserError: no such checkpoint, a damaged one, a name that is taken or is none.
+    """
+    folder = folder_of(runs_dir, source)
+    old = folder.parents[1]
+    manifest, config = read_with_config(folder)
+    with new_run(_with_tokenizer(config, old, runs_dir, run)) as fresh:
+        _copy_tokenizer(old, fresh)
+        if (old / METRICS).is_file():
+            rows = [row for row in rows_of(old / METRICS) if row.get("step", 0) <= manifest.step]
+            lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+            write_durably(fresh / METRICS, lines.encode())
+        (fresh / CHECKPOINTS).mkdir(0o700)
+        shutil.copytree(folder, fresh / CHECKPOINTS / folder.name, copy_function=_link)
+    print_line(
+        f"run={run} continues from step {manifest.step} of {old.name}; a cooldown is, as in:"
+    )
+    steps = max(1, round(USUAL_SHARE * manifest.step))
+    where = "" if str(runs_dir) == "runs" else f" runs_dir={runs_dir}"
+    print(
+        f"parallel3d train run={run}{where} train.steps={manifest.step + steps} "
+        f"optim.lr_decay_style=wsd optim.wsd_decay_steps={steps}"
+    )
+    return 0
+
+
+def _with_tokenizer(config: Config, old: Path, runs_dir: Path, run: str) -> Config:
+    """Returns the configuration of the run in `old` for the run `run`, which has its tokenizer."""
+    config = dataclasses.replace(config, run=run, runs_dir=str(runs_dir))
+    if not (old / FOLDER).is_dir():
+        return config
+    data = dataclasses.replace(config.data, tokenizer=str(runs_dir / run / FOLDER))
+    return dataclasses.replace(config, data=data)
+
+
+def _copy_tokenizer(old: Path, new: Path) -> None:
+    """Copies a run's tokenizer and the keys that an import kept. Raises OSError."""
+    if (old / FOLDER).is_dir():
+        shutil.copytree(old / FOLDER, new / FOLDER)
+    if (old / KEPT_FILE).is_file():
+        shutil.copy2(old / KEPT_FILE, new)
+
+
+def _link(source: str, target: str) -> None:
+    """Links a file of a checkpoint, which nothing changes; copies it where links are refused."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None, to: str) -> int:
+    """Makes the run `to`, of the mean of checkpoints of `run`, which stays as it is; returns 0.
+
+    Its optimizer's state is zero, as before a first step. A failure removes it again.
+
+    Args:
+        last: how many of the newest checkpoints; None: those of `steps`.
+
+    Raises:
+        UserError: too few checkpoints, a damaged one, a name that is taken or is none.
+    """
+    old, folders = find_run(runs_dir, run), _chosen(runs_dir, run, last, steps)
+    config = _with_tokenizer(read_with_config(folders[-1])[1], old, runs_dir, to)
+    with new_run(config) as fresh:
+        _copy_tokenizer(old, fresh)
+        dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
+        save_first(config, fresh, _means(folders, dtype))
+    names = ", ".join(str(step_of(folder)) for folder in folders)
+    print_line(f"run={to} has, at step 0, the mean of the weights of run={run} at steps {names}")
+    return 0
+
+
+def _chosen(runs_dir: Path, run: str, last: int | None, steps: list[int] | None) -> list[Path]:
+    """Returns folders of checkpoints by ascending step."""
+    if steps is not None:
+        return [find_checkpoint(runs_dir, run, step) for step in steps]
+    newest = find_checkpoint(runs_dir, run, None)
+    folders = list_checkpoints(newest.parents[1])
+    assert last is not None
+    if last > len(folders):
+        raise UserError(
+            f"last={last} must be at most {len(folders)}, the checkpoints that run={run} has "
+            f"(checkpoint.keep says how many stay); the nearest is last={len(folders)}"
+        )
+    return folders[:last][::-1]
+
+
+def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yields name and mean of each full parameter."""
+    with damage_refused(title(folders[0])):
+        found = stored_shapes(folders[0])
+    left = [(name, shape) for name, shape in found.items() if name.startswith(PARAMETER)]
+    while left:
+        some = dict([left.pop()])
+        while left and sum(map(math.prod, (*some.values(), left[-1][1]))) <= AT_ONCE:
+            some |= dict([left.pop()])
+        total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in some.items()}
+        for folder in folders:
+            full = {name: torch.empty_like(values) for name, values in total.items()}
+            with damage_refused(title(folder)):
+                read_state(folder, {name: TensorChunks.whole(t) for name, t in full.items()})
+            for name, values in full.items():
+                total[name] += values
+        for name, values in total.items():
+            yield name.removeprefix(PARAMETER), (values / len(folders)).to(dtype)
+
+
+def _first_state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[State]:
+    """Yields full tensors, some at a time, with the optimizer's state before its first step."""
+    optim = config.optim
+    state: State = {}
+    elements = 0
+    for name, tensor in tensors:
+        kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        if optim.name == "sgd" or (optim.name == "muon" and is_hidden(name, tensor.dim())):
+            kinds = ("momentum",) if optim.momentum or optim.name == "muon" else ()
+        # Zeros take no memory until they are written to.
+        dtype = torch.bfloat16 if optim.state == "bf16" else tensor.dtype
+        zeros = {kind: torch.zeros(tensor.shape, dtype=dtype) for kind in kinds}
+        values = {KINDS["model"]: tensor} | zeros
+        if optim.ema_decay is not None:
+            values[EMA] = tensor
+        for kind, full in values.items():
+            state[f"{kind}/{name}"] = TensorChunks.whole(full)
+        elements += tensor.numel()
+        if elements >= AT_ONCE:
+            yield state
+            state, elements = {}, 0
+    if state:
+        yield state
+
+
+def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes the checkpoint of step 0, of full tensors by name, some at a time.
+
+    Raises UserError if it cannot be written.
+    """
+    counts = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
+    progress: dict[str, int | float | bool] = dict.fromkeys(counts, 0)
+    progress["loss_scale"] = LossScale(config.precision).scale
+    facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions(), ())
+    saver = Saver(run_dir, config.checkpoint, 0, 1, "import", config.launch.timeout_s)
+    elements = parameter_count(config.model)
+    outcome = saver.write(Save(0, 1, {}, facts, elements), _first_state(config, tensors))
+    if outcome.problem is not None:
+        raise UserError(f"run={config.run} cannot be written: {outcome.problem}")
