@@ -59,9 +59,9 @@ class WireMessage:
     def start(self, wire: Wire) -> None:
         self.header = _coded("" if self.receives else self.size)
         self.works = []
-        for group, tensor in ((wire.headers, self.header), (wire.gloo, _bytes(self.data))):
-            post = group.recv if self.receives else group.send
-            self.works.append(post([tensor], self.peer, self.number))
+        post = wire.gloo.recv if self.receives else wire.gloo.send
+        for tag, tensor in enumerate((self.header, _bytes(self.data)), 2 * self.number):
+            self.works.append(post([tensor], self.peer, tag))
 
     def end(self, wire: Wire) -> None:
         try:
@@ -121,14 +121,8 @@ class Wire:
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
         self.name = "world"  # of the group, for messages of errors
-        self.gloo, self.headers = (
-            # The stubs have the operations on ProcessGroup alone.
-            cast(
-                dist.ProcessGroup,
-                dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout),
-            )
-            for name in ("data", "headings")
-        )
+        # The stubs have the operations on ProcessGroup alone.
+        self.gloo = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
         self.queue = WorkerThread()
         self.calls = 0
         self.messages: dict[tuple[int, bool], int] = defaultdict(int)  # (peer, receives) → so far
@@ -155,11 +149,13 @@ class Wire:
         return self.queue.submit(self._tell, words).result()
 
     def _tell(self, words: str) -> list[str]:
-        return [_text(header) for header in _all_gather(self.headers, self.size, _coded(words))]
+        return [_text(header) for header in self.all_gather(_coded(words))]
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """Returns the flat values of all members; on the thread."""
-        everyone = _all_gather(self.gloo, self.size, _bytes(mine))
+        sent = _bytes(mine)
+        everyone = [torch.empty_like(sent) for _ in range(self.size)]
+        self.gloo.allgather([everyone], [sent]).wait()
         return [theirs.view(mine.dtype) for theirs in everyone]
 
     @contextmanager
@@ -188,12 +184,6 @@ class Wire:
             message.start(self)
         for message in messages:
             message.end(self)
-
-
-def _all_gather(group: dist.ProcessGroup, size: int, mine: Tensor) -> list[Tensor]:
-    everyone = [torch.empty_like(mine) for _ in range(size)]
-    group.allgather([everyone], [mine]).wait()
-    return everyone
 
 
 def _bytes(values: Tensor) -> Tensor:

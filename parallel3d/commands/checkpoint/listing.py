@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import UTC, datetime
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.manifest import (
-    CHECKPOINTS,
-    LATEST,
     DamagedCheckpoint,
     Manifest,
     UnreadableCheckpoint,
@@ -25,7 +23,8 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
-from parallel3d.files import open_regular, plain, read_bounded
+from parallel3d.files import plain
+from parallel3d.metrics.text import duration, si
 from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, TEMPORARY, typed_config
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")
@@ -99,23 +98,31 @@ def list_runs(runs_dir: Path, run: str | None) -> int:
     return 0
 
 
-def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
+def _rows(run_dir: Path) -> Iterator[dict[str, str]]:
     folders = list_checkpoints(run_dir)
-    losses = _losses(run_dir, {step_of(folder) for folder in folders})
-    newest = _pointer(run_dir)
+    losses = _losses(run_dir / "metrics.jsonl")
     for folder in folders:
-        row = {"run": run_dir.name, "step": str(step_of(folder))}
-        row |= _age_and_size(folder) | {"loss": losses.get(step_of(folder), "")}
+        step = step_of(folder)
+        row = _row(run_dir.name, folder) | {"step": str(step), "loss": losses.get(step, "")}
         try:
-            manifest = read_manifest(folder)
+            row["layout"] = layout(read_manifest(folder).config)
+            row["state"] = "whole, newest" if folder == folders[0] else "whole"
         except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
-            yield row | {"layout": "", "state": condition(problem)}
-            continue
-        row["layout"] = layout(manifest.config)
-        yield row | {"state": "whole, newest" if folder.name == newest else "whole"}
+            row["state"] = condition(problem)
+        yield row
     for folder in list_damaged(run_dir):
-        row = {"run": run_dir.name, "step": "", "layout": "", "loss": ""} | _age_and_size(folder)
-        yield row | {"state": f"damaged, set aside as {folder.name}"}
+        yield _row(run_dir.name, folder) | {"state": f"damaged, set aside as {folder.name}"}
+
+
+def _row(run: str, folder: Path) -> dict[str, str]:
+    """Returns a row with age and size, which are left out if the folder cannot be read."""
+    row = dict.fromkeys(HEADINGS, "") | {"run": run}
+    try:
+        row["size"] = f"{si(sum(path.stat().st_size for path in folder.iterdir()))}B"
+        row["age"] = duration(time.time() - folder.stat().st_mtime)
+    except OSError as error:
+        _log_unreadable(folder, error)
+    return row
 
 
 def read_with_config(folder: Path) -> tuple[Manifest, Config]:
@@ -152,81 +159,28 @@ def layout(config: Mapping[str, Any]) -> str:
     return " ".join(f"{k}={v}" for k, v in shown.items())
 
 
-def _losses(run_dir: Path, steps: set[int]) -> dict[int, str]:
-    """Returns the training losses of these steps in metrics.jsonl; of repeated steps the last."""
+def _losses(path: Path) -> dict[int, str]:
+    """Returns the training losses of the steps in metrics.jsonl; of repeated steps the last."""
     found: dict[int, str] = {}
     try:
-        with (
-            open_regular(run_dir / "metrics.jsonl") as descriptor,
-            open(descriptor, encoding="utf-8", errors="replace", closefd=False) as lines,
-        ):
-            for line in lines:
-                try:
-                    record = json.loads(line)
-                    if record["step"] in steps:
-                        found[record["step"]] = f"{record['loss']:.4f}"
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    continue  # a header, an evaluation, or an incomplete line of a killed run
-    except FileNotFoundError:
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+    except OSError as error:
+        _log_unreadable(path, error)
         return {}
-    except (OSError, ValueError) as error:
-        _log_unreadable(run_dir / "metrics.jsonl", error)
+    for line in lines:  # of which some are a header, an evaluation, or torn
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            record = json.loads(line)
+            found[record["step"]] = f"{record['loss']:.4f}"
     return found
 
 
-def _pointer(run_dir: Path) -> str:
-    try:
-        return read_bounded(run_dir / CHECKPOINTS / LATEST, 1000).decode().strip()
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError) as error:
-        _log_unreadable(run_dir / CHECKPOINTS / LATEST, error)
-        return ""
+def _log_unreadable(path: Path, error: OSError) -> None:
+    print(f"parallel3d: {path} cannot be read ({plain(reason(error))})", file=sys.stderr)
 
 
-def _log_unreadable(path: Path, error: Exception) -> None:
-    why = reason(error) if isinstance(error, OSError) else str(error)
-    print(f"parallel3d: {path} cannot be read ({plain(why)})", file=sys.stderr)
-
-
-def _age_and_size(folder: Path) -> dict[str, str]:
-    """Returns empty texts if the folder cannot be read."""
-    try:
-        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        return {"age": _age(folder.stat().st_mtime), "size": _size(size)}
-    except OSError as error:
-        _log_unreadable(folder, error)
-        return {"age": "", "size": ""}
-
-
-def _size(count: int) -> str:
-    """Formats bytes in powers of 1000: `3.1 MB`."""
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if value < 1000 or unit == "PB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _age(since: float) -> str:
-    seconds = max(0.0, datetime.now(UTC).timestamp() - since)
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / divisor:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
-
-
-def table(headings: Iterable[str], rows: list[dict[str, str]], right: Iterable[str] = ()) -> str:
+def table(headings: Sequence[str], rows: list[dict[str, str]], right: Sequence[str]) -> str:
     """Aligns rows under their headings; the columns `right` to the right."""
-    headings, right = list(headings), set(right)
-    rows = [{h: plain(row[h]) for h in headings} for row in rows]
-    rows = [dict(zip(headings, headings, strict=True)), *rows]
-    widths = {h: max(len(row[h]) for row in rows) for h in headings}
-    lines = [
-        "  ".join(
-            row[h].rjust(widths[h]) if h in right else row[h].ljust(widths[h]) for h in headings
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    cells = [list(headings), *([plain(row[h]) for h in headings] for row in rows)]
+    columns = zip(headings, zip(*cells, strict=True), strict=True)
+    formats = [f"{'>' if h in right else '<'}{max(map(len, column))}" for h, column in columns]
+    return "\n".join("  ".join(map(format, row, formats)).rstrip() for row in cells)
