@@ -56,7 +56,6 @@ from parallel3d.files import (
     plain,
     read_bounded,
     replace_durably,
-    write_durably,
 )
 from parallel3d.parameters.sharding import Chunk
 
@@ -142,7 +141,7 @@ def _has_locks(path: Path) -> bool:
     return True
 
 
-_LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}-", f".{CLAIM}.")
+_LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}", f".{CLAIM}.")
 
 
 def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
@@ -493,7 +492,7 @@ class Saver:
             return SaveResult(save.step, str(other), is_overtaken=True)
         except Exception as error:
             outcome = failed(save.step, self.rank, error)
-        left = remove_all([self._pointer(), self._unfinished(save)])  # none, if it succeeded
+        left = remove_all([self._unfinished(save)])  # not there, if it succeeded
         return dataclasses.replace(outcome, notes=(*outcome.notes, *left))
 
     def _complete(self, save: Save, parts: list[WrittenFile]) -> SaveResult:
@@ -535,8 +534,6 @@ class Saver:
         )
         flush_folder(unfinished)
         final = self.folder / step_folder(save.step)
-        # Before the rename, as the disk may be full.
-        write_durably(self._pointer(), f"{final.name}\n".encode())
         try:
             os.rename(unfinished, final)
         except OSError:
@@ -547,8 +544,7 @@ class Saver:
     def _clean_up(self, save: Save) -> list[str]:
         """Updates `latest` and removes old checkpoints; returns errors as sentences."""
         try:
-            os.replace(self._pointer(), self.folder / LATEST)
-            flush_folder(self.folder)
+            replace_durably(self.folder / LATEST, f"{step_folder(save.step)}\n".encode())
             gone = expired(list_checkpoints(self.run_dir), self.settings)
         except OSError as error:  # the older ones stay until the new one is certain
             done = f"{step_folder(save.step)} is written"
@@ -558,9 +554,6 @@ class Saver:
     def _unfinished(self, save: Save) -> Path:
         # With a number, so that leftovers of an earlier try are not in the way.
         return self.folder / f"{UNFINISHED}{save.step:08d}-{self.session}-{save.number}"
-
-    def _pointer(self) -> Path:
-        return self.folder / f".{LATEST}-{self.session}"
 
     def _key(self, save: Save, rank: int) -> str:
         return f"parallel3d/checkpoint/{self.session}/{save.number}/{rank}"

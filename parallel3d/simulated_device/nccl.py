@@ -304,15 +304,11 @@ class SimulatedNCCL(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.store, self.options, self.timeout = store, options or Options(), timeout
         self._rank, self._size, self.world = rank, size, world or self
-        # On the world's group: destroyed groups in order, futures of their destruction on all
-        # members, and their threads.
-        self.closed: list[str] = []
-        self.destroyed: list[tuple[str, Future[Sequence[Tensor]]]] = []
-        self.closing: list[WorkerThread] = []
+        self.ended: list[SimulatedNCCL] = []  # on the world's group: destroyed groups in order
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
         self.stream = SimulatedStream(self.index)
-        self._name, self.description = "", ""
+        self._name, self.description = "", "world"
         is_alone = this_machine().data == "meta"
         self.wire = None if is_alone else Wire(store, rank, size, timeout)
 
@@ -409,40 +405,37 @@ class SimulatedNCCL(dist.ProcessGroup):
         The destruction of the world waits for those of all groups, so that members that destroy two
         groups in different orders are reported.
         """
-        self.world.closed.append(self.description or "world")
         if self.wire is None:
             return
-        if self._size > 1:
-            self.world.destroyed.append((self.description or "world", self.wire.start("destroy")))
-        if self.world is self and self._size > 1:
-            self._await_destroyed("world")
-            self._check_destroy_order()
-            self._await_destroyed()
-        self.wire.queue.close()
-        self.world.closing.append(self.wire.queue)
+        self.world.ended.append(self)
+        self.destroyed = self.wire.start("destroy")  # on all members
         if self.world is self:
-            for queue in self.closing:
-                queue.join()
+            self._await_destroyed()
+            self._check_destroy_order()
+            for group in self.ended:
+                group._await_destroyed()
+        self.wire.queue.close()
+        if self.world is self:
+            for group in self.ended:
+                group.connected.queue.join()
 
-    def _await_destroyed(self, only: str | None = None) -> None:
-        for name, destroyed in self.destroyed:
-            if only in (None, name):
-                try:
-                    destroyed.result()
-                except Mismatch:
-                    raise
-                except RuntimeError as error:
-                    raise RuntimeError(
-                        f"rank {self._rank} destroys group {name}, and not all members do: NCCL "
-                        "waits for them"
-                    ) from error
+    def _await_destroyed(self) -> None:
+        try:
+            self.destroyed.result()
+        except Mismatch:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self._rank} destroys group {self.description}, and not all members do: "
+                "NCCL waits for them"
+            ) from error
 
     def abort(self) -> None:
         if self.wire is not None:
             self.wire.queue.close(cancels=True)
 
     def _check_destroy_order(self) -> None:
-        mine = ", ".join(self.closed)[:HEADER]
+        mine = ", ".join(group.description for group in self.ended)[:HEADER]
         for at, other in enumerate(self.connected.told(mine)):
             if other != mine and other.count(",") == mine.count(","):
                 raise Mismatch(

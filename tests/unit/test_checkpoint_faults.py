@@ -152,7 +152,7 @@ def test_a_save_has_succeeded_with_its_rename(
     targets = {
         "replace": "os.replace",
         "rmtree": "shutil.rmtree",
-        "flush": f"{module}.flush_folder",
+        "flush": "parallel3d.files.flush_folder",
         "listing": f"{module}.list_checkpoints",
         "unlink": "os.unlink",
     }
