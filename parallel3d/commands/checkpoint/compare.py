@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -48,8 +47,7 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
     return code
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Holds how far a tensor's values are apart; `relative` to its largest magnitude in either."""
 
     name: str
@@ -66,20 +64,33 @@ class Difference:
 def diff(runs_dir: Path, a: str, b: str) -> int:
     """Compares tensors and progress of two checkpoints. Returns 0 if they are equal, else 1."""
     folders = [listing.folder_of(runs_dir, a), listing.folder_of(runs_dir, b)]
-    print(f"a: {listing.title(folders[0])}\nb: {listing.title(folders[1])}")
-    same = True
+    titles = [listing.title(folder) for folder in folders]
+    print(f"a: {titles[0]}\nb: {titles[1]}")
+    unmatched: list[str] = []
     compared: list[Difference] = []
-    for kind in KINDS:
+    for kind in KINDS:  # one by one, so that two checkpoints need not fit into memory
         left, right = (_read(folder, kind) for folder in folders)
-        same &= _print_unmatched(left, right)
-        compared += [_difference(n, left[n], right[n]) for n in left if _alike(left, right, n)]
-    differing = [d for d in compared if d.elements]
-    same &= not differing
-    print(_summary(compared))
-    if differing:
-        print(_differences(differing))
-    with listing.damage_refused(f"{listing.title(folders[0])} or {listing.title(folders[1])}"):
+        for name in left | right:
+            if name not in right or name not in left:
+                unmatched.append(f"only in {'a' if name in left else 'b'}: {name}")
+            elif left[name].shape != right[name].shape:
+                shapes = f"{tuple(left[name].shape)} and {tuple(right[name].shape)}"
+                unmatched.append(f"of two shapes: {name}, {shapes}")
+            else:
+                compared.append(_difference(name, left[name], right[name]))
+    with listing.damage_refused(" or ".join(titles)):
         manifests = [read_manifest(folder) for folder in folders]
+    for line in unmatched[:SHOWN]:
+        print(plain(line))
+    _print_rest(unmatched)
+    for kind in KINDS:
+        if some := [d for d in compared if d.kind == kind]:
+            equal = sum(not d.elements for d in some)
+            print(f"{kind}: {len(some)} tensors in both, {equal} of them equal")
+    differing = [d for d in compared if d.elements]
+    if differing:
+        _print_table(differing)
+    same = not unmatched and not differing
     same &= _print_differences("progress", manifests[0].progress, manifests[1].progress)
     _print_differences("configuration", flat(manifests[0].config), flat(manifests[1].config))
     print("equal" if same else "different")
@@ -87,31 +98,8 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
 
 
 def _read(folder: Path, kind: str) -> dict[str, Tensor]:
-    """Reads one kind of tensors, so that two checkpoints need not fit into memory."""
     with listing.damage_refused(listing.title(folder)):
         return read_full(folder, (kind,))
-
-
-def _alike(left: dict[str, Tensor], right: dict[str, Tensor], name: str) -> bool:
-    return name in right and left[name].shape == right[name].shape
-
-
-def _print_unmatched(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Prints tensors that are in one alone, or of two shapes. Returns whether there are none."""
-    found = []
-    for name in sorted(left.keys() | right.keys()):
-        if name not in right:
-            found.append(f"only in a: {name}")
-        elif name not in left:
-            found.append(f"only in b: {name}")
-        elif left[name].shape != right[name].shape:
-            shapes = f"{tuple(left[name].shape)} and {tuple(right[name].shape)}"
-            found.append(f"of two shapes: {name}, {shapes}")
-    for line in found[:SHOWN]:
-        print(plain(line))
-    if len(found) > SHOWN:
-        print(f"… and {len(found) - SHOWN} more")
-    return not found
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
@@ -121,23 +109,12 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
     gap = (a - b).abs()[unequal]
     largest = float(gap.max()) if gap.numel() else 0.0
     scale = max(float(t.abs().max()) if t.numel() else 0.0 for t in (a, b))
-    return Difference(
-        name, largest, largest / scale if scale else 0.0, int(unequal.sum()), a.numel()
-    )
+    relative = largest / scale if scale else 0.0
+    return Difference(name, largest, relative, int(unequal.sum()), a.numel())
 
 
-def _summary(compared: list[Difference]) -> str:
-    lines = []
-    for kind in KINDS:
-        some = [d for d in compared if d.kind == kind]
-        if some:
-            equal = sum(not d.elements for d in some)
-            lines.append(f"{kind}: {len(some)} tensors in both, {equal} of them equal")
-    return "\n".join(lines)
-
-
-def _differences(differing: list[Difference]) -> str:
-    """Returns a table: parameters first, each kind by descending relative difference."""
+def _print_table(differing: list[Difference]) -> None:
+    """Prints parameters first, each kind by descending relative difference."""
     order = sorted(differing, key=lambda d: (KINDS.index(d.kind), -d.relative, d.name))
     rows = [
         {
@@ -149,14 +126,19 @@ def _differences(differing: list[Difference]) -> str:
         for d in order[:SHOWN]
     ]
     numbers = ("max abs", "max rel", "elements")
-    text = listing.table(("tensor", *numbers), rows, numbers)
-    more = f"\n… and {len(order) - SHOWN} more" if len(order) > SHOWN else ""
-    return f"{text}{more}\n(max rel: the largest difference over the tensor's largest magnitude)"
+    print(listing.table(("tensor", *numbers), rows, numbers))
+    _print_rest(order)
+    print("(max rel: the largest difference over the tensor's largest magnitude)")
+
+
+def _print_rest(found: Sequence[object]) -> None:
+    if len(found) > SHOWN:
+        print(f"… and {len(found) - SHOWN} more")
 
 
 def _print_differences(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Prints the keys that differ; returns whether there are none."""
     keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
     for key in keys:
         print(plain(f"{what}: {key} is {a.get(key)} in a, {b.get(key)} in b"))
-    sys.stdout.flush()
     return not keys

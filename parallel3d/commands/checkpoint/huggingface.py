@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
-from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.folder import (
+    DTYPES,
+    check_layers,
+    export_hf,
+    read_hf_config,
+    tensors_of,
+)
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     KINDS,
@@ -290,9 +296,17 @@ def export_run(
             raise UserError(f"{where} {unknown} ({error!r})") from None
         check_layers(model, len(stored_shapes(folder)), where)
         tokenizer = tokenizer_to_export(manifest, runs_dir / run)
+        shapes, wide = full_shapes_of(model), DTYPES[own]
+
+        def read(names: Iterable[str]) -> dict[str, Tensor]:
+            full = {name: torch.empty(shapes[name], dtype=wide) for name in names}
+            state = {f"{KINDS[weights]}/{n}": TensorChunks.whole(t) for n, t in full.items()}
+            read_state(folder, state)
+            return full
+
         files = export_hf(
             model,
-            _Reader(folder, model, own, KINDS[weights]),
+            read,
             to.absolute(),
             dtype=dtype or own,
             end_of_text=None if tokenizer is None else tokenizer.eot,
@@ -309,24 +323,6 @@ def export_run(
     run = f"the average of {run}'s weights" if weights == "ema" else run
     print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {about}")
     return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Reads parameters of a checkpoint, a few at a time, each verified."""
-
-    folder: Path
-    model: ModelConfig
-    dtype: str
-    kind: str
-
-    def __call__(self, names: Iterable[str]) -> dict[str, Tensor]:
-        shapes = full_shapes_of(self.model)
-        dtype = torch.float64 if self.dtype == "fp64" else torch.float32
-        full = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-        state = {f"{self.kind}/{name}": TensorChunks.whole(t) for name, t in full.items()}
-        read_state(self.folder, state)
-        return full
 
 
 def import_run(
