@@ -265,15 +265,31 @@ class Staging:
         self.slabs: list[Tensor] = []  # uint8, pinned for chunks on an accelerator
         self.stream: Any = None  # for copies that overlap with the training
 
-    def prepare(self, state: State) -> None:
-        """Allocates (at half a second a GB) before a save what `state` lacks."""
+    def prepare(self, state: State) -> list[tuple[str, Chunk, Tensor, Tensor]]:
+        """Allocates (at half a second a GB) what `state` lacks, for before a save.
+
+        Returns (name, chunk, its values, its place) of every chunk. They are packed into slabs, the
+        largest first.
+        """
         pinned = accelerator.is_accelerator(device_of(state))
-        _, sizes = _places([part.nbytes for _, _, part in _parts(state)])
-        for i, size in enumerate(sizes):
-            if i < len(self.slabs) and self.slabs[i].numel() >= size:
-                continue
-            slab = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            self.slabs[i : i + 1] = [slab if pinned else slab.zero_()]
+        used: list[int] = []  # bytes of each slab
+        places = []
+        for name, chunk, values in sorted(_parts(state), key=lambda part: -part[2].nbytes):
+            size = -(-values.nbytes // _ALIGNED) * _ALIGNED
+            slab = next((i for i, taken in enumerate(used) if taken + size <= SLAB), len(used))
+            if slab == len(used):
+                used.append(0)
+            places.append((name, chunk, values, slab, used[slab]))
+            used[slab] += size
+        for i, size in enumerate(used):
+            if i == len(self.slabs) or self.slabs[i].numel() < size:
+                new = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                self.slabs[i : i + 1] = [new if pinned else new.zero_()]
+        found = []
+        for name, chunk, values, slab, at in places:
+            memory = self.slabs[slab][at : at + values.nbytes]
+            found.append((name, chunk, values, memory.view(values.dtype).view(values.shape)))
+        return found
 
     def now(self, state: State) -> Any:
         """Returns an event behind the values of `state`; None on a CPU."""
@@ -290,14 +306,9 @@ class Staging:
         On an accelerator they are copied on a stream of their own, behind `ready` (of `now`), so
         not behind later work. The copy is complete at the return.
         """
-        self.prepare(state)
-        parts = list(_parts(state))
-        places, _ = _places([part.nbytes for _, _, part in parts])
         copied = {name: dataclasses.replace(tensor, chunks=[]) for name, tensor in state.items()}
         pairs = []
-        for (name, chunk, source), (slab, at) in zip(parts, places, strict=True):
-            memory = self.slabs[slab][at : at + source.nbytes]
-            target = memory.view(source.dtype).view(source.shape)
+        for name, chunk, source, target in self.prepare(state):
             copied[name].chunks.append((chunk, target))
             pairs.append((target, source))
         if ready is not None:
@@ -338,21 +349,6 @@ def _parts(state: State) -> Iterator[tuple[str, Chunk, Tensor]]:
                 part = values[first : first + rows]
                 start = (chunk.offsets[0] + first, *chunk.offsets[1:])
                 yield name, Chunk(start, tuple(part.shape)), part
-
-
-def _places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Packs parts, the largest first, into slabs: (slab, first byte) of each, bytes of slabs."""
-    places = [(0, 0)] * len(sizes)
-    used: list[int] = []
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        size = -(-sizes[i] // _ALIGNED) * _ALIGNED
-        fitting = (slab for slab, taken in enumerate(used) if taken + size <= SLAB)
-        slab = next(fitting, len(used))
-        if slab == len(used):
-            used.append(0)
-        places[i] = (slab, used[slab])
-        used[slab] += size
-    return places, used
 
 
 POLL_S = 0.02
