@@ -196,7 +196,7 @@ class SimulatedModule:
                     "invalid value of debug_mode, expected one of `default`, `warn`, `error`"
                 )
             debug_mode = modes.index(debug_mode)
-        self.machine.set_sync_debug_mode(debug_mode)
+        self.machine.sync_debug_mode = debug_mode
 
     def get_sync_debug_mode(self) -> int:
         return self.machine.sync_debug_mode

@@ -309,16 +309,8 @@ def place() -> tuple[str, int]:
     return file, line
 
 
-def caller() -> str:
-    return str(_Stack(_program_frames(sys._getframe(1))))
-
-
 DEVICES = 8
 ROUNDING = 512  # bytes: blocks of the allocator are multiples
-PROTOTYPE = (
-    "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
-    "operations"
-)
 SYNCHRONIZING = "called a synchronizing CUDA operation"
 FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
 
@@ -356,7 +348,6 @@ class SimulatedMachine:
     touched: set[int] = field(default_factory=set)
     host_waits: int = 0
     sync_debug_mode: int = 0
-    has_warned_of_prototype: bool = False
     usage: list[Usage] = field(default_factory=lambda: [Usage() for _ in range(DEVICES)])
     special: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     libraries: list[Any] = field(default_factory=list)
@@ -423,18 +414,6 @@ class SimulatedMachine:
 
     # --- the host ------------------------------------------------------------------------------
 
-    def set_sync_debug_mode(self, mode: int) -> None:
-        """Sets the mode; the first call in a process warns, as PyTorch's does."""
-        self.sync_debug_mode = mode
-        if not self.has_warned_of_prototype:
-            self.has_warned_of_prototype = True
-            self._warn(PROTOTYPE)
-
-    def _warn(self, sentence: str) -> None:
-        """Warns at the program's line, as C++ does."""
-        file, line = place()
-        warnings.warn_explicit(sentence, UserWarning, file, line)
-
     def wait_for_stream(self, stream: int, why: str, is_detected: bool = True) -> None:
         """Makes the host wait for all work of `stream`.
 
@@ -444,7 +423,8 @@ class SimulatedMachine:
                 collectives, nor those inside the driver.
         """
         if is_detected and self.sync_debug_mode == 1:
-            self._warn(SYNCHRONIZING)
+            # At the program's line, as C++ warns.
+            warnings.warn_explicit(SYNCHRONIZING, UserWarning, *place())
         elif is_detected and self.sync_debug_mode == 2:
             raise RuntimeError(SYNCHRONIZING)
         with self.lock:

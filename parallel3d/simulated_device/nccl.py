@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.simulated_device.device import TYPE, SimulatedStream, this_machine
-from parallel3d.simulated_device.machine import Kernel, extent
-from parallel3d.simulated_device.tensor import SimulatedTensor, poison
+from parallel3d.simulated_device.machine import extent
+from parallel3d.simulated_device.tensor import SimulatedTensor, launch, poison
 
 JOIN_S = 10.0
 HEADER = 400  # bytes: the words that go before an operation's data
@@ -488,12 +488,9 @@ class SimulatedNCCL(dist.ProcessGroup):
         machine = this_machine()
         current = SimulatedStream(self.index, number=machine.stream_of(self.index))
         self.stream.wait_stream(current)
-        reads, writes = (
-            [machine.use(t.data_, t.device_index) for t in tensors] for tensors in (inputs, outputs)
-        )
         for observer in machine.observers:
             observer.collective(name, self, (inputs or outputs)[0].data_)
-        machine.launch(Kernel(name, self.stream.number, reads, writes))
+        launch(name, inputs, outputs, stream=self.stream.number)
         for t in outputs:
             poison(t.data_)
 

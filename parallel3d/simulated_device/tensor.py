@@ -235,15 +235,19 @@ def launch(
     *,
     host_reads: Iterable[Tensor] = (),
     host_writes: Iterable[Tensor] = (),
+    stream: int | None = None,
 ) -> None:
-    """Reports a kernel that is no operator of PyTorch's; tensors are simulated ones, but for
-    pinned memory that it reads or writes."""
+    """Reports a kernel that is no operator of PyTorch's, by default on the current stream.
+
+    Tensors are simulated ones, but for pinned memory that it reads or writes.
+    """
     machine = this_machine()
     read, written = [simulated(t) for t in inputs], [simulated(t) for t in outputs]
     reads, writes = (
         [machine.use(t.data_, t.device_index) for t in tensors] for tensors in (read, written)
     )
-    stream = machine.stream_of((read or written)[0].device_index)
+    if stream is None:
+        stream = machine.stream_of((read or written)[0].device_index)
     pinned = [[machine.pinned(t) for t in tensors] for tensors in (host_reads, host_writes)]
     machine.launch(Kernel(name, stream, reads, writes, call), *pinned)
 
@@ -469,9 +473,9 @@ def facts_of(operator: Any) -> OverloadFacts:
 
 
 def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> int:
-    if not (facts.name.startswith("_foreach_") or facts.name.startswith("_fused_adam")):
+    if not facts.name.startswith(("_foreach_", "_fused_adam")):
         return 1
-    lists = [t for t in tensors if len(t) > 1 or t]
+    lists = [t for t in tensors if t]
     if not lists:
         return 1
     count = max(len(t) for t in lists)
@@ -488,26 +492,14 @@ def _bytes(t: Tensor) -> int:
 
 def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
     """Returns the bytes of arguments that are touched in part: rows of lookups and additions."""
-    rule = _TOUCHED.get(facts.name)
-    return {} if rule is None else rule(arguments, out)
+    if table := _LOOKUPS.get(facts.name):
+        return {table: _bytes(out)}
+    if rows := _ADDITIONS.get(facts.name):
+        table = arguments["self"]
+        return {"self": min(_bytes(table), arguments[rows].numel() * table.itemsize)}
+    return {}
 
 
-def _lookup(table: str) -> Callable[[dict[str, Any], Any], dict[str, int]]:
-    return lambda arguments, out: {table: _bytes(out)}
-
-
-def _rows_added(source: str) -> Callable[[dict[str, Any], Any], dict[str, int]]:
-    def rule(arguments: dict[str, Any], out: Any) -> dict[str, int]:
-        table, rows = arguments["self"], arguments[source]
-        return {"self": min(_bytes(table), rows.numel() * table.itemsize)}
-
-    return rule
-
-
-_TOUCHED: dict[str, Callable[[dict[str, Any], Any], dict[str, int]]] = {
-    "embedding": _lookup("weight"),
-    "index_select": _lookup("self"),
-    "gather": _lookup("self"),
-    "index_add_": _rows_added("source"),
-    "scatter_add_": _rows_added("src"),
-}
+# Operator → the argument that holds the table; the rows that are added to a table.
+_LOOKUPS = {"embedding": "weight", "index_select": "self", "gather": "self"}
+_ADDITIONS = {"index_add_": "source", "scatter_add_": "src"}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel3d.models import ops
 from parallel3d.simulated_device.device import this_machine
-from parallel3d.simulated_device.machine import Observer, caller
+from parallel3d.simulated_device.machine import Observer, place
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case, Problem
@@ -37,7 +37,7 @@ class Waits(Observer):
         self.found: list[str] = []
 
     def host_wait(self, why: str) -> None:
-        self.found.append(f"{why} at {caller()}")
+        self.found.append(f"{why} at {place()}")
 
 
 @contextmanager

@@ -134,7 +134,6 @@ def the_host_waits_where_it_reads() -> None:
 
 
 def pytorch_warns_of_the_waits_that_it_sees() -> None:
-    """The first one is of the mode itself, once in a process."""
     x = torch.ones(3, device=here())
     pageable = torch.zeros(3)
 
@@ -145,10 +144,7 @@ def pytorch_warns_of_the_waits_that_it_sees() -> None:
         assert {w.filename for w in caught} <= {__file__}
         return [str(w.message) for w in caught]
 
-    module().machine.is_prototype_told = False
-    (told,) = warned(lambda: module().set_sync_debug_mode("warn"))
-    assert "prototype feature and does not yet detect all synchronizing operations" in told
-    assert warned(lambda: module().set_sync_debug_mode("warn")) == []
+    module().set_sync_debug_mode("warn")
     seen = (x.tolist, x.sum().item, x.cpu, x.nonzero, module().current_stream().synchronize)
     for action in (*seen, lambda: pageable.to(here())):
         assert warned(action) == ["called a synchronizing CUDA operation"]
