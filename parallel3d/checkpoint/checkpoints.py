@@ -37,7 +37,6 @@ from parallel3d.checkpoint.saver import (
     Lease,
     Save,
     Saver,
-    SaveResult,
     describe_newest,
     remove_leftovers,
     set_aside,
@@ -197,9 +196,6 @@ def facts_of(corpus: Corpus | Blend) -> DataFacts:
 # Restoring and saving
 
 
-_RUNNING, _WRITTEN, _NOT_WRITTEN, _BUG, _OVERTAKEN = range(5)
-
-
 class CheckpointFailure(RuntimeError):
     """Is raised, on all ranks alike, when a save failed by a bug."""
 
@@ -348,31 +344,33 @@ class Checkpoints:
         if self.step_in_flight is None:
             return True
         assert self.saver is not None  # `save` has started it
-        outcome = self.saver.join() if wait else self.saver.outcome
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if wait:
+            self.saver.join()
+        ended = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.is_first_rank:
-            total += _code(outcome)
-        collectives.all_reduce(total, self.groups.world)
+            ended += self.saver.outcome is not None
+        collectives.all_reduce(ended, self.groups.world)
         with blocking(self.groups.world):
-            code = int(total)
-        if code == _RUNNING:
-            return True
-        self.last_failed = code != _WRITTEN
-        outcome = self.saver.join()
+            if not int(ended):
+                return True
+        mine = self.saver.join()
+        problem, is_bug, is_overtaken = self._from_first_rank(
+            lambda: [mine.problem, mine.is_bug, mine.is_overtaken]
+        )
         step, self.step_in_flight = self.step_in_flight, None
+        self.last_failed = problem is not None
         if self.is_first_rank:
-            self._log_once(outcome.notes)
-        if code == _WRITTEN:
+            self._log_once(mine.notes)
+        if problem is None:
             return True
         self.saved_step = -1  # the same step may be saved again
-        if code in (_BUG, _OVERTAKEN):
-            problem = self._from_first_rank(lambda: outcome.problem)
-            if code == _OVERTAKEN:
-                raise TrainingFailure(f"{step_folder(step)} was not written: {problem}")
+        if is_overtaken:
+            raise TrainingFailure(f"{step_folder(step)} was not written: {problem}")
+        if is_bug:
             raise CheckpointFailure(f"the checkpoint of step {step} could not be made: {problem}")
         if self.is_first_rank:
             stays = describe_newest(self.run_dir)
-            self.say(f"{step_folder(step)} could not be written: {outcome.problem}; {stays}")
+            self.say(f"{step_folder(step)} could not be written: {problem}; {stays}")
         return False
 
     def _load(self, trainer: Trainer, folder: Path) -> Manifest | None:
@@ -453,13 +451,3 @@ class Checkpoints:
 
     def _from_all_ranks(self, value: Any) -> list[Any]:
         return all_gather_json(value, self.groups.world.handle, self.device)
-
-
-def _code(outcome: SaveResult | None) -> int:
-    if outcome is None:
-        return _RUNNING
-    if outcome.problem is None:
-        return _WRITTEN
-    if outcome.is_overtaken:
-        return _OVERTAKEN
-    return _BUG if outcome.is_bug else _NOT_WRITTEN
