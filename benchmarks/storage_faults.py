@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.storage_cases import NEW, NEXT, OLD, SCENARIOS, Digests, Run, digests
+from benchmarks.storage_cases import NEW, NEXT, OLD, SCENARIOS, Run, digests
 from parallel3d.checkpoint import checkpoints
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
 from parallel3d.checkpoint.storage import verify_checkpoint
@@ -98,27 +98,15 @@ def looked_at(run: Run, run_dir: Path, name: str, result: object) -> Iterator[st
             yield f"{new} was saved and is not there"
         else:
             verify_checkpoint(run_dir / CHECKPOINTS / new)
-        whole.pop(new, None)
         if new == step_folder(NEXT):
             whole.pop(step_folder(OLD))
     for step, files in whole.items():
-        if there.get(step) != files and not _replaced(run_dir, name, step, there):
+        if there.get(step) != files:
             yield f"{step} was whole before"
     if name.startswith("go on") and isinstance(result, int):
         newest = OLD if name.endswith("damaged") else NEW
         if result != newest + 1 or run.digest() != run.values[newest]:
             yield f"began at step {result}"
-
-
-def _replaced(run_dir: Path, name: str, step: str, there: Digests) -> bool:
-    """Of two saves of a step either may be there: which it is, an answer that is lost hides."""
-    if "same" not in name or step != step_folder(NEW):
-        return False
-    if step in there:
-        verify_checkpoint(run_dir / CHECKPOINTS / step)
-        return True
-    # Neither, but for the next start, which brings the old one back.
-    return any((run_dir / CHECKPOINTS).glob(f".replaced-{step}-*"))
 
 
 def gone_on(run: Run, run_dir: Path, name: str) -> Iterator[str]:
