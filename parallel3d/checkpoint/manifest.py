@@ -38,9 +38,8 @@ KINDS = {"model": "parameter", "ema": "ema"}
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _LARGEST_MANIFEST = 16 << 20  # bytes: of a hundred thousand ranks
-# Numbers that `Trainer.restore` needs.
-_COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
-_SCALE = "loss_scale"
+# Numbers that `Trainer.restore` needs, beside the loss scale.
+COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
 
 
 class DamagedCheckpoint(Exception):
@@ -206,32 +205,29 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     if version != VERSION:
         raise ValueError(f"version {version}, this parallel3d reads {VERSION}")
     files = tuple(FileDigest(**file) for file in content.pop("files"))
-    for file in files:
-        if not re.fullmatch(r"rank-\d+\.safetensors", file.name):
-            raise ValueError(f"{file.name!r} is no file of a checkpoint")
-        if not _is_count(file.size) or not isinstance(file.header, str):
-            raise ValueError(f"{file.name} has no size or no digest")
-    lines = tuple(content.pop("lines", ()))
-    if not all(isinstance(line, str) for line in lines):
-        raise ValueError("lines are no text")
-    manifest = Manifest(**content, files=files, lines=lines)
+    manifest = Manifest(**content | {"files": files, "lines": tuple(content.get("lines", ()))})
     progress, config, data = manifest.progress, manifest.config, manifest.data
-    for name in _COUNTS:
-        if not _is_count(progress[name]):
-            raise ValueError(f"progress has {name}={progress[name]!r}")
-    if not (_is_number(progress[_SCALE]) and progress["steps"] == manifest.step):
-        raise ValueError(f"progress has {_SCALE}={progress[_SCALE]!r}, steps={progress['steps']}")
-    for name in ("model", "data", "optim", "precision"):
-        if not isinstance(config.get(name, {}), dict):
-            raise ValueError(f"config.{name} is {config[name]!r}")
-    if data and not (isinstance(data["fingerprint"], str) and _is_count(data["train_tokens"])):
-        raise ValueError("data has no fingerprint or no count of tokens")
-    for name in ("tokenizer", "blend", "files"):
-        if not isinstance(data.get(name, ""), str):
-            raise ValueError(f"data has {name}={data.get(name)!r}")
-    if not all(_is_stage(stage) for stage in data.get("blend", "").split()):
-        raise ValueError("data has no stages of a blend")
+    sections, words = ("model", "data", "optim", "precision"), ("tokenizer", "blend", "files")
+    fits = {
+        **{file.name: _is_file(file) for file in files},
+        "lines": all(isinstance(line, str) for line in manifest.lines),
+        **{f"progress.{name}": _is_count(progress[name]) for name in COUNTS},
+        "progress.loss_scale": _is_number(progress["loss_scale"]),
+        "step": progress["steps"] == manifest.step,
+        **{f"config.{name}": isinstance(config.get(name, {}), dict) for name in sections},
+        "data": not data
+        or (isinstance(data["fingerprint"], str) and _is_count(data["train_tokens"])),
+        **{f"data.{name}": isinstance(data.get(name, ""), str) for name in words},
+        "data.blend": all(map(_is_stage, data.get("blend", "").split())),
+    }
+    if wrong := [name for name, is_right in fits.items() if not is_right]:
+        raise ValueError(f"{wrong[0]!r} makes no sense")
     return manifest
+
+
+def _is_file(file: FileDigest) -> bool:
+    is_name = re.fullmatch(r"rank-\d+\.safetensors", file.name) is not None
+    return is_name and _is_count(file.size) and isinstance(file.header, str)
 
 
 def _is_stage(stage: str) -> bool:

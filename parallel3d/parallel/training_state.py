@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from parallel3d.checkpoint.checkpoints import read_together
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
+    COUNTS,
     FileDigest,
     Manifest,
     list_checkpoints,
@@ -340,10 +341,10 @@ def _finish(
     unfinished: Path, final: Path, step: int, script: dict[str, Any], files: tuple[FileDigest, ...]
 ) -> None:
     """Writes the manifest and gives the folder its name."""
-    counts = {"consumed_samples": 0, "good_steps": 0, "overflows": 0, "loss_scale": 1.0}
+    own = {"steps": step, "updates": step, "loss_scale": 1.0}
     manifest = Manifest(
         step=step,
-        progress={"steps": step, "updates": step, **counts},
+        progress={**dict.fromkeys(COUNTS, 0), **own},
         config={"script": script},
         data={},
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
+    COUNTS,
     KINDS,
     Manifest,
     list_checkpoints,
@@ -230,9 +231,8 @@ def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tenso
 
     Raises UserError if it cannot be written.
     """
-    counts = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
-    progress: dict[str, int | float | bool] = dict.fromkeys(counts, 0)
-    progress["loss_scale"] = LossScale(config.precision).scale
+    scale = LossScale(config.precision).scale
+    progress: dict[str, int | float | bool] = {**dict.fromkeys(COUNTS, 0), "loss_scale": scale}
     facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions(), ())
     saver = Saver(run_dir, config.checkpoint, 0, 1, "import", config.launch.timeout_s)
     elements = parameter_count(config.model)
