@@ -46,7 +46,7 @@ def what_was_made(layout: Layout, launch: LaunchConfig) -> tuple[dict[str, Any],
             found[group.name] = (options.is_high_priority_stream, options.config.max_ctas)
     world = dist.group.WORLD._get_backend(here())
     groups.close()
-    return found, list(world.closed)
+    return found, [group.description for group in world.ended]
 
 
 def test_options_reach_their_kind_and_groups_close_as_they_were_made(
