@@ -27,7 +27,7 @@ def mesh() -> list[str]:
     assert dist.get_process_group_ranks(alone) == [groups.rank]
     world = dist.group.WORLD._get_backend(here())
     groups.close()
-    return list(world.closed)
+    return [group.description for group in world.ended]
 
 
 def test_the_mesh_splits_one_communicator_more(simulated: SimulatedPool) -> None:
