@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import warnings
 from collections.abc import Iterable, Mapping
@@ -159,11 +158,8 @@ MEMINFO = Path("/proc/meminfo")
 def why_not(model: ModelConfig) -> str | None:
     """Returns why an import cannot be verified on this machine; None if it can."""
     try:
-        # A package that is found but not installed is a folder of that name.
-        found = importlib.util.find_spec(TRANSFORMERS) and version(TRANSFORMERS)
-    except (PackageNotFoundError, ValueError):
-        found = None
-    if not found:
+        found = version(TRANSFORMERS)
+    except PackageNotFoundError:
         return "transformers is not installed (pip install transformers)"
     major = found.partition(".")[0]
     if major.isdigit() and int(major) < OLDEST:
@@ -210,10 +206,8 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Returns (b, s, vocab_size) of transformers' model. Raises UserError if it has none."""
     import transformers
 
-    logging = transformers.utils.logging
-    verbosity, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -235,10 +229,6 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
             f"from={folder}: transformers {version(TRANSFORMERS)} does not load or run it "
             f"({plain(' '.join(text.split()))}); prove=false imports it unproven"
         ) from None
-    finally:
-        logging.set_verbosity(verbosity)
-        if shows:
-            logging.enable_progress_bar()
 
 
 def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
