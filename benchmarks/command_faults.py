@@ -36,7 +36,7 @@ from benchmarks.command_cases import RUN
 from benchmarks.command_checks import given_again, lost, said_well, silent, tree, whole_ones
 from benchmarks.command_world import World
 from benchmarks.storage_faults import ERRORS, LASTING
-from parallel3d.checkpoint import checkpoints
+from parallel3d.checkpoint import manifest
 from tests.tools.failing_files import BLOCK, LOST, SHORT, SLOW, Fault, Point
 
 # A command that meets a call which never returns ends after launch.timeout_s in its start, after
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--block-jobs", type=int, default=8, help="of those that block, which wait")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    checkpoints.PAUSES_S = (0.001,) * len(checkpoints.PAUSES_S)
+    manifest.PAUSES_S = (0.001,) * len(manifest.PAUSES_S)
     found = {}
     if args.cuts:
         power_cuts.alone_with_mounts()

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.storage_cases import NEW, NEXT, OLD, SCENARIOS, Run, digests
-from parallel3d.checkpoint import checkpoints
+from parallel3d.checkpoint import manifest
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
 from parallel3d.checkpoint.storage import verify_checkpoint
 from parallel3d.errors import TrainingFailure, UserError
@@ -158,11 +158,11 @@ def all_pairs(run: Run) -> list[tuple[str, Fault, Point]]:
 
 @contextlib.contextmanager
 def without_pauses() -> Iterator[None]:
-    before, checkpoints.PAUSES_S = checkpoints.PAUSES_S, (0.001,) * len(checkpoints.PAUSES_S)
+    before, manifest.PAUSES_S = manifest.PAUSES_S, (0.001,) * len(manifest.PAUSES_S)
     try:
         yield
     finally:
-        checkpoints.PAUSES_S = before
+        manifest.PAUSES_S = before
 
 
 def campaign(folder: Path, count: int, seed: int, say: Callable[[str], None]) -> dict:

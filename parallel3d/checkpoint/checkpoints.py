@@ -1,33 +1,28 @@
 """Restores and saves a run's checkpoints for the training loop.
 
-Only checkpoints that are provably damaged may be set aside. What the system does not let a rank
-read (a failing file system, a node without the mount, stale folder entries) proves nothing: reads
-are retried for some seconds, then all ranks end alike and change nothing.
+Only checkpoints that are provably damaged may be set aside (`manifest.read_together`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import socket
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
-    DamagedCheckpoint,
     DataFacts,
-    IncompleteCheckpoint,
     Manifest,
-    UnreadableCheckpoint,
+    Share,
     list_checkpoints,
     list_damaged,
     read_manifest,
+    read_together,
     reason,
     step_folder,
     step_of,
@@ -58,52 +53,6 @@ from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
 from parallel3d.optim import EMA
 from parallel3d.trainer import Trainer
-
-PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # before each further try
-_WHOLE, _DAMAGED, _INCOMPLETE, _UNREADABLE = range(4)
-
-T = TypeVar("T")
-Share = Callable[[Any], list[Any]]  # gathers a value from all ranks; collective
-
-
-def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
-    """Calls `read` on every rank, with retries where it could not read; collective.
-
-    Returns this rank's result and None; or, on all ranks, why the checkpoint is damaged. Raises
-    TrainingFailure on all ranks if one of them cannot read, or does not find what others do.
-    """
-    result, kind, why = None, _UNREADABLE, ""
-    answers: list[tuple[int, str, str]] = []
-    for pause in (0.0, *PAUSES_S):
-        time.sleep(pause)
-        if kind in (_INCOMPLETE, _UNREADABLE):
-            result, kind, why = _tried(read)
-        answers = share((kind, why, socket.gethostname()))
-        kinds = {answer[0] for answer in answers}
-        if _UNREADABLE not in kinds and (_INCOMPLETE not in kinds or _DAMAGED in kinds):
-            break
-    wrong = [answer[1] for answer in answers if answer[0] in (_DAMAGED, _INCOMPLETE)]
-    if _UNREADABLE in kinds or (_INCOMPLETE in kinds and _WHOLE in kinds and _DAMAGED not in kinds):
-        worst = _UNREADABLE if _UNREADABLE in kinds else _INCOMPLETE
-        rank = next(r for r, answer in enumerate(answers) if answer[0] == worst)
-        _, why, host = answers[rank]
-        raise TrainingFailure(
-            f"on rank {rank}, host {host}: {why}, after {len(PAUSES_S) + 1} tries in "
-            f"{sum(PAUSES_S):g} s; no checkpoint was touched: when the file system is well again, "
-            "the same line resumes"
-        )
-    return (None, wrong[0]) if wrong else (result, None)
-
-
-def _tried(read: Callable[[], T]) -> tuple[T | None, int, str]:
-    try:
-        return read(), _WHOLE, ""
-    except IncompleteCheckpoint as error:
-        return None, _INCOMPLETE, str(error)
-    except DamagedCheckpoint as error:
-        return None, _DAMAGED, str(error)
-    except UnreadableCheckpoint as error:
-        return None, _UNREADABLE, str(error)
 
 
 def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:

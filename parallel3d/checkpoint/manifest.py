@@ -17,12 +17,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
+from parallel3d.errors import TrainingFailure
 from parallel3d.files import parse_json, plain, read_bounded, write_durably
 
 CHECKPOINTS = "checkpoints"
@@ -241,3 +244,55 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+# Reading on all ranks
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # before each further try
+_WHOLE, _DAMAGED, _INCOMPLETE, _UNREADABLE = range(4)
+
+T = TypeVar("T")
+Share = Callable[[Any], list[Any]]  # gathers a value from all ranks; collective
+
+
+def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
+    """Calls `read` on every rank, with retries where it could not read; collective.
+
+    What the system does not let a rank read (a failing file system, a node without the mount, stale
+    folder entries) proves no damage: then all ranks end alike and change nothing.
+
+    Returns this rank's result and None; or, on all ranks, why the checkpoint is damaged. Raises
+    TrainingFailure on all ranks if one of them cannot read, or does not find what others do.
+    """
+    result, kind, why = None, _UNREADABLE, ""
+    answers: list[tuple[int, str, str]] = []
+    for pause in (0.0, *PAUSES_S):
+        time.sleep(pause)
+        if kind in (_INCOMPLETE, _UNREADABLE):
+            result, kind, why = _tried(read)
+        answers = share((kind, why, socket.gethostname()))
+        kinds = {answer[0] for answer in answers}
+        if _UNREADABLE not in kinds and (_INCOMPLETE not in kinds or _DAMAGED in kinds):
+            break
+    wrong = [answer[1] for answer in answers if answer[0] in (_DAMAGED, _INCOMPLETE)]
+    if _UNREADABLE in kinds or (_INCOMPLETE in kinds and _WHOLE in kinds and _DAMAGED not in kinds):
+        worst = _UNREADABLE if _UNREADABLE in kinds else _INCOMPLETE
+        rank = next(r for r, answer in enumerate(answers) if answer[0] == worst)
+        _, why, host = answers[rank]
+        raise TrainingFailure(
+            f"on rank {rank}, host {host}: {why}, after {len(PAUSES_S) + 1} tries in "
+            f"{sum(PAUSES_S):g} s; no checkpoint was touched: when the file system is well again, "
+            "the same line resumes"
+        )
+    return (None, wrong[0]) if wrong else (result, None)
+
+
+def _tried(read: Callable[[], T]) -> tuple[T | None, int, str]:
+    try:
+        return read(), _WHOLE, ""
+    except IncompleteCheckpoint as error:
+        return None, _INCOMPLETE, str(error)
+    except DamagedCheckpoint as error:
+        return None, _DAMAGED, str(error)
+    except UnreadableCheckpoint as error:
+        return None, _UNREADABLE, str(error)

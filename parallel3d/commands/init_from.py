@@ -17,6 +17,7 @@ from parallel3d.checkpoint.manifest import (
     UnreadableCheckpoint,
     list_checkpoints,
     read_manifest,
+    read_together,
     step_of,
 )
 from parallel3d.commands.checkpoint.listing import (
@@ -258,7 +259,6 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Sou
     Raises UserError on all ranks alike if the source is damaged or gone, TrainingFailure if a rank
     cannot read it.
     """
-    from parallel3d.checkpoint.checkpoints import read_together
     from parallel3d.checkpoint.storage import chunks_by_name, read_state
     from parallel3d.comm.exchange import all_gather_json
     from parallel3d.optim import EMA

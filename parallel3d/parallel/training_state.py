@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.checkpoints import read_together
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     COUNTS,
     FileDigest,
     Manifest,
     list_checkpoints,
+    read_together,
     step_folder,
     step_of,
     write_manifest,

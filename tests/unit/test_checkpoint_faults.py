@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from parallel3d.checkpoint import checkpoints, saver
-from parallel3d.checkpoint.checkpoints import names_of_all, read_together
+from parallel3d.checkpoint import manifest, saver
+from parallel3d.checkpoint.checkpoints import names_of_all
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     IncompleteCheckpoint,
     UnreadableCheckpoint,
     list_checkpoints,
     read_manifest,
+    read_together,
     step_folder,
 )
 from parallel3d.checkpoint.saver import (
@@ -60,7 +61,7 @@ def refuse(number: int) -> Callable[..., None]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, which are not waited for."""
     waited: list[float] = []
-    monkeypatch.setattr(checkpoints.time, "sleep", waited.append)
+    monkeypatch.setattr(manifest.time, "sleep", waited.append)
     return waited
 
 
@@ -88,7 +89,7 @@ def test_what_cannot_be_read_is_no_damage(
     sentence = str(ended.value)
     assert os.strerror(number) in sentence and "on rank 0, host " in sentence
     assert "step-00000003" in sentence and "\n" not in sentence
-    assert pauses == [0.0, *checkpoints.PAUSES_S]
+    assert pauses == [0.0, *manifest.PAUSES_S]
     assert read_together(lambda: load(folder), alone) == (None, None)
 
 
@@ -101,7 +102,7 @@ def test_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
         return "read"
 
     assert read_together(read, alone) == ("read", None)
-    assert pauses == [0.0, *checkpoints.PAUSES_S[:2]]
+    assert pauses == [0.0, *manifest.PAUSES_S[:2]]
 
 
 def test_ranks_that_see_different_files_prove_nothing(tmp_path: Path, pauses: list[float]) -> None:
