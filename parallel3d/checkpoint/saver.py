@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import functools
 import json
 import os
 import shutil
@@ -409,10 +408,14 @@ class Saver:
             return
         self.copied.clear()
         ready = self.staging.now(save.state)
+
+        def work() -> None:
+            # A new thread is on device 0, where a call would create a context of this process.
+            accelerator.make_current(device_of(save.state))
+            self._work(save, lambda state: self.staging.copy(state, ready) if copies else state)
+
         name = f"checkpoint of step {save.step}"
-        self.thread = threading.Thread(
-            target=self._in_background, args=(save, ready, copies), name=name, daemon=True
-        )
+        self.thread = threading.Thread(target=work, name=name, daemon=True)
         self.thread.start()
 
     def write(self, save: Save, parts: Iterable[State]) -> SaveResult:
@@ -420,18 +423,13 @@ class Saver:
 
         Memory holds one of them. What `parts` raises, but for OSError, is raised here.
         """
-        unfinished, written = self._unfinished(save), []
         try:
-            for folder in (self.folder, unfinished):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            for number, state in enumerate(parts):
-                file = write_state(unfinished / f"rank-{number:05d}.safetensors", state)
-                written.append(WrittenFile(file, count_elements(state), SaveResult(save.step)))
+            written = [self._write(save, number, state) for number, state in enumerate(parts)]
             return self._complete(save, written)
         except OSError as error:
             return failed(save.step, self.rank, error)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)  # gone if it is complete
+            shutil.rmtree(self._unfinished(save), ignore_errors=True)  # gone if it is complete
 
     def join(self) -> SaveResult:
         if self.thread is not None:
@@ -441,13 +439,7 @@ class Saver:
             raise RuntimeError("no save was started")
         return self.outcome
 
-    def _in_background(self, save: Save, ready: Any, copies: bool) -> None:
-        # A new thread is on device 0, where a call would create a context of this process.
-        accelerator.make_current(device_of(save.state))
-        copy = functools.partial(self.staging.copy, ready=ready) if copies else None
-        self._work(save, copy)
-
-    def _work(self, save: Save, copy: Callable[[State], State] | None = None) -> None:
+    def _work(self, save: Save, copy: Callable[[State], State] = lambda state: state) -> None:
         part = self._part(save, copy)
         outcome = part.outcome
         try:
@@ -459,22 +451,24 @@ class Saver:
             outcome = failed(save.step, self.rank, error)
         self.outcome = outcome
 
-    def _part(self, save: Save, copy: Callable[[State], State] | None) -> WrittenFile:
-        """Writes this rank's file, from a copy of the values or from the values."""
-        unfinished = self._unfinished(save)
+    def _part(self, save: Save, copy: Callable[[State], State]) -> WrittenFile:
+        """Writes this rank's file of what `copy` makes of the values."""
         try:
-            state = copy(save.state) if copy is not None else save.state
+            state = copy(save.state)
             self.copied.set()
-            for folder in (self.folder, unfinished):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            written = None
-            if state:
-                written = write_state(unfinished / f"rank-{self.rank:05d}.safetensors", state)
+            return self._write(save, self.rank, state)
         except Exception as error:
             return WrittenFile(None, 0, failed(save.step, self.rank, error))
         finally:
             self.copied.set()
-        return WrittenFile(written, count_elements(save.state), SaveResult(save.step))
+
+    def _write(self, save: Save, number: int, state: State) -> WrittenFile:
+        unfinished = self._unfinished(save)
+        for folder in (self.folder, unfinished):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        path = unfinished / f"rank-{number:05d}.safetensors"
+        file = write_state(path, state) if state else None
+        return WrittenFile(file, count_elements(state), SaveResult(save.step))
 
     def _finish(self, save: Save, mine: WrittenFile) -> SaveResult:
         """Completes the checkpoint on rank 0 when all parts are there, or removes them."""
