@@ -13,12 +13,12 @@ from parallel3d.checkpoint.manifest import KINDS
 from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError, nearest, nearest_hint
+from parallel3d.errors import UserError, nearest_hint
 
 CHECKPOINT = "checkpoint"
 RUNS_DIR = "runs_dir"
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
-CHOICES = {"dtype": DTYPES, "weights": tuple(KINDS)}
+CHOICES = {"dtype": DTYPES, "weights": tuple(KINDS), "prove": ("true", "false")}
 
 
 RUN = {"run": "name of the run", RUNS_DIR: "folder of all runs (runs)"}
@@ -140,7 +140,7 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
     if name == "export":
         dtype, weights = given.get("dtype"), given.get("weights", "model")
         return huggingface.export_run(runs_dir, run, Path(given["to"]), step, dtype, weights)
-    prove = _truth("prove", given)
+    prove = {"true": True, "false": False}.get(given.get("prove", ""))
     return huggingface.import_run(Path(given["from"]), run, runs_dir, overrides, prove)
 
 
@@ -150,13 +150,3 @@ def _steps(given: Mapping[str, str]) -> list[int] | None:
         return None
     words = given["steps"].removeprefix("[").removesuffix("]").split(",")
     return sorted({whole_number("steps", {"steps": word.strip()}) or 0 for word in words})
-
-
-def _truth(key: str, given: Mapping[str, str]) -> bool | None:
-    text = given.get(key)
-    if text is None:
-        return None
-    if text not in ("true", "false"):
-        close = nearest(text, ("true", "false")) or "true"
-        raise UserError(f"{key}={show(text)} must be true or false; the nearest is {key}={close}")
-    return text == "true"
