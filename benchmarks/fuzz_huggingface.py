@@ -362,7 +362,7 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
     stage, held = huggingface.blank_model(model), {}
     for parameter in stage.parameters():
         held |= {piece.name: (piece, parameter.detach()) for piece in spec_of(parameter).shards}
-    tensors = tensors_of(folder, model, found.kind, weights=found.weights, dtype=torch.float32)
+    tensors = tensors_of(folder, model, found.kind, dtype=torch.float32)
     for name, tensor in tensors:
         piece, local = held.pop(name)
         piece.of_local(local).copy_(piece.of_full(tensor))

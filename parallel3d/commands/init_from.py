@@ -309,7 +309,7 @@ def _read_hugging_face(
 
     wanted = {name.partition("/")[2] for name in state}
     with _as_init_from():
-        tensors = tensors_of(folder, config.model, hf.kind, weights=hf.weights, wanted=wanted)
+        tensors = tensors_of(folder, config.model, hf.kind, wanted=wanted)
         for name, full in tensors:
             for chunk, values in state[f"{PARAMETER}/{name}"].chunks:
                 values.copy_(chunk.of(full))

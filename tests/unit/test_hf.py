@@ -93,7 +93,7 @@ def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Our model of a Hugging Face folder, and its tensors."""
     found = read_hf_config(folder)
     model = replace(ModelConfig(), **found.keys)
-    return model, dict(tensors_of(folder, model, found.kind, weights=found.weights))
+    return model, dict(tensors_of(folder, model, found.kind))
 
 
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:

@@ -80,7 +80,6 @@ SCALING = {
     "high_freq_factor": "rope_high_freq_factor",
     ORIGINAL: "rope_original_length",
 }
-WEIGHTS_KEY = "transformers_weights"  # the file with the weights, read where the files are
 EOS, POSITIONS = "eos_token_id", "max_position_embeddings"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -124,6 +123,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "quantization_config": (None,),
     "use_mrope": (False,),
+    "transformers_weights": (None,),  # another file than the usual ones
     "rope_interleaved": (False,),
     "attn_implementation": ATTENTION,
     "_attn_implementation": ATTENTION,
@@ -383,7 +383,7 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         value = keys.get(gpt2 if kind == GPT2 else llama, default, type(default))
         found[ours] = float(value) if isinstance(default, float) else value
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
-    keys.finish(HARMLESS | {"model_type", WEIGHTS_KEY})
+    keys.finish(HARMLESS | {"model_type"})
     return kind, found
 
 

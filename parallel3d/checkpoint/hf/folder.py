@@ -28,7 +28,6 @@ from parallel3d.checkpoint.hf.config import (
     HEAD,
     POSITIONS,
     TOKENS,
-    WEIGHTS_KEY,
     HFTensor,
     from_hf,
     hf_kind,
@@ -36,7 +35,7 @@ from parallel3d.checkpoint.hf.config import (
     kept_keys,
     to_hf,
 )
-from parallel3d.config.fields import check_fields, show
+from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files import flush_folder, open_regular, parse_json, plain, read_bounded
@@ -52,7 +51,6 @@ GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9  # where transformers starts a new file as well
 # Masks and rotary tables in old checkpoints, which we compute.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
-SAFE, SAFE_INDEX = ".safetensors", ".safetensors.index.json"  # suffixes
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 LARGEST_JSON = 64 << 20  # bytes
@@ -165,14 +163,12 @@ class HFFolder:
     Attributes:
         kind: its format, "llama", "gpt2" …
         keys: of our `model` section.
-        weights: the file that config.json names instead of the usual ones.
         untied: config.json ties the head to the embedding, but the files hold another head.
         kept: see `kept_keys`.
     """
 
     kind: str
     keys: dict[str, Any]
-    weights: str | None
     untied: bool
     kept: dict[str, Any]
 
@@ -201,17 +197,16 @@ def read_hf_config(folder: Path) -> HFFolder:
         raise UserError(  # a size that is no number, or 0
             f"from={folder}: {path.name} has values that make no sense ({plain(str(error))})"
         ) from None
-    weights = config.get(WEIGHTS_KEY)
-    untied = keys["tie_embeddings"] and _has_own_head(folder, weights, kind)
+    untied = keys["tie_embeddings"] and _has_own_head(folder, kind)
     if untied:
         keys["tie_embeddings"] = False
-    return HFFolder(kind, keys, weights, untied, kept)
+    return HFFolder(kind, keys, untied, kept)
 
 
-def _has_own_head(folder: Path, weights: Any, kind: str) -> bool:
+def _has_own_head(folder: Path, kind: str) -> bool:
     """Returns whether the files' head differs from the embedding, as transformers compares."""
     with ExitStack() as stack:
-        where = _tensors(folder, weights, stack)
+        where = _tensors(folder, stack)
         name = EMBEDDINGS[kind]
         embedding = next((k for k in (name, BASE_PREFIX.sub("", name)) if k in where), None)
         if HEAD not in where or embedding is None:
@@ -232,14 +227,12 @@ def tensors_of(
     model: ModelConfig,
     kind: str,
     *,
-    weights: str | None = None,
     dtype: torch.dtype | None = None,
     wanted: Set[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields our tensors one by one, (name, full tensor).
 
     Args:
-        weights: the file that config.json names, if it does.
         dtype: None for that of the files.
         wanted: names of our tensors; None: all.
 
@@ -248,7 +241,7 @@ def tensors_of(
             shape, unknown or not floating-point; later, a tensor that is not finite.
     """
     with ExitStack() as stack:
-        where = _tensors(folder, weights, stack)
+        where = _tensors(folder, stack)
         check_layers(model, len(where), f"from={folder}: {CONFIG}")
         tensors = hf_tensors(model, kind)
         keys = _match(folder, tensors, where, kind, tied=model.tie_embeddings)
@@ -273,34 +266,23 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite())
 
 
-def _tensors(folder: Path, weights: str | None, stack: ExitStack) -> dict[str, Any]:
+def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Opens the files; returns the file of each key, as in transformers the last that has it."""
-    files = [stack.enter_context(_open(path)) for path in _files(folder, weights)]
+    files = [stack.enter_context(_open(path)) for path in _files(folder)]
     return {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
 
-def _files(folder: Path, weights: Any) -> list[Path]:
-    """Returns the files that config.json names, else model.safetensors, else those of the index."""
+def _files(folder: Path) -> list[Path]:
+    """Returns model.safetensors, else the files of the index. Raises UserError if none is there."""
     # Files alone: opening a pipe would wait for its writer.
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     paths = {path.name: path for path in found}
     _refuse_other_readings(folder, paths)
-    name = weights
-    if name is None:
-        name = WEIGHTS if WEIGHTS in paths or not (folder / INDEX).exists() else INDEX
-    elif not isinstance(name, str) or "/" in name or not name.endswith((SAFE, SAFE_INDEX)):
-        raise UserError(
-            f"from={folder}: {CONFIG} has {WEIGHTS_KEY}={plain(show(name))}: it must be a file of "
-            "the folder, *.safetensors or *.safetensors.index.json"
-        )
-    if name.endswith(SAFE_INDEX):
-        return _indexed(folder, name, paths)
-    if name in paths:
-        return [paths[name]]
-    if weights is not None:
-        raise UserError(f"from={folder}: {plain(name)}, which {CONFIG} names, is not there")
-    pickles = sorted(path.name for path in folder.glob("*.bin"))
-    if pickles:
+    if WEIGHTS in paths:
+        return [paths[WEIGHTS]]
+    if (folder / INDEX).exists():
+        return _indexed(folder, paths)
+    if pickles := sorted(path.name for path in folder.glob("*.bin")):
         raise UserError(
             f"from={folder} holds {pickles[0]}, which is a pickle and could run anything: "
             "parallel3d reads safetensors alone; save the model anew with save_pretrained"
@@ -323,17 +305,17 @@ def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
         )
 
 
-def _indexed(folder: Path, index_name: str, paths: Mapping[str, Path]) -> list[Path]:
+def _indexed(folder: Path, paths: Mapping[str, Path]) -> list[Path]:
     try:
-        index = parse_json(read_bounded(folder / index_name, LARGEST_JSON))
+        index = parse_json(read_bounded(folder / INDEX, LARGEST_JSON))
         named = sorted({str(name) for name in index["weight_map"].values()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         why = plain(repr(error))
-        raise UserError(f"from={folder}: {plain(index_name)} cannot be read ({why})") from None
+        raise UserError(f"from={folder}: {INDEX} cannot be read ({why})") from None
     missing = [name for name in named if name not in paths]
     if missing:
         name = plain(missing[0])
-        raise UserError(f"from={folder}: {name}, which {plain(index_name)} names, is not there")
+        raise UserError(f"from={folder}: {name}, which {INDEX} names, is not there")
     return [paths[name] for name in named]
 
 

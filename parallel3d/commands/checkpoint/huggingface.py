@@ -337,7 +337,7 @@ def import_run(
         raise UserError(f"prove=true: {unproven}")
     tokenizer = tokenizer_to_import(folder, config)
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
-    tensors = tensors_of(folder, config.model, source.kind, weights=source.weights, dtype=dtype)
+    tensors = tensors_of(folder, config.model, source.kind, dtype=dtype)
     first = next(tensors)  # every name, shape and type has been checked
     with new_run(config) as run_dir:
         if isinstance(tokenizer, FileTokenizer):
