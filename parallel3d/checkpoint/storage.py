@@ -195,6 +195,10 @@ class StoredChunk:
     def nbytes(self) -> int:
         return self.chunk.elements * self.dtype.itemsize
 
+    def place(self) -> tuple[Path, int]:
+        """Returns what orders chunks as on the disk."""
+        return self.file.path, self.at
+
 
 class TensorFile:
     """Reads a verified file of chunks. Raises DamagedCheckpoint, UnreadableCheckpoint."""
@@ -292,8 +296,7 @@ def read_state(folder: Path, state: State) -> Manifest:
         if left != 0:
             raise DamagedCheckpoint(f"the checkpoint does not hold all of {name} exactly once")
     buffer = bytearray(max((source.nbytes for source in wanted), default=0))
-    # In the order on the disk, each chunk once.
-    for source in sorted(wanted, key=lambda source: (source.file.path, source.at)):
+    for source in sorted(wanted, key=StoredChunk.place):
         read = source.file.read(source, buffer)
         for values, chunk, both in wanted[source]:
             both.of(values, chunk.offsets).copy_(both.of(read, source.chunk.offsets))
@@ -322,7 +325,7 @@ def verify_checkpoint(folder: Path) -> Manifest:
     manifest, stored = _opened(folder)
     chunks = [chunk for some in stored.values() for chunk in some]
     buffer = bytearray(max((chunk.nbytes for chunk in chunks), default=0))
-    for chunk in chunks:
+    for chunk in sorted(chunks, key=StoredChunk.place):
         chunk.file.read(chunk, buffer)
     return manifest
 
