@@ -37,15 +37,10 @@ from parallel3d.checkpoint.hf.config import (
 )
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.files import flush_folder, open_regular, parse_json, plain, read_bounded
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9  # where transformers starts a new file as well
@@ -78,7 +73,7 @@ def export_hf(
         read: names of our tensors → full, unpadded tensors; called for the parts of one file at a
             time.
         folder: created here; it must not exist, or be empty. It appears complete or not at all.
-        dtype: of the weights in the files, a key of `DTYPES`.
+        dtype: of the weights in the files, a key of `COMPUTE`.
         end_of_text: separates documents, None: unknown; begin_of_text: begins a prompt, None: the
             same.
         kept: `kept_keys` of the config.json that the model was imported from.
@@ -93,7 +88,7 @@ def export_hf(
     texts = _configs(model, dtype, end_of_text, begin, kept or {}) | dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
-    shards = _shards(tensors, torch.finfo(DTYPES[dtype]).bits // 8, shard_bytes)
+    shards = _shards(tensors, torch.finfo(COMPUTE[dtype]).bits // 8, shard_bytes)
     made = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +102,7 @@ def export_hf(
             save_file(content, partial / name, metadata={"format": "pt"})
             files |= dict.fromkeys(content, name)
         if len(shards) > 1:
-            size = sum(prod(t.shape) for t in tensors) * torch.finfo(DTYPES[dtype]).bits // 8
+            size = sum(prod(t.shape) for t in tensors) * torch.finfo(COMPUTE[dtype]).bits // 8
             texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": files})
         for name, text in texts.items():
             (partial / name).write_bytes(text)
@@ -146,7 +141,7 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
     """Returns a tensor as the file holds it; raises UserError unless it is finite there."""
     whole = torch.cat([parts[name] for name in tensor.parts])
     whole = whole.t() if tensor.transposed else whole
-    made = whole.to(DTYPES[dtype]).contiguous()
+    made = whole.to(COMPUTE[dtype]).contiguous()
     if not all_finite(made):
         why = "NaN or inf"
         if all_finite(whole):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.hf.folder import (
-    DTYPES,
     check_layers,
     export_hf,
     read_hf_config,
@@ -61,6 +60,7 @@ from parallel3d.data.tokenizer import (
     read_json,
     tokenizer_of,
 )
+from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain, read_bounded, write_durably
@@ -286,7 +286,7 @@ def export_run(
             raise UserError(f"{where} {unknown} ({error!r})") from None
         check_layers(model, len(stored_shapes(folder)), where)
         tokenizer = tokenizer_to_export(manifest, runs_dir / run)
-        shapes, wide = full_shapes_of(model), DTYPES[own]
+        shapes, wide = full_shapes_of(model), COMPUTE[own]
 
         def read(names: Iterable[str]) -> dict[str, Tensor]:
             full = {name: torch.empty(shapes[name], dtype=wide) for name in names}
