@@ -430,27 +430,19 @@ def _to_fill(
 
 def _script_of(manifest: Manifest, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the optimizer's facts and `extra`; refuses what `save` does not write."""
-    script = manifest.config.get("script")
-    found = script if isinstance(script, dict) else {}
-    saved, extra = found.get("optimizer"), found.get("extra")
-    if not (_is_optimizer(saved) and isinstance(extra, dict)):
-        raise UserError(f"{path} must be a checkpoint of parallel3d.save; give its folder instead")
-    assert isinstance(saved, dict)
-    return saved, extra
-
-
-def _is_optimizer(saved: Any) -> bool:
-    """Whether JSON has the form of `_merged`."""
-    if not isinstance(saved, dict):
-        return False
-    groups, group_of, values = (saved.get(key) for key in ("groups", "group_of", "values"))
-    return (
-        isinstance(groups, list)
-        and all(isinstance(group, dict) for group in groups)
-        and isinstance(group_of, dict)
-        and isinstance(values, dict)
-        and all(isinstance(value, list) and len(value) == 2 for value in values.values())
-    )
+    try:
+        script = manifest.config["script"]
+        saved = script["optimizer"]
+        optimizer = {
+            "groups": [dict(group) for group in saved["groups"]],
+            "group_of": dict(saved["group_of"]),
+            "values": {key: (value, kind) for key, (value, kind) in saved["values"].items()},
+        }
+        return optimizer, dict(script["extra"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(
+            f"{path} must be a checkpoint of parallel3d.save; give its folder instead"
+        ) from None
 
 
 def _check_groups(
