@@ -434,11 +434,11 @@ def _script_of(manifest: Manifest, path: Path) -> tuple[dict[str, Any], dict[str
         script = manifest.config["script"]
         saved = script["optimizer"]
         optimizer = {
-            "groups": [dict(group) for group in saved["groups"]],
-            "group_of": dict(saved["group_of"]),
+            "groups": [{**group} for group in saved["groups"]],
+            "group_of": {**saved["group_of"]},
             "values": {key: (value, kind) for key, (value, kind) in saved["values"].items()},
         }
-        return optimizer, dict(script["extra"])
+        return optimizer, {**script["extra"]}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
             f"{path} must be a checkpoint of parallel3d.save; give its folder instead"
