@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.storage import SHARED_ELEMENTS, chunks_by_name, share
-from parallel3d.parameters.sharding import ParameterSpec, ShardSpec, chunks_of_range
+from parallel3d.parameters.sharding import Chunk, ParameterSpec, ShardSpec, chunks_of_range
 
 
 @dataclass
@@ -59,6 +59,27 @@ def test_any_cut_of_a_fused_matrix_is_at_most_three_boxes_a_piece() -> None:
             assert max(by_piece.values()) <= 3
         assert bool((seen["a"][2 : 2 + rows] == 1).all()) and seen["a"].sum() == rows * width
         assert bool((seen["b"][:, 1 : 1 + width] == 1).all()) and seen["b"].sum() == rows * width
+
+
+def test_chunks_overlap_where_both_hold_an_element() -> None:
+    draw = random.Random(7)
+    whole = torch.arange(48).view(6, 8)
+    for _ in range(300):
+        first, second = (random_chunk(draw, whole.shape) for _ in range(2))
+        both = first.overlap(second)
+        common = {*first.of(whole).flatten().tolist()} & {*second.of(whole).flatten().tolist()}
+        if both is None:
+            assert not common
+            continue
+        assert {*both.of(whole).flatten().tolist()} == common
+        assert torch.equal(both.of(first.of(whole), first.offsets), both.of(whole))
+
+
+def random_chunk(draw: random.Random, shape: torch.Size) -> Chunk:
+    offsets = tuple(draw.randrange(n) for n in shape)
+    return Chunk(
+        offsets, tuple(draw.randint(1, n - at) for n, at in zip(shape, offsets, strict=True))
+    )
 
 
 def test_vectors_are_cut_too_and_higher_dimensions_refused() -> None:
