@@ -5,6 +5,7 @@ A module of its own, as a new worker imports it: a matrix of cases takes seconds
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from parallel3d.models import ops
 from parallel3d.simulated_device.device import this_machine
-from parallel3d.simulated_device.machine import Observer, place
+from parallel3d.simulated_device.machine import Observer
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case, Problem
@@ -37,7 +38,9 @@ class Waits(Observer):
         self.found: list[str] = []
 
     def host_wait(self, why: str) -> None:
-        self.found.append(f"{why} at {place()}")
+        frames = traceback.extract_stack(limit=20)[::-1]
+        lines = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
+        self.found.append(f"{why} at {lines}")
 
 
 @contextmanager
