@@ -113,11 +113,10 @@ def waits_a_step(sizes: Sizes, case: Case) -> list[list[str]]:
 
 
 def warned_of_a_step(case: Case) -> list[str]:
-    """What PyTorch's sync debug mode says of the second step: its word on itself, then waits."""
+    """What PyTorch's sync debug mode says of the second step."""
     trainer = make_trainer(case, plain_groups(Layout()))
     trainer.train_step()
     api = torch.get_device_module(here())
-    api.machine.is_prototype_told = False
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         api.set_sync_debug_mode("warn")
