@@ -373,15 +373,16 @@ def record_step(
     seconds: float,
     is_profiled: bool,
 ) -> None:
-    is_fp16 = trainer.config.precision.name == "fp16"
+    is_fp16, memory = trainer.config.precision.name == "fp16", peak_memory(trainer.device)
+    noise = result.noise._asdict() if result.noise else None
     recorder.step(
         *result[:5],
         step_time_s=seconds,
         skipped=result.skipped,
         loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
         times=trainer.step_timer.last,
-        memory=peak_memory(trainer.device),
-        noise=None if result.noise is None else result.noise._asdict(),
+        memory=memory and memory._asdict(),
+        noise=noise and {part: v for part, v in noise.items() if v is not None},
         imbalance=trainer.train_batches.imbalance,
         profiled=is_profiled,
     )

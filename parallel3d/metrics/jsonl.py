@@ -27,54 +27,13 @@ import shutil
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from parallel3d.comm.step_timer import WARMUP_STEPS
 from parallel3d.files import flush_folder, new_file, no_link, replace_durably, write_all
 
-if TYPE_CHECKING:
-    from parallel3d.metrics.peak import PeakMemory
-
-
-class StepRecord(NamedTuple):
-    """One optimizer step, as written to `metrics.jsonl` (same names, same order)."""
-
-    step: int  # counts from 1
-    loss: float | None  # nats per token, mean over the unmasked tokens; None without any
-    grad_norm: float  # before clipping
-    lr: float
-    tokens: int  # of the whole run so far
-    tokens_per_s: float
-    mfu: float  # fraction
-    step_time_s: float
-    skipped: bool = False  # no loss or gradients not finite: the parameters stay as they were
-    loss_scale: float | None = None  # of fp16, after the step
-    times: Mapping[str, float] | None = None  # seconds by kind, see `comm.step_timer`
-    memory: PeakMemory | None = None  # of rank 0's accelerator so far
-    noise: Mapping[str, float | None] | None = None  # see `data_parallel.noise_scale`
-    imbalance: float | None = None  # of attention over cp, see `context_parallel.documents`
-    profiled: bool = False  # slower than others, and excluded from the run's throughput
-
-    @property
-    def noise_scale(self) -> float | None:
-        """Returns the noise scale in sequences; None where it is not measured or not yet known."""
-        return None if self.noise is None else self.noise["scale"]
-
-    def row(self) -> dict[str, Any]:
-        """Returns the line of metrics.jsonl, without absent entries."""
-        row = self._asdict()
-        for mark in ("skipped", "profiled"):
-            if not row[mark]:
-                del row[mark]
-        if self.times is not None:
-            row["times"] = {kind: round(seconds, 6) for kind, seconds in self.times.items()}
-        if self.memory is not None:
-            row["memory"] = self.memory._asdict()
-        if self.noise is not None:
-            row["noise"] = {part: v for part, v in self.noise.items() if v is not None}
-        if self.imbalance is not None:
-            row["imbalance"] = round(self.imbalance, 4)
-        return {key: value for key, value in row.items() if value is not None or key == "loss"}
+# Entries that a step's line always has.
+STEP = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s")
 
 
 def throughput(tokens: Sequence[float], seconds: Sequence[float]) -> dict[str, float | None]:
@@ -94,7 +53,7 @@ def throughput(tokens: Sequence[float], seconds: Sequence[float]) -> dict[str, f
 
 def is_whole(row: Mapping[str, Any]) -> bool:
     """Returns whether a line of metrics.jsonl has all entries of a step or an evaluation."""
-    keys = ("eval_loss", "tokens") if "eval_loss" in row else StepRecord._fields[1:8]
+    keys = ("eval_loss", "tokens") if "eval_loss" in row else STEP
     may_lack = "eval_loss" if "eval_loss" in row else "loss" if row.get("skipped") else None
     try:
         return all(value(row, key) is not None or key == may_lack for key in keys)

@@ -25,9 +25,9 @@ from parallel3d.host.processes import lost_output
 from parallel3d.metrics import screen
 from parallel3d.metrics.breakdown import RankTimes, breakdown_svg
 from parallel3d.metrics.jsonl import (
+    STEP,
     MetricsFile,
     Score,
-    StepRecord,
     finite,
     is_whole,
     rows_of,
@@ -162,29 +162,37 @@ class Recorder:
         lr: float,
         tokens: int,
         step_time_s: float,
-        **more: Any,
+        *,
+        times: Mapping[str, float] | None = None,
+        imbalance: float | None = None,
+        **more: object,
     ) -> None:
         """Records optimizer step `step` (counts from 1).
 
         `loss` is in nats per token, None where none was to be learned; `grad_norm` is that before
         clipping. `tokens` are all tokens that the step computed (global batch × sequence length),
         masked ones too: throughput and MFU measure work. metrics.jsonl's `tokens` is their sum
-        over the run. `more`: the other fields of `StepRecord`.
+        over the run. `times`: seconds by kind (`comm.step_timer`); `imbalance`: of attention over
+        cp. `more`: other entries of the line, by their names there; None and False are left out.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
-        record = StepRecord(
-            *(step, loss, grad_norm, lr, self._tokens, rate, self._mfu(rate), step_time_s), **more
-        )
-        if record.imbalance is not None:
-            self._imbalances.append(record.imbalance)
-        if not record.profiled:
+        figures = (step, loss, grad_norm, lr, self._tokens, rate, self._mfu(rate), step_time_s)
+        row: dict[str, Any] = dict(zip(STEP, figures, strict=True))
+        row |= {
+            key: entry for key, entry in more.items() if entry is not None and entry is not False
+        }
+        if times is not None:
+            row["times"] = {kind: round(seconds, 6) for kind, seconds in times.items()}
+        if imbalance is not None:
+            row["imbalance"] = round(imbalance, 4)
+            self._imbalances.append(imbalance)
+        if "profiled" not in row:  # such a step is slower
             self._step_tokens.append(tokens)
             self._step_seconds.append(step_time_s)
-        row = record.row()
         self._count(row)
         self._log(row)
-        self._progress.update(record)
+        self._progress.update(row)
         if loss is None and not self._said_unlearned:
             self._said_unlearned = True
             self._say(

@@ -20,7 +20,7 @@ from rich.text import Text
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import parameter_count
-from parallel3d.metrics.jsonl import Score, StepRecord
+from parallel3d.metrics.jsonl import Score
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
@@ -56,7 +56,7 @@ class Progress:
         self._console = console
         self._first_step, self._last_step = first_step, config.train_steps
         self._every = config.train.log_every
-        self._record: StepRecord | None = None
+        self._row: Mapping[str, Any] | None = None  # the last step's line
         self._skipped = 0
         self._start = time.perf_counter()
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
@@ -78,16 +78,17 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, record: StepRecord) -> None:
-        self._record = record
-        self._skipped += record.skipped
-        self._recent.append((record.step, time.perf_counter()))
-        due = record.step % self._every == 0 or record.step in (self._first_step, self._last_step)
-        why = "no token to learn" if record.loss is None else "gradients not finite"
-        bad = record.skipped and record.loss is not None
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Shows a step's line of metrics.jsonl."""
+        self._row, step, skipped = row, row["step"], row.get("skipped", False)
+        self._skipped += skipped
+        self._recent.append((step, time.perf_counter()))
+        due = step % self._every == 0 or step in (self._first_step, self._last_step)
+        why = "no token to learn" if row["loss"] is None else "gradients not finite"
+        bad = skipped and row["loss"] is not None
         if self._live is None and (due or bad):
-            words = [self._step(record.step), *_step_figures(record), f"left {self._left():>7}"]
-            words += [f"SKIPPED: {why}"] if record.skipped else []
+            words = [self._step(step), *_step_figures(row), f"left {self._left():>7}"]
+            words += [f"SKIPPED: {why}"] if skipped else []
             print_styled(self._console, "  ".join(words))
 
     def _step(self, step: int) -> str:
@@ -101,8 +102,8 @@ class Progress:
 
     def render(self) -> RenderableType:
         """Returns step, bar and time above the step's figures."""
-        record = self._record
-        done = record.step if record else self._first_step - 1
+        row = self._row
+        done = row["step"] if row else self._first_step - 1
         top = Table.grid(padding=(0, 1))
         top.width = min(MAX_WIDTH, self._console.width)
         top.add_column(no_wrap=True)
@@ -113,11 +114,11 @@ class Progress:
         share = f"{math.floor(100 * done / self._last_step):3d} %"
         times = duration(time.perf_counter() - self._start)
         words = ["first step …"]
-        if record is not None:
+        if row is not None:
             times += f" · {self._left()} left"
-            words = [" ".join(word.split()) for word in _step_figures(record)]
+            words = [" ".join(word.split()) for word in _step_figures(row)]
             words[1:1] = [f"skipped {self._skipped:,}"] if self._skipped else []
-        bad = record is not None and not math.isfinite(record.loss or 0.0)
+        bad = row is not None and not math.isfinite(row["loss"] or 0.0)
         top.add_row(
             Text(self._step(done), style="bold"),
             ProgressBar(total=self._last_step, completed=done, complete_style="cyan"),
@@ -129,18 +130,18 @@ class Progress:
         return Group(top, line)
 
 
-def _step_figures(record: StepRecord) -> list[str]:
-    """Returns the figures of a step, each as wide as it usually gets."""
+def _step_figures(row: Mapping[str, Any]) -> list[str]:
+    """Returns the figures of a step's line, each as wide as it usually gets."""
     found = [
-        f"loss {loss_words(record.loss):>8}",
-        f"grad {record.grad_norm:#8.3g}",
-        f"lr {record.lr:.2e}",
-        f"{si(record.tokens_per_s):>6} tok/s",
-        f"MFU {percent(record.mfu):>6}",
+        f"loss {loss_words(row['loss']):>8}",
+        f"grad {row['grad_norm']:#8.3g}",
+        f"lr {row['lr']:.2e}",
+        f"{si(row['tokens_per_s']):>6} tok/s",
+        f"MFU {percent(row['mfu']):>6}",
     ]
-    found += [] if record.loss_scale is None else [f"scale {record.loss_scale:g}"]
-    found += [] if record.noise_scale is None else [f"noise {record.noise_scale:.3g}"]
-    return found
+    found += [f"scale {row['loss_scale']:g}"] if "loss_scale" in row else []
+    noise = row.get("noise", {}).get("scale")
+    return found if noise is None else [*found, f"noise {noise:.3g}"]
 
 
 def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:

@@ -21,7 +21,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.breakdown import RankTimes
-from parallel3d.metrics.jsonl import StepRecord, rows_of
+from parallel3d.metrics.jsonl import STEP, rows_of
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import make_console
@@ -348,7 +348,7 @@ def test_the_noise_scale_is_in_the_lines_the_summary_and_on_the_screen(tmp_path:
     known = {"scale": 12.345, "trace": 60.0, "signal": 4.0}
     with recorder:
         recorder.start({})
-        unknown = {"scale": None, "trace": -1.0, "signal": 4.0}
+        unknown = {"trace": -1.0, "signal": 4.0}
         recorder.step(1, 5.0, 0.5, 1e-3, 4096, 0.5, noise=unknown)
         recorder.step(2, 5.0, 0.5, 1e-3, 4096, 0.5, noise=known)
         assert recorder.finish()["noise_scale"] == 12.345
@@ -428,7 +428,13 @@ def test_the_memory_of_accelerators_is_in_the_lines_the_summary_and_the_panel(
     with recorder:
         recorder.start({})
         recorder.step(
-            1, 5.5, 1.25, 1e-3, 4096, 0.5, memory=PeakMemory(50_000_000_000, 60_000_000_000)
+            1,
+            5.5,
+            1.25,
+            1e-3,
+            4096,
+            0.5,
+            memory=PeakMemory(50_000_000_000, 60_000_000_000)._asdict(),
         )
         memory = [
             PeakMemory(50_000_000_000, 60_000_000_000),
@@ -488,7 +494,8 @@ def test_a_full_disk_at_the_end_is_logged_and_no_failure(tmp_path: Path) -> None
 
 
 def test_rows_that_lack_figures_are_not_taken_up(tmp_path: Path) -> None:
-    good = StepRecord(1, 2.0, 0.5, 1e-3, 4096, 1.0, 0.1, 0.1).row()
+    figures = (1, 2.0, 0.5, 1e-3, 4096, 1.0, 0.1, 0.1)
+    good = dict(zip(STEP, figures, strict=True))
     odd = [{"step": 2}, good | {"step": 2, "loss": "x"}, good | {"step": 2, "nonfinite": 3}]
     odd.append({"step": 2, "eval_loss": 1.0})
     lines = "".join(json.dumps(row) + "\n" for row in [good, *odd])

@@ -52,8 +52,8 @@ def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
         recorder.start({})
         for step in (1, 2, 3):
             times = {"forward": 0.04, "tp": step / 100}
-            more = {"times": times, "memory": PeakMemory(step, 9)}
-            more["noise"] = {"scale": None if step == 1 else 7.0, "trace": 6.0, "signal": 1.0}
+            more = {"times": times, "memory": PeakMemory(step, 9)._asdict()}
+            more["noise"] = {"trace": 6.0, "signal": 1.0} | ({} if step == 1 else {"scale": 7.0})
             recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1, skipped=step == 2, **more)
         recorder.evaluation(3, 1.5)
         if fail:
