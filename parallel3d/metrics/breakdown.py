@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from parallel3d.comm import collectives
-from parallel3d.comm.operation_log import blocking
+from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import KINDS, StepTimer
 from parallel3d.metrics.text import three_digits
@@ -39,22 +40,17 @@ def times_of_ranks(
     timer: StepTimer, groups: ProcessGroups, device: torch.device
 ) -> list[RankTimes]:
     """Returns the mean times of the steps so far of every rank in rank order; collective."""
-    mine = torch.tensor([list(timer.means().values())], dtype=torch.float64)
-    everyone = collectives.all_gather(mine.to(device), groups.world)
-    with blocking(groups.world):
-        rows = everyone.tolist()
-    return [
-        RankTimes(rank, groups.layout.coordinates(rank), dict(zip(KINDS, row, strict=True)))
-        for rank, row in enumerate(rows)
-    ]
+    everyone = all_gather_json(timer.means(), groups.world.handle, device)
+    return [RankTimes(r, groups.layout.coordinates(r), t) for r, t in enumerate(everyone)]
 
 
 def by_stage(rows: Sequence[RankTimes]) -> dict[int, dict[str, float]]:
-    stages: dict[int, list[Mapping[str, float]]] = {}
+    """Returns each stage's times by kind, means over its ranks."""
+    stages: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.place.pp):
-        stages.setdefault(row.place.pp, []).append(row.seconds)
+        stages[row.place.pp].append(row.seconds)
     return {
-        stage: {kind: sum(times[kind] for times in ranks) / len(ranks) for kind in KINDS}
+        stage: {kind: fmean(times[kind] for times in ranks) for kind in KINDS}
         for stage, ranks in stages.items()
     }
 
@@ -69,24 +65,15 @@ LENGTH, HEIGHT, GAP = 640.0, 24.0, 10.0  # of a bar; between bars
 COLOURS = {
     "forward": "#d0d6dc",
     "backward": "#98a2ac",
-    "tp": GROUPS["tp"],
-    "cp": GROUPS["cp"],
-    "pp": GROUPS["pp"],
-    "dp": GROUPS["dp"],
+    **GROUPS,
     "model": RAILS[6][0],
     "optimizer": RAILS[7][0],
     "data": RAILS[5][0],
     "idle": "#ffffff",
 }
-DARK = ("tp", "cp", "pp", "dp", "model", "optimizer")
-LABELS = {
-    "tp": "tp, exposed",
-    "cp": "cp, exposed",
-    "pp": "pp, exposed",
-    "dp": "dp, exposed",
-    "model": "tied table, loss, norm",
-    "optimizer": "optimizer and rest",
-}
+DARK = (*GROUPS, "model", "optimizer")
+LABELS = {"model": "tied table, loss, norm", "optimizer": "optimizer and rest"}
+LABELS |= {kind: f"{kind}, exposed" for kind in GROUPS}
 
 
 def breakdown_svg(rows: Sequence[RankTimes], title: str) -> str:
@@ -108,7 +95,6 @@ def breakdown_svg(rows: Sequence[RankTimes], title: str) -> str:
         canvas.text(24, top + 0.7 * HEIGHT, label, size=13)
         _bar(canvas, {kind: times[kind] for kind in used}, left, top, scale)
         top += HEIGHT + GAP
-    _axis(canvas, left, top, longest, scale)
     return canvas.svg(title)
 
 
@@ -147,22 +133,3 @@ def _rect(
 ) -> None:
     edge, dash = (GREY, "3 3") if kind == "idle" else ("", "")
     canvas.rect(x, y, width, height, COLOURS[kind], edge, dash=dash, cls=kind, tip=tip)
-
-
-def _axis(canvas: Canvas, left: float, y: float, longest: float, scale: float) -> None:
-    canvas.line(left, y, left + LENGTH, y, GREY, 1)
-    tick = _round_tick(longest / 5)
-    number = 0
-    while tick and number * tick <= longest:
-        x = left + number * tick * scale
-        canvas.line(x, y, x, y + 5, GREY, 1)
-        canvas.text(x, y + 20, f"{1e3 * number * tick:g}", size=12, anchor="middle", fill=NVLINK)
-        number += 1
-
-
-def _round_tick(about: float) -> float:
-    """Returns 1, 2 or 5 times a power of ten, not far from `about`; 0 for 0."""
-    if about <= 0:
-        return 0.0
-    power = 10.0 ** (len(str(int(about * 1e6))) - 1) * 1e-6
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= about * 0.7)
