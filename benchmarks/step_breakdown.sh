@@ -1,5 +1,5 @@
 #!/bin/sh
-# The picture docs/breakdown.svg: a step of the peers' model on four ranks, where its time goes.
+# Where the time of a step goes: the peers' model on four ranks, a table in the closing panel.
 set -eu
 cd "$(dirname "$0")/.."
 runs=$(mktemp -d)
@@ -7,4 +7,3 @@ OMP_NUM_THREADS=1 "${PYTHON:-python}" -m parallel3d train tp=2 pp=2 device=cpu r
     model=llama_tiny model.num_layers=8 model.hidden_size=256 model.num_attention_heads=8 \
     model.num_query_groups=8 model.ffn_hidden_size=688 model.seq_length=256 \
     micro_batch_size=2 global_batch_size=16 checkpoint.every=0 train.steps=11 train.eval_batches=0
-cp "$runs/tp2-pp2/breakdown.svg" docs/breakdown.svg

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
+from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
@@ -34,7 +35,6 @@ from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.estimate.balance import layers_of_stages, run_schedule, sends_slices
 from parallel3d.estimate.search import with_style
-from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
 from parallel3d.metrics.jsonl import Score
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
@@ -434,8 +434,12 @@ class Trainer:
         self.data_parallel.all_gather_params()
         self.data_parallel.wait_for_all_gathers()
 
-    def step_times(self) -> list[RankTimes]:
-        return times_of_ranks(self.step_timer, self.groups, self.device)
+    def step_times(self) -> list[dict[str, Any]]:
+        """Returns every rank's coordinates and mean seconds of a step by kind; collective."""
+        times = self.step_timer.means()
+        place = self.groups.layout.coordinates(self.groups.rank)
+        row = {"rank": self.groups.rank, **place._asdict(), **times, "step": sum(times.values())}
+        return all_gather_json(row, self.groups.world.handle, self.device)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Returns name → full tensor on rank 0's CPU, an empty dict elsewhere; collective."""

@@ -20,10 +20,9 @@ from rich.console import Console
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, first_line, print_line
 from parallel3d.estimate.ops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
-from parallel3d.files import no_link, replace_durably
+from parallel3d.files import no_link
 from parallel3d.host.processes import lost_output
 from parallel3d.metrics import screen
-from parallel3d.metrics.breakdown import RankTimes, breakdown_svg
 from parallel3d.metrics.jsonl import (
     STEP,
     MetricsFile,
@@ -109,7 +108,7 @@ class Recorder:
         # Of the steps of this start that were not profiled.
         self._step_tokens, self._step_seconds = array("d"), array("d")
         self._imbalances = array("d")
-        self._ranks: Sequence[RankTimes] = ()
+        self._ranks: Sequence[dict[str, Any]] = ()
         self._memory: Sequence[PeakMemory] = ()
         self._started_at: str | None = None
         self._error: str | None = None
@@ -226,8 +225,8 @@ class Recorder:
             logger.flush()
         return tuple(self._metrics.waiting)
 
-    def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[PeakMemory] = ()) -> None:
-        """Sets times and peak memory of all ranks, for summary, panel and breakdown.svg."""
+    def breakdown(self, ranks: Sequence[dict[str, Any]], memory: Sequence[PeakMemory] = ()) -> None:
+        """Sets `Trainer.step_times` and the peak memory of all ranks, for summary and panel."""
         self._ranks, self._memory = ranks, memory
 
     def finish(self, status: str = "finished") -> dict[str, Any]:
@@ -246,8 +245,6 @@ class Recorder:
             for logger in reversed(self._loggers):
                 closing.callback(logger.finish, summary, exit_code)
             closing.callback(self._write, "summary.json", lambda path: write_json(path, summary))
-            if self._ranks:
-                closing.callback(self._write, "breakdown.svg", self._draw)
             closing.push(self._resources.pop_all())
         screen.print_summary(self._console, summary)
         if (lost := lost_output()) is not None:
@@ -312,10 +309,6 @@ class Recorder:
         with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
             file.write(f"{json.dumps(start)}\n".encode())
 
-    def _draw(self, path: Path) -> None:
-        picture = breakdown_svg(self._ranks, f"{self._run_dir.name}: where a step's time goes")
-        replace_durably(path, picture.encode())
-
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         try:
             write(self._run_dir / name)
@@ -355,7 +348,7 @@ class Recorder:
                 "peak_source": self._peak.source,
                 "world_size": self._world_size,
             },
-            "breakdown": self._by_rank("seconds a step, mean", [r.row() for r in self._ranks]),
+            "breakdown": self._by_rank("seconds a step, mean", list(self._ranks)),
             "memory": self._by_rank(
                 "bytes, the most at one time",
                 [{"rank": rank} | memory._asdict() for rank, memory in enumerate(self._memory)],
@@ -400,7 +393,6 @@ class Recorder:
 
     def _paths(self) -> dict[str, str]:
         files = ["metrics.jsonl", "config.yaml", "summary.json"]
-        files += ["breakdown.svg"] if self._ranks else []
         # With schedule.timeline, profile.steps and logger=tensorboard.
         others = ("timeline.svg", "profile", TENSORBOARD)
         files += [name for name in others if (self._run_dir / name).exists()]

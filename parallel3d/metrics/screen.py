@@ -274,7 +274,7 @@ def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
     table += [[name, *(three_digits(1e3 * times[k]) for k in used)] for name, times in lines]
     rows = aligned(table, "<" + ">" * len(used))
     if len(rows[0]) > width:
-        return ["time by rank is in summary.json and breakdown.svg: this screen is too narrow"]
+        return ["time by rank is in summary.json and parallel3d report: this screen is too narrow"]
     if (imbalance := summary["breakdown"].get("imbalance")) is not None:
         words = f"{imbalance:.1%} more work than the mean"
         rows.append(f"attention over cp: the slowest rank has {words}")

@@ -17,12 +17,10 @@ from parallel3d.commands.report import MARK
 from parallel3d.commands.report_page import COLUMNS, Points, page_of, read_run, thinned
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
-from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.recorder import STARTS, Recorder
 from parallel3d.run.directory import make_run_directory, next_name, save_config
 from parallel3d.topology.assumptions import preset
-from parallel3d.topology.layout import Coordinates
 from tests.e2e.command import Shell
 from tests.e2e.here import answer
 from tests.pace import PATIENCE
@@ -57,7 +55,8 @@ def runs(shell: Shell) -> Path:
     steps(recorder, 1, STEPS, 6.0)
     times = {kind: 0.01 for kind in ("forward", "backward", "tp", "idle")}
     times |= dict.fromkeys(("cp", "pp", "dp", "model", "optimizer", "data"), 0.0)
-    ranks = [RankTimes(rank, Coordinates(0, 0, 0, rank), times) for rank in range(2)]
+    place = {"pp": 0, "dp": 0, "cp": 0}
+    ranks = [{"rank": n} | place | {"tp": n} | times | {"step": 0.04} for n in range(2)]
     recorder.breakdown(ranks, [PeakMemory(3 * 10**9, 4 * 10**9)] * 2)
     recorder.finish()
     config.run, config.seed, config.optim.lr = "resumed", 4, 0.5

@@ -17,7 +17,6 @@ from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell
 from tests.e2e.watched import Watched
 
 FILES = {
-    "breakdown.svg",
     "config.yaml",
     "metrics.jsonl",
     "starts.jsonl",

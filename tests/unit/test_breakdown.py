@@ -10,8 +10,6 @@ import torch
 from parallel3d.comm.collectives import observed
 from parallel3d.comm.group import Group
 from parallel3d.comm.step_timer import KINDS, StepTimer
-from parallel3d.metrics.breakdown import RankTimes, by_stage
-from parallel3d.topology.layout import Layout
 
 CUDA = torch.device("cuda:0")
 
@@ -190,12 +188,3 @@ def test_on_a_gpu_the_wait_for_a_collective_counts_and_its_start_does_not(
     means = clock.means()
     assert (means["tp"], means["forward"]) == pytest.approx((tp_s, forward_s))
     assert clock_time.recorded == (6 if device else 0)  # of the step, the forward and the wait
-
-
-def test_stages_are_means_over_their_ranks() -> None:
-    layout = Layout(tp=2, pp=2)
-    zero = dict.fromkeys(KINDS, 0.0)
-    rows = [
-        RankTimes(rank, layout.coordinates(rank), zero | {"idle": float(rank)}) for rank in range(4)
-    ]
-    assert {stage: times["idle"] for stage, times in by_stage(rows).items()} == {0: 0.5, 1: 2.5}
