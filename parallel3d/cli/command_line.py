@@ -68,7 +68,7 @@ from parallel3d.run.directory import (
     take_run,
 )
 from parallel3d.run.failure import full_stop
-from parallel3d.run.launch import RankAssignment, detect, or_end, port_is_free
+from parallel3d.run.launch import RankAssignment, detect, or_end
 from parallel3d.run.rendezvous import CAN_GO_ON
 from parallel3d.run.worker import APPS, run_here, run_joined
 
@@ -276,9 +276,6 @@ def _start(app: str, config: Config, line: str | None) -> int:
         _check_data(app, config)
     device = choose_device(config.device, world_size)
     check_precision_of(device.kind, config.precision.name)
-    port = config.launch.master_port
-    if world_size > 1 and not port_is_free(port):
-        raise UserError(f"launch.master_port={port} is in use: choose another, or 0 for a free one")
     job_id = os.environ.get("SLURM_JOB_ID")
     with _time_limit(config):
         config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)

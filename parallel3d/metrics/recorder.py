@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +64,7 @@ def layout_of(config: Config, world_size: int) -> dict[str, int]:
     return sizes | {"world_size": world_size}
 
 
+@dataclass
 class Recorder:
     """Records one run. Only world rank 0 creates one; nothing in it communicates.
 
@@ -74,45 +76,37 @@ class Recorder:
 
     An exception closes every file and logger, with status "failed" ("interrupted" for
     Ctrl-C), and propagates.
+
+    Attributes:
+        run_dir: must exist.
+        peak: one device's (`peak.device_peak_flops`).
+        first_step: > 1 resumes: earlier lines of metrics.jsonl stay and count in the summary.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        world_size: int,
-        flops_per_token: float,
-        peak: Peak,
-        first_step: int = 1,
-        console: Console | None = None,
-    ) -> None:
-        """Keeps the arguments; `start` opens everything.
-
-        `peak` is one device's (`peak.device_peak_flops`). `first_step` > 1 resumes: earlier lines
-        of `run_dir`/metrics.jsonl stay and count in the summary. `run_dir` must exist.
-        """
-        self._config = config
-        self._run_dir = run_dir
-        self._world_size = world_size
-        self._flops_per_token = flops_per_token
-        self._peak = peak
-        self._first_step = first_step
-        self._console = console or screen.make_console()
-        self._resources = ExitStack()
-        self._loggers: list[Logger] = []
-        self._last: Mapping[str, Any] = {}  # the line of the last step
-        self._evaluations: list[tuple[int, float | None]] = []  # steps and held-out losses
-        self._valid: dict[str, dict[str, Any]] = {}  # the last figures of each validation set
-        self._skipped = self._unlearned = 0
-        self._said_unlearned = False
-        # Of the steps of this start that were not profiled.
-        self._step_tokens, self._step_seconds = array("d"), array("d")
-        self._imbalances = array("d")
-        self._ranks: Sequence[dict[str, Any]] = ()
-        self._memory: Sequence[PeakMemory] = ()
-        self._started_at: str | None = None
-        self._error: str | None = None
-        self._summary: dict[str, Any] | None = None
+    config: Config
+    run_dir: Path
+    world_size: int
+    flops_per_token: float
+    peak: Peak
+    first_step: int = 1
+    console: Console = field(default_factory=screen.make_console)
+    _resources: ExitStack = field(default_factory=ExitStack)
+    _loggers: list[Logger] = field(default_factory=list)
+    _last: Mapping[str, Any] = field(default_factory=dict)  # the line of the last step
+    _evaluations: list[tuple[int, float | None]] = field(default_factory=list)  # steps, losses
+    _valid: dict[str, dict[str, Any]] = field(default_factory=dict)  # last figures of each set
+    _skipped: int = 0
+    _unlearned: int = 0
+    _said_unlearned: bool = False
+    # Of the steps of this start that were not profiled.
+    _step_tokens: array[float] = field(default_factory=lambda: array("d"))
+    _step_seconds: array[float] = field(default_factory=lambda: array("d"))
+    _imbalances: array[float] = field(default_factory=lambda: array("d"))
+    _ranks: Sequence[dict[str, Any]] = ()
+    _memory: Sequence[PeakMemory] = ()
+    _started_at: str | None = None
+    _error: str | None = None
+    _summary: dict[str, Any] | None = None
 
     def start(self, facts: Mapping[str, str], waited: Sequence[str] = ()) -> None:
         """Opens everything and prints the header.
@@ -121,12 +115,12 @@ class Recorder:
         configuration ("model", "layout", "batch", "data", "precision", "device", "peak per rank").
         `waited`: the `waiting` lines of the start before, from its checkpoint.
         """
-        config, run_dir = self._config, self._run_dir
+        config, run_dir = self.config, self.run_dir
         self._provenance = Provenance.collect()
         path = run_dir / "metrics.jsonl"
-        self._tokens = self._tokens_of(self._first_step - 1)
+        self._tokens = self._tokens_of(self.first_step - 1)
         try:
-            file = MetricsFile(path, self._first_step, self._recall, self._say, waited)
+            file = MetricsFile(path, self.first_step, self._recall, self._say, waited)
         except OSError as error:
             raise UserError(
                 f"run={config.run}: {path} cannot be written ({error.strerror}): free "
@@ -139,14 +133,14 @@ class Recorder:
                 code = self._provenance._asdict()
                 self._loggers.append(WandbLogger(config, run_dir, code, self._say, earlier))
             if name == "tensorboard":
-                first = self._first_step
+                first = self.first_step
                 self._loggers.append(TensorBoardLogger(config, run_dir, first, self._say, earlier))
-        rows = screen.header_facts(config, self._world_size, self._peak) | dict(facts)
+        rows = screen.header_facts(config, self.world_size, self.peak) | dict(facts)
         rows |= {logger.label: logger.shown() for logger in self._loggers}
         rows["run directory"] = f"{run_dir}/"
         title = f"parallel3d {self._provenance.parallel3d or ''}".strip()
-        screen.print_header(self._console, title, rows)
-        self._progress = screen.Progress(self._console, config, self._first_step)
+        screen.print_header(self.console, title, rows)
+        self._progress = screen.Progress(self.console, config, self.first_step)
         self._resources.enter_context(self._progress)
         # Last: a failure above leaves nothing to summarise, and connecting to W&B is no training.
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -212,8 +206,8 @@ class Recorder:
         row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
         self._count(row)
         self._log(row)
-        for line in screen.evaluation_lines(self._config, step, eval_loss, of_parts, of_sets):
-            screen.print_styled(self._console, line, style="bold cyan")
+        for line in screen.evaluation_lines(self.config, step, eval_loss, of_parts, of_sets):
+            screen.print_styled(self.console, line, style="bold cyan")
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
@@ -246,10 +240,10 @@ class Recorder:
                 closing.callback(logger.finish, summary, exit_code)
             closing.callback(self._write, "summary.json", lambda path: write_json(path, summary))
             closing.push(self._resources.pop_all())
-        screen.print_summary(self._console, summary)
+        screen.print_summary(self.console, summary)
         if (lost := lost_output()) is not None:
             what = f"{lost['bytes']:,} bytes of output were lost ({lost['reason']})"
-            print_line(f"{what}; the run's figures are in {self._run_dir}/")
+            print_line(f"{what}; the run's figures are in {self.run_dir}/")
         return summary
 
     def __enter__(self) -> Self:
@@ -271,10 +265,10 @@ class Recorder:
             self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
     def _tokens_of(self, steps: int) -> int:
-        return self._config.batch_sizes.samples(steps) * self._config.model.seq_length
+        return self.config.batch_sizes.samples(steps) * self.config.model.seq_length
 
     def _mfu(self, tokens_per_s: float) -> float:
-        return tokens_per_s * self._flops_per_token / (self._world_size * self._peak.flops)
+        return tokens_per_s * self.flops_per_token / (self.world_size * self.peak.flops)
 
     def _log(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(line)
@@ -284,7 +278,7 @@ class Recorder:
     def _recall(self, row: dict[str, Any]) -> None:
         """Restores evaluations, counts and tokens from a line of an earlier session."""
         if is_whole(row):
-            behind = self._tokens_of(self._first_step - 1) - self._tokens_of(row["step"])
+            behind = self._tokens_of(self.first_step - 1) - self._tokens_of(row["step"])
             self._tokens = row["tokens"] + behind
             self._count(row)
 
@@ -300,37 +294,37 @@ class Recorder:
 
     def _add_start(self, path: Path) -> None:
         start = {
-            "first_step": self._first_step,
-            "last_step": self._config.train_steps,
+            "first_step": self.first_step,
+            "last_step": self.config.train_steps,
             "started": self._started_at,
             "host": self._provenance.hostname,
-            "layout": layout_of(self._config, self._world_size),
+            "layout": layout_of(self.config, self.world_size),
         }
         with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
             file.write(f"{json.dumps(start)}\n".encode())
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         try:
-            write(self._run_dir / name)
+            write(self.run_dir / name)
         except OSError as error:
-            self._say(f"{self._run_dir / name} cannot be written ({error.strerror})")
+            self._say(f"{self.run_dir / name} cannot be written ({error.strerror})")
 
     def _say(self, text: str) -> None:
-        screen.print_styled(self._console, text, style="yellow")
+        screen.print_styled(self.console, text, style="yellow")
 
     def _summarise(self, status: str) -> dict[str, Any]:
         """Returns the content of summary.json: losses in nats per token, seconds, fractions.
 
         A number that is not finite is null, and named under `nonfinite` as in metrics.jsonl.
         """
-        config, last = self._config, self._last
+        config, last = self.config, self._last
         rates = throughput(self._step_tokens, self._step_seconds)
         wandb = next((one for one in self._loggers if isinstance(one, WandbLogger)), None)
         content: dict[str, Any] = {
-            "run": self._run_dir.name,
+            "run": self.run_dir.name,
             "status": status,
-            "steps": last.get("step", self._first_step - 1),
-            "first_step": self._first_step,
+            "steps": last.get("step", self.first_step - 1),
+            "first_step": self.first_step,
             "tokens": self._tokens,
             "loss": value(last, "loss") if last else None,
             "grad_norm": value(last, "grad_norm") if last else None,
@@ -342,11 +336,11 @@ class Recorder:
             "mfu": {
                 "value": None if rates["mean"] is None else self._mfu(rates["mean"]),
                 "formula": MFU_FORMULA,
-                "flops_per_token": self._flops_per_token,
+                "flops_per_token": self.flops_per_token,
                 "flops_per_token_formula": FLOPS_FORMULA,
-                "peak_flops_per_device": self._peak.flops,
-                "peak_source": self._peak.source,
-                "world_size": self._world_size,
+                "peak_flops_per_device": self.peak.flops,
+                "peak_source": self.peak.source,
+                "world_size": self.world_size,
             },
             "breakdown": self._by_rank("seconds a step, mean", list(self._ranks)),
             "memory": self._by_rank(
@@ -355,7 +349,7 @@ class Recorder:
             ),
             "wall_time_s": time.perf_counter() - self._start_time,
             "started": self._started_at,
-            "layout": layout_of(config, self._world_size),
+            "layout": layout_of(config, self.world_size),
             "model": config.model.name,
             "parameters": parameter_count(config.model),
             "precision": config.precision.name,
@@ -388,13 +382,13 @@ class Recorder:
             "eval_step": step,
             "best_eval_loss": best,
             "best_eval_step": best_step,
-            "bits_per_byte": screen.bits_per_byte(loss, self._config.data.reads_bytes),
+            "bits_per_byte": screen.bits_per_byte(loss, self.config.data.reads_bytes),
         }
 
     def _paths(self) -> dict[str, str]:
         files = ["metrics.jsonl", "config.yaml", "summary.json"]
         # With schedule.timeline, profile.steps and logger=tensorboard.
         others = ("timeline.svg", "profile", TENSORBOARD)
-        files += [name for name in others if (self._run_dir / name).exists()]
-        paths = {name.split(".")[0]: str(self._run_dir / name) for name in files}
-        return {"run_dir": str(self._run_dir)} | paths
+        files += [name for name in others if (self.run_dir / name).exists()]
+        paths = {name.split(".")[0]: str(self.run_dir / name) for name in files}
+        return {"run_dir": str(self.run_dir)} | paths

@@ -41,8 +41,7 @@ from parallel3d.run.failure import (
     has_steps,
     report_end,
 )
-from parallel3d.run.launch import within
-from parallel3d.run.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
+from parallel3d.run.launch import STOPPING, blocked_signals, is_nohup, kept_handlers, within
 from parallel3d.topology.placed_ranks import rank_of_launch
 
 if TYPE_CHECKING:

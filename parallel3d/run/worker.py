@@ -36,10 +36,9 @@ from parallel3d.run.failure import (
     report_failure,
     report_hang,
 )
-from parallel3d.run.launch import RankAssignment, Worker, detect
+from parallel3d.run.launch import RankAssignment, Worker, blocked_signals, detect, kept_handlers
 from parallel3d.run.local_workers import run_local_workers
 from parallel3d.run.rendezvous import agree_on_run, assign_rank, keeps_store, rendezvous
-from parallel3d.run.stop_signals import blocked_signals, kept_handlers
 from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def run_here(
             return local_worker_main(app, config, run_dir, launcher, device.kind)
 
         return run_local_workers(app, config, run_dir, world_size, device.kind, module, be_rank)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, UserError):  # launch.master_port may be in use
         discard_unused(run_dir)
         raise
 

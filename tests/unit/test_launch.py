@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.run.launch import RankAssignment, detect, first_host, port_is_free, tasks_on_node
+from parallel3d.run.launch import RankAssignment, detect, first_host, tasks_on_node
 
 TORCHRUN = {
     "RANK": "5",
@@ -129,13 +128,3 @@ def test_unreadable_node_list_is_refused(node_list: str) -> None:
 
 def test_tasks_of_each_node() -> None:
     assert [tasks_on_node("8(x2),4", node) for node in range(3)] == [8, 8, 4]
-
-
-def test_port_that_is_listened_on_is_not_free() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        listener.listen()
-        assert not port_is_free(port)
-    assert port_is_free(port)
-    assert port_is_free(0)

@@ -17,8 +17,8 @@ from parallel3d.host.processes import born, of_this_job
 from parallel3d.run import local_workers
 from parallel3d.run import local_workers as local_ranks
 from parallel3d.run.failure import END_SIGNAL
+from parallel3d.run.launch import STOPPING, StopSignals, kept_handlers
 from parallel3d.run.local_workers import SIGNALS, LocalRanks, Stopped
-from parallel3d.run.stop_signals import STOPPING, StopSignals, kept_handlers
 
 
 @pytest.fixture(autouse=True)

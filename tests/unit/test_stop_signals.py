@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from parallel3d.config.schema import Config
+from parallel3d.run.launch import StopSignals, kept_handlers
 from parallel3d.run.local_workers import LocalRanks, Stopped, _local_ranks
-from parallel3d.run.stop_signals import StopSignals, kept_handlers
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
