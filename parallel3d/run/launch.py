@@ -219,6 +219,11 @@ class Worker:
     watchdog: ProgressWatch | None = None
     log: OperationLog = field(default_factory=OperationLog)
 
+    @classmethod
+    def at(cls, place: RankAssignment, run_dir: Path, launcher: Launcher) -> Worker:
+        sizes = place.world_size, place.local_world_size
+        return cls(place.rank, place.local_rank, *sizes, run_dir, launcher)
+
 
 @dataclass(frozen=True)
 class RankAssignment:

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from parallel3d.checkpoint.manifest import list_checkpoints, reason, step_of
 from parallel3d.comm.store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
@@ -43,9 +43,6 @@ from parallel3d.run.failure import (
 )
 from parallel3d.run.launch import STOPPING, blocked_signals, is_nohup, kept_handlers, within
 from parallel3d.topology.placed_ranks import rank_of_launch
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 
 @dataclass
@@ -126,7 +123,7 @@ class LocalRanks:
     asked_at: float = 0.0
     interrupted: bool = False
 
-    def run(self, started: Callable[[], None] = lambda: None) -> dict[int, int]:
+    def run(self, started: Callable[[], object] = lambda: None) -> dict[int, int]:
         """Runs the ranks, with `started` after the first forks; returns failed exit codes."""
         starts = 0
         try:
@@ -236,29 +233,18 @@ def _signal_session(pid: int, number: signal.Signals) -> None:
 DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
 
 
-class LocalStore:
-    """Rendezvous port and store of this host's ranks. Raises UserError if the port is taken."""
-
-    def __init__(self, port: int) -> None:
-        try:
-            listening = listen_at(LOCALHOST, port)
-        except OSError as error:
-            raise UserError(
-                f"launch.master_port={port} cannot be listened on ({error.strerror}): choose "
-                "another, or 0 for a free one"
-            ) from None
-        if listening is None:
-            raise UserError(f"this host has no {LOCALHOST}, by which its ranks meet")
-        self.listening, self.port = listening, listening.getsockname()[1]
-        self.store: TCPStore | None = None
-
-    def open(self) -> None:
-        self.store = serve(LOCALHOST, self.listening)
-
-    def leave(self) -> None:
-        """Closes a forked process's copy of the port."""
-        if self.store is None:
-            self.listening.close()
+def listen_here(port: int) -> socket.socket:
+    """Returns the rendezvous port of this host's ranks. Raises UserError if it is taken."""
+    try:
+        listening = listen_at(LOCALHOST, port)
+    except OSError as error:
+        raise UserError(
+            f"launch.master_port={port} cannot be listened on ({error.strerror}): choose "
+            "another, or 0 for a free one"
+        ) from None
+    if listening is None:
+        raise UserError(f"this host has no {LOCALHOST}, by which its ranks meet")
+    return listening
 
 
 def run_local_workers(
@@ -281,7 +267,8 @@ def run_local_workers(
     """
     wanted = _defaults_for_workers(config, world_size, kind)
     with _environment(wanted), kept_handlers(SIGNALS):
-        host = LocalStore(config.launch.master_port)
+        listening = listen_here(config.launch.master_port)
+        port, stores = listening.getsockname()[1], []
         # Signals wait until torch's C++ is imported.
         with blocked_signals(), nothing_collected():
             importlib.import_module(module)
@@ -289,14 +276,14 @@ def run_local_workers(
         launcher = os.getpid()
 
         def live(rank: int, starts: int) -> int:
-            host.leave()
-            os.environ.update(_rank_environment(host, rank, world_size, starts))
+            listening.close()  # this process's copy
+            os.environ.update(_rank_environment(port, rank, world_size, starts))
             _take_threads(wanted)
             return be_rank(launcher)
 
         ranks = _local_ranks(app, config, run_dir, world_size, live)
         try:
-            exits = ranks.run(host.open)
+            exits = ranks.run(lambda: stores.append(serve(LOCALHOST, listening)))
         except Stopped as stop:
             late = f" (launch.grace_s={ranks.grace_s:g} was over)" if ranks.is_late() else ""
             print_line(f"stopped by {stop.signal.name}{late}; all {world_size} ranks have ended")
@@ -308,7 +295,7 @@ def run_local_workers(
     return 0
 
 
-def _rank_environment(host: LocalStore, rank: int, world_size: int, starts: int) -> dict[str, str]:
+def _rank_environment(port: int, rank: int, world_size: int, starts: int) -> dict[str, str]:
     size = str(world_size)
     return {
         "RANK": str(rank),
@@ -316,7 +303,7 @@ def _rank_environment(host: LocalStore, rank: int, world_size: int, starts: int)
         "WORLD_SIZE": size,
         "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": LOCALHOST,
-        "MASTER_PORT": str(host.port),
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(starts),
         "TORCHELASTIC_ERROR_FILE": "",

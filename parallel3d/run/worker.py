@@ -131,15 +131,8 @@ def run_joined(app: str, config: Config, place: RankAssignment, kind: str) -> in
     drop_failed_output()
     begin_on(kind)
     place = place.with_port(config.launch.master_port)
-    worker = Worker(
-        place.rank,
-        place.local_rank,
-        place.world_size,
-        place.local_world_size,
-        Path(),
-        place.launcher,
-        phase=f"connecting to rank 0 at {place.master_addr}:{place.master_port}",
-    )
+    worker = Worker.at(place, Path(), place.launcher)
+    worker.phase = f"connecting to rank 0 at {place.master_addr}:{place.master_port}"
     store: Store | None = None
     if has_steps(app, config):
         worker.stop.install()
@@ -162,15 +155,8 @@ def local_worker_main(
     begin_on(kind)
     place = detect(os.environ)
     assert place is not None  # the launcher has set the variables
-    worker = Worker(
-        place.rank,
-        place.local_rank,
-        place.world_size,
-        place.local_world_size,
-        directory,
-        "local",
-        phase="rendezvous with the other ranks",
-    )
+    worker = Worker.at(place, directory, "local")
+    worker.phase = "rendezvous with the other ranks"
     if has_steps(app, config):
         worker.stop.second_interrupts = False  # the launcher counts them
         worker.stop.install()

@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run import rendezvous
 from parallel3d.run.launch import RankAssignment, Worker
-from parallel3d.run.local_workers import LocalStore, _rank_environment
+from parallel3d.run.local_workers import _rank_environment, listen_here
 from parallel3d.run.rendezvous import assign_rank
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
@@ -61,9 +61,10 @@ def free_port() -> int:
 
 
 def test_store_of_a_local_run_is_not_reached_from_the_network() -> None:
-    host = LocalStore(0)
-    host.open()
-    port = host.port
+    listening = listen_here(0)
+    port = listening.getsockname()[1]
+    store = job_store.serve("127.0.0.1", listening)
+    assert store.port == port
     assert listeners(port) == LOOPBACK
     dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # it is there
     if address := address_of_the_network():
@@ -73,7 +74,7 @@ def test_store_of_a_local_run_is_not_reached_from_the_network() -> None:
 
 def test_taken_port_is_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError) as refused:
-        LocalStore(taken.getsockname()[1])
+        listen_here(taken.getsockname()[1])
     assert "launch.master_port=" in str(refused.value)
 
 
@@ -153,22 +154,22 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
     agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes first, and meets nobody before the key is gone."""
-    host = LocalStore(0)
-    host.open()
-    assert host.store is not None
+    listening = listen_here(0)
+    port = listening.getsockname()[1]
+    store = job_store.serve("127.0.0.1", listening)
 
     def start(number: int) -> Callable[[int], dist.Store]:
-        environ = _rank_environment(host, 0, 2, number)
+        environ = _rank_environment(port, 0, 2, number)
         if agent == "torchrun":
             environ = {name: environ[name] for name in AGENT}
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        here = place("127.0.0.1", host.port, agent)
+        here = place("127.0.0.1", port, agent)
         return lambda rank: rendezvous.rendezvous(Config(), dataclasses.replace(here, rank=rank))
 
     meet = start(0)
     meet(1), meet(0)
-    host.store.set("exception_dump", "1")  # ProcessGroupNCCL's, of the whole store
+    store.set("exception_dump", "1")  # ProcessGroupNCCL's, of the whole store
     assert meet(0).underlying_store.underlying_store.check(["exception_dump"])
     meet = start(1)
     with ThreadPoolExecutor() as threads:
@@ -177,7 +178,7 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
             first.result(0.2)
         meet(0)
         first.result(30)
-    assert not host.store.check(["exception_dump"])
+    assert not store.check(["exception_dump"])
 
 
 def test_two_jobs_at_one_store_do_not_hear_of_each_other(
