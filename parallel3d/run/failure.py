@@ -145,16 +145,11 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
 
 def from_exit(config: Config, rank: int, exitcode: int) -> RankFailure:
     """Describes a rank that ended without a record: by a signal (negative code) or a bare exit."""
+    error = f"exited with code {exitcode}"
     if exitcode < 0:
-        try:
-            name = signal.Signals(-exitcode).name
-        except ValueError:
-            name = f"signal {-exitcode}"
-        error = f"was killed by {name}"
-        if name == "SIGKILL":
-            error += " (by hand, or by the kernel for want of memory)"
-    else:
-        error = f"exited with code {exitcode}"
+        error = f"was killed by {signal.Signals(-exitcode).name}"
+    if exitcode == -signal.SIGKILL:
+        error += " (by hand, or by the kernel for want of memory)"
     return of_rank(config, rank, error, "killed")
 
 

@@ -260,30 +260,26 @@ def detect(environ: Mapping[str, str]) -> RankAssignment | None:
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> RankAssignment:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if not environ.get(name):
-            present = "RANK" if "RANK" in environ and name != "RANK" else "WORLD_SIZE"
-            raise UserError(
-                f"{present}={environ.get(present)} is set but {name} is not: start with torchrun, "
-                "set all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, "
-                f"or unset {present}."
-            )
-    world_size = _number(environ, "WORLD_SIZE", minimum=1)
-    rank = _number(environ, "RANK", below=("WORLD_SIZE", world_size))
-    local_world_size = world_size
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if not environ.get(name)]:
+        there = "RANK" if "RANK" in environ and missing[0] != "RANK" else "WORLD_SIZE"
+        raise UserError(
+            f"{there}={environ.get(there)} is set but {missing[0]} is not: start with torchrun, "
+            f"set all of {', '.join(names)}, or unset {there}."
+        )
+    world_size = _number(environ, "WORLD_SIZE", 1)
+    world = f"WORLD_SIZE={world_size}"
+    here = world_size
     if "LOCAL_WORLD_SIZE" in environ:
-        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
-        if local_world_size > world_size:
-            raise UserError(
-                f"LOCAL_WORLD_SIZE={local_world_size} contradicts WORLD_SIZE={world_size}: "
-                "a host cannot hold more ranks than there are"
-            )
-    local_rank = _number(environ, "LOCAL_RANK", below=("LOCAL_WORLD_SIZE", local_world_size))
-    port = _number(environ, "MASTER_PORT", minimum=1)
-    if port > 65535:
-        raise UserError(f"MASTER_PORT={port} is no port: it must lie in 1 … 65535")
+        here = _number(environ, "LOCAL_WORLD_SIZE", 1, world_size, world)
     return RankAssignment(
-        "torchrun", rank, local_rank, world_size, local_world_size, environ["MASTER_ADDR"], port
+        "torchrun",
+        _number(environ, "RANK", 0, world_size - 1, world),
+        _number(environ, "LOCAL_RANK", 0, here - 1, f"LOCAL_WORLD_SIZE={here}"),
+        world_size,
+        here,
+        environ["MASTER_ADDR"],
+        _number(environ, "MASTER_PORT", 1, 65535, "the range of ports"),
     )
 
 
@@ -293,7 +289,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
         return False
     if _number(environ, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
         return False
-    return _number(environ, _slurm_tasks(environ), minimum=1) > 1
+    return _number(environ, _slurm_tasks(environ), 1) > 1
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> str:
@@ -302,36 +298,34 @@ def _slurm_tasks(environ: Mapping[str, str]) -> str:
 
 def _from_slurm(environ: Mapping[str, str]) -> RankAssignment:
     tasks = _slurm_tasks(environ)
-    world_size = _number(environ, tasks, minimum=1)
-    rank = _number(environ, "SLURM_PROCID", below=(tasks, world_size))
+    world_size = _number(environ, tasks, 1)
     job = _number(environ, "SLURM_JOB_ID")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise UserError("SLURM_PROCID is set but SLURM_STEP_NODELIST is not: start with srun")
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    local_world_size = world_size
+    here = world_size
     if per_node:
-        local_world_size = tasks_on_node(per_node, _number(environ, "SLURM_NODEID"))
+        here = tasks_on_node(per_node, _number(environ, "SLURM_NODEID"))
     return RankAssignment(
-        launcher="slurm",
-        rank=rank,
-        local_rank=_number(environ, "SLURM_LOCALID", below=(tasks, local_world_size)),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        master_addr=first_host(nodes),
-        # Two jobs that share a node need different ports.
-        master_port=20000 + job % 20000,
-        job_id=str(job),
+        "slurm",
+        _number(environ, "SLURM_PROCID", 0, world_size - 1, f"{tasks}={world_size}"),
+        _number(environ, "SLURM_LOCALID", 0, here - 1, f"{here} tasks of its node"),
+        world_size,
+        here,
+        first_host(nodes),
+        20000 + job % 20000,  # two jobs that share a node need different ports
+        str(job),
     )
 
 
 def _number(
-    environ: Mapping[str, str],
-    name: str,
-    minimum: int = 0,
-    below: tuple[str, int] | None = None,
+    environ: Mapping[str, str], name: str, least: int = 0, most: int | None = None, of: str = ""
 ) -> int:
-    """Parses the whole number in variable `name`, from `minimum` to less than `below`'s value."""
+    """Parses the whole number in variable `name`, from `least` to `most`, which follows from `of`.
+
+    Raises UserError.
+    """
     text = environ.get(name)
     if text is None:
         raise UserError(f"{name} is not set, but the other variables of its launcher are")
@@ -339,12 +333,10 @@ def _number(
         value = int(text)
     except ValueError:
         raise UserError(f"{name}={text!r} is no number: it must be a whole number") from None
-    if value < minimum:
-        raise UserError(f"{name}={value} is too small: it must be at least {minimum}")
-    if below is not None and value >= below[1]:
-        raise UserError(
-            f"{name}={value} contradicts {below[0]}={below[1]}: it must be in 0 … {below[1] - 1}"
-        )
+    if value < least:
+        raise UserError(f"{name}={value} is too small: it must be at least {least}")
+    if most is not None and value > most:
+        raise UserError(f"{name}={value} contradicts {of}: it must be in {least} … {most}")
     return value
 
 

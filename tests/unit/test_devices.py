@@ -299,7 +299,7 @@ def test_simulated_accelerator_is_enabled_before_anything_else(
     with pytest.raises(Enabled):
         worker.run_alone("train", Config(), tmp_path, "simulated")
     with pytest.raises(Enabled):
-        worker.local_worker_main("train", Config(), tmp_path, 1, "simulated", lambda: False)
+        worker.local_worker_main("train", Config(), tmp_path, 1, "simulated")
     with pytest.raises(Enabled):
         worker.run_joined("train", Config(), place(0, 0), "simulated")
 
