@@ -58,7 +58,6 @@ def device_peak_flops(
     dtype_name: str,
     *,
     local_ranks: int = 1,
-    local_cores: int | None = None,
     override_tflops: float | None = None,
 ) -> Peak:
     """Returns the peak of one rank's device in `dtype_name` (fp64, fp32, tf32, bf16, fp16 or fp8).
@@ -68,25 +67,25 @@ def device_peak_flops(
 
     CPU ranks of a machine share its cores. With `t` threads a rank and `c` cores, the peak per rank
     is the measured one × min(1, c / (t × local_ranks)), so the ranks' peaks never add up to more
-    than the machine's. `c` is `local_cores`, the distinct cores of all local ranks; None takes this
-    process's, which is the same unless a launcher bound each rank to cores of its own.
-    MFU is model FLOP/s / (world size × this).
+    than the machine's. MFU is model FLOP/s / (world size × this).
     """
     if override_tflops is not None:
         return Peak(override_tflops * TERA, "launch.peak_tflops")
     if accelerator.is_accelerator(device):
         name = accelerator.name(device)
-        known = datasheet_peak(name, dtype_name)
-        if known is not None:
+        if (known := datasheet_peak(name, dtype_name)) is not None:
             return known
-        size = _gemm_size(device, dtype_name)
-        source = f"measured: {name}, {dtype_name} GEMM of {size}"
-        return Peak(_measure(device, dtype_name, size), source)
-    cores = local_cores or available_cores()
+        flops, size = _measure(device, dtype_name, 8192)
+        return Peak(flops, f"measured: {name}, {dtype_name} GEMM of {size}")
+    cores = available_cores()
     threads = min(torch.get_num_threads(), cores)
-    share = cpu_share(threads, local_ranks, cores)
-    alone = _measure(device, dtype_name, 1024)
-    return Peak(alone * share, _cpu_source(dtype_name, threads, local_ranks, cores, share))
+    share = min(1.0, cores / (threads * local_ranks))
+    where = f"on {threads} CPU thread{'s' if threads > 1 else ''}"
+    if share < 1:
+        where = f"× {cores} cores / {threads * local_ranks} threads"
+    kind = "bf16" if dtype_name == "fp8" else dtype_name
+    flops, _ = _measure(device, dtype_name, 1024)
+    return Peak(flops * share, f"measured: {kind} GEMM {where}")
 
 
 def datasheet_peak(device_name: str, dtype_name: str) -> Peak | None:
@@ -97,41 +96,31 @@ def datasheet_peak(device_name: str, dtype_name: str) -> Peak | None:
     return Peak(device.peak[dtype_name] * TERA, f"{device.source}, dense {dtype_name}")
 
 
-def cpu_share(threads: int, local_ranks: int, cores: int) -> float:
-    """Returns a rank's share of its stand-alone speed when all `local_ranks` compute at once."""
-    return min(1.0, cores / (threads * local_ranks))
+def _measure(device: torch.device, dtype_name: str, most: int) -> tuple[float, int]:
+    """Returns FLOP/s of a square GEMM, the fastest run within the budget, and its size.
 
-
-def _gemm_size(device: torch.device, dtype_name: str) -> int:
-    """Returns the size of a GEMM that keeps an accelerator busy within the time budget."""
-    size = 1024
-    while size < 8192:
-        a = _operand(device, dtype_name, size)
-        _time(a)
-        if _time(a) > MEASURE_BUDGET_S / 40:
-            break
-        size *= 2
-    return size
+    It is the least from 1024 on that keeps an accelerator busy, and `most` at most.
+    """
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # only CUDA uses it
+    torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
+    size, times = 1024, list[float]()
+    try:
+        while True:
+            a = _operand(device, dtype_name, size)
+            _time(a)  # the first is slower
+            if size == most or _time(a) > MEASURE_BUDGET_S / 40:
+                break
+            size *= 2
+        while sum(times) < MEASURE_BUDGET_S:
+            times.append(_time(a))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+    return 2 * size**3 / min(times), size
 
 
 def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)  # not the run's random numbers
     return torch.randn(size, size, generator=generator).to(device, _TORCH_TYPES[dtype_name])
-
-
-def _measure(device: torch.device, dtype_name: str, size: int) -> float:
-    """Returns FLOP/s of a square GEMM: the fastest run within the budget, after a warm-up."""
-    a = _operand(device, dtype_name, size)
-    allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # only CUDA uses it
-    torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
-    try:
-        _time(a)
-        times: list[float] = []
-        while not times or sum(times) < MEASURE_BUDGET_S:
-            times.append(_time(a))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allow_tf32
-    return 2 * size**3 / min(times)
 
 
 def _time(a: torch.Tensor) -> float:
@@ -141,11 +130,3 @@ def _time(a: torch.Tensor) -> float:
     matmul(a, a)
     accelerator.synchronize(a.device)
     return time.perf_counter() - start
-
-
-def _cpu_source(dtype_name: str, threads: int, ranks: int, cores: int, share: float) -> str:
-    kind = "bf16" if dtype_name == "fp8" else dtype_name
-    plural = "s" if threads > 1 else ""
-    if share == 1:
-        return f"measured: {kind} GEMM on {threads} CPU thread{plural}"
-    return f"measured: {kind} GEMM × {cores} cores / {threads * ranks} threads"

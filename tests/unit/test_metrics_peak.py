@@ -12,7 +12,6 @@ from parallel3d.device import accelerator
 from parallel3d.metrics import peak as peak_module
 from parallel3d.metrics.peak import (
     PeakMemory,
-    cpu_share,
     datasheet_peak,
     device_peak_flops,
     peak_memory,
@@ -78,24 +77,15 @@ def test_override_wins_and_is_named() -> None:
     assert (peak.flops, peak.source) == (2.5e12, "launch.peak_tflops")
 
 
-@pytest.mark.parametrize(
-    ("threads", "ranks", "cores", "share"),
-    [(1, 1, 2, 1.0), (1, 2, 2, 1.0), (1, 4, 2, 0.5), (2, 1, 2, 1.0), (2, 4, 2, 0.25)],
-)
-def test_ranks_share_the_cores_that_there_are(
-    threads: int, ranks: int, cores: int, share: float
-) -> None:
-    assert cpu_share(threads, ranks, cores) == share
-
-
 def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.accumulate(itertools.cycle([0.0, 0.02, 0.0, 0.04]))  # every second one slow
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(peak_module, "available_cores", lambda: 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        alone = device_peak_flops(CPU, "fp32", local_ranks=1, local_cores=1)
-        shared = device_peak_flops(CPU, "fp32", local_ranks=8, local_cores=1)
+        alone = device_peak_flops(CPU, "fp32", local_ranks=1)
+        shared = device_peak_flops(CPU, "fp32", local_ranks=8)
     finally:
         torch.set_num_threads(threads)
     assert alone.flops == pytest.approx(2 * 1024**3 / 0.02)  # the fastest
