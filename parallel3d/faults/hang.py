@@ -21,8 +21,6 @@ from parallel3d.comm.operation_log import Divergence, LoggedOperation, Operation
 KEPT = 8
 WORLD = "default_pg"  # what torch calls the group of all ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-DTYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}
-DTYPES |= {"long": "int64", "byte": "uint8"}
 
 
 class Queued(NamedTuple):
@@ -66,7 +64,7 @@ def read_flight_record(text: str, known: Mapping[str, tuple[int, ...]]) -> Recor
             ranks[_name(group["name"], group["desc"])] = members
     entries = [e for e in content.get("entries", []) if not e["profiling_name"].startswith("gloo")]
     queue = [Queued(_operation(entry, ranks), done) for entry, done in _without_batches(entries)]
-    return Record(_newest(queue), {name: ranks[name] for name in _groups(queue) if name in ranks})
+    return Record(_newest(queue), ranks)
 
 
 def _name(name: str, desc: str) -> str:
@@ -110,12 +108,7 @@ def _operation(entry: dict[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> L
         number, peer = entry["p2p_seq_id"], members[other] if other < len(members) else other
     shapes, dtypes = entry["input_sizes"], entry["input_dtypes"]
     shape = tuple(size for shape in shapes for size in shape)
-    dtype = dtypes[0].lower() if dtypes else ""
-    return LoggedOperation(group, number, name, shape, DTYPES.get(dtype, dtype), peer)
-
-
-def _groups(queue: list[Queued]) -> list[str]:
-    return list(dict.fromkeys(queued.operation.group for queued in queue))
+    return LoggedOperation(group, number, name, shape, dtypes[0].lower() if dtypes else "", peer)
 
 
 def _newest(queue: list[Queued]) -> tuple[Queued, ...]:

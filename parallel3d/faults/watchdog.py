@@ -270,7 +270,7 @@ class Watchdog:
         if record is not None:
             try:
                 read = hang.read_flight_record(record, ranks)
-                queue, ranks = read.queue or None, ranks | read.ranks
+                queue, ranks = read.queue or None, read.ranks
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 print_line(f"the flight recorder cannot be read ({type(error).__name__}: {error})")
         return hang.RankState(

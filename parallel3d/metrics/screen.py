@@ -189,7 +189,6 @@ def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     """Prints the closing panel, with the figures of `summary`, and below it the paths."""
-    finished = summary["status"] == "finished"
     outer = Table.grid(expand=True)
     width = min(MAX_WIDTH, console.width) - 4
     outer.add_row(_table(_figures(summary)))
@@ -197,7 +196,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     for line in _breakdown(summary, width):
         outer.add_row(Text(line, no_wrap=True))
     title = f"{summary['run']} · {summary['status']} after {steps}"
-    _panel(console, title, outer, "green" if finished else "yellow")
+    _panel(console, title, outer, "green" if summary["status"] == "finished" else "yellow")
     for label, text in _places(summary).items():  # outside of the frame, to be copied
         print_styled(console, f"  {label:{LABEL_WIDTH}} {text}")
 
@@ -224,9 +223,8 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     if rates["mean"] is not None:
         excluded = rates["warmup_steps_excluded"]
         without = f" (first {excluded} steps left out)" if excluded else ""
-        rows["speed"] = (
-            f"{si(rates['mean'])} tokens/s · median {si(rates['median'])}{without}"
-        ).replace("  ", " ")
+        mean, median = (si(rates[name]).rstrip() for name in ("mean", "median"))
+        rows["speed"] = f"{mean} tokens/s · median {median}{without}"
         peak = f"{si(mfu['peak_flops_per_device'])}FLOP/s"
         rows["MFU"] = f"{percent(mfu['value'])} of {mfu['world_size']} × {peak}"
         rows["peak per rank"] = mfu["peak_source"]
@@ -236,9 +234,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
             f"{si(most['allocated'])}B at most, on rank {most['rank']} · "
             f"{si(most['reserved'])}B reserved"
         )
-    rows["time"] = f"{duration(summary['wall_time_s'])} · {si(summary['tokens'])} tokens".replace(
-        "  ", " "
-    )
+    rows["time"] = f"{duration(summary['wall_time_s'])} · {si(summary['tokens']).rstrip()} tokens"
     if "error" in summary:
         rows["error"] = summary["error"]
     return rows

@@ -40,7 +40,7 @@ def text(*entries: dict[str, Any]) -> str:
 def operation(
     group: str, number: int, name: str, *shape: int, peer: int | None = None
 ) -> LoggedOperation:
-    return LoggedOperation(group, number, name, shape, "float32", peer)
+    return LoggedOperation(group, number, name, shape, "float", peer)
 
 
 def test_groups_are_called_as_we_call_them() -> None:
@@ -57,7 +57,7 @@ def test_groups_are_called_as_we_call_them() -> None:
         Queued(operation("world", 9, "all_gather_base", 2, 3), False),
         Queued(operation("dp", 5, "all_reduce", 8), False),
     )
-    assert ranks == {"dp": (1, 3), "world": (0, 1, 2, 3)}
+    assert ranks == {"dp": (1, 3), "world": (0, 1, 2, 3), "pp": (2, 3)}
 
 
 def test_messages_of_a_batch_share_the_state_of_its_own_entry() -> None:
@@ -90,9 +90,8 @@ def test_what_is_kept_lies_around_the_first_that_is_not_done() -> None:
 def test_ranks_that_the_recorder_lacks_are_those_of_the_log() -> None:
     content = json.loads(text(entry("7a", "all_reduce", 1, "started", [[8]])))
     content["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[]"}}
-    assert read_flight_record(json.dumps(content), {"dp": (0, 1), "tp": (0, 2)}).ranks == {
-        "dp": (0, 1)
-    }
+    known = {"dp": (0, 1), "tp": (0, 2)}
+    assert read_flight_record(json.dumps(content), known).ranks == known
 
 
 def test_groups_of_hosts_are_left_out() -> None:
