@@ -352,7 +352,7 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
     path = worker.run_dir / EVALUATIONS
     with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         file.write(line.encode())
-    for sentence in evaluation_lines(config, step, *found):
+    for sentence in evaluation_lines(config, row):
         print_line(sentence)
     print_line(f"appended to {path}")
 

@@ -206,7 +206,7 @@ class Recorder:
         row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
         self._count(row)
         self._log(row)
-        for line in screen.evaluation_lines(self.config, step, eval_loss, of_parts, of_sets):
+        for line in screen.evaluation_lines(self.config, row):
             screen.print_styled(self.console, line, style="bold cyan")
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import parameter_count
-from parallel3d.metrics.jsonl import Score
+from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
@@ -302,42 +302,29 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
     console.print(panel)
 
 
-def evaluation_lines(
-    config: Config,
-    step: int,
-    eval_loss: float | None,
-    of_parts: Mapping[str, float | None],
-    of_sets: Mapping[str, Score] = {},
-) -> list[str]:
+def evaluation_lines(config: Config, row: Mapping[str, Any]) -> list[str]:
     """Returns the lines of an evaluation: held out, with some parts of a blend, and each set."""
-    steps = config.train_steps
-    begin = f"eval {step:{len(str(steps))}d}/{steps}  "
-    lines = [f"{begin}{name}: {score_words(score)}" for name, score in of_sets.items()]
-    if of_sets and eval_loss is None:
+    steps, loss = config.train_steps, value(row, "eval_loss")
+    begin = f"eval {row['step']:{len(str(steps))}d}/{steps}  "
+    lines = [f"{begin}{name}: {_score_words(one)}" for name, one in row.get("valid", {}).items()]
+    if lines and loss is None:
         return lines
-    return [begin + _held_out_words(config, eval_loss, of_parts), *lines]
-
-
-def score_words(score: Score) -> str:
-    """Returns the figures of a validation set."""
-    row = score.row()
-    text = f"loss {loss_words(score.loss)}"
-    if row["perplexity"] is not None:
-        text += f" · perplexity {row['perplexity']:.5g}"
-    if row["bits_per_byte"] is not None:
-        text += f" · {row['bits_per_byte']:.4f} bits per byte"
-    return f"{text} · {score.tokens:,} tokens"
-
-
-def _held_out_words(
-    config: Config, eval_loss: float | None, of_parts: Mapping[str, float | None]
-) -> str:
-    bits = bits_per_byte(eval_loss, config.data.reads_bytes)
-    text = f"held-out loss {loss_words(eval_loss)}"
+    bits, losses = bits_per_byte(loss, config.data.reads_bytes), row.get("eval_losses", {})
+    parts = [f"{n} {loss_words(value(losses, n))}" for n in losses if n != "nonfinite"]
+    more = [f"{len(parts) - MOST_PARTS} more"] if len(parts) > MOST_PARTS else []
+    text = f"{begin}held-out loss {loss_words(loss)}"
     text += f" · {bits:.3f} bits per byte" if bits is not None else ""
-    shown = [f"{name} {loss_words(loss)}" for name, loss in list(of_parts.items())[:MOST_PARTS]]
-    more = [f"{len(of_parts) - MOST_PARTS} more"] if len(of_parts) > MOST_PARTS else []
-    return " · ".join([text, *shown, *more])
+    return [" · ".join([text, *parts[:MOST_PARTS], *more]), *lines]
+
+
+def _score_words(row: Mapping[str, Any]) -> str:
+    """Returns the figures of a validation set."""
+    text = f"loss {loss_words(value(row, 'loss'))}"
+    if (perplexity := value(row, "perplexity")) is not None:
+        text += f" · perplexity {perplexity:.5g}"
+    if (bits := value(row, "bits_per_byte")) is not None:
+        text += f" · {bits:.4f} bits per byte"
+    return f"{text} · {row['tokens']:,} tokens"
 
 
 def bits_per_byte(eval_loss: float | None, reads_bytes: bool) -> float | None:
