@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
@@ -111,11 +110,10 @@ class Health:
         sums = torch.stack([bit_sum(self.trainer.parameters[name]) for name in names])
         if not collectives.differs(sums, group):
             return
-        everyone = [torch.empty_like(sums) for _ in group.ranks]
-        dist.all_gather(everyone, sums, group=group.handle)
+        everyone = all_gather_json(sums.tolist(), group.handle, self.trainer.device)
         if group.index > 0:
             return
-        for name, values in zip(names, torch.stack(everyone).T.tolist(), strict=True):
+        for name, *values in zip(names, *everyone, strict=True):
             if len(set(values)) > 1:
                 self.say(f"step {step}: {self._drift(name, values, group)}")
                 return  # the first in the model's order; later ones follow from it

@@ -50,14 +50,11 @@ def work_stack() -> Stack:
     main = _stack(frames.get(threading.main_thread().ident or 0))
     if not main or main[-1][2] != BACKWARD:
         return main
-    known = {t.ident for t in threading.enumerate() if not _is_foreign(t)}
+    # A dummy is of another library, which Python saw make a call.
+    dummy = threading._DummyThread
+    known = {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
     others = (_stack(frame) for ident, frame in frames.items() if ident not in known)
     return main + next((stack for stack in others if place_in(stack)), [])
-
-
-def _is_foreign(thread: threading.Thread) -> bool:
-    """Returns whether another library created the thread (and Python saw it make a call)."""
-    return isinstance(thread, threading._DummyThread)
 
 
 def _stack(frame: FrameType | None) -> Stack:

@@ -37,9 +37,7 @@ def git_commit(file: Path) -> str | None:
     """
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
-    commit = _git(file.parent, "rev-parse", "HEAD")
-    changed = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if commit and changed else commit
+    return _git(file.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

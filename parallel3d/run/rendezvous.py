@@ -217,9 +217,9 @@ def agree_on_run(
     """
 
     def decide() -> dict[str, Any]:
-        named = config
-        if _attempt() and (made := _name_of_last_attempt(store)):
-            named = dataclasses.replace(config, run=made)
+        named, before = config, store.underlying_store
+        if _attempt() and before.check([RUN_KEY]):  # torchrun's agent restarted the ranks
+            named = dataclasses.replace(config, run=get(before, RUN_KEY))
         if app in READ_A_RUN:
             run_dir = folder_in_run(named, app)
         else:
@@ -228,7 +228,7 @@ def agree_on_run(
             )
             take_run(named, run_dir)
         worker.run_dir = run_dir  # set once it is ours: a later failure cleans it up
-        put(store.underlying_store, RUN_KEY, named.run)
+        put(before, RUN_KEY, named.run)
         return {
             "run": named.run,
             "run_dir": str(run_dir),
@@ -255,9 +255,3 @@ def agree_on_run(
             f"runs_dir={config.runs_dir} must be one folder for all hosts"
         )
     return config
-
-
-def _name_of_last_attempt(store: PrefixStore) -> str | None:
-    """Returns the run's name before torchrun's agent restarted the ranks, if it had one."""
-    before = store.underlying_store
-    return get(before, RUN_KEY) if before.check([RUN_KEY]) else None
