@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -59,25 +59,21 @@ NAMES = {
 _PARTS = {"times": "time/", "memory": "memory/", "noise": "noise/", "eval_losses": "eval/loss of "}
 
 
-def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
+def figures_of(line: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> dict[str, float]:
     """Returns the figures of a line by their names in a logger, without those that are null.
 
     NaN and infinities are restored.
     """
-    return dict(_named(line, NAMES))
-
-
-def _named(entries: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, float]]:
-    for key, entry in entries.items():
+    found: dict[str, float] = {}
+    for key, entry in line.items():
         if key == "nonfinite":
             continue
         if isinstance(entry, Mapping):
             begin = _PARTS.get(key, f"{key}/")
-            yield from ((begin + name, figure) for name, figure in _named(entry, {}))
-        else:
-            figure = entry if isinstance(entry, int) else value(entries, key)
-            if figure is not None:
-                yield names.get(key, key), figure
+            found |= {begin + name: figure for name, figure in figures_of(entry, {}).items()}
+        elif (figure := entry if isinstance(entry, int) else value(line, key)) is not None:
+            found[names.get(key, key)] = figure
+    return found
 
 
 FOLDER = "tensorboard"
