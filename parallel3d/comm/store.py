@@ -43,21 +43,14 @@ def listen_at(host: str, port: int, loopback: bool = True) -> socket.socket | No
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, kind, protocol, _, address in sorted(found, key=lambda f: f[0] != socket.AF_INET):
+    for family, *_, address in sorted(found, key=lambda f: f[0] != socket.AF_INET):
         if not loopback and is_loopback(str(address[0])):
             continue
-        listening = socket.socket(family, kind, protocol)
-        # Like torch's store: a port whose last user has just ended counts as free.
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind(address)
-        except OSError as error:
-            listening.close()
+            return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:  # else an address of another machine or network
             if error.errno == errno.EADDRINUSE:
                 raise
-            continue  # an address of another machine or network
-        listening.listen(socket.SOMAXCONN)
-        return listening
     return None
 
 
