@@ -372,7 +372,9 @@ def _has_begun(state: RankState, other: RankState) -> bool:
     queue = [op for op, _ in state.queue if op.group == wanted.group]
     if wanted.peer is not None:
         return any(op.peer == other.rank for op in queue)
-    return any(op.number >= wanted.number for op in queue if op.peer is None)
+    # The host counts a group's messages along with its collectives.
+    counted = [op for op in queue if op.peer is None or not state.on_device]
+    return any(op.number >= wanted.number for op in counted)
 
 
 def _elsewhere(states: Mapping[int, RankState]) -> Diagnosis | None:

@@ -101,6 +101,19 @@ def test_rank_behind_in_a_pipeline_is_found_over_the_one_between() -> None:
     assert diagnose(states, {}).ranks == (0,)
 
 
+def test_messages_count_in_a_hosts_group() -> None:
+    """Rank 1 has gone on to messages of the ring; rank 0 has not come."""
+    ring = {"cp": (0, 1, 2)}
+    states = {
+        0: state(0, None, {"cp": 3}, ranks=ring),
+        1: state(1, operation(9, "cp", peer=0), ranks=ring),
+        2: state(2, operation(5, "cp"), ranks=ring, waited_s=30),
+    }
+    assert diagnose(states, {}).ranks == (0,)
+    states[0] = state(0, operation(9, "cp", peer=1), ranks=ring)
+    assert diagnose(states, {}).kind == "unknown"  # all have begun the fifth
+
+
 class Handle:
     def wait(self) -> None:
         return None
