@@ -69,6 +69,7 @@ from parallel3d.run.directory import (
 )
 from parallel3d.run.failure import full_stop
 from parallel3d.run.launch import RankAssignment, detect, or_end
+from parallel3d.run.local_workers import listen_here
 from parallel3d.run.rendezvous import CAN_GO_ON
 from parallel3d.run.worker import APPS, run_here, run_joined
 
@@ -276,6 +277,8 @@ def _start(app: str, config: Config, line: str | None) -> int:
         _check_data(app, config)
     device = choose_device(config.device, world_size)
     check_precision_of(device.kind, config.precision.name)
+    if world_size > 1:
+        listen_here(config.launch.master_port).close()  # refused before anything is written
     job_id = os.environ.get("SLURM_JOB_ID")
     with _time_limit(config):
         config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)

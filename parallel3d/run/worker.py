@@ -82,7 +82,7 @@ def run_here(
             return local_worker_main(app, config, run_dir, launcher, device.kind)
 
         return run_local_workers(app, config, run_dir, world_size, device.kind, module, be_rank)
-    except (KeyboardInterrupt, UserError):  # launch.master_port may be in use
+    except KeyboardInterrupt:
         discard_unused(run_dir)
         raise
 
