@@ -18,6 +18,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.device.fused import register
 from parallel3d.errors import UserError
 from parallel3d.models.layers import BuildContext
 from parallel3d.parameters.sharding import Initializer
@@ -103,7 +104,7 @@ def run(made: torch.nn.Module, x: Tensor, compiled: bool) -> None:
     if compiled:
         # One graph, traced without code generation: what runs are the operators that TorchInductor
         # would call, in the order of the graph.
-        made.handle = linear_ops.register(made)
+        made.handle = register(made)
         made = torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=False)
     made(x.requires_grad_()).sum().backward()
 
