@@ -359,16 +359,18 @@ class SharedWork:
         if self.done:
             return
         self.done = True
-        if self.parts is not None:
-            self._read(self.out, self.parts)
+        # Let go of: a handle may live on, and the tensors' memory must not.
+        given, out, parts = self.given, self.out, self.parts
+        del self.given, self.out, self.parts
+        if parts is not None:
+            self._read(out, parts)
             self.shared.unread = None
             return
         if self.shared.unread is not None:
             self.shared.unread.wait()
-        columns = CHUNK_BYTES // (self.given.itemsize * self.most_rows)
-        chunks = zip(self.given.split(columns, -1), self.out.split(columns, -1), strict=True)
-        for given, out in chunks:
-            self._read(out, self.shared.write(given))
+        columns = CHUNK_BYTES // (given.itemsize * self.most_rows)
+        for chunk, of_out in zip(given.split(columns, -1), out.split(columns, -1), strict=True):
+            self._read(of_out, self.shared.write(chunk))
 
     def _read(self, out: Tensor, parts: list[Tensor]) -> None:
         self.shared.wait_for_peers()

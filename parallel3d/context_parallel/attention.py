@@ -45,6 +45,7 @@ from parallel3d.context_parallel.document_attention import (
     differentiate_block,
     differentiate_only_block,
     empty_for_blocks,
+    empty_for_only_block,
     repeated,
 )
 from parallel3d.context_parallel.documents import AttentionBlocks, Documents, SequenceShard
@@ -160,7 +161,8 @@ def _backward(
 
 def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, order, _, _, keeps = how
-    out, sums = empty_for_blocks(q, q.dtype)
+    is_split = order is not None
+    out, sums = empty_for_blocks(q, q.dtype) if is_split else empty_for_only_block(q)
     return out, sums, _empty_kept(k, order, keeps)
 
 

@@ -140,18 +140,27 @@ def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tenso
     return q.new_empty(b, n, heads, size, dtype=dtype or wide).transpose(1, 2), sums
 
 
+def empty_for_only_block(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocates the same as `empty_for_blocks`, the result in the type of q, the sums stored as
+    (heads, b, n): as flash attention gives and takes them."""
+    b, heads, n, size = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    sums = q.new_empty(heads, b, n, dtype=wide).transpose(0, 1)
+    return q.new_empty(b, n, heads, size).transpose(1, 2), sums
+
+
 def attend_only_block(
     q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: str
 ) -> tuple[Tensor, Tensor]:
     """Attends to the only block; returns the result, and the sums if its gradient needs them."""
-    out, sums = empty_for_blocks(q, q.dtype)
     if not _uses_varlen_kernel(q, kernel):
+        out, sums = empty_for_only_block(q)
         attend_block(out, sums, q, k, v, block, kernel)
         return out, sums
     ((_, _, of_call),) = block.sequences
     parts = map(_concatenated, (q, k, v))
     found = aten._flash_attention_forward(*parts, *of_call, 0.0, True, False)
-    _viewed(sums).copy_(found[1].T)
+    sums = found[1].unflatten(1, (len(q), -1)).transpose(0, 1)
     return _as_batch(found[0], len(q)), sums
 
 
@@ -165,7 +174,7 @@ def differentiate_only_block(
         differentiate_block(of_q, of_k, of_v, grad, q, k, v, out, sums, block, kernel)
         return of_q, of_k, of_v
     ((_, _, of_call),) = block.sequences
-    parts = (*map(_concatenated, (grad, q, k, v, out)), _concatenated(sums).T.contiguous())
+    parts = (*map(_concatenated, (grad, q, k, v, out)), sums.transpose(0, 1).flatten(1))
     of_q, of_k, of_v = (_as_batch(x, len(q)) for x in _flash_backward(parts, *of_call, True))
     return of_q, of_k, of_v
 

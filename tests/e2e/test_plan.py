@@ -53,7 +53,7 @@ BAD = [
     ),
     (
         ("model=gpt2_124m", "cp=8", "context_parallel.style=heads"),
-        "style=heads needs cp=8 to divide the 12 heads .*the nearest is",
+        "style=heads needs cp=8 to divide the 12 query heads .*the nearest is",
     ),
     (("cp=2", "context_parallel.style=ring", "model.dropout=0.1"), "nearest is .*style=gather"),
     (("cp=2", "tensor_parallel.attention=gather_qk"), "the nearest is .*attention=heads"),

@@ -351,7 +351,7 @@ _LOSS, _DATA_PARALLEL = "/parallel3d/tensor_parallel/loss.py", "/parallel3d/data
 _EXECUTOR, _FSDP = "/parallel3d/pipeline/executor.py", "/torch/distributed/fsdp/"
 _FSDP_PARAM = f"{_FSDP}_fully_shard/_fsdp_param.py"
 _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] = (
-    (_LOSS, "train", LOSS, "activations", "head and loss"),
+    (_LOSS, "run", LOSS, "activations", "head and loss"),
     (_LOSS, None, LOSS, "logits", "head and loss"),
     ("/parallel3d/tensor_parallel/embedding.py", None, OTHER, "activations", None),
     ("/parallel3d/tensor_parallel/mappings.py", None, None, "activations", None),
