@@ -367,7 +367,7 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
 # The same with nothing but W&B: its `resume` and the rows' own steps. A session logs the rows from
 # its first step on, or from step 1 on ("all").
 ONLY_WANDB = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 import wandb
 
@@ -378,6 +378,9 @@ def session(folder, first, last, how):
     for step in range(first, last + 1):
         run.log({"loss": 4.0 / step}, step=step)
     if how == "kill":
+        # Of three hundred rows W&B writes the first block of 32 KiB while they come.
+        while last - first > 100 and Path(run.settings.sync_file).stat().st_size < 32768:
+            time.sleep(0.005)
         for task in Path("/proc/self/task").iterdir():
             for child in (task / "children").read_text().split():
                 os.kill(int(child), 9)
