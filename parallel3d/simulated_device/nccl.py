@@ -169,7 +169,7 @@ class Wire:
         self.queue.submit(self._exchange, batched)
 
     def post(self, data: Tensor, peer: int, tag: int, receives: bool) -> Future[Sequence[Tensor]]:
-        """Queues a message, or adds it to the batch; `data` is sent, or room for what comes."""
+        """Queues a message, or adds it to the batch; `data` is sent, or the receive buffer."""
         number = self.messages[peer, receives]
         self.messages[peer, receives] += 1
         message = WireMessage(peer, number, f"{_size(data)} with tag {tag}", data, receives)
