@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -220,10 +221,10 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Describes what a rank wrote: its file, if any, and how many elements of parameters."""
+    """Describes what a rank wrote: its file, if any, and how many elements of each kind."""
 
     file: FileDigest | None
-    elements: int
+    elements: dict[str, int]
     outcome: SaveResult
 
     @classmethod
@@ -233,10 +234,19 @@ class WrittenFile:
         return cls(file, facts["elements"], outcome)
 
 
-def count_elements(state: State) -> int:
-    """Counts the elements of parameters, beside which the optimizer's state is written."""
-    tensors = (t for name, t in state.items() if name.startswith(f"{KINDS['model']}/"))
-    return sum(chunk.elements for tensor in tensors for chunk, _ in tensor.chunks)
+def count_elements(state: State) -> dict[str, int]:
+    """Counts the elements of parameters and of each kind of optimizer state."""
+    counts: Counter[str] = Counter()
+    for name, tensor in state.items():
+        counts[name.partition("/")[0]] += sum(chunk.elements for chunk, _ in tensor.chunks)
+    return dict(counts)
+
+
+def is_complete(totals: Counter[str], elements: int) -> bool:
+    """Whether each kind has all elements; Muon has momentum of some, AdamW's moments of others."""
+    others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
+    everywhere = all(n + totals[others.get(kind, "")] == elements for kind, n in totals.items())
+    return everywhere and totals[KINDS["model"]] == elements
 
 
 def failed(step: int, rank: int, error: Exception) -> SaveResult:
@@ -458,7 +468,7 @@ class Saver:
             self.copied.set()
             return self._write(save, self.rank, state)
         except Exception as error:
-            return WrittenFile(None, 0, failed(save.step, self.rank, error))
+            return WrittenFile(None, {}, failed(save.step, self.rank, error))
         finally:
             self.copied.set()
 
@@ -487,9 +497,9 @@ class Saver:
 
     def _complete(self, save: Save, parts: list[WrittenFile]) -> SaveResult:
         """Makes the checkpoint of all parts. Raises OSError and RuntimeError if it cannot."""
-        total = sum(part.elements for part in parts)
-        if total != save.elements:
-            raise RuntimeError(f"the ranks wrote {total} elements, not {save.elements}")
+        totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
+        if not is_complete(totals, save.elements):
+            raise RuntimeError(f"the ranks wrote {dict(totals)} elements, not {save.elements}")
         self._commit(save, [part.file for part in parts if part.file is not None])
         return SaveResult(save.step, notes=tuple(self._clean_up(save)))
 

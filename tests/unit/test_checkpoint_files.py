@@ -324,6 +324,15 @@ def test_ranks_that_write_too_little_make_no_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_save_that_lacks_state_of_a_parameter_makes_no_checkpoint(tmp_path: Path) -> None:
+    lacking = {key: tensor for key, tensor in whole(1).items() if key != "exp_avg/w"}
+    saver = one_rank(tmp_path)
+    saver.start(Save(1, 1, lacking, facts(1), ELEMENTS), background=False)
+    problem = saver.join().problem
+    assert problem is not None and "the ranks wrote" in problem
+    assert names(tmp_path) == []
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     make(tmp_path, 3)
     folder = tmp_path / CHECKPOINTS
