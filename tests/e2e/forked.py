@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.e2e.command import Ended, Shell
 from tests.e2e.ready import ReadyPopen
 from tests.pace import PATIENCE
+
+AFTER_FAILURE_S = 20 * PATIENCE
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,23 @@ class Forked:
         return ended
 
     def ends(self, timeout_s: float = 120) -> list[Ended]:
-        """Waits for what was started."""
-        deadline = time.monotonic() + timeout_s
-        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in self.running]
+        """Waits for what was started; one that still runs long after another has failed, or at
+        `timeout_s`, fails the test with the stacks and words of all."""
+        deadline, late = time.monotonic() + timeout_s, []
+        while running := [process for process in self.running if process.poll() is None]:
+            if any(process.returncode for process in self.running):
+                deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+            if time.monotonic() > deadline:
+                late = running
+                break
+            with suppress(subprocess.TimeoutExpired):
+                running[0].wait(1)
+        for process in late:
+            process.send_signal(signal.SIGABRT)  # faulthandler writes its stacks
+        codes = [process.wait() for process in self.running]
         ended = [job.ended(code) for job, code in zip(self.jobs, codes, strict=True)]
         self.jobs, self.running = [], []
+        assert not late, "\n".join(f"{e.code}: {e.out[-2000:]}\n{e.err[-8000:]}" for e in ended)
         return ended
 
 

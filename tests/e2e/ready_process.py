@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -105,6 +106,7 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
         2, "w", 1, errors="backslashreplace", closefd=False
     )
+    faulthandler.enable(2)
     if request["slot"]:
         enter(request["slot"])
     os.chdir(request["cwd"])
