@@ -179,13 +179,7 @@ def model_from(
 
     Raises UserError for a given key that contradicts the source, or more than its `positions`.
     """
-    filled = dataclasses.asdict(source) | {
-        "num_query_groups": source.kv_heads,
-        "head_dim": source.head_size,
-        "ffn_hidden_size": source.ffn_size,
-        "attention_bias": source.attention_bias or ("all" if source.bias else "none"),
-        "max_position_embeddings": source.max_positions,
-    }
+    filled = dataclasses.asdict(source) | source.in_effect
     learned = source.position_embedding == "learned"
     if not learned:  # no table has as many rows
         del filled["max_position_embeddings"]

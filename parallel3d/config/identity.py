@@ -8,6 +8,7 @@ another run name.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -68,12 +69,23 @@ class ConfigChange(NamedTuple):
 
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     """Returns every differing key; `there` is nested dicts, in which keys that came later have
-    their defaults. For `train.eval_only`, which reads no training sample, neither data nor seed."""
-    old, new = values_of(Config()) | flat(there), values_of(here)
+    their defaults, and a null key of the model is the value that then holds. For
+    `train.eval_only`, which reads no training sample, neither data nor seed."""
+    old = _in_effect(values_of(Config()) | flat(there), here)
+    new = _in_effect(values_of(here), here)
     keys = sorted(new)
     if here.train.eval_only:
         keys = [key for key in keys if key != "seed" and not key.startswith("data.")]
     return [ConfigChange(key, old[key], new[key]) for key in keys if not same(old[key], new[key])]
+
+
+def _in_effect(values: dict[str, Any], here: Config) -> dict[str, Any]:
+    """Returns `values` with those of `here` for null keys of the model; where the keys from which
+    they follow differ, these are changes themselves."""
+    nulls: dict[str, Any] = dict.fromkeys(here.model.in_effect)
+    held = dataclasses.replace(here.model, **nulls).in_effect
+    named = {f"model.{key}": value for key, value in held.items()}
+    return values | {key: value for key, value in named.items() if values[key] is None}
 
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
@@ -81,7 +93,7 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
     decisive = (*LAYOUT, "recompute", "init_optimizer")
     return {
         key: value
-        for key, value in values_of(config).items()
+        for key, value in _in_effect(values_of(config), config).items()
         if key in decisive
         or key.startswith("schedule.")
         or (_kind(key) != "free" and not key.startswith("data."))

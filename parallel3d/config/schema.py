@@ -200,6 +200,17 @@ class ModelConfig:
         return self.max_position_embeddings or self.seq_length
 
     @property
+    def in_effect(self) -> dict[str, int | str]:
+        """The keys that may be null, with the values that hold."""
+        return {
+            "num_query_groups": self.kv_heads,
+            "head_dim": self.head_size,
+            "ffn_hidden_size": self.ffn_size,
+            "attention_bias": self.attention_bias or ("all" if self.bias else "none"),
+            "max_position_embeddings": self.max_positions,
+        }
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the tables: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

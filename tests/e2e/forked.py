@@ -76,8 +76,8 @@ class Forked:
             self.add(*words, RANK=rank, LOCAL_RANK=rank, **sizes, **rendezvous)
 
     def start(self) -> None:
-        """Starts what was added."""
-        self.running = [job.start() for job in self.jobs]
+        """Starts what was added and does not run yet."""
+        self.running += [job.start() for job in self.jobs[len(self.running) :]]
 
     def finish(self, timeout_s: float = 120) -> list[Ended]:
         """Waits for what was started; none may fail."""

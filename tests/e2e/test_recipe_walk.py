@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.e2e.command import Shell
-from tests.e2e.forked import run_forked
+from tests.e2e.forked import Forked, run_forked
 from tests.e2e.here import answer
 from tests.huggingface import save_model
+from tests.pace import PATIENCE
 from tests.tokenizers import END, folder, trained
 
 TEMPLATE = (
@@ -39,6 +41,21 @@ def edit(recipe: Path) -> None:
     recipe.write_text(f"{first}\n{yaml.safe_dump(values | EDITS | {'model': model})}")
 
 
+def train_with_late_rank(shell: Shell, run: Path, words: list[str]) -> None:
+    """Trains on two ranks; the second finds the folder of the run that the first has made."""
+    forked = Forked(shell)
+    forked.add_world(2, *words)
+    late = forked.jobs.pop()
+    forked.start()
+    deadline = time.monotonic() + 60 * PATIENCE
+    while not (run / "config.yaml").exists():
+        assert time.monotonic() < deadline and forked.running[0].poll() is None
+        time.sleep(0.05)
+    forked.jobs.append(late)
+    forked.start()
+    forked.finish(120 * PATIENCE)
+
+
 def test_a_copied_recipe_fine_tunes_a_small_model_on_conversations(
     shell: Shell, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,9 +80,9 @@ def test_a_copied_recipe_fine_tunes_a_small_model_on_conversations(
     assert line == "train --config-dir=mine experiment=qwen3_8b_sft init_from=… data.path=…"
     edit(shell.cwd / "mine" / "experiment" / "qwen3_8b_sft.yaml")
     words = line.replace("init_from=…", "init_from=base").replace("=…", "=sft.jsonl").split()
-    ended = run_forked(shell, *words, "run=sft", "cluster=laptop", "device=cpu", ranks=2)
-    assert ended.code == 0, ended
+    words += "run=sft", "cluster=laptop", "device=cpu"
     run = shell.cwd / "runs" / "sft"
+    train_with_late_rank(shell, run, words)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in metrics if "grad_norm" in row]
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -74,3 +91,6 @@ def test_a_copied_recipe_fine_tunes_a_small_model_on_conversations(
     assert len(steps) > 1 and json.loads((run / "summary.json").read_text())["status"] == "finished"
     # The answer alone is learned, and the model is small: every loss is that of a random model.
     assert all(4 < row["loss"] < 9 for row in steps)
+    # The same line goes on with the run: it gives a head_dim that the model of base has without.
+    ended = run_forked(shell, *words)
+    assert ended.code == 0 and "run=sft is finished" in ended.err, ended

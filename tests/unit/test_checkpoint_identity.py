@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from parallel3d.config.identity import LAYOUT, ConfigChange, changes, refusal
+from parallel3d.config.identity import LAYOUT, ConfigChange, changes, of_all_ranks, refusal
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 
 
@@ -33,6 +33,20 @@ def test_layout_and_launcher_are_free() -> None:
     assert refused(found) == [] and reported(found) == []
     assert refusal("x", found) is None
     assert {c.key for c in found if c.key in LAYOUT} == {"tp", "pp", "zero", "micro_batch_size"}
+
+
+def test_null_key_of_the_model_is_the_value_that_holds() -> None:
+    null = Config()
+    model = null.model
+    for key, value in model.in_effect.items():
+        given = Config(model=dataclasses.replace(model, **{key: value}))
+        assert changes(there(null), given) == changes(there(given), null) == []
+        assert of_all_ranks(given) == of_all_ranks(null)
+    other = Config(model=dataclasses.replace(model, head_dim=2 * model.head_size))
+    for found in (changes(there(null), other), changes(there(other), null)):
+        assert [(c.key, c.kind) for c in found] == [("model.head_dim", "refused")]
+    wider = Config(model=dataclasses.replace(model, hidden_size=2 * model.hidden_size))
+    assert [c.key for c in changes(there(null), wider)] == ["model.hidden_size"]
 
 
 def test_what_the_next_steps_do_is_said() -> None:
