@@ -40,7 +40,7 @@ def make(folder: Path, sets: int, tokens: int, documents: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     length, first = tokens // documents, folder / "set-0000"
     if not first.with_suffix(".idx").exists():
-        with IndexedWriter(first, np.dtype("<u2"), replace=True) as writer:
+        with IndexedWriter(first, np.dtype("<u2")) as writer:
             for _ in range(10):
                 writer.add_many(np.zeros(tokens // 10, "<u2"), [length] * (documents // 10))
     for number in range(sets):

@@ -70,7 +70,7 @@ def ours(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], It
     )
 
     def made() -> Iterable[Any]:
-        corpus = IndexedCorpus.open(str(to))
+        corpus = IndexedCorpus(str(to))
         ends = corpus.begins(1, corpus.documents) - 1
         return [np.delete(corpus.tokens[:], ends)]
 

@@ -24,11 +24,10 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.documents import SequenceSplit
-from parallel3d.data.blend import Blend
-from parallel3d.data.loader import Batches, SampleSource, sources_of, with_length
-from parallel3d.data.split import Corpus
+from parallel3d.data.corpus import Blend, Corpus
+from parallel3d.data.loader import Batches, sources_of, with_length
+from parallel3d.data.sampler import FirstSamples, SampleSource
 from parallel3d.data.tokens import WatchedFile
-from parallel3d.data.validation import FirstSamples
 from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
 from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device import accelerator

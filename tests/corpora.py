@@ -37,7 +37,7 @@ def like_pair(prefix: Path, seed: int) -> Path:
     """A pair whose files have the sizes of every other one of this function, and other contents."""
     random = np.random.default_rng(seed)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedWriter(prefix, np.dtype("<u2"), replace=True) as writer:
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
         for length in random.permutation(np.arange(20, 60).repeat(20)):
             writer.add(np.append(random.integers(0, 256, length), 256))
     _write_facts(prefix, writer)

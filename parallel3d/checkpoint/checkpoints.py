@@ -43,8 +43,7 @@ from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config import identity
 from parallel3d.config.schema import Config
-from parallel3d.data.blend import Blend, history_until
-from parallel3d.data.split import Corpus
+from parallel3d.data.corpus import Blend, Corpus, history_until
 from parallel3d.data.tokenizer import BYTE
 from parallel3d.data.tokens import Compared, compare, marks_of
 from parallel3d.errors import TrainingFailure, UserError

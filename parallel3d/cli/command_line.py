@@ -33,9 +33,9 @@ from parallel3d.cli.hydra_run import (
     order_arguments,
     without_alias,
 )
+from parallel3d.commands import data as data_command
 from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.checkpoint import command as checkpoint_command
-from parallel3d.commands.data import command as data_command
 from parallel3d.commands.from_run import (
     EVAL,
     GENERATE,
@@ -54,9 +54,8 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.overrides import check_filled, composing_error, typed_alternatives
 from parallel3d.config.schema import Config, conf_dir, register_schema
-from parallel3d.data.corpus import check_data
+from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
-from parallel3d.data.validation import check_sets
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
 from parallel3d.host.devices import HostError, choose_device, gpu_environment
 from parallel3d.host.processes import prepare_streams

@@ -131,7 +131,6 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
     import torch
 
     from parallel3d.checkpoint.hf.folder import read_hf_config
-    from parallel3d.data.tokenizer import are_bytes
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process whose torch has threads cannot fork its ranks
@@ -142,7 +141,7 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
             path, tokenizer = folder / TOKENIZER, None
             if path.is_file():
                 read = FileTokenizer.read(str(folder), path, "from")
-                tokenizer = None if are_bytes(read.files()[TOKENIZER]) else str(folder.absolute())
+                tokenizer = None if read.is_of_bytes() else str(folder.absolute())
     finally:
         torch.set_num_threads(threads)
     return Source(name, folder, model, model.seq_length, tokenizer, hf=found)

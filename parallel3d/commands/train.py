@@ -23,10 +23,9 @@ from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
 from parallel3d.config.fields import all_keys, spell
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data.blend import Blend, Blended
-from parallel3d.data.corpus import open_corpus
+from parallel3d.data.blend import Blended
+from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
 from parallel3d.data.loader import check_same_text, part_of
-from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import (
     BYTE,
     keep_tokenizer,
@@ -34,7 +33,6 @@ from parallel3d.data.tokenizer import (
     with_own_tokenizer,
 )
 from parallel3d.data.tokens import look_at
-from parallel3d.data.validation import open_sets
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, UserError, print_line
@@ -391,8 +389,7 @@ def record_step(
 def record_blend(trainer: Trainer, recorder: Recorder, step: int) -> None:
     source = trainer.train_source
     if isinstance(source, Blended):
-        read = source.read(trainer.consumed_samples)
-        recorder.blend(step, {name: part._asdict() for name, part in read.items()})
+        recorder.blend(step, source.read(trainer.consumed_samples))
 
 
 def leave_marker(

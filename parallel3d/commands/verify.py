@@ -31,10 +31,8 @@ from parallel3d.config.schema import (
     ScheduleConfig,
 )
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
-from parallel3d.data.blend import Blend
-from parallel3d.data.corpus import open_corpus
+from parallel3d.data.corpus import Blend, Corpus, open_corpus
 from parallel3d.data.loader import sources_of, with_length
-from parallel3d.data.split import Corpus
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.sharding import ShardSpec

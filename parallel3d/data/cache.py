@@ -56,7 +56,6 @@ def kept(
     ends: Sequence[str],
     build: Callable[[Path], dict[str, Any]],
     opened: Callable[[Entry], T],
-    what: str = "the token cache",
 ) -> T:
     """Returns what `opened` makes of entry `key`, which is built if it is missing or damaged.
 
@@ -65,7 +64,7 @@ def kept(
     wait. Raises UserError if the folder cannot be used.
     """
     prefix = folder / key
-    load = partial(_load, prefix, ends, opened, what)
+    load = partial(_load, prefix, ends, opened)
     try:
         check_owner(folder)
         found = load()
@@ -98,7 +97,7 @@ def _build(prefix: Path, ends: Sequence[str], build: Callable[[Path], dict[str, 
     replace_durably(prefix.with_suffix(".json"), content.encode())
 
 
-def _load(prefix: Path, ends: Sequence[str], opened: Callable[[Entry], T], what: str) -> T | None:
+def _load(prefix: Path, ends: Sequence[str], opened: Callable[[Entry], T]) -> T | None:
     """Opens an entry; None without one of ours that is intact."""
     path, problem = prefix.with_suffix(".json"), "is damaged"
     if not path.exists():
@@ -125,7 +124,7 @@ def _load(prefix: Path, ends: Sequence[str], opened: Callable[[Entry], T], what:
             stack.pop_all()  # the files stay open
             return found
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            _log.info(f"{what} {path} {problem}")
+            _log.info(f"{path} {problem}: it is made anew")
             return None
 
 

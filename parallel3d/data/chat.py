@@ -23,16 +23,13 @@ from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.indexed import IndexedWriter
 from parallel3d.data.inputs import LINES, PACKED
-from parallel3d.data.sampler import Sample
+from parallel3d.data.sampler import DatasetOrder, Sample
 from parallel3d.data.sources import (
     Document,
     cache_key,
-    cached_pair,
     check_unchanged,
     find_documents,
-    origin,
 )
-from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import (
     CHAT_TEMPLATE,
     LARGEST_BESIDE,
@@ -48,7 +45,6 @@ from parallel3d.files import plain, read_bounded
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
-    from parallel3d.data.blend import DatasetOrder
 
 
 _log = logging.getLogger(__name__)
@@ -209,7 +205,7 @@ class Reader:
     def read(self, row: Any) -> Conversation:
         """Reads a row. Raises Refused with the reason."""
         messages, tools = _checked(row), row.get("tools")
-        held = set(self._template.text).union(*_strings([messages, tools]))
+        held = set(self._template.text + json.dumps([messages, tools], ensure_ascii=False))
         marks = _unused(held, 4)
         around = rf"{marks[0]}\g<0>{marks[1]}"
         messages, tools = _changed(
@@ -348,17 +344,6 @@ def _unused(held: set[str], count: int) -> tuple[str, ...]:
     return found
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yields all strings of a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else ((each,) for each in value)
-        for pair in pairs:
-            for part in pair:
-                yield from _strings(part)
-
-
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
     """Returns a JSON value with its strings changed, except keys."""
     if isinstance(value, str):
@@ -437,41 +422,6 @@ def find_chat(data: DataConfig) -> Chat:
     return Chat(find_documents(data), tokenizer, ChatTemplate(tokenizer))
 
 
-def open_chat(data: DataConfig, folder: Path) -> Corpus:
-    """Opens the conversations of `data`; tokenizes them into `folder` if they are not there.
-
-    The last conversations, `data.valid_fraction` of the tokens and at least one, are held out.
-    Raises UserError for a row that is not a conversation.
-    """
-    chat = find_chat(data)
-
-    def build(writer: IndexedWriter) -> None:
-        _write(writer, chat)
-
-    pair, digest, files = cached_pair(folder, chat.key, DTYPE, build)
-    if pair.documents < 2 and 0.0 < data.held_out < 1.0:
-        raise UserError(
-            f"data.path={data.path} has one conversation, and one to train on and one held out "
-            "are needed"
-        )
-    if 0.0 < data.held_out < 1.0:
-        wanted = len(pair) - max(1, int(len(pair) * data.held_out))
-        last = pair.document_from(wanted)
-        last = min(max(1, last), pair.documents - 1)
-        split = int(pair.begins(last, last)[0])
-    else:
-        split = 0 if data.held_out else len(pair)
-    return Corpus.of(
-        *(pair.tokens, len(pair) - split, chat.tokenizer),
-        fingerprint=digest,
-        tokenizer_name=data.tokenizer,
-        documents=pair,
-        named=origin(data),
-        marked=True,
-        files=files,
-    )
-
-
 def learned(
     tokens: Tokens, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
@@ -482,23 +432,6 @@ def learned(
         places = np.flatnonzero(tokens[first : first + LOOKED_AT] & SPOKEN) + first
         spoken += np.searchsorted(places, ends) - np.searchsorted(places, begins)
     return spoken > 0
-
-
-def check_windows(corpus: Corpus, seq_length: int) -> None:
-    """Raises UserError if concatenated conversations give no training or no held-out sample, or
-    none with a learned token."""
-    for tokens, held_out in ((corpus.train, False), (corpus.valid, True)):
-        if not len(tokens):
-            continue
-        windows = (len(tokens) - 1) // seq_length
-        if windows < 1:
-            raise UserError(
-                f"data.path: its {'held-out' if held_out else 'training'} conversations have "
-                f"{len(tokens):,} tokens, and a sample of data.packing=concat has "
-                f"{seq_length + 1:,}: give data.packing=padded"
-            )
-        if not learned(tokens, np.zeros(1, np.int64), np.full(1, windows * seq_length + 1)).any():
-            raise nothing_said(held_out)
 
 
 def nothing_said(held_out: bool) -> UserError:
@@ -531,7 +464,7 @@ class ChatSamples:
         return Sample(tokens, sample.loss_mask & spoken[1:], sample.starts)
 
 
-def _write(writer: IndexedWriter, chat: Chat) -> None:
+def write_chat(chat: Chat, writer: IndexedWriter) -> None:
     _log.info(f"building the token cache: conversations of {len(chat.documents)} files")
     reader = Reader(chat.tokenizer, chat.template)
     for where, row in _rows(chat.documents):

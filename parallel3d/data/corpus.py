@@ -1,17 +1,33 @@
-"""Opens the text of a run as streams of tokens, trained on and held out, with packing plans."""
+"""The text of a run: streams of tokens, trained on and held out, with packing plans."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
-from collections.abc import Sequence
+import math
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from io import IOBase
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.config.checks.run import Weights, blend_weights
 from parallel3d.config.fields import show
 from parallel3d.data import cache
-from parallel3d.data.blend import Blend, check_epochs, open_blend
-from parallel3d.data.chat import TOKEN, check_windows, find_chat, learned, nothing_said, open_chat
+from parallel3d.data.blend import StagedShares, WeightPeriod, whole_weights
+from parallel3d.data.chat import DTYPE, TOKEN, find_chat, learned, nothing_said, write_chat
+from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.packing import (
     PLAN_VERSION,
     PackingPlan,
@@ -21,24 +37,173 @@ from parallel3d.data.packing import (
     one_each,
     pieces_of,
 )
+from parallel3d.data.sampler import Starts
 from parallel3d.data.sources import (
     Document,
     cache_key,
+    cached_pair,
     cached_text,
     find_documents,
     origin,
-    token_count,
 )
-from parallel3d.data.split import Corpus, held_out_tokens, open_pair, remote_of
-from parallel3d.data.tokenizer import BYTE, ByteTokenizer, open_tokenizer
-from parallel3d.data.tokens import marks_of
+from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
+from parallel3d.data.tokens import (
+    PROVED,
+    File,
+    Proof,
+    Tokens,
+    WatchedFile,
+    marks_of,
+    prove,
+    size_of,
+)
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
+    from parallel3d.data.remote import BlockCache
 
 
 _log = logging.getLogger(__name__)
+
+_LOOKED_AT = 1 << 22  # tokens at a time
+_PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, tokens at each
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Packed documents; `train` and `valid` are disjoint, in that order; one of them may be empty.
+
+    fingerprint: a digest of the stream, the same on any machine. vocab_size, eot, tokenizer: of the
+    tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
+    begin; None: after each `eot`. plans: packs of both parts, None of an empty one. name: of a
+    pair, its prefix. named: what errors call it. marked: tokens carry marks of what is learned
+    (`chat`). files: all open files.
+    """
+
+    train: Tokens
+    valid: Tokens
+    fingerprint: str
+    vocab_size: int
+    eot: int
+    tokenizer: str = "byte"
+    tokenizer_name: str | None = None
+    documents: IndexedCorpus | None = None
+    plans: tuple[PackingPlan | None, PackingPlan | None] | None = None
+    name: str = ""
+    named: str = ""
+    marked: bool = False
+    files: tuple[WatchedFile, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: Tokens, held_out: int, tokenizer: Tokenizer, **more: Any) -> Corpus:
+        """Splits `tokens`, made by `tokenizer`, whose last `held_out` are not trained on."""
+        split = len(tokens) - held_out
+        return cls(
+            *(tokens.part(0, split), tokens.part(split, len(tokens))),
+            vocab_size=tokenizer.vocab_size,
+            eot=tokenizer.eot,
+            tokenizer=tokenizer.digest,
+            **more,
+        )
+
+    @property
+    def watched(self) -> dict[str, WatchedFile]:
+        """`files` by keys that do not depend on the corpus's location."""
+        return {f"{self.fingerprint[:16]}.{k}": file for k, file in enumerate(self.files)}
+
+    @property
+    def train_tokens(self) -> int:
+        return len(self.train)
+
+    @property
+    def valid_tokens(self) -> int:
+        return len(self.valid)
+
+    def part(self, held_out: bool) -> Tokens:
+        """Returns the tokens that are held out, or those to train on."""
+        return self.valid if held_out else self.train
+
+    def starts(self, held_out: bool) -> Starts | None:
+        """Returns the function that finds document begins in a part, from its first token."""
+        documents = self.documents
+        if documents is None:
+            return None
+        first = len(self.train) if held_out else 0
+        return lambda begin, end: documents.starts(first + begin, first + end) - first
+
+    def begins(self, held_out: bool) -> npt.NDArray[np.int64]:
+        """Returns all document begins of a part; the first is 0, even inside a document."""
+        tokens, starts = self.part(held_out), self.starts(held_out)
+        found = [np.zeros(1, np.int64)]
+        for first in range(0, len(tokens), _LOOKED_AT):
+            last = min(first + _LOOKED_AT, len(tokens))
+            if starts is not None:
+                found.append(starts(first, last))
+            else:
+                last -= last == len(tokens)  # no document begins after the last end-of-text
+                found.append(np.flatnonzero(tokens[first:last] == self.eot) + first + 1)
+        return np.unique(np.concatenate(found))
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Corpora of one tokenizer, ordered by fingerprint: independent of file names and of the order
+    in which they were typed."""
+
+    corpora: tuple[Corpus, ...]
+    stages: tuple[WeightPeriod, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.corpora[0].vocab_size
+
+    @property
+    def eot(self) -> int:
+        return self.corpora[0].eot
+
+    @property
+    def tokenizer(self) -> str:
+        return self.corpora[0].tokenizer
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        return next((c.tokenizer_name for c in self.corpora if c.tokenizer_name), None)
+
+    @property
+    def watched(self) -> dict[str, WatchedFile]:
+        return {key: file for one in self.corpora for key, file in one.watched.items()}
+
+    @property
+    def train_tokens(self) -> int:
+        return sum(len(corpus.train) for corpus in self.corpora)
+
+    @property
+    def valid_tokens(self) -> int:
+        return sum(len(corpus.valid) for corpus in self.corpora)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the corpora and weights of all stages."""
+        return hashlib.blake2b(self.history.encode(), digest_size=16).hexdigest()
+
+    @property
+    def history(self) -> str:
+        """Each stage as its first sample and a digest, in a manifest's format."""
+        stages = []
+        for stage in self.stages:
+            facts = [[self.corpora[k].fingerprint, weight] for k, weight in stage.weights.items()]
+            stages.append(f"{stage.first}:{cache.digest_of(facts)}")
+        return " ".join(stages)
+
+
+def history_until(history: str, samples: int) -> list[str]:
+    """Returns the stages of a `Blend.history` that contributed to the first `samples`."""
+    stages = history.split()
+    return [stage for stage in stages if int(stage.partition(":")[0]) < max(1, samples)]
+
+
+# Opening
 
 
 def open_corpus(
@@ -56,36 +221,21 @@ def open_corpus(
     if data.name in ("corpus", "blend"):
         opened = _open_pairs(data, seq_length, folder, vocab_size)
     elif data.name == "chat":
-        opened = open_chat(data, folder)
-        if data.packing == "concat" and data.held_out < 1.0:
-            check_windows(opened, seq_length)
+        opened = _open_chat(data, seq_length, folder)
     else:
         opened = _open_text(data, seq_length, folder)
     if data.packing == "concat":
         return opened
     if isinstance(opened, Corpus):
-        return with_plans(opened, data, seq_length, folder)
-    parts = tuple(with_plans(one, data, seq_length, folder) for one in opened.corpora)
+        return _with_plans(opened, data, seq_length, folder)
+    parts = tuple(_with_plans(one, data, seq_length, folder) for one in opened.corpora)
     return dataclasses.replace(opened, corpora=parts)
 
 
-def _open_pairs(
-    data: DataConfig, seq_length: int, folder: Path, vocab_size: int | None
-) -> Corpus | Blend:
-    if data.name == "blend":
-        return open_blend(data, seq_length, folder, vocab_size)
-    assert data.path is not None, "config.checks refuses data=corpus without data.path"
-    remote = remote_of([data.path], folder, data.block_cache_gb)
-    return open_pair(data, data.path, origin(data), seq_length, vocab_size, remote=remote)
-
-
 def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
-    tokenizer = open_tokenizer(data.tokenizer or BYTE)
-    documents = find_documents(data)
-    if isinstance(tokenizer, ByteTokenizer):
-        _check_length(data, seq_length, documents)
+    tokenizer, documents = _find_text(data, seq_length)
     pair, digest, files = cached_text(folder, documents, tokenizer)
-    held_out = held_out_tokens(len(pair), data, seq_length, origin(data), len(documents))
+    held_out = _held_out_tokens(len(pair), data, seq_length, origin(data))
     return Corpus.of(
         *(pair.tokens, held_out, tokenizer),
         fingerprint=digest,
@@ -95,10 +245,277 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     )
 
 
-def _check_length(data: DataConfig, seq_length: int, documents: Sequence[Document]) -> None:
-    """Raises UserError if documents of bytes are too short."""
-    tokens = token_count(documents)
-    held_out_tokens(tokens, data, seq_length, origin(data), len(documents))
+def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document]]:
+    """Returns the tokenizer and the documents of a text. Raises UserError, also if bytes are too
+    few; other tokens are counted when they are made."""
+    tokenizer = open_tokenizer(data.tokenizer or BYTE)
+    documents = find_documents(data)
+    if isinstance(tokenizer, ByteTokenizer):
+        tokens = sum(document.size + 1 for document in documents)  # each with an end-of-text
+        _held_out_tokens(tokens, data, seq_length, origin(data))
+    return tokenizer, documents
+
+
+def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
+    """Opens the conversations of `data`; tokenizes them into `folder` if they are not there.
+
+    The last conversations, `data.valid_fraction` of the tokens and at least one, are held out.
+    Raises UserError for a row that is not a conversation.
+    """
+    chat = find_chat(data)
+    pair, digest, files = cached_pair(folder, chat.key, DTYPE, partial(write_chat, chat))
+    held_out = len(pair) if data.held_out else 0
+    if 0.0 < data.held_out < 1.0:
+        if pair.documents < 2:
+            raise UserError(
+                f"data.path={data.path} has one conversation, and one to train on and one held out "
+                "are needed"
+            )
+        wanted = len(pair) - max(1, int(len(pair) * data.held_out))
+        last = min(max(1, pair.document_from(wanted)), pair.documents - 1)
+        held_out = len(pair) - int(pair.begins(last, last)[0])
+    corpus = Corpus.of(
+        *(pair.tokens, held_out, chat.tokenizer),
+        fingerprint=digest,
+        tokenizer_name=data.tokenizer,
+        documents=pair,
+        named=origin(data),
+        marked=True,
+        files=files,
+    )
+    if data.packing == "concat" and data.held_out < 1.0:
+        _check_windows(corpus, seq_length)
+    return corpus
+
+
+def _check_windows(corpus: Corpus, seq_length: int) -> None:
+    """Raises UserError if concatenated conversations give no training or no held-out sample, or
+    none with a learned token."""
+    for tokens, held_out in ((corpus.train, False), (corpus.valid, True)):
+        if not len(tokens):
+            continue
+        windows = (len(tokens) - 1) // seq_length
+        if windows < 1:
+            raise UserError(
+                f"data.path: its {'held-out' if held_out else 'training'} conversations have "
+                f"{len(tokens):,} tokens, and a sample of data.packing=concat has "
+                f"{seq_length + 1:,}: give data.packing=padded"
+            )
+        if not learned(tokens, np.zeros(1, np.int64), np.full(1, windows * seq_length + 1)).any():
+            raise nothing_said(held_out)
+
+
+def _held_out_tokens(tokens: int, data: DataConfig, seq_length: int, named: str) -> int:
+    """Returns how many tokens at the end are held out: of `data.held_out` 1, a validation set, all;
+    of 0 none; else that share, and at least one sample.
+
+    Raises UserError, about `named`, if a part has no sample.
+    """
+    share, sample = data.held_out, seq_length + 1
+    held_out = max(int(tokens * share), sample) if share else 0
+    if share == 1.0:
+        return tokens
+    if tokens - held_out >= sample:
+        return held_out
+    longest = (min(tokens // 2, tokens - int(tokens * share)) if share else tokens) - 1
+    needs = f"one sample needs {sample:,}"
+    if share:
+        needs = f"one sample to train on and one held out need {2 * sample:,}"
+    fits = "no model.seq_length fits: give more text"
+    if longest >= 1:
+        fits = f"model.seq_length must be at most {longest}"
+    raise UserError(
+        f"{named} is too short for model.seq_length={seq_length}: it has {tokens:,} tokens, "
+        f"{needs}, {fits}"
+    )
+
+
+# Megatron's indexed datasets, alone and blended
+
+
+def _open_pairs(
+    data: DataConfig, seq_length: int, folder: Path, limit: int | None
+) -> Corpus | Blend:
+    """Opens the pair of `data`, or the pairs of its blend, without plans.
+
+    `folder`: for the blocks of remote files. `limit`: the model's vocabulary, an upper limit of
+    tokens. Time and memory do not grow with a pair. Raises UserError.
+    """
+    weights = blend_weights(data) if data.name == "blend" else []
+    named = {
+        prefix: f"data.blend's {show(prefix)}" for stage in weights for prefix in stage.by_prefix
+    }
+    if not weights:
+        assert data.path is not None, "config.checks refuses data=corpus without data.path"
+        named[data.path] = origin(data)
+    remote = None
+    if any(map(is_remote, named)):
+        from parallel3d.data.remote import BlockCache
+
+        remote = BlockCache(folder / "blocks", int(data.block_cache_gb * 1e9))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pair has two files, and two plans
+    tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer)
+    corpora = [
+        _open_pair(data, prefix, called, seq_length, limit, tokenizer, remote)
+        for prefix, called in named.items()
+    ]
+    if not weights:
+        return corpora[0]
+    corpora.sort(key=lambda corpus: corpus.fingerprint)
+    _check_alike(corpora)
+    stages = (_stage(stage, corpora, seq_length) for stage in weights)
+    last = {stage.first: stage for stage in stages}  # of several at one sample, the last counts
+    return Blend(tuple(corpora), tuple(last.values()))
+
+
+def _stage(stage: Weights, corpora: Sequence[Corpus], seq_length: int) -> WeightPeriod:
+    """Returns a stage with whole weights, by the numbers of its corpora."""
+    typed = stage.by_prefix
+    members = [k for k, corpus in enumerate(corpora) if corpus.name in typed]
+    exact = [typed[corpora[k].name] or Fraction(len(corpora[k].train)) for k in members]
+    return WeightPeriod(
+        -(-stage.first // seq_length), dict(zip(members, whole_weights(exact), strict=True))
+    )
+
+
+def _check_alike(corpora: Sequence[Corpus]) -> None:
+    first = corpora[0]
+    for before, corpus in pairwise(corpora):
+        if before.fingerprint == corpus.fingerprint:
+            raise UserError(
+                f"{before.named} and {show(corpus.name)} hold the same tokens: "
+                "give one of them, with the sum of their weights"
+            )
+        if (corpus.tokenizer, corpus.eot) != (first.tokenizer, first.eot):
+            raise UserError(
+                f"{first.named} and {show(corpus.name)} were made by different "
+                f"tokenizers, {first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make them by one"
+            )
+
+
+def _open_pair(
+    data: DataConfig,
+    prefix: str,
+    named: str,
+    seq_length: int,
+    limit: int | None,
+    tokenizer: Tokenizer | None,
+    remote: BlockCache | None,
+) -> Corpus:
+    if remote is not None and is_remote(prefix):
+        pair = IndexedCorpus(prefix, named, remote.opened)
+        index = pair.index
+        assert not isinstance(index, IOBase)
+        index.check()  # both files may have been replaced between their openings
+        kept = facts_beside(prefix, remote.read)
+    else:
+        pair = IndexedCorpus(prefix, named)
+        kept = facts_beside(pair.prefix)
+    facts, name = _facts(data, pair, tokenizer, kept)
+    if limit is not None and facts.vocab_size > limit:
+        raise UserError(
+            f"model.vocab_size={limit} must be at least {facts.vocab_size} for the tokens of "
+            f"{named}; the nearest is model.vocab_size={facts.vocab_size}"
+        )
+    split = len(pair) - _held_out_tokens(len(pair), data, seq_length, named)
+    tokens = pair.tokens.below(limit or facts.vocab_size, named)
+    fingerprint, files = _watched(pair, tokens, facts.digest)
+    return Corpus(
+        *(tokens.part(0, split), tokens.part(split, len(pair))),
+        fingerprint=fingerprint,
+        vocab_size=facts.vocab_size,
+        eot=facts.eot,
+        tokenizer=facts.tokenizer,
+        tokenizer_name=name,
+        documents=pair,
+        name=prefix,
+        named=named,
+        files=files,
+    )
+
+
+def is_remote(prefix: str) -> bool:
+    """Returns whether a prefix is an fsspec address."""
+    return "://" in prefix
+
+
+def _facts(
+    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
+) -> tuple[CorpusFacts, str | None]:
+    """Returns what is known of a pair, and where its tokenizer lies. Raises UserError."""
+    if kept is None:
+        if tokenizer is None:
+            raise UserError(
+                f"{pair.named} has no {pair.prefix}.json that tells its tokenizer: give "
+                "data.tokenizer, as in data.tokenizer=my/tokenizer.json"
+            )
+        own = tokenizer.digest, None, tokenizer.vocab_size, tokenizer.eot
+        return CorpusFacts(*own, pair.documents, len(pair), digest=""), data.tokenizer
+    if (kept.documents, kept.tokens) != (pair.documents, len(pair)):
+        raise UserError(
+            f"{pair.named} cannot be read, {pair.prefix}.json is of another pair: it has "
+            f"{kept.documents:,} documents of {kept.tokens:,} tokens, the .idx {pair.documents:,} "
+            f"of {len(pair):,}; make it again"
+        )
+    if tokenizer is not None and tokenizer.digest != kept.tokenizer:
+        raise UserError(
+            f"{pair.named} was made by another tokenizer than data.tokenizer="
+            f"{show(data.tokenizer)}: their digests are {kept.tokenizer[:12]} and "
+            f"{tokenizer.digest[:12]}; leave data.tokenizer out, or give the corpus's own"
+        )
+    known = tokenizer or (ByteTokenizer() if kept.tokenizer == BYTE else None)
+    if known is not None and known.eot != kept.eot:
+        raise UserError(
+            f"{pair.named} cannot be read, {pair.prefix}.json has eot={kept.eot}, and its "
+            f"tokenizer {known.eot}; make it again"
+        )
+    beside = tokenizer_beside(pair.prefix, kept)
+    there = beside if beside == BYTE or os.path.lexists(beside) else None
+    return kept, there if data.tokenizer is None else data.tokenizer
+
+
+def _watched(
+    pair: IndexedCorpus, tokens: Tokens, text: str
+) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
+    """Returns a pair's fingerprint, and its files with their marks from before it was computed."""
+
+    fingerprint, index = "", pair.index
+    remedy = (
+        "put back the pair that the run began with and start again (`parallel3d data show "
+        f"{pair.prefix}` reads all of it), or choose another run="
+    )
+
+    def proof(file: File) -> Proof:
+        if _fingerprint(pair, tokens, text) != fingerprint:
+            return Proof.CHANGED
+        if file is tokens.file:
+            return prove(file, text or None)
+        if size_of(file) <= PROVED:
+            pair.check_all()
+        return Proof.SAMPLED
+
+    files = (
+        WatchedFile(tokens.file, partial(proof, tokens.file), remedy),
+        WatchedFile(index, partial(proof, index), remedy),
+    )
+    fingerprint = _fingerprint(pair, tokens, text)
+    return fingerprint, files
+
+
+def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
+    """Returns a digest of sizes, of the known text digest, and of sampled places."""
+    digest = hashlib.blake2b(digest_size=16)
+    sizes = [str(pair.dtype), len(pair), pair.documents, pair.sequences, text]
+    digest.update(json.dumps(sizes).encode())
+    for place in range(_PLACES):
+        for stream in (tokens, pair.lengths):
+            at = place * max(0, len(stream) - _RUN) // (_PLACES - 1)
+            digest.update(stream[at : at + _RUN].tobytes())
+    return digest.hexdigest()
+
+
+# Checks before a run
 
 
 def check_data(
@@ -114,41 +531,30 @@ def check_data(
     that a run of `samples` would repeat often. Raises UserError, also for a tokenizer that does not
     fit a model of `vocab_size` tokens.
     """
+    folder, limit = cache.folder_of(data), vocab_size or TOKEN
     if data.name in ("corpus", "blend"):
-        return _check_pairs(data, seq_length, vocab_size, samples)
-    if data.name == "chat":
+        opened = _open_pairs(data, seq_length, folder, vocab_size)
+        parts = opened.corpora if isinstance(opened, Blend) else (opened,)
+        if data.packing == "concat":
+            epochs = [(len(one.train) - 1) // seq_length for one in parts]
+        else:
+            for one in parts:
+                _check_plans(one, data, seq_length, folder)
+            epochs = [max(1, len(one.train) // (seq_length + 1)) for one in parts]
+        if isinstance(opened, Blend):
+            return check_epochs(opened, epochs, samples, data.most_epochs)
+    elif data.name == "chat":
         chat = find_chat(data)
-        check_vocabulary(chat.tokenizer.vocab_size, vocab_size or TOKEN, data.tokenizer)
-        cache.check_can_store(cache.folder_of(data), chat.key)
-        return []
-    tokenizer = open_tokenizer(data.tokenizer or BYTE)
-    if vocab_size is not None:
-        check_vocabulary(tokenizer.vocab_size, vocab_size, data.tokenizer)
-    documents = find_documents(data)
-    if isinstance(tokenizer, ByteTokenizer):
-        _check_length(data, seq_length, documents)
-        if data.packing != "concat" and not data.cut_documents:
-            lengths = [d.size + 1 for d in documents]
-            check_lengths(lengths, seq_length, origin(data), data.packing)
-    cache.check_can_store(cache.folder_of(data), cache_key(documents, tokenizer))
-    return []
-
-
-def _check_pairs(
-    data: DataConfig, seq_length: int, vocab_size: int | None, samples: int
-) -> list[str]:
-    folder = cache.folder_of(data)
-    opened = _open_pairs(data, seq_length, folder, vocab_size)
-    parts = opened.corpora if isinstance(opened, Blend) else (opened,)
-    if data.packing == "concat":
-        epochs = [(len(one.train) - 1) // seq_length for one in parts]
+        check_vocabulary(chat.tokenizer.vocab_size, limit, data.tokenizer)
+        cache.check_can_store(folder, chat.key)
     else:
-        for one in parts:
-            check_pieces(one, data, seq_length, folder)
-        epochs = [max(1, len(one.train) // (seq_length + 1)) for one in parts]
-    return (
-        check_epochs(opened, epochs, samples, data.most_epochs) if isinstance(opened, Blend) else []
-    )
+        tokenizer, documents = _find_text(data, seq_length)
+        check_vocabulary(tokenizer.vocab_size, limit, data.tokenizer)
+        if isinstance(tokenizer, ByteTokenizer) and data.packing != "concat":
+            long = sum(document.size > seq_length for document in documents)
+            _check_lengths(long, data, seq_length + 1, origin(data))
+        cache.check_can_store(folder, cache_key(documents, tokenizer))
+    return []
 
 
 def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
@@ -160,89 +566,159 @@ def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
         )
 
 
+# Epochs up to which repeated text trains about as well as new text. Source: N. Muennighoff and
+# others, "Scaling Data-Constrained Language Models", NeurIPS 2023.
+_REPEATS_WITHOUT_LOSS = 4
+
+
+def check_epochs(
+    blend: Blend, windows: Sequence[int], samples: int, most: float | None
+) -> list[str]:
+    """Returns warnings for parts that `samples` repeat often; `windows`: samples of an epoch.
+
+    Raises UserError for a part that would be read more than `most` times.
+    """
+    counts = StagedShares(blend.stages, len(blend.corpora)).counts(samples)
+    warnings = []
+    for corpus, had, epoch in zip(blend.corpora, counts, windows, strict=True):
+        times = had / epoch
+        small = (
+            f"{corpus.named} is small for its share: its {epoch:,} samples would "
+            f"be read {times:.1f} times"
+        )
+        if most is not None and times > most:
+            raise UserError(
+                f"{small}, more than data.most_epochs={most:g}; give it a weight of about "
+                f"{math.floor(most / times * 100)} % of this, or more text"
+            )
+        if times > _REPEATS_WITHOUT_LOSS:
+            warnings.append(small)
+    return warnings
+
+
 # Packing plans of a corpus
 
 
-def with_plans(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path) -> Corpus:
+def _with_plans(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     """Returns the corpus with both plans from `folder`, built if missing. Raises UserError."""
     capacity = seq_length + 1
     fit = one_each if data.packing == "padded" else best_fit
-
-    def plan(held_out: bool) -> PackingPlan | None:
-        if not len(corpus.valid if held_out else corpus.train):
-            return None
-        key = _key(corpus, held_out, data, capacity)
-
-        def make() -> Pieces:
-            pieces = _pieces(corpus, held_out, data, capacity)
-            return _learned(pieces, corpus, held_out) if corpus.marked else pieces
-
-        return kept_plan(folder, key, make, capacity, fit)
-
-    plans = plan(False), plan(True)
-    made = [one for one in plans if one is not None]
-    digests = [corpus.fingerprint, *(plan.digest for plan in made)]
-    files = *corpus.files, *(plan.watched for plan in made)
-    return dataclasses.replace(corpus, plans=plans, fingerprint=" ".join(digests), files=files)
+    training, held_out = (
+        kept_plan(folder, key, partial(_pieces, corpus, part, data, capacity), capacity, fit)
+        if (key := _plan_key(corpus, part, data, capacity))
+        else None
+        for part in (False, True)
+    )
+    made = [plan for plan in (training, held_out) if plan is not None]
+    return dataclasses.replace(
+        corpus,
+        plans=(training, held_out),
+        fingerprint=" ".join([corpus.fingerprint, *(plan.digest for plan in made)]),
+        files=(*corpus.files, *(plan.watched for plan in made)),
+    )
 
 
-def check_pieces(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path) -> None:
+def _check_plans(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path) -> None:
     """Raises UserError for documents that do not fit a sample, unless the plans exist already."""
     for held_out in (False, True):
-        if not len(corpus.valid if held_out else corpus.train):
-            continue
-        key = _key(corpus, held_out, data, seq_length + 1)
-        cache.check_can_store(folder, key)
-        if not (folder / f"{key}.json").exists():
-            _pieces(corpus, held_out, data, seq_length + 1)
+        if key := _plan_key(corpus, held_out, data, seq_length + 1):
+            cache.check_can_store(folder, key)
+            if not (folder / f"{key}.json").exists():
+                _pieces(corpus, held_out, data, seq_length + 1)
 
 
-def check_lengths(lengths: Sequence[int], seq_length: int, named: str, packing: str) -> None:
-    """Raises UserError if a document does not fit a sample."""
-    if long := sum(length > seq_length + 1 for length in lengths):
-        raise _too_long(named, long, seq_length + 1, packing)
-
-
-def _key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> str:
-    """Returns the name of a part's plan in the cache: a digest of all that it is made of."""
-    part = corpus.valid if held_out else corpus.train
-    first = len(corpus.train) if held_out else 0
+def _plan_key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> str:
+    """Returns the name of a part's plan in the cache, a digest of all that it is made of; "" for a
+    part without tokens, which has no plan."""
+    part, first = corpus.part(held_out), len(corpus.train) if held_out else 0
+    if not len(part):
+        return ""
     # Fingerprints sample some places of a pair, a plan depends on all of it: so the marks count.
     stream = [corpus.fingerprint, marks_of(corpus.watched), first, len(part), corpus.marked]
     return cache.digest_of([PLAN_VERSION, stream, capacity, data.packing, data.cut_documents])
 
 
 def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> Pieces:
-    tokens = len(corpus.valid if held_out else corpus.train)
-    pieces = pieces_of(corpus.begins(held_out), tokens, capacity)
-    if pieces.cut and not data.cut_documents:
-        raise _too_long(corpus.named, pieces.cut, capacity, data.packing)
+    """Returns what a part's packs are made of. Raises UserError."""
+    part, name = corpus.part(held_out), "held-out" if held_out else "training"
+    pieces = pieces_of(corpus.begins(held_out), len(part), capacity)
+    _check_lengths(pieces.cut, data, capacity, corpus.named)
     if not pieces.starts.size:
-        part = "held-out" if held_out else "training"
         raise UserError(
-            f"{corpus.named} has no document of two tokens in its {part} part, and "
+            f"{corpus.named} has no document of two tokens in its {name} part, and "
             f"data.packing={data.packing} needs one: give data.packing=concat"
         )
-    return pieces
-
-
-def _learned(pieces: Pieces, corpus: Corpus, held_out: bool) -> Pieces:
-    """Drops pieces without a learned token. Raises UserError if none remains."""
-    kept = learned(corpus.valid if held_out else corpus.train, pieces.starts, pieces.lengths)
+    if not corpus.marked:
+        return pieces
+    kept = learned(part, pieces.starts, pieces.lengths)
     if not kept.any():
         raise nothing_said(held_out)
     if left_out := int((~kept).sum()):
         _log.info(
-            f"left out of the {'held-out' if held_out else 'training'} samples: {left_out:,} of "
-            f"{kept.size:,} pieces of conversations, in which the assistant says nothing"
+            f"left out of the {name} samples: {left_out:,} of {kept.size:,} pieces of "
+            "conversations, in which the assistant says nothing"
         )
     return pieces._replace(starts=pieces.starts[kept], lengths=pieces.lengths[kept])
 
 
-def _too_long(named: str, documents: int, capacity: int, packing: str) -> UserError:
-    has = f"{documents:,} documents" if documents > 1 else "a document"
-    return UserError(
-        f"{named} has {has} longer than the {capacity:,} tokens of a sample, which "
-        f"data.packing={packing} does not cut: give data.cut_documents=true, which does, or a "
-        "longer model.seq_length"
-    )
+def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) -> None:
+    """Raises UserError if there are `documents` longer than a sample, and they must not be cut."""
+    if documents and not data.cut_documents:
+        has = f"{documents:,} documents" if documents > 1 else "a document"
+        raise UserError(
+            f"{named} has {has} longer than the {capacity:,} tokens of a sample, which "
+            f"data.packing={data.packing} does not cut: give data.cut_documents=true, which does, "
+            "or a longer model.seq_length"
+        )
+
+
+# Validation sets of `data.valid`
+
+
+def sets_of(data: DataConfig) -> dict[str, DataConfig]:
+    """Returns a `data` section for each validation set: a pair where there is one, else
+    conversations under data=chat, else text; all of it held out."""
+    found = {}
+    for name, path in (data.valid or {}).items():
+        there = os.path.exists(f"{os.path.expanduser(path)}.idx")
+        kind = "corpus" if there or is_remote(path) else "chat" if data.name == "chat" else "text"
+        one = dataclasses.replace(data, name=kind, path=path, blend=None, blend_stages=None)
+        found[name] = dataclasses.replace(one, valid=None, valid_fraction=1.0)
+    return found
+
+
+def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> None:
+    """Checks all sets as `check_data` does. Raises UserError."""
+    for name, one in sets_of(data).items():
+        with _naming(name):
+            check_data(one, seq_length, vocab_size=vocab_size)
+
+
+def open_sets(
+    data: DataConfig, training: Corpus | Blend, seq_length: int, vocab_size: int
+) -> dict[str, Corpus]:
+    """Opens all sets, tokenized by the tokenizer of the `training` text. Raises UserError."""
+    sets = {}
+    for name, one in sets_of(data).items():
+        with _naming(name):
+            corpus = open_corpus(one, seq_length, vocab_size=vocab_size)
+            assert isinstance(corpus, Corpus), "sets are no blends"
+            if (corpus.tokenizer, corpus.eot) != (training.tokenizer, training.eot):
+                raise UserError(
+                    f"its tokenizer is {corpus.tokenizer[:12]}, and that of the training text "
+                    f"{training.tokenizer[:12]}: they must be one; give data.tokenizer, the "
+                    "training text's, or a set that it has made"
+                )
+            if corpus.valid_tokens < 2:
+                raise UserError(f"{one.path} must have at least two tokens; give more")
+        sets[name] = corpus
+    return sets
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Adds the name of a validation set to what is wrong with it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data.valid, its set {show(name)}: {error}") from None

@@ -36,7 +36,6 @@ TYPES = {
     code: np.dtype(name)
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
-_FLOATS = {6: "float64", 7: "float32"}
 
 _SAMPLED = 4  # places of an index checked when it is opened,
 _RUN = 256  # documents at each of them
@@ -75,17 +74,36 @@ class IndexedCorpus:
     process's memory. `lengths`: tokens of each sequence; a document has one or several.
     """
 
-    def __init__(self, prefix: str, named: str, index: File, file: File) -> None:
-        """Checks the header, the files' sizes, and all documents of a small index or some evenly
-        spaced ones of a larger one. Raises UserError."""
-        self.prefix, self.named = prefix, named
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        named: str | None = None,
+        opened: Callable[[str, str], File] = opened,
+    ) -> None:
+        """Opens the pair at `prefix`; errors call it `named`, as in `data.path=corpora/web`;
+        `opened` opens a file by its name.
+
+        Checks the header, the files' sizes, and all documents of a small index or some evenly
+        spaced ones of a larger one: time and memory do not grow with the pair. Raises UserError for
+        a file that is missing, cut short or not a pair of tokens, and for an index that does not
+        fit.
+        """
+        self.prefix = prefix = os.path.expanduser(os.fspath(prefix))
+        self.named = named = named or prefix
+        index, file = (opened(f"{prefix}{end}", named) for end in (".idx", ".bin"))
+        self.index = index
         self.dtype, self.sequences, self.documents = _header(index, named)
         pointers_at = HEADER.size + 4 * self.sequences
         documents_at = pointers_at + 8 * self.sequences
         self.lengths = Tokens(index, HEADER.size, self.sequences, np.dtype("<i4"))
         self._pointers = Tokens(index, pointers_at, self.sequences, np.dtype("<i8"))
         self._firsts = Tokens(index, documents_at, self.documents + 1, np.dtype("<i8"))
-        self._prove_size(size_of(index), documents_at + 8 * (self.documents + 1))
+        more = _bytes_beyond(index, documents_at + 8 * (self.documents + 1), named)
+        if more:
+            raise UserError(
+                f"{named} cannot be read, {index.name} has {more:,} bytes more than an index of "
+                "text: pairs with modes (images) are not taken"
+            )
         last = int(self._pointers[self.sequences - 1 :][0]) // self.dtype.itemsize
         self._count = last + int(self.lengths[self.sequences - 1 :][0])
         ends = int(self._firsts[:1][0]), int(self._firsts[self.documents :][0])
@@ -96,45 +114,13 @@ class IndexedCorpus:
         self.tokens = Tokens(file, 0, self._count, self.dtype)
         for begin, end in _runs(self.documents):
             self.begins(begin, end)
-        size, needed = size_of(file), self._count * self.dtype.itemsize
-        if size < needed:
-            raise UserError(
-                f"{named} is cut short: {prefix}.bin has {size:,} bytes, its index needs "
-                f"{needed:,}; copy the pair again"
-            )
-        if size > needed or needed <= 0:
-            raise self.damaged(f"its sequences end at byte {needed:,} of {size:,}")
-
-    @classmethod
-    def open(
-        cls,
-        prefix: str | os.PathLike[str],
-        named: str | None = None,
-        opened: Callable[[str, str], File] = opened,
-    ) -> IndexedCorpus:
-        """Opens the pair at `prefix`; errors call it `named`, as in `data.path=corpora/web`;
-        `opened` opens a file by its name.
-
-        Time and memory do not grow with the pair. Raises UserError for a file that is missing, cut
-        short or not a pair of tokens, and for an index that does not fit.
-        """
-        prefix = os.path.expanduser(os.fspath(prefix))
-        named = named or prefix
-        return cls(prefix, named, *(opened(f"{prefix}{end}", named) for end in (".idx", ".bin")))
+        needed = self._count * self.dtype.itemsize
+        if _bytes_beyond(file, needed, named) or needed <= 0:
+            raise self.damaged(f"its sequences end at byte {needed:,} of {size_of(file):,}")
 
     def __len__(self) -> int:
         """Tokens of the whole stream."""
         return self._count
-
-    @property
-    def index(self) -> File:
-        """The open index."""
-        return self.lengths.file
-
-    def close(self) -> None:
-        """Closes both files."""
-        self.tokens.close()
-        self.lengths.close()
 
     def starts(self, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Returns the tokens within `begin` … `end` - 1 at which a non-empty document begins.
@@ -211,36 +197,32 @@ class IndexedCorpus:
             "the pair again"
         )
 
-    def _prove_size(self, size: int, needed: int) -> None:
-        if size < needed:
-            raise UserError(
-                f"{self.named} is cut short: {self.index.name} has {size:,} bytes, "
-                f"{self.sequences:,} sequences and {self.documents:,} documents need {needed:,}; "
-                "copy the pair again"
-            )
-        if size > needed:
-            raise UserError(
-                f"{self.named} cannot be read, {self.index.name} has {size - needed:,} bytes more "
-                "than an index of text: pairs with modes (images) are not taken"
-            )
-
 
 def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
     """Returns the type of the tokens, and how many sequences and documents. Raises UserError."""
     head = pread(file, HEADER.size, 0)
     if not head.startswith(MAGIC):
         raise UserError(f"{named} is no pair of Megatron's: {file.name} does not begin as an index")
-    if len(head) < HEADER.size:
-        raise UserError(f"{named} is cut short: {file.name} has {len(head)} bytes; copy it again")
+    _bytes_beyond(file, HEADER.size, named)
     _, version, code, sequences, ends = HEADER.unpack(head)
     if version != VERSION:
         raise UserError(f"{named} has an index of version {version}: it must be {VERSION}")
     if code not in TYPES:
-        what = _FLOATS.get(code, f"of the unknown type {code}")
-        raise UserError(f"{named} holds numbers that are no tokens, {what}: it must hold integers")
+        raise UserError(f"{named} holds no tokens: its type {code} is none of Megatron's integers")
     if not sequences or ends < 2:
         raise UserError(f"{named} holds no documents: give a pair that holds text")
     return TYPES[code], sequences, ends - 1
+
+
+def _bytes_beyond(file: File, needed: int, named: str) -> int:
+    """Returns how many more bytes than needed a file has. Raises UserError if it has fewer."""
+    size = size_of(file)
+    if size < needed:
+        raise UserError(
+            f"{named} is cut short: {file.name} has {size:,} bytes and needs {needed:,}; copy the "
+            "pair again"
+        )
+    return size - needed
 
 
 def _runs(count: int) -> list[tuple[int, int]]:
@@ -263,7 +245,8 @@ def token_type(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Writes a pair, document after document; `close` puts the whole pair in its place.
+    """Writes a pair, document after document; `close` puts the whole pair in its place, also in
+    that of an older one.
 
     Memory does not grow: lengths go to a temporary file. As a context manager, leaves nothing
     behind if the block raises.
@@ -273,7 +256,6 @@ class IndexedWriter:
         self,
         prefix: str | os.PathLike[str],
         dtype: np.dtype,
-        replace: bool = False,
         partial: str | os.PathLike[str] | None = None,
         documents: int = 0,
         tokens: int = 0,
@@ -281,16 +263,12 @@ class IndexedWriter:
         """`partial`: begin of the temporary files' names; those of an earlier writer, of which
         `documents` and `tokens` are flushed, are continued.
 
-        Raises UserError if any of the pair exists, unless `replace`, or for temporary files that
-        are too short; ValueError for a `dtype` that is none of Megatron's integers (see
-        `token_type`).
+        Raises UserError for temporary files that are too short; ValueError for a `dtype` that is
+        none of Megatron's integers (see `token_type`).
         """
         self.prefix, self.dtype = os.path.expanduser(os.fspath(prefix)), np.dtype(dtype)
         if self.dtype not in TYPES.values():
             raise ValueError(f"{self.dtype} is none of {', '.join(map(str, TYPES.values()))}")
-        there = [f"{self.prefix}{end}" for end in (".bin", ".idx")]
-        if not replace and (old := [path for path in there if os.path.lexists(path)]):
-            raise UserError(f"{old[0]} is there already: give another name, or remove the pair")
         self.documents, self.tokens = documents, tokens
         folder, name = os.path.split(self.prefix)
         self._partial = os.fspath(partial or Path(folder, f".{name}.{secrets.token_hex(4)}"))
@@ -333,11 +311,32 @@ class IndexedWriter:
             file.flush()
             os.fsync(file.fileno())
 
+    def write_index(self) -> None:
+        """Writes and flushes the index of what was flushed."""
+        path, lengths = Path(f"{self._partial}.idx.partial"), self._lengths.name
+        path.unlink(missing_ok=True)
+        code = next(code for code, known in TYPES.items() if known == self.dtype)
+        with open(path, "xb", buffering=_BLOCK, opener=no_link) as index:
+            ends = self.documents + 1
+            index.write(HEADER.pack(MAGIC, VERSION, code, self.documents, ends))
+            for part in _blocks_of(lengths):
+                index.write(part)
+            byte = 0
+            for part in _blocks_of(lengths):
+                sizes = np.frombuffer(part, "<i4").astype("<i8") * self.dtype.itemsize
+                begins = byte + np.cumsum(sizes) - sizes
+                index.write(begins.tobytes())
+                byte = int(begins[-1] + sizes[-1])
+            for first in range(0, ends, _BLOCK):
+                index.write(np.arange(first, min(first + _BLOCK, ends), dtype="<i8").tobytes())
+            index.flush()
+            os.fsync(index.fileno())
+
     def close(self) -> None:
         """Flushes the pair to the disk and renames it, the index last. Raises OSError."""
         try:
             self.flush()
-            write_index(f"{self._partial}.idx.partial", self._lengths.name, self.dtype)
+            self.write_index()
             for end in (".bin", ".idx"):
                 os.replace(f"{self._partial}{end}.partial", f"{self.prefix}{end}")
             flush_folder(Path(self.prefix).parent)
@@ -363,25 +362,6 @@ class IndexedWriter:
             self.close()
         else:
             self.discard()
-
-
-def write_index(path: str, lengths: str, dtype: np.dtype) -> None:
-    """Writes and flushes the index of the documents whose lengths (int32) a file holds."""
-    code = next(code for code, known in TYPES.items() if known == dtype)
-    documents = os.stat(lengths).st_size // 4
-    with open(path, "xb", buffering=_BLOCK, opener=no_link) as index:
-        index.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
-        for part in _blocks_of(lengths):
-            index.write(part)
-        byte = 0
-        for part in _blocks_of(lengths):
-            ends = byte + np.cumsum(np.frombuffer(part, "<i4"), dtype="<i8") * dtype.itemsize
-            index.write(np.append(byte, ends[:-1]).astype("<i8").tobytes())
-            byte = int(ends[-1])
-        for first in range(0, documents + 1, _BLOCK):
-            index.write(np.arange(first, min(first + _BLOCK, documents + 1), dtype="<i8").tobytes())
-        index.flush()
-        os.fsync(index.fileno())
 
 
 def _blocks_of(path: str) -> Iterator[bytes]:
@@ -420,20 +400,16 @@ class CorpusFacts(NamedTuple):
     digest: str
 
 
-def _read_facts(path: str) -> bytes:
-    return read_bounded(Path(path), _LARGEST_FACTS)
-
-
 def facts_beside(
-    prefix: str | os.PathLike[str], read: Callable[[str], bytes] = _read_facts
+    prefix: str | os.PathLike[str], read: Callable[[str], bytes] | None = None
 ) -> CorpusFacts | None:
     """Reads `<prefix>.json`; None without one, as for pairs of other programs. Raises UserError.
 
-    `read`: a file's content by name; raises OSError or ValueError.
+    `read`: the content of a remote file by its name; raises OSError or ValueError.
     """
     path = f"{os.fspath(prefix)}.json"
     try:
-        content = parse_json(read(path))
+        content = parse_json(read(path) if read else read_bounded(Path(path), _LARGEST_FACTS))
         facts = CorpusFacts(**{name: content[name] for name in CorpusFacts._fields})
         texts = (facts.tokenizer, facts.tokenizer_file or "", facts.digest)
         numbers = (facts.vocab_size, facts.eot, facts.documents, facts.tokens)

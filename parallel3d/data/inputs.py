@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.fields import show
-from parallel3d.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Unencodable
-from parallel3d.errors import UserError, nearest
+from parallel3d.data.tokenizer import Tokenizer, Unencodable, nearest_path
+from parallel3d.errors import UserError
 from parallel3d.files import plain
 
 if TYPE_CHECKING:
@@ -108,16 +108,13 @@ def encoded(
 ) -> Iterator[tuple[Found, npt.NDArray[np.integer] | Unencodable]]:
     """Yields documents with their tokens, or with the error of the tokenizer."""
     for some in _batches(documents):
-        if isinstance(tokenizer, ByteTokenizer):
-            yield from ((each, tokenizer.encode(each.text.encode())) for each in some)
-            continue
         try:
             yield from zip(some, tokenizer.encode_all([each.text for each in some]), strict=True)
         except Unencodable:
             yield from ((each, _or_error(tokenizer, each.text)) for each in some)
 
 
-def _or_error(tokenizer: FileTokenizer, text: str) -> npt.NDArray[np.integer] | Unencodable:
+def _or_error(tokenizer: Tokenizer, text: str) -> npt.NDArray[np.integer] | Unencodable:
     try:
         return tokenizer.encode_all([text])[0]
     except Unencodable as error:
@@ -187,28 +184,20 @@ def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
     for number, line in enumerate(shard.content.split(b"\n"), shard.at):
         if not line or line.isspace():
             continue
-        where, why, text = f"{shard.sources[0].name}:{number}", "", ""
+        where, why, row = f"{shard.sources[0].name}:{number}", "is no object", None
         count.rows += 1
         try:
-            text, why = _text_of(json.loads(line), text_key)
+            row = json.loads(line)
         except UnicodeDecodeError:
             why = "is no UTF-8"
         except (ValueError, RecursionError):
             why = "is no JSON"
-        if why:
-            count.leave_out(where, why, line)
-        else:
-            yield Found(where, text)
-
-
-def _text_of(row: Any, text_key: str) -> tuple[str, str]:
-    """Returns the text of a row, and what is wrong with the row."""
-    if not isinstance(row, dict):
-        return "", "is no object"
-    if text_key not in row:
-        return "", f"has no key {show(text_key)}"
-    text = row[text_key]
-    return (text, "") if isinstance(text, str) else ("", f"has no text at {show(text_key)}")
+        if isinstance(row, dict):
+            if isinstance(row.get(text_key), str):
+                yield Found(where, row[text_key])
+                continue
+            why = f"has no {'text at' if text_key in row else 'key'} {show(text_key)}"
+        count.leave_out(where, why, line)
 
 
 def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
@@ -278,24 +267,21 @@ FIRST = Position()
 class Shard(NamedTuple):
     """Work for one process, which gets lines as bytes and reads other files itself.
 
-    sources: one input, or several of one document each. content: whole lines. at: number of the
-    first line, or of the row group.
+    sources: one input, or several of one document each. after: the position after it. read: bytes
+    of all inputs up to there, as stored. content: whole lines. at: number of the first line, or of
+    the row group.
     """
 
     sources: tuple[Input, ...]
+    after: Position
+    read: int
     content: bytes = b""
     at: int = 0
 
 
-class Cut(NamedTuple):
-    """A shard, the position after it, and the bytes of all inputs up to there, as stored."""
-
-    shard: Shard
-    after: Position
-    read: int
-
-
-def cut(inputs: Sequence[Input], start: Position = FIRST, size: int = SHARD_BYTES) -> Iterator[Cut]:
+def cut(
+    inputs: Sequence[Input], start: Position = FIRST, size: int = SHARD_BYTES
+) -> Iterator[Shard]:
     """Yields the shards from `start` on, of about `size` bytes of text and whole documents.
 
     Raises UserError for an input that cannot be read.
@@ -310,30 +296,31 @@ def cut(inputs: Sequence[Input], start: Position = FIRST, size: int = SHARD_BYTE
             with _parquet(each) as file:
                 groups = file.num_row_groups
             for group in range(place.at, groups):
-                yield Cut(Shard((each,), at=group), Position(number, group + 1), before)
+                yield Shard((each,), Position(number, group + 1), before, at=group)
         else:
             held = each.size
             for other in inputs[number + 1 :]:
                 if other.kind != TEXT or held + other.size > size:
                     break
                 count, held = count + 1, held + other.size
-            shard = Shard(tuple(inputs[number : number + count]))
-            yield Cut(shard, Position(number + count), before + held)
+            sources = tuple(inputs[number : number + count])
+            yield Shard(sources, Position(number + count), before + held)
         before += sum(one.size for one in inputs[number : number + count])
         number += count
         place = Position(number)
 
 
-def _lines(source: Input, place: Position, before: int, size: int) -> Iterator[Cut]:
+def _lines(source: Input, place: Position, before: int, size: int) -> Iterator[Shard]:
     with of_input(source.address), opened(source) as (content, file):
         if not source.packed:
             content.seek(place.at)
         else:
             _skip(content, place.at)
         while block := whole_lines(source, content, size):
-            shard = Shard((source,), block, place.line)
-            place = Position(place.file, place.at + len(block), place.line + block.count(b"\n"))
-            yield Cut(shard, place, before + min(source.size, file.tell()))
+            line = place.line
+            place = Position(place.file, place.at + len(block), line + block.count(b"\n"))
+            read = before + min(source.size, file.tell())
+            yield Shard((source,), place, read, block, line)
 
 
 def whole_lines(source: Input, content: BinaryIO, size: int) -> bytes:
@@ -440,13 +427,15 @@ def _inputs_of(item: str, kind: str | None) -> list[Input]:
             info = files.info(path)
         except FileNotFoundError:
             if not set("*?[") & set(path):
-                raise UserError(f"input={show(item)} is not there{_near(files, path)}") from None
+                near = nearest_path(path)
+                hint = f"; the nearest is {near}" if near else f": {HOW}"
+                raise UserError(f"input={show(item)} is not there{hint}") from None
             info = None
         if info is not None and info["type"] == "file":
             return [_input(files, info, kind)]
         below = files.find(path, detail=True) if info else _globbed(files, path)
         fixed = path if info else os.path.dirname(re.split(r"[*?[]", path, maxsplit=1)[0])
-        infos = [below[name] for name in sorted(below) if not _is_hidden(name[len(fixed) :])]
+        infos = [below[name] for name in sorted(below) if not is_hidden(name[len(fixed) :])]
         if not infos:
             verb = "holds no files (hidden ones do not count)" if info else "matches no file"
             raise UserError(f"input={show(item)} {verb}: {HOW}")
@@ -461,7 +450,8 @@ def _globbed(files: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any
     return found
 
 
-def _is_hidden(below: str) -> bool:
+def is_hidden(below: str) -> bool:
+    """Returns whether a part of a relative path begins with a dot."""
     return any(part.startswith(".") for part in below.split("/"))
 
 
@@ -475,13 +465,3 @@ def _input(files: AbstractFileSystem, info: dict[str, Any], kind: str | None) ->
         raise UserError(f"input={show(name)}: parquet is packed inside, {packed} around it is not")
     stamp = next((str(info[key]) for key in STAMPS if info.get(key)), "")
     return Input(files.unstrip_protocol(name), kind, packed, int(info.get("size") or 0), stamp)
-
-
-def _near(files: AbstractFileSystem, path: str) -> str:
-    folder, name = os.path.split(path.rstrip("/"))
-    try:
-        there = [os.path.basename(each) for each in files.ls(folder, detail=False)]
-    except Exception:  # a folder that cannot be listed gives no suggestion
-        there = []
-    close = nearest(name, there)
-    return f"; the nearest in {folder} is {close}" if close else f": {HOW}"

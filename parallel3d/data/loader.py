@@ -15,7 +15,7 @@ from contextlib import suppress
 from fractions import Fraction
 from itertools import islice
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,33 +23,17 @@ import torch
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.context_parallel.documents import Documents, SequenceSplit, make_documents
-from parallel3d.data.blend import Blend, Blended, DatasetOrder
+from parallel3d.data.blend import Blended
 from parallel3d.data.chat import ChatSamples
-from parallel3d.data.corpus import check_vocabulary
+from parallel3d.data.corpus import Blend, Corpus, check_vocabulary
 from parallel3d.data.packing import PackSampler
-from parallel3d.data.sampler import Sample, Sampler
-from parallel3d.data.split import Corpus
+from parallel3d.data.sampler import DatasetOrder, Sample, Sampler, SampleSource
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
     from parallel3d.comm.group import Group
     from parallel3d.config.schema import Config
-
-
-class SampleSource(Protocol):
-    """Samples of one length.
-
-    A source whose loss masks are all True may set an attribute `masks` = False, which saves
-    `Batches.token_count` reading them. One with `will_read(i)` prefetches the samples that a thread
-    reads ahead; neither may then change when it is read.
-    """
-
-    seq_length: int
-
-    def sample(self, i: int) -> Sample:
-        """Returns sample `i` >= 0, always the same for the same i."""
-        ...
 
 
 class MicroBatch(NamedTuple):
@@ -62,11 +46,6 @@ class MicroBatch(NamedTuple):
     loss_mask: torch.Tensor | None
     samples: torch.Tensor
     documents: Documents | None = None
-
-    @property
-    def starts(self) -> torch.Tensor | None:
-        """(micro batch, seq) int32: where each token's document begins in its sample."""
-        return None if self.documents is None else self.documents.starts
 
 
 class Batches:
@@ -153,20 +132,17 @@ class Batches:
         """Counts the unmasked tokens of this rank's share of the global batch from `first` on."""
         if not getattr(self._source, "masks", True):
             return self._num_microbatches * self._micro_batch_size * self._source.seq_length
-        return sum(
-            int(np.count_nonzero(self._sample(first, i, keep=True).loss_mask))
-            for m in range(self._num_microbatches)
-            for i in self.indices(first, m)
-        )
+        return sum(int(np.count_nonzero(sample.loss_mask)) for sample in self._share(first))
 
     def byte_count(self, first: int, sizes: npt.NDArray[np.int64]) -> int:
         """Sums `sizes` over the unmasked labels of this rank's share of the global batch."""
-        samples = (
-            self._sample(first, i, keep=True)
-            for m in range(self._num_microbatches)
-            for i in self.indices(first, m)
-        )
-        return sum(int(sizes[s.tokens[1:][s.loss_mask]].sum()) for s in samples)
+        return sum(int(sizes[s.tokens[1:][s.loss_mask]].sum()) for s in self._share(first))
+
+    def _share(self, first: int) -> Iterator[Sample]:
+        """Yields this rank's samples of the global batch from `first` on, which are read again."""
+        for m in range(self._num_microbatches):
+            for i in self.indices(first, m):
+                yield self._sample(first, i, keep=True)
 
     def _sample(self, first: int, i: int, keep: bool = False) -> Sample:
         if self._ahead is None:
@@ -242,16 +218,14 @@ class ReadAhead:
         self._first = -1
         self._order: Iterator[int] = iter(())
         self._ahead: Futures = {}
-        self._wanted: SimpleQueue[Futures] | None = None
+        self._wanted: SimpleQueue[Futures] = SimpleQueue()
+        threading.Thread(target=_read, args=(source, self._wanted), daemon=True).start()
+        weakref.finalize(self, self._wanted.put, {})
 
     def step(self, first: int) -> None:
         """Announces the step that begins at sample `first`."""
         if first == self._first:
             return
-        if self._wanted is None:
-            self._wanted = SimpleQueue()
-            weakref.finalize(self, _end, self._wanted, self._ahead)
-            threading.Thread(target=_read, args=(self.source, self._wanted), daemon=True).start()
         if self._first < 0 or first != self._first + self._stride:
             self._order = self._numbers(first)
             self._drop(list(self._ahead))
@@ -277,17 +251,10 @@ class ReadAhead:
 
     def _fill(self) -> None:
         free = self._most - len(self._ahead)
-        if self._wanted is not None and 2 * free >= self._most:  # in bulk, not for each sample
+        if self._first >= 0 and 2 * free >= self._most:  # in bulk, not for each sample
             more: Futures = {i: Future() for i in islice(self._order, free)}
             self._ahead |= more
             self._wanted.put(more)
-
-
-def _end(wanted: SimpleQueue[Futures], ahead: Futures) -> None:
-    """Ends the thread once it has read its sample."""
-    for found in ahead.values():
-        found.cancel()
-    wanted.put({})
 
 
 def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
@@ -316,25 +283,22 @@ def check_same_text(corpus: Corpus | Blend, world: Group, device: torch.device) 
 
     They differ if a file grows while the ranks start, or if hosts hold different copies.
     """
-    tokens = corpus.train_tokens + corpus.valid_tokens
-    facts = [corpus.fingerprint, tokens, corpus.train_tokens, corpus.tokenizer, corpus.eot]
-    mine = [*facts, socket.gethostname()]
-    gathered = all_gather_json(mine, world.handle, device)
+    sizes = corpus.train_tokens, corpus.valid_tokens
+    facts = [corpus.fingerprint, corpus.tokenizer, corpus.eot, *sizes, socket.gethostname()]
+    gathered = all_gather_json(facts, world.handle, device)
     texts = [tuple(facts[:-1]) for facts in gathered]
     usual, _ = Counter(texts).most_common(1)[0]
-    odd = next((rank for rank, text in enumerate(texts) if text != usual), None)
-    if odd is None:
+    odd = [rank for rank, text in enumerate(texts) if text != usual]
+    if not odd:
         return
-    pair = sorted((odd, texts.index(usual)))
-    a, b = (
-        f"rank {rank} on {gathered[rank][-1]} reads {gathered[rank][1]:,} tokens" for rank in pair
+    said = " and ".join(
+        f"rank {rank} on {gathered[rank][-1]} reads {sum(texts[rank][3:]):,} tokens (fingerprint "
+        f"{texts[rank][0][:12]}, tokenizer {texts[rank][1][:12]})"
+        for rank in sorted((odd[0], texts.index(usual)))
     )
-    kind = "fingerprints" if texts[odd][0] != usual[0] else "tokenizers"
-    column = 0 if kind == "fingerprints" else 3
-    digests = " and ".join(gathered[rank][column][:12] for rank in pair)
     raise UserError(
-        f"the ranks do not read the same text: {a}, {b} ({kind} {digests}); start again when "
-        "it is complete, and give a data.path that holds the same on every host"
+        f"the ranks do not read the same text: {said}; start again when it is complete, and give "
+        "a data.path that holds the same on every host"
     )
 
 
@@ -396,7 +360,7 @@ def part_of(one: Corpus, config: Config, held_out: bool, name: str = "") -> Data
     """Returns the samples of one part of a corpus: to train on, shuffled, or held out, in order and
     to the last token. `name`: of a part of a blend, which gets an own order."""
     data, seed, shuffle = config.data, config.seed, not held_out
-    tokens = one.valid if held_out else one.train
+    tokens = one.part(held_out)
     if one.plans is not None:
         plan = one.plans[held_out]
         assert plan is not None  # the part is not empty

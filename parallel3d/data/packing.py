@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -236,7 +237,5 @@ def kept_plan(
         replace_durably(Path(f"{prefix}.packs"), b"".join(part.data for part in parts))
         return {"packs": packs.first.size - 1}
 
-    def opened(entry: cache.Entry) -> PackingPlan:
-        return PackingPlan(entry, capacity)
-
-    return cache.kept(folder, key, (".packs",), build, opened, "the packing plan")
+    opened = partial(PackingPlan, capacity=capacity)
+    return cache.kept(folder, key, (".packs",), build, opened)

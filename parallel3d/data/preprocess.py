@@ -30,18 +30,11 @@ import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.data.cache import digest_of
-from parallel3d.data.indexed import (
-    CorpusFacts,
-    IndexedWriter,
-    facts_beside,
-    token_type,
-    write_index,
-)
+from parallel3d.data.indexed import CorpusFacts, IndexedWriter, facts_beside, token_type
 from parallel3d.data.inputs import (
     FIRST,
     SHARD_BYTES,
     Count,
-    Cut,
     Input,
     Position,
     Shard,
@@ -103,7 +96,7 @@ class Journal:
         if not is_begun(self.to):
             check_free(self.to)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(self.folder / "lock", "ab", opener=no_link) as lock, self._naming():
+        with open(self.folder / "lock", "ab", opener=no_link) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -111,6 +104,10 @@ class Journal:
             try:
                 self._resume()
                 yield self
+            except OSError as error:
+                if error.filename is None:  # errors of writes name no file
+                    error.filename = str(self.folder)
+                raise
             finally:
                 if not is_begun(self.to):  # nothing to continue
                     shutil.rmtree(self.folder, ignore_errors=True)
@@ -129,27 +126,12 @@ class Journal:
         finally:
             self._writer.leave()
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Adds the folder's name to errors of writes, which name no file."""
-        try:
-            yield
-        except OSError as error:
-            if error.filename is None:
-                error.filename = str(self.folder)
-            raise
-
     def add(self, made: Made, place: Position, read: int) -> None:
         """Adds the documents of a shard that ends at `place`; may flush. Raises OSError."""
         self._writer.add_many(made.tokens, made.lengths)
         self.done.count.add(made.rows)
-        self.done = dataclasses.replace(
-            self.done,
-            place=place,
-            read=read,
-            documents=self._writer.documents,
-            tokens=self._writer.tokens,
-        )
+        documents, tokens = self._writer.documents, self._writer.tokens
+        self.done = JournalEntry(place, read, documents, tokens, self.done.count)
         self._unflushed += made.tokens.nbytes + 1
         if self._unflushed > self.flush_bytes or time.monotonic() - self._flushed_at > FLUSH_S:
             self.flush()
@@ -163,9 +145,7 @@ class Journal:
     def complete(self, tokenizer: Tokenizer) -> None:
         """Writes index, facts and tokenizer into the folder."""
         self.flush()
-        index = self.folder / PARTS[".idx"]
-        index.unlink(missing_ok=True)
-        write_index(str(index), str(self.folder / "corpus.lengths.partial"), self.dtype)
+        self._writer.write_index()
         own, file = self.folder / PARTS[".tokenizer"], None
         shutil.rmtree(own, ignore_errors=True)
         if not isinstance(tokenizer, ByteTokenizer):
@@ -251,23 +231,23 @@ LOST = (
 
 
 def in_order(
-    shards: Iterator[Cut], work: Callable[[Shard], Made], workers: int
-) -> Generator[tuple[Cut, Made], None, None]:
+    shards: Iterator[Shard], work: Callable[[Shard], Made], workers: int
+) -> Generator[tuple[Shard, Made], None, None]:
     """Yields the results of the shards in order, by `workers` processes, or here if that is 0.
 
     Processes are spawned: forked, a library's threads could hold a lock forever. Raises the
     UserError of a task, or one for a process that is gone.
     """
     if not workers:
-        yield from ((each, work(each.shard)) for each in shards)
+        yield from ((each, work(each)) for each in shards)
         return
     others = active_children()
     pool = ProcessPoolExecutor(workers, get_context("spawn"), begin_worker, (os.getpid(),))
-    pending: deque[tuple[Cut, Future[Made]]] = deque()
+    pending: deque[tuple[Shard, Future[Made]]] = deque()
     try:
         for each in shards:
             # The content travels with the task; only its place stays here.
-            pending.append((each._replace(shard=Shard(())), pool.submit(work, each.shard)))
+            pending.append((each._replace(content=b""), pool.submit(work, each)))
             if len(pending) > AHEAD * workers:
                 done, made = pending.popleft()
                 yield done, made.result()
@@ -336,7 +316,7 @@ def _texts(
 ) -> Iterator[str]:
     for each in cut(inputs):
         here = Count()
-        for found in documents(each.shard, text_key, here):
+        for found in documents(each, text_key, here):
             yield found.text
         count.add(here)
         progress(each.read, count)

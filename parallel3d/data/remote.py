@@ -195,9 +195,6 @@ class BlockFile:
         """Raises UserError if the opened version is gone, OSError if that cannot be known."""
         self._patiently("checked", self._check)
 
-    def close(self) -> None:
-        """Does nothing: no connection is held."""
-
     def _check(self) -> None:
         is_same = self._ask() == self._version
         is_same = is_same and all(self._place(at) == was for at, was in self._places.items())
@@ -239,10 +236,9 @@ class BlockFile:
 
     def _fetched(self, number: int) -> Future[bytes]:
         with self._lock:
-            future = self._under_way.get(number)
-            if future is None:
-                future = self._under_way[number] = self._cache.pool.submit(self._fetch, number)
-        return future
+            if number not in self._under_way:
+                self._under_way[number] = self._cache.pool.submit(self._fetch, number)
+            return self._under_way[number]
 
     def _fetch(self, number: int) -> bytes:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,32 @@ class Sample(NamedTuple):
     tokens: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int32] | None = None
+
+
+class SampleSource(Protocol):
+    """Samples of one length.
+
+    A source whose loss masks are all True may set an attribute `masks` = False, which saves
+    `Batches.token_count` reading them. One with `will_read(i)` prefetches the samples that a thread
+    reads ahead; neither may then change when it is read.
+    """
+
+    seq_length: int
+
+    def sample(self, i: int) -> Sample:
+        """Returns sample `i` >= 0, always the same for the same i."""
+        ...
+
+
+class DatasetOrder(SampleSource, Protocol):
+    """The samples of one data set, epoch after epoch, each epoch in its own order."""
+
+    windows: int  # samples of an epoch
+
+    @property
+    def masks(self) -> bool: ...
+
+    def will_read(self, i: int) -> None: ...
 
 
 class Order:
@@ -117,6 +143,26 @@ class Sampler:
             # The label of an end-of-text is the first token of another document: unpredictable.
             mask &= tokens[:-1] != self._eot
         return Sample(tokens, mask, starts)
+
+
+class FirstSamples:
+    """The first `count` samples of a source, and after them samples without a label.
+
+    So every sample counts once, whatever the global batch is: the last one is filled up by samples
+    that add nothing to the loss or to the number of tokens.
+    """
+
+    masks = True
+
+    def __init__(self, source: SampleSource, count: int) -> None:
+        self.source, self.count, self.seq_length = source, count, source.seq_length
+
+    def sample(self, i: int) -> Sample:
+        """Returns sample `i` >= 0."""
+        sample = self.source.sample(min(i, self.count - 1))
+        if i < self.count:
+            return sample
+        return sample._replace(loss_mask=np.zeros(self.seq_length, np.bool_))
 
 
 def document_starts(begins: npt.NDArray[np.integer], seq_length: int) -> npt.NDArray[np.int32]:

@@ -14,21 +14,19 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from parallel3d.data import cache
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
-from parallel3d.data.inputs import LARGEST_DOCUMENT, Found, encoded, items_of
-from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, Unencodable
+from parallel3d.data.inputs import LARGEST_DOCUMENT, Found, encoded, is_hidden, items_of
+from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, Unencodable, nearest_path
 from parallel3d.data.tokens import WatchedFile
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # omegaconf, which the configuration imports, loads slowly
     from parallel3d.config.schema import DataConfig
@@ -43,7 +41,7 @@ _HOW = "give files, folders or globs, joined by commas"
 
 
 class Document(NamedTuple):
-    """A non-empty file. `name` is relative to what the user gave, with `/` everywhere."""
+    """A non-empty file. `name` is relative to what the user gave."""
 
     name: str
     path: str
@@ -85,7 +83,7 @@ def _stdlib_documents() -> list[Document]:
         # A distribution may leave a dangling link here (sitecustomize.py).
         if name.endswith(".py") and os.path.exists(path)
     ]
-    documents = [d for d in (_document(*f, "data=stdlib") for f in files) if d and d.size]
+    documents = _documents(files, "data=stdlib")
     if not documents:
         raise UserError(
             f"data=stdlib finds no Python sources in {root}, this Python comes without them: "
@@ -111,16 +109,18 @@ def _documents_of(item: str) -> list[Document]:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         if not glob.has_magic(path) or os.path.islink(path):
-            raise UserError(_missing(item, path)) from None
+            raise UserError(f"{key} does not exist, {_why_missing(path)}: {_HOW}") from None
         files = _glob(path, key)
     except OSError as error:
         raise _unreadable(key, path, error.strerror) from error
     else:
-        files = _files_below(path, _hidden, key) if is_folder else [(os.path.basename(path), path)]
+        files = (
+            _files_below(path, is_hidden, key) if is_folder else [(os.path.basename(path), path)]
+        )
     if not files:
         verb = "holds no files (hidden ones do not count)"
         raise UserError(f"{key} {verb if os.path.isdir(path) else 'matches no file'}: {_HOW}")
-    documents = [d for d in (_document(*f, key) for f in files) if d and d.size]
+    documents = _documents(files, key)
     if not documents:
         what = "has only empty files, pipes or devices"
         raise UserError(f"{key} {what} ({len(files)}): give some that hold text")
@@ -129,29 +129,21 @@ def _documents_of(item: str) -> list[Document]:
 
 def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
     """Returns names and paths of matches; a matching folder stands for all files below it."""
-    fixed = re.split(r"[*?[]", pattern, maxsplit=1)[0]
-    root = os.path.dirname(fixed)
+    root = os.path.dirname(re.split(r"[*?[]", pattern, maxsplit=1)[0]) or "."
     if "**" in pattern.split("/"):
-        return _recursive_glob(pattern, root)
+        # Visits each folder once, also where links lead back; glob would follow them repeatedly.
+        parts = os.path.relpath(pattern, root).split("/")
+        below = _files_below(root, is_hidden, None)
+        return [(name, path) for name, path in below if _matches(name.split("/"), parts)]
     files: list[tuple[str, str]] = []
     for path in sorted(glob.glob(pattern)):
-        name = _slashed(os.path.relpath(path, root or "."))
+        name = os.path.relpath(path, root)
         if os.path.isdir(path):
-            below = _files_below(path, _hidden, key)
-            files += [(f"{name}/{inner}" if name != "." else inner, full) for inner, full in below]
+            below = _files_below(path, is_hidden, key)
+            files += [(os.path.normpath(f"{name}/{inner}"), full) for inner, full in below]
         else:
             files.append((name, path))
     return files
-
-
-def _recursive_glob(pattern: str, root: str) -> list[tuple[str, str]]:
-    """Returns what `_glob` does for a pattern with `**`, whose first wildcard lies below `root`.
-
-    Visits each folder once, also where links lead back; glob would follow them repeatedly.
-    """
-    parts = os.path.relpath(pattern, root or ".").split("/")
-    files = _files_below(root or ".", _hidden, None) if os.path.isdir(root or ".") else []
-    return [(name, path) for name, path in files if _matches(name.split("/"), parts)]
 
 
 def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
@@ -183,51 +175,41 @@ def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> lis
             continue
         seen.add((status.st_dev, status.st_ino))
         below[:] = sorted((name for name in below if not skip(name)), reverse=True)
-        paths = [os.path.join(folder, name) for name in names if not _hidden(name)]
-        files += [(_slashed(os.path.relpath(path, root)), path) for path in paths]
+        paths = [os.path.join(folder, name) for name in names if not is_hidden(name)]
+        files += [(os.path.relpath(path, root), path) for path in paths]
     return sorted(files)
 
 
-def _document(name: str, path: str, key: str) -> Document | None:
-    """Returns the document at `path`, perhaps of size 0; None for a pipe, socket or device."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise _unreadable(key, path, error.strerror) from error
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    if not os.access(path, os.R_OK):
-        raise _unreadable(key, path, "Permission denied")
-    return Document.of(_slashed(name), path, status)
+def _documents(files: Iterable[tuple[str, str]], key: str) -> list[Document]:
+    """Returns the files that are not empty, nor pipes, sockets or devices. Raises UserError."""
+    documents = []
+    for name, path in files:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise _unreadable(key, path, error.strerror) from error
+        if not stat.S_ISREG(status.st_mode):
+            continue
+        if not os.access(path, os.R_OK):
+            raise _unreadable(key, path, "Permission denied")
+        if status.st_size:
+            documents.append(Document.of(name, path, status))
+    return documents
 
 
 def _unreadable(key: str, path: str, reason: str | None) -> UserError:
     return UserError(f"{key} cannot be read, {path}: {reason}; give text that you may read")
 
 
-def _missing(item: str, path: str) -> str:
-    """Returns the sentence about a missing path, with the nearest name where the path breaks."""
+def _why_missing(path: str) -> str:
+    """Returns what is wrong with a missing path, or the nearest one, where the path breaks."""
     wrong = os.path.abspath(path)
     while not os.path.isdir(os.path.dirname(wrong)):
         wrong = os.path.dirname(wrong)
-    folder, name = os.path.split(wrong)
-    try:
-        guess = nearest(name, os.listdir(folder))
-    except OSError:
-        guess = None  # a folder that may not be listed
     if os.path.lexists(wrong):
-        reason = "is a dangling link" if os.path.islink(wrong) else "is not a folder"
-        return f"data.path={item} does not exist, {wrong} {reason}: {_HOW}"
-    hint = f"the nearest name in {folder} is {guess}" if guess else f"{folder} has nothing like it"
-    return f"data.path={item} does not exist, {hint}: {_HOW}"
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".")
-
-
-def _slashed(name: str) -> str:
-    return name.replace(os.sep, "/")
+        return f"{wrong} {'is a dangling link' if os.path.islink(wrong) else 'is not a folder'}"
+    near = nearest_path(wrong)
+    return f"the nearest is {near}" if near else f"{os.path.dirname(wrong)} has nothing like it"
 
 
 # The tokens of a text, a pair in the token cache
@@ -256,11 +238,6 @@ def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     return cache.digest_of(listing)
 
 
-def token_count(documents: Sequence[Document]) -> int:
-    """Returns the length of the byte stream: all bytes, and an end-of-text after each document."""
-    return sum(d.size for d in documents) + len(documents)
-
-
 def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> CachedPair:
     """Returns the tokens of `documents`, each with an end-of-text, from the cache in `folder`.
 
@@ -272,8 +249,19 @@ def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenize
         size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
         through = "" if isinstance(tokenizer, ByteTokenizer) else f" through {tokenizer.name}"
         _log.info(f"building the token cache: {size} of text{through}")
-        for tokens in _tokenized(documents, tokenizer):
-            writer.add(tokens)
+        if isinstance(tokenizer, ByteTokenizer):
+            for document in documents:
+                for text in blocks_of(document):
+                    writer.add(tokenizer.encode(text))
+                writer.add(np.array([tokenizer.eot]))
+            return
+        for found, tokens in encoded(tokenizer, map(_whole, documents)):
+            if isinstance(tokens, Unencodable):
+                raise UserError(
+                    f"data file {found.where} cannot be encoded by data.tokenizer={tokenizer.name} "
+                    f"({tokens.why}): remove or mend it, or give another tokenizer"
+                )
+            writer.add(np.append(tokens, tokens.dtype.type(tokenizer.eot)))
 
     key, dtype = cache_key(documents, tokenizer), token_type(tokenizer.vocab_size)
     return cached_pair(folder, key, dtype, build)
@@ -288,35 +276,16 @@ def cached_pair(
     """Returns the pair `key` in `folder`; `build` writes it if it is missing."""
 
     def write(prefix: Path) -> dict[str, Any]:
-        with IndexedWriter(prefix, dtype, replace=True) as writer:
+        with IndexedWriter(prefix, dtype) as writer:
             build(writer)
         return {}
 
     def opened(entry: cache.Entry) -> CachedPair:
         files = {file.file.name: file.file for file in entry.files.values()}
-        pair = IndexedCorpus.open(folder / key, opened=lambda path, _: files[path])
+        pair = IndexedCorpus(folder / key, opened=lambda path, _: files[path])
         return CachedPair(pair, entry.digests[".bin"], tuple(entry.files.values()))
 
     return cache.kept(folder, key, (".bin", ".idx"), write, opened)
-
-
-def _tokenized(
-    documents: Sequence[Document], tokenizer: Tokenizer
-) -> Iterator[npt.NDArray[np.integer]]:
-    """Yields the tokens of documents in order, of bytes block by block. Raises UserError."""
-    if isinstance(tokenizer, ByteTokenizer):
-        for document in documents:
-            for text in blocks_of(document):
-                yield tokenizer.encode(text)
-            yield np.array([tokenizer.eot])
-        return
-    for found, tokens in encoded(tokenizer, map(_whole, documents)):
-        if isinstance(tokens, Unencodable):
-            raise UserError(
-                f"data file {found.where} cannot be encoded by data.tokenizer={tokenizer.name} "
-                f"({tokens.why}): remove or mend it, or give another tokenizer"
-            )
-        yield np.append(tokens, tokens.dtype.type(tokenizer.eot))
 
 
 def _whole(document: Document) -> Found:
@@ -329,27 +298,20 @@ def _whole(document: Document) -> Found:
     return Found(document.path, b"".join(blocks_of(document)).decode("utf-8", "replace"))
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[FileIO]:
-    """Opens a file to read, and ignores an error of its close, which says nothing about the bytes
-    read and could not be caught by a caller that already failed."""
-    file = open(path, "rb", buffering=0)  # noqa: SIM115  closed below
-    try:
-        yield file
-    finally:
-        with contextlib.suppress(OSError):
-            file.close()
-
-
 def blocks_of(document: Document) -> Iterator[bytes]:
     """Yields the document's bytes block by block. Raises UserError."""
     try:
-        with _opened(document.path) as file:
+        file = open(document.path, "rb", buffering=0)  # noqa: SIM115  closed below
+        try:
             left = document.size
             while left and (text := file.read(min(left, _BLOCK))):
                 left -= len(text)
                 yield text
             status = os.fstat(file.fileno())
+        finally:
+            # An error says nothing of the bytes read, and a caller that failed could not catch it.
+            with contextlib.suppress(OSError):
+                file.close()
     except OSError as error:
         raise UserError(
             f"data file {document.path} cannot be read ({error.strerror}): give text that you may "

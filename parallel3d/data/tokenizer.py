@@ -15,7 +15,6 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,29 +48,15 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # of a byte that no other token hol
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-@dataclass(frozen=True)
 class ByteTokenizer:
     """Token i < 256 is the byte i; token 256 ends a document. Attributes as `FileTokenizer`'s."""
 
-    name: str = BYTE
-    vocab_size: int = 257
-    eot: int = 256
-    digest: str = BYTE
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The end of a text."""
-        return frozenset((self.eot,))
-
-    @property
-    def begin(self) -> list[int]:
-        """The end of a text: in training, a text follows the end of another."""
-        return [self.eot]
-
-    @property
-    def prefix(self) -> list[int]:
-        """As of the tokenizer.json of bytes that an export writes."""
-        return [self.eot]
+    def __init__(self) -> None:
+        self.name = self.digest = BYTE
+        self.vocab_size, self.eot = 257, 256
+        self.ends = frozenset((self.eot,))
+        # In training, a text follows the end of another; so it is in the files of an export.
+        self.begin = self.prefix = [self.eot]
 
     def sizes(self) -> npt.NDArray[np.int64]:
         """Returns the bytes of text that each token stands for, (n,)."""
@@ -81,6 +66,10 @@ class ByteTokenizer:
         """Returns the tokens of `text`, shape (len(text),), without an end-of-text token."""
         return np.frombuffer(text, dtype=np.uint8).astype("<u2")
 
+    def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
+        """Returns the tokens of several documents."""
+        return [self.encode(text.encode()) for text in texts]
+
     def encode_prompt(self, text: bytes) -> list[int]:
         """Returns the tokens of a prompt."""
         return list(text)
@@ -89,6 +78,14 @@ class ByteTokenizer:
         """Returns readable text without end-of-text; invalid UTF-8 becomes U+FFFD."""
         tokens = np.asarray(tokens)
         return tokens[tokens < self.eot].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def files(self) -> dict[str, bytes]:
+        """Returns file name → content of a folder for this tokenizer, for transformers."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        return {
+            TOKENIZER: byte_tokenizer(),
+            TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode(),
+        }
 
 
 def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
@@ -105,17 +102,19 @@ def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | Fi
         return FileTokenizer.read(name, path, key)
     if HUB_NAME.fullmatch(name) and path.suffix != ".json" and not path.parent.is_dir():
         return from_hub(name, key)
-    raise UserError(f"{key}={show(name)} is not there: it must be {HOW}{_near(path)}")
+    near = nearest_path(path) or BYTE
+    raise UserError(f"{key}={show(name)} is not there: it must be {HOW}; the nearest is {near}")
 
 
-def _near(path: Path) -> str:
+def nearest_path(path: str | Path) -> str | None:
+    """Returns the path in the same folder whose name is most like that of `path`; None if no name
+    is, or the folder cannot be listed."""
+    folder, name = os.path.split(path)
     try:
-        there = os.listdir(path.parent)
+        close = nearest(name, os.listdir(folder or "."))
     except OSError:
-        there = []
-    close = nearest(path.name, [BYTE, *there])
-    shown = BYTE if close == BYTE else close and str(path.parent / close)
-    return f"; the nearest is {shown}" if close else f"; the nearest is {BYTE}"
+        return None
+    return close and os.path.join(folder, close)
 
 
 # Tokenizers of tokenizer.json files
@@ -255,14 +254,11 @@ class FileTokenizer:
 
     def encode_prompt(self, text: bytes) -> list[int]:
         """Returns a prompt's tokens; special tokens may be spelled out in it."""
-        return self.encode_marked(text.decode("utf-8", "replace"))
-
-    def encode_marked(self, text: str) -> list[int]:
-        """Returns the tokens of a text in which special tokens are meant as such."""
-        return self.place(text).tokens.tolist()
+        return self.place(text.decode("utf-8", "replace")).tokens.tolist()
 
     def place(self, text: str) -> Placed:
-        """Returns what `encode_marked` does, with places. Raises Unencodable."""
+        """Returns the tokens, with places, of a text in which special tokens are meant as such.
+        Raises Unencodable."""
         self._inner.encode_special_tokens = False
         try:
             return self._placed(self._inner, text)
@@ -352,6 +348,11 @@ class FileTokenizer:
         sizes = np.where(of_bytes, 1, found)
         sizes[[*self.special.values(), self.eot]] = 0
         return sizes.astype(np.int64)
+
+    def is_of_bytes(self) -> bool:
+        """Returns whether its tokens are those of `byte_tokenizer`."""
+        ours, own = json.loads(byte_tokenizer()), parse_json(self._content)
+        return isinstance(own, dict) and all(own.get(key) == ours[key] for key in DECIDES)
 
     def files(self) -> dict[str, bytes]:
         """Returns file name → content of a folder for this tokenizer, also for transformers."""
@@ -582,18 +583,3 @@ def byte_tokenizer() -> bytes:
         vocabulary[chr(byte if printed else more)] = byte
         more += not printed
     return with_end(byte_level(models.BPE(vocabulary | {END: 256}, []), words=False))
-
-
-def byte_files() -> dict[str, bytes]:
-    """Returns file name → content of a byte tokenizer's folder for transformers."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-    return {
-        TOKENIZER: byte_tokenizer(),
-        TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode(),
-    }
-
-
-def are_bytes(content: bytes) -> bool:
-    """Returns whether the tokens of a tokenizer.json are `byte_tokenizer`'s."""
-    ours, found = json.loads(byte_tokenizer()), parse_json(content)
-    return isinstance(found, dict) and all(found.get(key) == ours[key] for key in DECIDES)

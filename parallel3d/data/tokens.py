@@ -17,25 +17,17 @@ from parallel3d.errors import UserError
 
 
 class RemoteFile(Protocol):
-    """A file that is not on this host's disks."""
+    """A file that is not on this host's disks (`remote.BlockFile`)."""
 
     name: str
     size: int
     mark: str
 
-    def pread(self, size: int, at: int) -> bytes:
-        """Reads up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
-        ...
+    def pread(self, size: int, at: int) -> bytes: ...
 
-    def will_read(self, size: int, at: int) -> None:
-        """Starts to fetch these bytes."""
-        ...
+    def will_read(self, size: int, at: int) -> None: ...
 
-    def check(self) -> None:
-        """Raises UserError if the file is another one by now."""
-        ...
-
-    def close(self) -> None: ...
+    def check(self) -> None: ...
 
 
 File = FileIO | RemoteFile
@@ -64,11 +56,6 @@ def mark_of(file: File) -> str:
     # Not the device, whose number changes with each mount.
     facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return ":".join(map(str, facts))
-
-
-def is_unlinked(file: File) -> bool:
-    """Returns whether an open local file has no name any more."""
-    return isinstance(file, IOBase) and os.fstat(file.fileno()).st_nlink == 0
 
 
 def whole_digest(file: File) -> str:
@@ -115,13 +102,6 @@ class Tokens:
             os.posix_fadvise(self.file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
         else:
             self.file.will_read(size, at)
-
-    def file_size(self) -> int:
-        """Bytes of the whole file, now."""
-        return size_of(self.file)
-
-    def close(self) -> None:
-        self.file.close()
 
     def __len__(self) -> int:
         return self._count
@@ -194,7 +174,7 @@ class WatchedFile:
         if proof is Proof.CHANGED:
             raise self.changed("under the run, at the same size")
         self.mark = now
-        if is_unlinked(self.file):
+        if isinstance(self.file, IOBase) and os.fstat(self.file.fileno()).st_nlink == 0:
             return (
                 f"{self.file.name} was replaced or removed: this run goes on with the file that it "
                 "opened, a later start would read another"

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 import parallel3d.trainer
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.data.validation import FirstSamples
+from parallel3d.data.sampler import FirstSamples
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.data_parallel.reducer import GradBucket

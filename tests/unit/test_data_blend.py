@@ -19,14 +19,14 @@ from parallel3d.checkpoint.checkpoints import facts_of, refusal_of
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data.blend import Blend, Blended, WeightPeriod, open_blend
-from parallel3d.data.corpus import check_data, open_corpus
+from parallel3d.data.blend import Blended, WeightPeriod
+from parallel3d.data.corpus import Blend, check_data, open_corpus
 from parallel3d.data.loader import sources_of
 from parallel3d.data.sampler import Sampler
 from parallel3d.errors import UserError
 from tests.corpora import pair
 
-SEQ, HERE = 16, Path("blocks")
+SEQ = 16
 WEIGHTS = {"web": 0.7, "code": 0.2, "books": 0.1}
 
 
@@ -85,18 +85,18 @@ def test_stages_go_on_where_each_part_stood_and_share_as_the_oracle_does() -> No
 
 
 def test_of_stages_that_begin_at_the_same_sample_the_last_counts(corpora: Path) -> None:
-    stages = open_blend(blend_of(WEIGHTS, {1: {"web": 1}, 9: {"math": 2}}), SEQ, HERE).stages
+    stages = open_corpus(blend_of(WEIGHTS, {1: {"web": 1}, 9: {"math": 2}}), SEQ).stages
     assert [stage.first for stage in stages] == [0, 1]
-    usual = open_blend(blend_of(WEIGHTS, {16: {"math": 7}}), SEQ, HERE)
+    usual = open_corpus(blend_of(WEIGHTS, {16: {"math": 7}}), SEQ)
     assert stages == usual.stages
 
 
 def test_each_part_has_its_share_and_its_own_order_whole_epoch_after_epoch(corpora: Path) -> None:
     data = blend_of(WEIGHTS)
-    blend = open_blend(data, SEQ, HERE)
+    blend = open_corpus(data, SEQ)
     source = sources_of(blend, config_of(data)).train
     read = source.read(1000)
-    assert {name: part.tokens // SEQ for name, part in read.items()} == pytest.approx(
+    assert {name: part["tokens"] // SEQ for name, part in read.items()} == pytest.approx(
         {"web": 700, "code": 200, "books": 100}, abs=2
     )
     for part, corpus in zip(source.parts, blend.corpora, strict=True):
@@ -105,7 +105,8 @@ def test_each_part_has_its_share_and_its_own_order_whole_epoch_after_epoch(corpo
         assert epochs[0] != epochs[1]
         alone = Sampler(corpus.train, SEQ, 1, True, 256, False)
         assert [alone.window(i) for i in range(part.windows)] != epochs[0]
-        assert read[corpus.name].epochs == round(read[corpus.name].tokens / SEQ / part.windows, 4)
+        had = read[corpus.name]
+        assert had["epochs"] == round(had["tokens"] / SEQ / part.windows, 4)
 
 
 def test_order_does_not_hang_on_names_places_scale_or_the_line_that_was_typed(
@@ -121,19 +122,17 @@ def test_order_does_not_hang_on_names_places_scale_or_the_line_that_was_typed(
 
 def test_the_word_tokens_weighs_a_part_by_its_own(corpora: Path) -> None:
     data = blend_of({"web": "tokens", "code": "tokens"})
-    blend = open_blend(data, SEQ, HERE)
+    blend = open_corpus(data, SEQ)
     (stage,) = blend.stages
     lengths = [Fraction(len(corpus.train)) for corpus in blend.corpora]
     assert Fraction(*stage.weights.values()) == lengths[0] / lengths[1]
-    counted = open_blend(
-        blend_of({"web": "tokens", "code": len(blend.corpora[0].train)}), SEQ, HERE
-    )
+    counted = open_corpus(blend_of({"web": "tokens", "code": len(blend.corpora[0].train)}), SEQ)
     assert sum(counted.stages[0].weights.values()) > 0
 
 
 def test_held_out_samples_are_the_tails_of_the_parts_the_heaviest_first(corpora: Path) -> None:
     data = blend_of(WEIGHTS, {800: {"math": 1}}, held_out_sets=3)
-    blend = open_blend(data, SEQ, HERE)
+    blend = open_corpus(data, SEQ)
     sources = sources_of(blend, config_of(data))
     assert list(sources.held_out) == ["web", "code", "books"]
     by_name = {corpus.name: corpus for corpus in blend.corpora}
@@ -181,7 +180,7 @@ def refused(data: DataConfig, **more: Any) -> str:
 
 def test_a_part_too_small_for_its_share_is_said_with_its_epochs(corpora: Path) -> None:
     data = blend_of({"web": 1, "books": 1})
-    windows = {c.name: (len(c.train) - 1) // SEQ for c in open_blend(data, SEQ, HERE).corpora}
+    windows = {c.name: (len(c.train) - 1) // SEQ for c in open_corpus(data, SEQ).corpora}
     assert check_data(data, SEQ, samples=7 * windows["web"]) == []
     (said,) = check_data(data, SEQ, samples=10 * windows["web"])
     assert f"data.blend's web is small for its share: its {windows['web']} samples" in said
@@ -209,7 +208,7 @@ def test_a_blend_that_cannot_be_is_refused(corpora: Path) -> None:
     }
     for name, words in cases.items():
         assert words in refused(blend_of({"web": 1, name: 1})), name
-    assert open_blend(blend_of({"web": 1, "nameless": 1}, tokenizer="byte"), SEQ, HERE)
+    assert open_corpus(blend_of({"web": 1, "nameless": 1}, tokenizer="byte"), SEQ)
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ def test_pieces_in_which_the_assistant_says_nothing_are_no_samples(
             assert source.sample(number).loss_mask.any()
     assert valid.windows == 1
     plain = dataclasses.replace(corpus, marked=False)  # an earlier version's plan is not taken
-    names = [planned._key(one, False, given, 201) for one in (corpus, plain)]
+    names = [planned._plan_key(one, False, given, 201) for one in (corpus, plain)]
     assert names[0] != names[1]
     words = [sentence for sentence in said if "left out" in sentence]
     assert words == [

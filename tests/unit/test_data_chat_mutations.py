@@ -14,8 +14,7 @@ import pytest
 import transformers
 
 from parallel3d.data.chat import SPOKEN, TOKEN, ChatSamples, Conversation, Reader
-from parallel3d.data.loader import SampleSource
-from parallel3d.data.sampler import Sample
+from parallel3d.data.sampler import Sample, SampleSource
 from tests.unit.test_data_chat import ROWS, data, samples
 
 SEQ, EOT = 200, 0

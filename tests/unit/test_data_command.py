@@ -48,7 +48,7 @@ def test_a_corpus_is_made_shown_and_proved(
     assert "document 0: def encode(text)" in out and "document 1: héllo" in out
     assert "document 2" not in out
     assert "proved: every byte" in out
-    monkeypatch.setattr("parallel3d.commands.data.verbs.READ", 5)
+    monkeypatch.setattr("parallel3d.commands.data.READ", 5)
     assert typed(monkeypatch, "data show corpora/web documents=2") == 0
     assert capsys.readouterr().out == out
     content = bytearray(Path("corpora/web.bin").read_bytes())

@@ -61,7 +61,7 @@ def stream(corpus: IndexedCorpus) -> list[int]:
 
 
 def test_a_pair_by_megatrons_writer_is_read(pair: Path) -> None:
-    corpus = IndexedCorpus.open(pair)
+    corpus = IndexedCorpus(pair)
     assert stream(corpus) == [5, 6, 7, 300, 1, 2, 65535, 0, 9, 4]
     assert corpus.documents == 6 and corpus.dtype == np.uint16
     assert corpus.lengths[:].tolist() == [3, 0, 1, 2, 0, 4]
@@ -81,7 +81,7 @@ def test_a_pair_by_megatrons_writer_is_read(pair: Path) -> None:
     ],
 )
 def test_documents_begin_where_they_do(pair: Path, begin: int, end: int, starts: list[int]) -> None:
-    assert IndexedCorpus.open(pair).starts(begin, end).tolist() == starts
+    assert IndexedCorpus(pair).starts(begin, end).tolist() == starts
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_documents_begin_where_they_do(pair: Path, begin: int, end: int, starts:
 def test_every_type_of_integers_is_read(
     tmp_path: Path, code: int, letter: str, tokens: list[int]
 ) -> None:
-    corpus = IndexedCorpus.open(by_hand(tmp_path / "p", alone([tokens, tokens[:1]]), code, letter))
+    corpus = IndexedCorpus(by_hand(tmp_path / "p", alone([tokens, tokens[:1]]), code, letter))
     assert stream(corpus) == [*tokens, tokens[0]] and corpus.starts(0, 3).tolist() == [0, 2]
 
 
 def test_documents_of_several_sentences_begin_with_the_first(tmp_path: Path) -> None:
     documents = [[[1, 2], [3]], [], [[4]], [[5, 6], [], [7]], []]
-    corpus = IndexedCorpus.open(by_hand(tmp_path / "p", documents))
+    corpus = IndexedCorpus(by_hand(tmp_path / "p", documents))
     assert stream(corpus) == [1, 2, 3, 4, 5, 6, 7]
     assert corpus.documents == 5 and corpus.starts(0, 7).tolist() == [0, 3, 4]
 
@@ -114,7 +114,7 @@ def test_many_documents_are_found_as_a_plain_sum_finds_them(tmp_path: Path) -> N
     tokens = np.arange(lengths.sum()) % 60_000
     with IndexedWriter(tmp_path / "p", np.dtype("<u2")) as writer:
         writer.add_many(tokens, lengths)
-    corpus = IndexedCorpus.open(tmp_path / "p")
+    corpus = IndexedCorpus(tmp_path / "p")
     begins = np.cumsum(lengths) - lengths
     whole = sorted({int(b) for b, n in zip(begins, lengths, strict=True) if n})
     for begin in range(0, len(corpus) - 300, 1999):
@@ -140,12 +140,10 @@ def test_a_pair_that_was_not_closed_is_not_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_pair_is_not_overwritten_unless_asked(pair: Path) -> None:
-    with pytest.raises(UserError, match=r"pair\.bin is there already"):
-        IndexedWriter(pair, np.dtype("<u2"))
-    with IndexedWriter(pair, np.dtype("<u2"), replace=True) as writer:
+def test_a_pair_takes_the_place_of_an_older_one(pair: Path) -> None:
+    with IndexedWriter(pair, np.dtype("<u2")) as writer:
         writer.add(np.array([3]))
-    assert stream(IndexedCorpus.open(pair)) == [3]
+    assert stream(IndexedCorpus(pair)) == [3]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,7 @@ def test_the_type_follows_the_vocabulary() -> None:
 
 def refused(prefix: Path) -> str:
     with pytest.raises(UserError) as raised:
-        IndexedCorpus.open(prefix, f"data.path={prefix.name}")
+        IndexedCorpus(prefix, f"data.path={prefix.name}")
     assert str(raised.value).startswith(f"data.path={prefix.name} ")
     return str(raised.value)
 
@@ -212,7 +210,7 @@ def test_an_index_that_points_elsewhere_is_refused(
 ) -> None:
     put(pair, at, form, value)
     with pytest.raises(UserError, match=words):
-        IndexedCorpus.open(pair)
+        IndexedCorpus(pair)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +218,8 @@ def test_an_index_that_points_elsewhere_is_refused(
     [
         (lambda p: put(p, 0, "<Q", 0), "does not begin as an index"),
         (lambda p: put(p, 9, "<Q", 2), "version 2: it must be 1"),
-        (lambda p: put(p, 17, "<B", 7), "no tokens, float32"),
-        (lambda p: put(p, 17, "<B", 9), "of the unknown type 9"),
+        (lambda p: put(p, 17, "<B", 7), "no tokens: its type 7 is none of Megatron's integers"),
+        (lambda p: put(p, 17, "<B", 9), "its type 9 is none"),
         (lambda p: put(p, 18, "<Q", 0), "holds no documents"),
         (lambda p: put(p, 18, "<Q", 2**62), "is cut short"),
         (lambda p: os.truncate(f"{p}.idx", FIRSTS + 7 * 8 + 6), "pairs with modes"),
@@ -232,7 +230,7 @@ def test_an_index_that_points_elsewhere_is_refused(
 def test_what_is_no_pair_is_refused(pair: Path, change: Callable[[Path], None], words: str) -> None:
     change(pair)
     with pytest.raises(UserError, match=words):
-        IndexedCorpus.open(pair)
+        IndexedCorpus(pair)
 
 
 def test_a_pipe_is_no_pair_and_is_not_waited_for(pair: Path) -> None:
@@ -247,7 +245,7 @@ def test_damage_between_the_places_that_opening_looks_at_is_found_where_it_is_re
     with IndexedWriter(tmp_path / "p", np.dtype("<u2")) as writer:
         writer.add_many(np.zeros(20_000, "<u2"), [2] * 10_000)
     put(tmp_path / "p", 34 + 10_000 * 4 + 8 * 700, "<q", 1402)
-    corpus = IndexedCorpus.open(tmp_path / "p")
+    corpus = IndexedCorpus(tmp_path / "p")
     assert corpus.starts(0, 600).size == 300
     for look in (lambda: corpus.starts(1300, 1500), corpus.check_all):
         with pytest.raises(UserError, match="sequence 699 has 2 tokens and ends at byte 2,800"):
@@ -255,7 +253,7 @@ def test_damage_between_the_places_that_opening_looks_at_is_found_where_it_is_re
 
 
 def test_tokens_cut_off_while_they_are_in_use_are_an_error_not_a_signal(pair: Path) -> None:
-    corpus = IndexedCorpus.open(pair)
+    corpus = IndexedCorpus(pair)
     os.truncate(f"{pair}.bin", 4)
     with pytest.raises(OSError, match="cut short while it was in use"):
         corpus.tokens[0:10]

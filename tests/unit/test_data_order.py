@@ -11,7 +11,8 @@ import torch
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.corpus import open_corpus
-from parallel3d.data.loader import Batches, SampleSource, sources_of
+from parallel3d.data.loader import Batches, sources_of
+from parallel3d.data.sampler import SampleSource
 from tests.corpora import pair
 from tests.unit.test_data_chat import ROWS, samples
 from tests.unit.test_data_chat import data as chat
@@ -53,7 +54,7 @@ def step(source: SampleSource, first: int, dp: int, size: int) -> list[torch.Ten
     count = BATCH // (dp * size)
     ranks = [Batches(source, size, count, rank, "cpu", document_mask=True) for rank in range(dp)]
     batches = [rank.micro_batch(first, m) for rank in ranks for m in range(count)]
-    parts = [(b.tokens, b.labels, b.loss_mask, b.samples, b.starts) for b in batches]
+    parts = [(b.tokens, b.labels, b.loss_mask, b.samples, b.documents.starts) for b in batches]
     assert sum(rank.token_count(first) for rank in ranks) == sum(int(p[2].sum()) for p in parts)
     return [torch.cat(of) for of in zip(*parts, strict=True)]
 

@@ -14,11 +14,10 @@ import pytest
 
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data.corpus import check_data, open_corpus
+from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.loader import sources_of
 from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of
 from parallel3d.data.sampler import Sample
-from parallel3d.data.split import Corpus
 from parallel3d.errors import UserError
 from tests.corpora import heard, pair
 

@@ -206,9 +206,7 @@ def test_corpus_of_another_content_under_the_same_address_is_another(
 
 
 def test_the_index_is_read_where_it_is_needed(served: Served, tmp_path: Path) -> None:
-    here = IndexedCorpus.open(tmp_path / "web")
+    here = IndexedCorpus(tmp_path / "web")
     cache = BlockCache(tmp_path / "c", 10**9)
-    there = IndexedCorpus.open(
-        "memory://web", "it", lambda name, named: BlockFile(name, cache, named)
-    )
+    there = IndexedCorpus("memory://web", "it", lambda name, named: BlockFile(name, cache, named))
     assert np.array_equal(there.starts(100, 2000), here.starts(100, 2000))

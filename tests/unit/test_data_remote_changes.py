@@ -12,10 +12,9 @@ import pytest
 
 from parallel3d.config.data import DataConfig
 from parallel3d.data import remote
-from parallel3d.data.corpus import open_corpus
+from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.inputs import find_inputs
 from parallel3d.data.remote import BlockCache, BlockFile
-from parallel3d.data.split import Corpus
 from parallel3d.data.tokens import compare, marks_of
 from parallel3d.errors import UserError
 from tests.corpora import like_pair

@@ -59,7 +59,7 @@ def text(tmp_path: Path) -> Path:
 def test_a_corpus_holds_every_document_with_its_end(text: Path, tokenizer: str) -> None:
     asked = job(text, **({"tokenizer": "byte"} if tokenizer == "byte" else {}))
     told = made(asked)
-    corpus, facts = IndexedCorpus.open(asked.to), facts_beside(asked.to)
+    corpus, facts = IndexedCorpus(asked.to), facts_beside(asked.to)
     cutter = open_tokenizer(tokenizer_beside(asked.to, facts))
     assert cutter.digest == facts.tokenizer == open_tokenizer(asked.tokenizer).digest
     parts = np.split(corpus.tokens[:], np.cumsum(corpus.lengths))[:-1]
@@ -113,7 +113,7 @@ KILLED = """
         module.os = Files()
         indexed.os = module.os
         owners = {"add": module.Journal, "fsync": module.os, "replace": module.os,
-                  "rmtree": module.shutil}
+                  "rmtree": module.shutil, "write_index": indexed.IndexedWriter}
         dies_at(owners.get(where, module), where, count)
         inputs = tuple(find_inputs(str(root / "in")))
         tokenize(PreprocessJob(inputs, str(root / "tok"), root / "killed", workers=0,
@@ -304,7 +304,7 @@ def test_a_document_that_the_tokenizer_breaks_off_on_is_a_bad_row(
     asked = job(tmp_path, tokenizer=tokenizer, workers=workers, bad=0.5)
     count = made(asked)[-1].count
     assert (count.rows, count.bad, count.size) == (3, 1, 2)
-    assert IndexedCorpus.open(asked.to).documents == 2
+    assert IndexedCorpus(asked.to).documents == 2
     (said,) = count.shown
     assert said.startswith(f"a.jsonl:4 cannot be encoded by tokenizer={tokenizer} (Onig: Regex")
     with pytest.raises(UserError, match="1 of the first 3 rows hold no document, more than bad=0"):
@@ -338,7 +338,7 @@ def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path: Path) -> None:
     (tmp_path / "in" / "a.jsonl").write_bytes(lines(TEXTS))
     asked = job(tmp_path, tokenizer=str(folder(tmp_path / "wide", json.dumps(content))))
     made(asked)
-    corpus = IndexedCorpus.open(asked.to)
+    corpus = IndexedCorpus(asked.to)
     assert corpus.dtype == np.dtype("<i4")
     cutter = open_tokenizer(asked.tokenizer)
     assert cutter.decode(corpus.tokens[: corpus.lengths[:1][0]]) == TEXTS[0]

@@ -18,9 +18,8 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data import chat as chat_corpus
 from parallel3d.data import tokens
-from parallel3d.data.corpus import open_corpus
+from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.indexed import HEADER
-from parallel3d.data.split import Corpus
 from parallel3d.data.tokenizer import keep_tokenizer
 from parallel3d.data.tokens import Compared, compare, look_at, marks_of
 from parallel3d.errors import UserError

@@ -16,10 +16,10 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.data import DataConfig
 from parallel3d.config.identity import changes
 from parallel3d.config.schema import Config, ModelConfig, OptimConfig, TrainConfig
-from parallel3d.data.corpus import open_corpus
+from parallel3d.data.corpus import check_sets, open_corpus, open_sets, sets_of
 from parallel3d.data.loader import part_of, sources_of
+from parallel3d.data.sampler import FirstSamples
 from parallel3d.data.tokenizer import open_tokenizer
-from parallel3d.data.validation import FirstSamples, check_sets, open_sets, sets_of
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import Score, finite
 from parallel3d.metrics.loggers import figures_of
@@ -79,7 +79,7 @@ def test_without_a_share_held_out_all_is_trained_on(tmp_path: Path) -> None:
     data = DataConfig(name="text", path=str(tmp_path / "t.txt"), valid_fraction=0.0)
     assert open_corpus(data, SEQ, tmp_path).train_tokens == SEQ + 1
     with pytest.raises(
-        UserError, match=r"one sample needs 17, model.seq_length must be at most 16"
+        UserError, match=r"one sample needs 18, model.seq_length must be at most 16"
     ):
         open_corpus(data, SEQ + 1, tmp_path)
 

@@ -54,8 +54,6 @@ from parallel3d.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
-    are_bytes,
-    byte_files,
     open_tokenizer,
     read_json,
     tokenizer_of,
@@ -116,11 +114,6 @@ def _read_kept(run_dir: Path) -> dict[str, Any]:
     return read_json(run_dir, KEPT_FILE, f"run={run_dir.name}")
 
 
-def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Returns the files of this tokenizer, for transformers too: name → content."""
-    return tokenizer.files() if isinstance(tokenizer, FileTokenizer) else byte_files()
-
-
 def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
     """Returns the tokenizer of `config`, else of the folder, else None. Raises UserError."""
     found: Tokenizer
@@ -128,7 +121,7 @@ def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
         found = open_tokenizer(config.data.tokenizer)
     elif (folder / TOKENIZER).is_file():
         read = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
-        found = ByteTokenizer() if are_bytes(read.files()[TOKENIZER]) else read
+        found = ByteTokenizer() if read.is_of_bytes() else read
     else:
         return None
     check_vocabulary(found.vocab_size, config.model.vocab_size, found.name)
@@ -302,7 +295,7 @@ def export_run(
             end_of_text=None if tokenizer is None else tokenizer.eot,
             begin_of_text=None if tokenizer is None else tokenizer.begin[0],
             kept=read_kept(runs_dir / run, tokenizer),
-            beside={} if tokenizer is None else tokenizer_files(tokenizer),
+            beside={} if tokenizer is None else tokenizer.files(),
         )
     if tokenizer is None:
         about = NO_TOKENIZER

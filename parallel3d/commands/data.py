@@ -1,0 +1,328 @@
+"""Runs `parallel3d data …`: makes corpora and tokenizers, shows and proves corpora."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
+from parallel3d.config.fields import show as shown
+from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
+from parallel3d.data.inputs import KINDS, PACKED, Count, find_inputs
+from parallel3d.data.preprocess import (
+    JournalEntry,
+    PreprocessJob,
+    check_free,
+    is_begun,
+    tokenize,
+    train_tokenizer,
+)
+from parallel3d.data.tokenizer import TOKENIZER, FileTokenizer, Tokenizer, open_tokenizer
+from parallel3d.errors import UserError, nearest_hint, print_line
+from parallel3d.files import plain, replace_durably
+from parallel3d.metrics.text import si
+
+DATA = "data"
+SMALLEST, LARGEST = 257, 1 << 24  # tokens of a trained tokenizer: 256 bytes and an end of text
+DAMAGED = 1  # the exit code
+READ = 1 << 20  # tokens, or lengths, at a time
+SHOWN = 200  # characters of a document
+LINE_EVERY_S = 10
+INPUT = {
+    "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
+    f"parquet, or text, a file a document; {' and '.join(PACKED)} are unpacked",
+    "text_key": "key of jsonl, or column of parquet, that holds the text (text)",
+    "format": f"of all of input: {', '.join(KINDS)} (by the files' names)",
+}
+VERBS = {
+    "tokenize": Verb(
+        "make a corpus of text, a pair of files as Megatron's; started again after a kill it goes "
+        "on, and its bytes depend on neither that nor the workers",
+        {
+            "input": INPUT["input"],
+            "to": "prefix of the corpus, as in corpora/web, which makes corpora/web.bin and .idx",
+            "tokenizer": "byte, a tokenizer.json, a folder with one, or a name on the hub (byte)",
+            "workers": "processes that make tokens (as many as there are cores)",
+            "text_key": INPUT["text_key"],
+            "format": INPUT["format"],
+            "bad": "largest share of rows that may hold no document; they are left out (0.01)",
+        },
+        ("input", "to"),
+        "parallel3d data tokenize input='dump/*.jsonl.zst' tokenizer=my/tokenizer.json "
+        "to=corpora/web\n"
+        "parallel3d data tokenize input=rows.parquet text_key=content to=corpora/rows workers=8",
+    ),
+    "train-tokenizer": Verb(
+        "train a byte-level BPE tokenizer on text",
+        {
+            "input": INPUT["input"],
+            "vocab_size": f"tokens to make, {SMALLEST} or more",
+            "to": "file to make, NAME.json, or a folder to make with a tokenizer.json",
+            "text_key": INPUT["text_key"],
+            "format": INPUT["format"],
+        },
+        ("input", "vocab_size", "to"),
+        "parallel3d data train-tokenizer input=book.txt vocab_size=8192 to=tok.json",
+    ),
+    "show": Verb(
+        "show a corpus: documents, tokens, lengths, the first ones as text; reads every byte and "
+        "proves it; exit code 1 if one is not as it was made",
+        {
+            "prefix": "of the corpus, without .bin and .idx",
+            "tokenizer": "to read it with (the one that lies beside)",
+            "documents": "how many of the first to show as text (3)",
+        },
+        ("prefix",),
+        "parallel3d data show corpora/web\nparallel3d data show corpora/web documents=10",
+        names=("prefix",),
+    ),
+}
+
+
+def data(arguments: Sequence[str]) -> int:
+    """Runs one `parallel3d data …` line; returns its exit code. Raises UserError."""
+    name = choose(DATA, VERBS, arguments)
+    if name is None:
+        return 0
+    command = f"{DATA} {name}"
+    given, _ = parse(command, VERBS[name], arguments[1:])
+    with refusing(command):
+        return _run(name, given)
+
+
+def _run(name: str, given: Mapping[str, str]) -> int:
+    if name == "show":
+        count = whole_number("documents", given)
+        return show(given["prefix"], given.get("tokenizer"), 3 if count is None else count)
+    kind, text_key = given.get("format"), given.get("text_key", "text")
+    if kind is not None and kind not in KINDS:
+        hint = nearest_hint(kind, KINDS, "format=")
+        raise UserError(f"format={shown(kind)} must be one of {', '.join(KINDS)}{hint}")
+    to = Path(os.path.expanduser(given["to"]))
+    if name == "train-tokenizer":
+        vocab_size = whole_number("vocab_size", given, SMALLEST, LARGEST) or SMALLEST
+        return train(given["input"], kind, text_key, vocab_size, to)
+    workers = whole_number("workers", given, 1, 4096) or len(os.sched_getaffinity(0))
+    tokenizer, bad = given.get("tokenizer", "byte"), share("bad", given.get("bad", "0.01"))
+    return tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad)
+
+
+def share(key: str, text: str) -> float:
+    """Returns a number from 0 to 1. Raises UserError for other text."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        near = 0 if number < 0 else 1 if number > 1 else 0.01
+        raise UserError(
+            f"{key}={shown(text)} must be a number of at least 0 and at most 1; the nearest is "
+            f"{key}={near}"
+        )
+    return number
+
+
+@contextmanager
+def byte_progress(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Shows progress over `total` bytes: a bar on a terminal, else a line now and then.
+
+    Yields a function of the bytes done, earlier starts included, and of the text after them.
+    """
+    # Imported here, as help needs neither.
+    from rich.progress import Progress, TextColumn, TransferSpeedColumn
+
+    from parallel3d.metrics.screen import make_console
+
+    console, total, logged = make_console(), max(1, total), time.monotonic()
+    live = console.is_terminal and not console.is_dumb_terminal
+    columns = *Progress.get_default_columns(), TransferSpeedColumn()
+    with Progress(
+        *(*columns, TextColumn("{task.fields[facts]}")),
+        console=console,
+        transient=True,
+        disable=not live,
+    ) as bar:
+        task = bar.add_task(what, total=total, facts="")
+
+        def update(read: int, facts: str) -> None:
+            nonlocal logged
+            bar.update(task, completed=read, facts=facts)
+            if not live and time.monotonic() - logged > LINE_EVERY_S:
+                logged = time.monotonic()
+                # Rounded down: 100 only when all is done.
+                share = 100 * min(read, total) // total
+                print(f"{what} {share} % of {si(total)}B · {facts}", flush=True)
+
+        yield update
+
+
+def tokenize_corpus(
+    given: str, kind: str | None, text_key: str, tokenizer: str, to: Path, workers: int, bad: float
+) -> int:
+    """Makes or continues a corpus and prints a summary. Returns the exit code."""
+    if not to.name or to.suffix in (".bin", ".idx"):
+        raise UserError(
+            f"to={shown(str(to))} must be a prefix; the nearest is to={to.stem or 'web'}"
+        )
+    begun = is_begun(to)
+    if not begun:
+        check_free(to)
+    inputs = tuple(find_inputs(given, kind))
+    if begun:
+        print_line(f"to={to} was begun: going on with it")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    job = PreprocessJob(inputs, tokenizer, to, text_key, bad, workers)
+    with byte_progress("tokenize", sum(each.size for each in inputs)) as update:
+        facts, done = tokenize(job, lambda done: update(done.read, _so_far(done)))
+    for sentence in _left_out(done.count):
+        print_line(sentence)
+    print(
+        f"{to}: {facts.documents:,} documents, {facts.tokens:,} tokens of {done.count.size:,} bytes"
+    )
+    print(f"parallel3d data show {to}")
+    print(f"parallel3d train data=corpus data.path={to} model.vocab_size={facts.vocab_size}")
+    return 0
+
+
+def _so_far(done: JournalEntry) -> str:
+    left_out = f" · {done.count.bad:,} bad rows" if done.count.bad else ""
+    return f"{done.documents:,} documents, {done.tokens:,} tokens{left_out}"
+
+
+def _left_out(count: Count) -> list[str]:
+    """Returns a sentence for each kind of rows left out or changed."""
+    sentences = []
+    if count.bad:
+        shown = "; ".join(count.shown)
+        more = " …" if count.bad > len(count.shown) else ""
+        sentences.append(f"{count.bad:,} of {count.rows:,} rows hold no document: {shown}{more}")
+    if count.empty:
+        sentences.append(f"{count.empty:,} of {count.rows:,} documents are empty and left out")
+    if count.broken:
+        sentences.append(f"{count.broken:,} documents have broken UTF-8, now U+FFFD")
+    return sentences
+
+
+def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path) -> int:
+    """Trains a tokenizer and writes it, as a file or a folder. Returns the exit code."""
+    if os.path.lexists(to):
+        raise UserError(f"to={shown(str(to))} is there and stays as it is: choose another")
+    inputs = find_inputs(given, kind)
+    with byte_progress("read", sum(each.size for each in inputs)) as update:
+        show_rows = lambda read, count: update(read, f"{count.rows:,} documents")  # noqa: E731
+        content, count = train_tokenizer(inputs, vocab_size, text_key, show_rows)
+    for sentence in _left_out(count):
+        print_line(sentence)
+    tokenizer = FileTokenizer(str(to), content, None, "to")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    if to.suffix == ".json":
+        replace_durably(to, content)
+    else:
+        tokenizer.save(to)
+    if tokenizer.vocab_size < vocab_size:
+        print_line(
+            f"the text gives {tokenizer.vocab_size:,} tokens, fewer than vocab_size={vocab_size}"
+        )
+    file = to if to.suffix == ".json" else to / TOKENIZER
+    print(f"{file}: {tokenizer.vocab_size:,} tokens, from {count.size:,} bytes of text")
+    return 0
+
+
+# A corpus shown, and proved
+
+
+def show(prefix: str, given: str | None, documents: int) -> int:
+    """Prints the corpus at `prefix`; `given`: a tokenizer to use instead of the corpus's own.
+
+    Returns the exit code, 1 for a damaged corpus. Raises UserError for an invalid one.
+    """
+    prefix = os.path.expanduser(prefix)
+    corpus, facts = IndexedCorpus(prefix), facts_beside(prefix)
+    tokenizer = _tokenizer(prefix, given, facts)
+    print(f"{prefix}: {corpus.documents:,} documents, {len(corpus):,} tokens, {corpus.dtype}")
+    if tokenizer is not None:
+        sizes = f"{tokenizer.vocab_size:,} tokens, {tokenizer.eot} ends a document"
+        print(f"tokenizer: {tokenizer.name}, {sizes}")
+    print(statistics(corpus))
+    if tokenizer is None:
+        print_line("no tokenizer lies beside it: give tokenizer=… to see text")
+    else:
+        for number in range(min(documents, corpus.documents)):
+            print()
+            print(f"document {number}: {_text(corpus, tokenizer, number)}")
+    return _proved(corpus, facts, tokenizer)
+
+
+def _tokenizer(prefix: str, given: str | None, facts: CorpusFacts | None) -> Tokenizer | None:
+    if given is not None:
+        tokenizer = open_tokenizer(given, "tokenizer")
+        if facts is not None and tokenizer.digest != facts.tokenizer:
+            raise UserError(
+                f"tokenizer={given} is not the one that {prefix} was made with: leave it out, that "
+                "one lies beside the corpus"
+            )
+        return tokenizer
+    return None if facts is None else open_tokenizer(tokenizer_beside(prefix, facts), "tokenizer")
+
+
+def statistics(corpus: IndexedCorpus) -> str:
+    """Returns the documents' lengths as a line; memory grows with the lengths that occur alone."""
+    found: Counter[int] = Counter()
+    for first in range(0, corpus.documents, READ):
+        begins = corpus.begins(first, min(first + READ, corpus.documents))
+        values, counts = np.unique(np.diff(begins), return_counts=True)
+        found.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    lengths = sorted(found)
+    ends = np.cumsum([found[length] for length in lengths])
+
+    def at(share: float) -> int:
+        return lengths[np.searchsorted(ends, share * (corpus.documents - 1), side="right")]
+
+    return (
+        f"tokens a document: least {lengths[0]:,}, median {at(0.5):,}, mean "
+        f"{len(corpus) / corpus.documents:,.1f}, 90 % {at(0.9):,}, 99 % {at(0.99):,}, most "
+        f"{lengths[-1]:,}"
+    )
+
+
+def _text(corpus: IndexedCorpus, tokenizer: Tokenizer, number: int) -> str:
+    """Returns the beginning of a document, on one line."""
+    begin, end = corpus.begins(number, number + 1).tolist()
+    # A character of real text is at most four tokens.
+    text = tokenizer.decode(corpus.tokens[begin : min(end, begin + 4 * SHOWN)])
+    return plain(text[:SHOWN]) + ("…" if len(text) > SHOWN else "")
+
+
+def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokenizer | None) -> int:
+    """Reads every token and prints whether the bytes are as written. Returns the exit code."""
+    digest, largest = hashlib.blake2b(digest_size=16), -1
+    width = corpus.dtype.itemsize
+    with byte_progress("prove", len(corpus) * width) as update:
+        for begin in range(0, len(corpus), READ):
+            tokens = corpus.tokens[begin : begin + READ]
+            digest.update(tokens.data)
+            largest = max(largest, int(tokens.max()))
+            update((begin + len(tokens)) * width, f"{begin + len(tokens):,} tokens")
+    print()
+    made = digest.hexdigest()
+    if tokenizer is not None and largest >= tokenizer.vocab_size:
+        print(f"DAMAGED: it holds token {largest}, the tokenizer has {tokenizer.vocab_size}")
+        return DAMAGED
+    if facts is None:
+        print(
+            f"digest {made}: made elsewhere, nothing to prove it by; its largest token is {largest}"
+        )
+        return 0
+    if (made, corpus.documents, len(corpus)) != (facts.digest, facts.documents, facts.tokens):
+        print(f"DAMAGED: its digest is {made}, it was made with {facts.digest}")
+        return DAMAGED
+    print(f"proved: every byte is as it was made (digest {made})")
+    return 0
