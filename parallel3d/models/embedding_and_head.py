@@ -13,7 +13,7 @@ from parallel3d.tensor_parallel.embedding import (
     look_up,
     vocabulary_spec,
 )
-from parallel3d.tensor_parallel.layers import column_parallel_linear
+from parallel3d.tensor_parallel.linear_ops import linear_node
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
 
@@ -90,7 +90,8 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns logits: (b, s or s/tp, hidden) → (b, s, padded vocabulary / tp)."""
-        return column_parallel_linear(self.norm(x), self.rows(), None, self.tp, self.sp)
+        sp = 1 if self.sp else None
+        return linear_node("column", self.norm(x), self.rows(), None, self.tp, sp)
 
     def forward(
         self, x: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor | None

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from parallel3d.comm.group import SINGLE
 from parallel3d.parameters.gradients import add_gradient, deferred_queue
 from parallel3d.parameters.sharding import state_of
-from parallel3d.tensor_parallel.linear_ops import column_node
+from parallel3d.tensor_parallel.linear_ops import linear_node
 
 
 class SplitBackward(TorchFunctionMode):
@@ -36,7 +36,7 @@ class SplitBackward(TorchFunctionMode):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if input.dim() == 1 or not _can_defer(input, weight):
         return None
-    return column_node(input, weight, bias, SINGLE, None)
+    return linear_node("column", input, weight, bias, SINGLE, None)
 
 
 def _convolution(

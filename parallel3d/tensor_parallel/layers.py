@@ -24,7 +24,7 @@ from parallel3d.comm.group import Group, GroupLike, group_of, mesh_of_group
 from parallel3d.errors import UserError, closest
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, state_of
 from parallel3d.tensor_parallel import linear_ops
-from parallel3d.tensor_parallel.linear_ops import column_node, row_node
+from parallel3d.tensor_parallel.linear_ops import linear_node
 from parallel3d.tensor_parallel.mappings import (
     copy_to_replicas,
     copy_to_tensor_parallel,
@@ -221,16 +221,6 @@ def _sequence_chunks(sequence_parallel: bool, group: Group, chunks: int) -> int 
     return chunks if sequence_parallel and group.size > 1 else None
 
 
-def column_parallel_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
-) -> Tensor:
-    """Computes this rank's columns of x·Wᵀ + b: (b, s, in) → (b, s, out/tp).
-
-    Under sequence parallelism from (b, s/tp, in).
-    """
-    return column_node(x, weight, bias, group, _sequence_chunks(sp, group, 1))
-
-
 class ColumnParallelLinear(ShardedModule):
     """Splits the output features of an `nn.Linear` over `group`.
 
@@ -358,7 +348,8 @@ class ColumnParallelLinear(ShardedModule):
             weight = copy_to_replicas(weight, specs["weight"], self.group)
             if bias is not None:
                 bias = copy_to_replicas(bias, specs["bias"], self.group)
-        y = column_node(*_cast(x, weight, bias), self.group, self.sp, self.recomputed)
+        operands = _cast(x, weight, bias)
+        y = linear_node("column", *operands, self.group, self.sp, self.recomputed)
         return gather_from_vocabulary(y, self.group) if self.gather_output else y
 
     def extra_repr(self) -> str:
@@ -448,7 +439,7 @@ class RowParallelLinear(ShardedModule):
             bias: Tensor | None = self.bias
         else:
             x, weight, bias = _cast(x, self.weight, self.bias)
-            y = row_node(x, weight, self.group, self.sp, self.recomputed)
+            y = linear_node("row", x, weight, None, self.group, self.sp, self.recomputed)
         if bias is None:
             return y
         return y + (copy_to_tensor_parallel(bias, self.group) if self.sums_bias else bias)

@@ -35,9 +35,7 @@ class LinearLayer(Protocol):
 
 def _forward(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
     layer: LinearLayer = registered(handle)
-    if layer.split == "row":
-        return row_forward(x, layer.weight, layer.group, layer.sp)
-    return column_forward(x, layer.weight, layer.bias, layer.group, layer.sp)
+    return _run(layer.split, x, layer.weight, layer.bias, layer.group, layer.sp)
 
 
 def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
@@ -217,6 +215,15 @@ def row_backward(
     return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))
 
 
+def _run(
+    split: str, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
+) -> Tensor:
+    """Runs the forward without a row-parallel layer's bias, which is added after the reduction."""
+    if split == "row":
+        return row_forward(x, weight, group, sp)
+    return column_forward(x, weight, bias, group, sp)
+
+
 # Autograd nodes. Weights are kept in `ctx` itself, not among the saved tensors: recomputation
 # (`models/recompute.py`) returns saved tensors as new ones, without their `main_grad`.
 
@@ -250,47 +257,36 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        split: str,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        split: str,
         group: Group,
         sp: int | None,
         kept: list[Any],
     ) -> Tensor:
-        ctx.weight, ctx.has_bias, ctx.where, ctx.kept = weight, bias is not None, (group, sp), kept
-        ctx.split = split
+        ctx.split, ctx.weight, ctx.has_bias = split, weight, bias is not None
+        ctx.where, ctx.kept = (group, sp), kept
         if not kept:
             ctx.save_for_backward(x)
-        if split == "row":
-            return row_forward(x, weight, group, sp)
-        return column_forward(x, weight, bias, group, sp)
+        return _run(split, x, weight, bias, group, sp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         grad = grad.contiguous()
         (x,) = (ctx.kept[0] if ctx.kept else ctx).saved_tensors
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        others = grad_bias, None, None, None, None
+        others = grad_bias, None, None, None
         if ctx.split == "row":
-            return *row_backward(grad, x, ctx.weight, *ctx.where), *others
-        if not ctx.needs_input_grad[0] and ctx.where[1] is None:  # x is data: no reduction
+            return None, *row_backward(grad, x, ctx.weight, *ctx.where), *others
+        if not ctx.needs_input_grad[1] and ctx.where[1] is None:  # x is data: no reduction
             rows = grad.flatten(0, -2), x.flatten(0, -2)
-            return None, add_weight_gradient(ctx.weight, *rows), *others
-        return *column_backward(grad, x, ctx.weight, *ctx.where), *others
+            return None, None, add_weight_gradient(ctx.weight, *rows), *others
+        return None, *column_backward(grad, x, ctx.weight, *ctx.where), *others
 
 
-def _node(
-    x: Tensor, weight: Tensor, bias: Tensor | None, split: str, group: Group, sp: int | None,
-    recomputed: bool,
-) -> Tensor:  # fmt: skip
-    kept: list[Any] = []
-    if recomputed and x.requires_grad:  # of data nothing is recomputed
-        x = _Keep.apply(x, kept)
-    return _Linear.apply(x, weight, bias, split, group, sp, kept)
-
-
-def column_node(
+def linear_node(
+    split: str,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -298,12 +294,11 @@ def column_node(
     sp: int | None,
     recomputed: bool = False,
 ) -> Tensor:
-    """Runs `column_forward`; `recomputed`: where x is, it is without this GEMM."""
-    return _node(x, weight, bias, "column", group, sp, recomputed)
+    """Runs `column_forward` ("column") or `row_forward` ("row").
 
-
-def row_node(
-    x: Tensor, weight: Tensor, group: Group, sp: int | None, recomputed: bool = False
-) -> Tensor:
-    """Runs `row_forward`, as `column_node`."""
-    return _node(x, weight, None, "row", group, sp, recomputed)
+    `recomputed`: where x is, it is without this GEMM.
+    """
+    kept: list[Any] = []
+    if recomputed and x.requires_grad:  # of data nothing is recomputed
+        x = _Keep.apply(x, kept)
+    return _Linear.apply(split, x, weight, bias, group, sp, kept)

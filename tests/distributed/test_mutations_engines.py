@@ -119,7 +119,7 @@ def row_bias_on_every_rank() -> Iterator[None]:
     """The bias is added before the sum over the ranks: tp times. It starts at zero."""
 
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        y = linear_ops.row_node(x, self.weight, self.group, self.sp)
+        y = linear_ops.linear_node("row", x, self.weight, None, self.group, self.sp)
         return y + self.group.size * self.bias
 
     with patch.object(RowParallelLinear, "forward", forward):

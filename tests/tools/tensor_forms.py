@@ -15,8 +15,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.tensor_parallel.layers import column_parallel_linear
-from parallel3d.tensor_parallel.linear_ops import row_node
+from parallel3d.tensor_parallel.linear_ops import linear_node
 
 HEADS = 4
 Weights = tuple[Tensor, ...]
@@ -69,18 +68,20 @@ def move(name: str, x: Tensor, group: Group, dim: int = -1) -> Tensor:
     return _Move.apply(x, name, dim, group)
 
 
+def _mlp(x: Tensor, weights: Weights, group: Group, sp: int | None) -> Tensor:
+    a, b = weights
+    hidden = F.gelu(linear_node("column", x, own(a, 0, group), None, group, sp))
+    return linear_node("row", hidden, own(b, 1, group).contiguous(), None, group, sp)
+
+
 def mlp_pair(x: Tensor, weights: Weights, group: Group) -> Tensor:
     """By the layers that the transformer has."""
-    a, b = weights
-    hidden = F.gelu(column_parallel_linear(x, own(a, 0, group), None, group, False))
-    return row_node(hidden, own(b, 1, group).contiguous(), group, None)
+    return _mlp(x, weights, group, None)
 
 
 def mlp_sequence(x: Tensor, weights: Weights, group: Group) -> Tensor:
     """x and the result are this rank's part of the sequence."""
-    a, b = weights
-    hidden = F.gelu(column_parallel_linear(x, own(a, 0, group), None, group, True))
-    return row_node(hidden, own(b, 1, group).contiguous(), group, 1)
+    return _mlp(x, weights, group, 1)
 
 
 def mlp_gathered(x: Tensor, weights: Weights, group: Group) -> Tensor:
@@ -106,10 +107,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
 def attention_heads(x: Tensor, weights: Weights, group: Group, sp: bool = False) -> Tensor:
     """By the layers that the transformer has: one GEMM for q, k and v."""
     *qkv, out = weights
-    mine = torch.cat([own(w, 0, group) for w in qkv])
-    q, k, v = column_parallel_linear(x, mine, None, group, sp).chunk(3, -1)
+    mine, chunks = torch.cat([own(w, 0, group) for w in qkv]), 1 if sp else None
+    q, k, v = linear_node("column", x, mine, None, group, chunks).chunk(3, -1)
     heads = attend(q, k, v, HEADS // group.size)
-    return row_node(heads, own(out, 1, group).contiguous(), group, 1 if sp else None)
+    return linear_node("row", heads, own(out, 1, group).contiguous(), None, group, chunks)
 
 
 def attention_sequence(x: Tensor, weights: Weights, group: Group) -> Tensor:

@@ -12,7 +12,7 @@ from benchmarks import matmul as benchmark
 from parallel3d.comm.group import SINGLE
 from parallel3d.device import matmul as matmul_module
 from parallel3d.device.matmul import linear, matmul, onednn_is_faster
-from parallel3d.tensor_parallel.linear_ops import column_node
+from parallel3d.tensor_parallel.linear_ops import linear_node
 from tests.operators import Operators
 
 ROWS, INPUTS, OUTPUTS = (2, 256), 128, 264  # 17.3 million multiply-adds
@@ -72,7 +72,7 @@ def test_layers_train_with_it() -> None:
     x.requires_grad_()
     parameters = nn.Parameter(weight), nn.Parameter(bias)
     with Operators() as operators:
-        column_node(x, *parameters, SINGLE, None).square().sum().backward()
+        linear_node("column", x, *parameters, SINGLE, None).square().sum().backward()
     assert operators.names.count(NAME) == 2  # the forward, and the gradient of the input
     exact = [t.detach().double().requires_grad_() for t in (x, *parameters)]
     (exact[0] @ exact[1].t() + exact[2]).square().sum().backward()
