@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Hashable
 from types import FunctionType
-from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, Generic, TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -39,32 +39,6 @@ def register(thing: Any) -> Tensor:
 
 def registered(handle: Tensor) -> Any:
     return _registered[int(handle)]
-
-
-class _Node(torch.autograd.Function):
-    """Runs an `operator` in eager mode.
-
-    What it needs of `where` is no saved tensor, so that recomputation may end before this node.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, of: _Operator, *given: Any) -> Tensor:
-        outputs = _as_tuple(of.run(*given))
-        ctx.of, ctx.where = of, given[of.inputs :]
-        ctx.save_for_backward(*of.saved(given, outputs))
-        return outputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        found = _as_tuple(ctx.of.gradient(grad, *ctx.saved_tensors, *ctx.where))
-        return None, *found, *(None for _ in ctx.where)
-
-
-class _Operator(NamedTuple):
-    run: Callable
-    gradient: Callable
-    inputs: int  # number of the first arguments, which have a gradient
-    saved: Callable[[tuple, tuple], tuple]  # of arguments and results
 
 
 def _as_tuple(found: Any) -> tuple:
@@ -127,11 +101,24 @@ def operator(
     torch.library.register_autograd(
         f"parallel3d::{name}", differentiate, setup_context=remember, lib=_library
     )
-    eager = _Operator(run, gradient, count, saved)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Tensor:
+            outputs = _as_tuple(run(*given))
+            # Not saved tensors, so that recomputation may end before this node.
+            ctx.where = given[count:]
+            ctx.save_for_backward(*saved(given, outputs))
+            return outputs[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple:
+            found = _as_tuple(gradient(grad, *ctx.saved_tensors, *ctx.where))
+            return *found, *(None,) * len(ctx.where)
 
     def call(*given: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            return _Node.apply(eager, *given)
+            return Eager.apply(*given)
         found = compiled(*given)
         return found[0] if kept else found
 
@@ -144,6 +131,10 @@ log = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 
+# TorchInductor's options with which all ranks compile kernels of equal bits. Otherwise each rank
+# autotunes the split of its reductions, and replicated results of tensor ranks, such as gradients
+# of norms, would differ in their last bits.
+EQUAL_BITS: dict[str, str | int | bool | Callable[..., Any]] = {"deterministic": True}
 # Largest argument below which a kernel of its own saves microseconds but costs seconds to compile:
 # one token at a time in `generate`, say.
 LEAST_ELEMENTS = 1 << 20
@@ -166,18 +157,6 @@ def has_kernel_compiler() -> bool:
 
     compilers = (os.environ.get("CC"), "gcc", "clang")
     return has_triton() and any(shutil.which(name) for name in compilers if name)
-
-
-def deterministic_inductor() -> dict[str, str | int | bool | Callable[..., Any]]:
-    """Returns TorchInductor's options with which all ranks compile kernels of equal bits.
-
-    Otherwise each rank autotunes the split of its reductions, and replicated results of tensor
-    ranks, such as gradients of norms, would differ in their last bits. Empty before PyTorch had
-    the option.
-    """
-    import torch._inductor.config as inductor  # a second of start-up, so not without need
-
-    return {"deterministic": True} if hasattr(inductor, "deterministic") else {}
 
 
 class _Fused(Generic[*Ts, T]):
@@ -229,7 +208,7 @@ class _Fused(Generic[*Ts, T]):
                 _with_own_code(self.function),
                 fullgraph=True,
                 dynamic=False,
-                options=deterministic_inductor(),
+                options=EQUAL_BITS,
             )
             if len(self.kernels) == MOST_KERNELS:
                 self._warn(f"for all but the {MOST_KERNELS} shapes that are compiled")

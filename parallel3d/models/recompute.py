@@ -33,7 +33,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.device.fused import deterministic_inductor
+from parallel3d.device.fused import EQUAL_BITS
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -83,7 +83,7 @@ def shared_inductor(
 
     options = {"allow_buffer_reuse": False, "inplace_buffers": False} if saves_operands else {}
     if any(isinstance(x, torch.Tensor) and is_on_accelerator(x) for x in inputs):
-        compiled = compile_fx(graph, inputs, config_patches={**deterministic_inductor(), **options})
+        compiled = compile_fx(graph, inputs, config_patches={**EQUAL_BITS, **options})
     else:
         compiled = compile_fx(graph, inputs, inner_compile=one_at_a_time, config_patches=options)
     assert callable(compiled)  # the other types are those of ahead-of-time compilation
