@@ -20,9 +20,8 @@ import argparse
 import statistics
 
 from benchmarks.pipeline_peer import OUR_SCHEDULES, THEIRS, compare_with_peer
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
-from parallel3d.schedules.walk import time_orders
+from parallel3d.schedules.walk import Costs, time_orders
 from tests.distributed.pool import Pool
 from tests.tools.sleeping_stages import Ran, run_all
 

@@ -26,9 +26,8 @@ import torch
 
 from benchmarks.peer import MODEL, OURS, PEER, VOCAB, commit, corpus, environment
 from parallel3d.comm.step_timer import KINDS
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, make
-from parallel3d.schedules.walk import time_orders
+from parallel3d.schedules.walk import Costs, time_orders
 
 SAMPLES = 2
 STEPS = 10**6  # more than any turn comes to: contenders are ended

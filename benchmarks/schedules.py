@@ -27,10 +27,9 @@ from typing import Any
 from parallel3d.schedules.actions import ComputeSchedule, Kind, action
 from parallel3d.schedules.check import check
 from parallel3d.schedules.choose import ScheduleChoice, choose, measure, measured_schedules
-from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
-from parallel3d.schedules.walk import ScheduleError
+from parallel3d.schedules.walk import RankWork, ScheduleError
 
 CLASSES = {
     "Interleaved1F1B": "loop",

@@ -24,9 +24,8 @@ import parallel3d
 from parallel3d.estimate.balance import run_schedule
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.orders import StageAssignment as Stages
-from parallel3d.schedules.walk import time_orders
+from parallel3d.schedules.walk import Costs, time_orders
 from parallel3d.topology.links import Loads, loads_of
 from parallel3d.topology.report import make_report
 from parallel3d.topology.tiling import RankMapping, Tiling

@@ -57,10 +57,9 @@ from parallel3d.estimate.search import (
     sizes_of,
     works,
 )
-from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
-from parallel3d.schedules.walk import time_orders
+from parallel3d.schedules.walk import RankWork, time_orders
 from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.report import make_report, picture_of
 from parallel3d.topology.text import aligned

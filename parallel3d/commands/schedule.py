@@ -17,7 +17,7 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import StageWeights
-from parallel3d.schedules.check import ScheduleReport, check
+from parallel3d.schedules.check import check
 from parallel3d.schedules.choose import (
     LARGEST,
     ScheduleChoice,
@@ -26,12 +26,11 @@ from parallel3d.schedules.choose import (
     measured_schedules,
     wanted,
 )
-from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.messages import peak_unread
 from parallel3d.schedules.schedule import ONE_CHUNK
 from parallel3d.schedules.table import write_table
-from parallel3d.schedules.walk import Timeline, time_orders
+from parallel3d.schedules.walk import RankWork, Timeline, Walk, time_orders
 from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
@@ -45,7 +44,7 @@ class Shown:
     """The drawn schedule, its costs, and the rows of the table."""
 
     choice: ScheduleChoice
-    report: ScheduleReport
+    report: Walk
     timeline: Timeline
     unread: int
     rows: list[ScheduleChoice]
@@ -141,7 +140,7 @@ def text(config: Config, found: Shown) -> str:
     choice, report = found.choice, found.report
     placed = choice.schedule.placement
     width = shutil.get_terminal_size((120, 40)).columns
-    peaks = [f"{peak / placed.chunks:.4g}" for peak in report.peak_live]
+    peaks = [f"{peak / placed.chunks:.4g}" for peak in report.peaks]
     live = " ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "…", *peaks[-8:]])
     lines = [
         heading(config, found),

@@ -15,10 +15,9 @@ from parallel3d.estimate.balance import layers_of_stages, recompute_forwards
 from parallel3d.files import replace_durably
 from parallel3d.pipeline.executor import ActionTimes, Measured
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.schedules.walk import Span, Timeline, time_orders
+from parallel3d.schedules.walk import Costs, Span, Timeline, time_orders
 from parallel3d.trainer import StepResult, Trainer
 
 LATER = 2  # steps before the drawn one: the first ones allocate and compile

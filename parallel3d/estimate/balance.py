@@ -16,9 +16,9 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.ops import flops, layer_flops, ops_of_run, recomputing
 from parallel3d.schedules.choose import chosen, wanted
-from parallel3d.schedules.costs import RankWork, Weights
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
+from parallel3d.schedules.walk import RankWork, Weights
 from parallel3d.topology.layout import Layout, layout_of
 
 

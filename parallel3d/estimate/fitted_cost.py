@@ -23,9 +23,8 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate.context_styles import STYLES, exposed, sends, splits_heads
 from parallel3d.estimate.network import bus_factor
 from parallel3d.estimate.ops import Op, Widths, layer_ops
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.walk import walk
+from parallel3d.schedules.walk import Costs, walk
 
 Number = NDArray[Any]
 OF_EXPERTS = ("mlp.up", "mlp.activation", "mlp.down")  # each active expert of a token does these

@@ -35,9 +35,8 @@ from parallel3d.estimate.traffic import (
 )
 from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import Action
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.walk import walk
+from parallel3d.schedules.walk import Costs, walk
 from parallel3d.topology.layout import layout_of
 
 

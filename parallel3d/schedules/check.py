@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain, pairwise, product
 
 from parallel3d.schedules.actions import Action, Kind, Step
@@ -17,27 +16,12 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import ScheduleError, Walk, highest, peer_of, walk
 
 
-@dataclass(frozen=True)
-class ScheduleReport:
-    """Costs of a sound program.
-
-    `peak_live[rank]`: the most chunk-activations (one micro-batch in one chunk) held at once, from
-    the start of F to the end of B or W. Qi et al. 2023 (table 1) count 34 units until I and 32 from
-    there to W; counting 34 throughout is a safe upper bound.
-    `messages`: messages sent by all ranks together.
-    """
-
-    microbatches: int
-    peak_live: tuple[int, ...]
-    messages: int
-
-
 def check(
     program: Sequence[Sequence[Step]],
     microbatches: int | None = None,
     placement: StageAssignment | None = None,
-) -> ScheduleReport:
-    """Proves `program` (program[rank] = steps of that rank) sound and returns its costs.
+) -> Walk:
+    """Proves `program` (program[rank] = steps of that rank) sound and returns its walk.
 
     `microbatches` defaults to the highest number in the program + 1, `placement` to one chunk a
     rank.
@@ -62,8 +46,7 @@ def check(
             found = walk(program, placement, blocks=True, count=count)
     if found is None or not found.complete or found.sent != found.received:
         raise ScheduleError(_fault(program, placement, count, found))
-    sends = sum(map(len, found.sent.values()))
-    return ScheduleReport(count, tuple(found.peaks), sends)
+    return found
 
 
 def _fault(

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from parallel3d.errors import UserError
 from parallel3d.files import plain
-from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.greedy import SAME, greedy_schedules
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.table import read_file
-from parallel3d.schedules.walk import walk
+from parallel3d.schedules.walk import RankWork, walk
 
 LARGEST = 300_000  # micro-batches × stages that can be searched in a few seconds
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, action
-from parallel3d.schedules.costs import Costs, RankWork
 from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
 from parallel3d.schedules.schedule import Schedule
+from parallel3d.schedules.walk import Costs, RankWork
 
 WORK = 600_000  # actions that the search schedules: a few seconds
 SAME = 1e-9
@@ -76,8 +76,9 @@ class _Run:
         wait_fraction: float,
         alternates: bool,
     ) -> None:
-        self.placement, self.costs, self.caps = placement, costs, caps
+        self.placement, self.hop, self.caps = placement, costs.hop, caps
         self.wait_fraction, self.alternates = wait_fraction, alternates
+        self.seconds = {Kind.F: costs.forward, Kind.I: costs.input, Kind.W: costs.weight}
         self.forwards = [_queue(order, (Kind.F,)) for order in base]
         self.inputs = [_queue(order, (Kind.I, Kind.B)) for order in base]
         self.done = [{Kind.F: 0, Kind.I: 0, Kind.W: 0} for _ in base]
@@ -135,13 +136,13 @@ class _Run:
 
     def _wait(self, rank: int) -> float:
         chunk = self._next(Kind.W, rank)[1]
-        return self.wait_fraction * self.costs.weight[self.placement.stage(rank, chunk)]
+        return self.wait_fraction * self.seconds[Kind.W][self.placement.stage(rank, chunk)]
 
     def _start(self, kind: Kind, rank: int, now: float) -> None:
         m, chunk = self._next(kind, rank)
         self.done[rank][kind] += 1
         self.orders[rank].append(action(kind, m, chunk))
-        end = now + self.costs.of(kind, self.placement.stage(rank, chunk))
+        end = now + self.seconds[kind][self.placement.stage(rank, chunk)]
         self.free[rank] = end
         heapq.heappush(self.events, (end, rank))
         self.last_was_input[rank] = kind == Kind.I
@@ -152,7 +153,7 @@ class _Run:
             return
         if reader is None:  # the last stage starts its own backward
             kind, reader = Kind.I, (rank, chunk)
-        arrival = end + (self.costs.hop if reader[0] != rank else 0.0)
+        arrival = end + (self.hop if reader[0] != rank else 0.0)
         self.came[(kind, *reader, m)] = arrival
         heapq.heappush(self.events, (arrival, reader[0]))
 

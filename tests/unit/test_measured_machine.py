@@ -29,9 +29,8 @@ from parallel3d.estimate.profiled_cost import (
 )
 from parallel3d.estimate.search import layouts
 from parallel3d.estimate.traffic import transfers
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
-from parallel3d.schedules.walk import ScheduleError, walk
+from parallel3d.schedules.walk import Costs, ScheduleError, walk
 from parallel3d.topology.layout import Layout
 from tests.unit.measured_machine import BLOCK_FLOPS, MADE, RATE, machine, seconds
 from tests.unit.measured_machine import MODEL as MEASURED

@@ -7,10 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.schedule import IN_ORDER, make
-from parallel3d.schedules.walk import Timeline, time_orders
+from parallel3d.schedules.walk import Costs, Timeline, time_orders
 
 
 def timeline_of(name: str, stages: int, microbatches: int) -> Timeline:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import IN_ORDER, make
-from parallel3d.schedules.walk import ScheduleError, Timeline, time_orders, walk
+from parallel3d.schedules.walk import Costs, ScheduleError, Timeline, time_orders, walk
 
 
 def timed(

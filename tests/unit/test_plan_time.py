@@ -22,9 +22,8 @@ from parallel3d.estimate.fitted_cost import (
     seconds,
     step,
 )
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.walk import time_orders
+from parallel3d.schedules.walk import Costs, time_orders
 from tests.unit.plan_work import work
 
 

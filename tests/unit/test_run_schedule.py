@@ -19,8 +19,8 @@ from parallel3d.estimate.balance import (
 )
 from parallel3d.estimate.ops import layer_flops
 from parallel3d.schedules.choose import choose, measure
-from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.walk import RankWork
 
 
 def config(

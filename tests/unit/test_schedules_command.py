@@ -15,11 +15,10 @@ import pytest
 
 from parallel3d.cli.command_line import main
 from parallel3d.errors import UserError
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.table import read_table, write_table
-from parallel3d.schedules.walk import time_orders
+from parallel3d.schedules.walk import Costs, time_orders
 from tests.pace import PATIENCE
 
 

@@ -12,11 +12,10 @@ from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import check
 from parallel3d.schedules.choose import choose, measure, measured_schedules
-from parallel3d.schedules.costs import Costs, RankWork
 from parallel3d.schedules.messages import add_communication, peak_unread
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
-from parallel3d.schedules.walk import ScheduleError, time_orders
+from parallel3d.schedules.walk import Costs, RankWork, ScheduleError, time_orders
 from tests.tools.schedule_faults import corrupt, is_sound
 
 
@@ -237,7 +236,7 @@ def test_the_choice_beats_all_named_schedules(hop: float, memory: float, most: f
     assert all(best.seconds <= f.seconds + 1e-9 for f in forms if f.peak_live <= memory)
     made = best.schedule
     report = check(made.plan(), 32, made.placement)
-    assert max(report.peak_live) / (8 * made.placement.chunks) == best.peak_live
+    assert max(report.peaks) / (8 * made.placement.chunks) == best.peak_live
 
 
 def test_memory_below_one_microbatch_is_the_users_error() -> None:

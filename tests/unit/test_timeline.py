@@ -17,9 +17,8 @@ from parallel3d.commands.timeline import (
     timeline_of,
     trace_events,
 )
-from parallel3d.schedules.costs import Costs
 from parallel3d.schedules.schedule import make
-from parallel3d.schedules.walk import time_orders
+from parallel3d.schedules.walk import Costs, time_orders
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zbv", 2)])

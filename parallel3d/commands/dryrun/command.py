@@ -25,8 +25,8 @@ from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.estimate.traffic import transfers
 from parallel3d.metrics.text import percent, si, three_digits
 from parallel3d.schedules.choose import measure
-from parallel3d.schedules.costs import RankWork
 from parallel3d.schedules.schedule import IN_ORDER
+from parallel3d.schedules.walk import RankWork
 from parallel3d.topology.assumptions import check_free, chosen_keys, preset, write
 from parallel3d.topology.cluster.parts import cluster_from_config
 from parallel3d.topology.layout import layout_of
