@@ -106,28 +106,29 @@ def attend_across(
 
 
 class _Run(NamedTuple):
-    """What the keys of all ranks are, and how they come here."""
+    """What the keys of all ranks are, and how they come here: the operator's `where`."""
 
-    cp: ContextParallel
-    blocks: AttentionBlocks
+    handle: Tensor
+    table: Tensor
+    calls: Tensor
+    edges: Tensor
     order: Tensor
     places: Tensor
     kernel: str
+    keeps: bool
+
+    @property
+    def cp(self) -> ContextParallel:
+        return registered(self.handle)
 
     def block(self, i: int) -> Block:
-        return Block.of(self.blocks, i, is_only=self.cp.group.size == 1)
-
-
-def _run(
-    handle: Tensor, table: Tensor, calls: Tensor, edges: Tensor, order: Tensor, places: Tensor,
-    kernel: str, keeps: bool,
-) -> _Run:  # fmt: skip
-    return _Run(registered(handle), AttentionBlocks(table, calls, edges), order, places, kernel)
+        blocks = AttentionBlocks(self.table, self.calls, self.edges)
+        return Block.of(blocks, i, is_only=self.cp.group.size == 1)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the result, log Σ exp(scores), and the keys and values that are kept, if any."""
-    run = _run(*how)
+    run = _Run(*how)
     cp, kernel = run.cp, run.kernel
     kept = _empty_kept(k, run.order, cp.keeps)
     if cp.group.size == 1:
@@ -149,7 +150,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor,
     *how: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    run = _run(*how)
+    run = _Run(*how)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     if run.cp.group.size == 1:
         return differentiate_only_block(grad, q, k, v, out, sums, run.block(0), run.kernel)
@@ -160,10 +161,10 @@ def _backward(
 
 
 def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, order, _, _, keeps = how
-    is_split = order is not None
+    run = _Run(*how)
+    is_split = run.order is not None
     out, sums = empty_for_blocks(q, q.dtype) if is_split else empty_for_only_block(q)
-    return out, sums, _empty_kept(k, order, keeps)
+    return out, sums, _empty_kept(k, run.order, run.keeps)
 
 
 def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
@@ -266,7 +267,7 @@ def _gather_backward(
     """Adds to the gradient of q; returns those of k and v, (2, b, heads, n, head_dim)."""
     b, of_keys = len(k), k.new_empty(2, *k.shape)
     wide = torch.promote_types(k.dtype, torch.float32)
-    reducing: _Reducing | None = None
+    finish_reducing: Callable[[], None] | None = None
     group, block = run.cp.group, run.block(0)
     for heads, whole in _kept(kept) or _gathered(k, v, group, run.order, None):
         of_whole = torch.zeros_like(whole, dtype=wide)
@@ -275,12 +276,12 @@ def _gather_backward(
             of_q[:, of], *_apart(of_whole, b), grad[:, of], q[:, of], *_apart(whole, b),
             out[:, of], sums[:, of], block, run.kernel,
         )  # fmt: skip
-        started = _Reducing(of_whole, of_keys[:, :, heads], run.places, group)
-        if reducing is not None:  # it was reduced while these gradients were made
-            reducing.wait()
-        reducing = started
-    assert reducing is not None  # there are heads
-    reducing.wait()
+        finish = _start_reducing(of_whole, of_keys[:, :, heads], run.places, group)
+        if finish_reducing is not None:  # reduced while these gradients were made
+            finish_reducing()
+        finish_reducing = finish
+    assert finish_reducing is not None  # there are heads
+    finish_reducing()
     return of_keys
 
 
@@ -292,21 +293,22 @@ def _kept(kept: Tensor) -> Iterator[tuple[slice, Tensor]] | None:
     return ((slice(i * heads, (i + 1) * heads), whole) for i, whole in enumerate(kept))
 
 
-class _Reducing:
+def _start_reducing(whole: Tensor, to: Tensor, places: Tensor, group: Group) -> Callable[[], None]:
     """Sums gradients (2, heads, b · padded, head_dim) over the ranks, each for its tokens.
 
-    To `to` (2, b, heads, n, head_dim), in its type, as tensor parallelism's reductions.
+    Returns what waits for the sum and writes it to `to` (2, b, heads, n, head_dim), in its type, as
+    tensor parallelism's reductions.
     """
+    to = to.permute(1, 3, 0, 2, 4)  # (b, n, 2, heads, head_dim)
+    by_rank = in_rank_order(whole, places).to(to.dtype)
+    own = collectives.own_shard(by_rank, group)
+    work = collectives.reduce_scatter_bucket(by_rank.view(-1), group)
 
-    def __init__(self, whole: Tensor, to: Tensor, places: Tensor, group: Group) -> None:
-        self.to = to.permute(1, 3, 0, 2, 4)  # (b, n, 2, heads, head_dim)
-        by_rank = in_rank_order(whole, places).to(to.dtype)
-        self.own = collectives.own_shard(by_rank, group)
-        self.work = collectives.reduce_scatter_bucket(by_rank.view(-1), group)
+    def finish() -> None:
+        work.wait()
+        to.copy_(own.view(to.shape))
 
-    def wait(self) -> None:
-        self.work.wait()
-        self.to.copy_(self.own.view(self.to.shape))
+    return finish
 
 
 # A ring

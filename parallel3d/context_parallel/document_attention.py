@@ -196,8 +196,13 @@ def attend_block(
     (b, fewer or as many heads, keys, head_dim).
     """
     if _uses_varlen_kernel(q, kernel):
-        to = _viewed(out), _viewed(sums)
-        _attend_sequences(block, *to, *map(_concatenated, (q, k, v)))
+        out, sums = _viewed(out), _viewed(sums)
+        q, k, v = map(_concatenated, (q, k, v))
+        put = _write if block.is_first else merge
+        for rows, read, of_call in block.sequences:
+            parts = q[rows], k[read], v[read]
+            found = aten._flash_attention_forward(*parts, *of_call, 0.0, block.is_first, False)
+            put(out[rows], sums[rows], found[0], found[1].T)
         return
     attended = _plain_alone if block.is_only else _plain_attended
     if _uses_cpu_kernel(q, kernel):
@@ -212,16 +217,6 @@ def attend_block(
                 merge(*to, *attended(queries.of(q), earlier.of(k), earlier.of(v), False))
 
 
-def _attend_sequences(
-    block: Block, out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> None:
-    put = _write if block.is_first else merge
-    for rows, read, of_call in block.sequences:
-        parts = q[rows], k[read], v[read]
-        found = aten._flash_attention_forward(*parts, *of_call, 0.0, block.is_first, False)
-        put(out[rows], sums[rows], found[0], found[1].T)
-
-
 def differentiate_block(
     of_q: Tensor, of_k: Tensor, of_v: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, sums: Tensor, block: Block, kernel: str,
@@ -231,8 +226,14 @@ def differentiate_block(
     `out`, `sums`: of all blocks.
     """
     if _uses_varlen_kernel(q, kernel):
-        to = _viewed(of_q), _viewed(of_k), _viewed(of_v)
-        _differentiate_sequences(block, *to, *map(_concatenated, (grad, q, k, v, out, sums)))
+        of_q, of_k, of_v = map(_viewed, (of_q, of_k, of_v))
+        grad, q, k, v, out, sums = map(_concatenated, (grad, q, k, v, out, sums))
+        for rows, read, of_call in block.sequences:
+            logs = sums[rows].T.contiguous()
+            parts = grad[rows], q[rows], k[read], v[read], out[rows], logs
+            found = _flash_backward(parts, *of_call, block.is_first)
+            for x, value in zip((of_q[rows], of_k[read], of_v[read]), found, strict=True):
+                x.add_(value)
         return
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = _cpu_gradients
     if not _uses_cpu_kernel(q, kernel):
@@ -247,18 +248,6 @@ def differentiate_block(
             to = queries.of(of_q), read.of(of_k), read.of(of_v)
             for x, value in zip(to, found, strict=True):
                 put(x, value)
-
-
-def _differentiate_sequences(
-    block: Block, of_q: Tensor, of_k: Tensor, of_v: Tensor, grad: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, out: Tensor, sums: Tensor,
-) -> None:  # fmt: skip
-    for rows, read, of_call in block.sequences:
-        logs = sums[rows].T.contiguous()
-        parts = grad[rows], q[rows], k[read], v[read], out[rows], logs
-        found = _flash_backward(parts, *of_call, block.is_first)
-        for x, value in zip((of_q[rows], of_k[read], of_v[read]), found, strict=True):
-            x.add_(value)
 
 
 def _write(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:

@@ -138,7 +138,8 @@ class AttentionBlocks:
         table: (blocks, m + 1, 5) int32 on the host. In a block's first row the number of its
             segments; in the others sample, first query, number of queries, first key, `before`.
         calls: (blocks, m + 1, 7) int32 on the host: likewise, the calls of a kernel that reads
-            sequences of different lengths (`_Call`).
+            sequences of different lengths: first query, queries, first key, keys, sequences,
+            longest queries, longest keys.
         edges: (blocks, 2, 2 · m) int32 on the device: the edges of the sequences, of queries and
             of keys, of all calls. Without elements on a CPU, which has no such kernel.
     """
@@ -294,42 +295,29 @@ def _table(blocks: Sequence[npt.NDArray], most: int) -> Ints:
     return table
 
 
-@dataclass
-class _Call:
-    """One call of the kernel: consecutive queries and keys of the concatenated samples.
-
-    Its sequences are segments, and keys between them that no query of this call attends to.
-    """
-
-    query: int
-    key: int
-    lengths: list[tuple[int, int]]  # of queries and keys of each sequence
-
-    @property
-    def row(self) -> tuple[int, ...]:
-        """First query, queries, first key, keys, sequences, longest queries, longest keys."""
-        queries, keys = zip(*self.lengths, strict=True)
-        counts = (self.query, sum(queries), self.key, sum(keys), len(queries))
-        return *counts, max(queries), max(keys)
-
-
 def _plan_calls(rows: Ints, n: int, keys: int, causal: bool, calls: Ints, edges: Ints) -> None:
-    """Writes the fewest calls, in order of queries, for a block's segments of n-token samples."""
-    planned: list[_Call] = []
+    """Writes the fewest calls, in order of queries, for a block's segments of n-token samples.
+
+    A call reads consecutive queries and keys of the concatenated samples. Its sequences are
+    segments, and keys between them that no query of this call attends to.
+    """
+    # First query, first key, and of each sequence the numbers of queries and keys.
+    planned: list[tuple[int, int, list[tuple[int, int]]]] = []
     next_query = next_key = -1
     for row, first, number, key, before in rows[1 : rows[0, 0] + 1].tolist():
         query, key = row * n + first, row * keys + key
         if query != next_query or key < next_key:
-            planned.append(_Call(query, key, []))
+            planned.append((query, key, []))
         elif key > next_key:
-            planned[-1].lengths.append((0, key - next_key))
+            planned[-1][2].append((0, key - next_key))
         count = before + number * causal
-        planned[-1].lengths.append((number, count))
+        planned[-1][2].append((number, count))
         next_query, next_key = query + number, key + count
     calls[0] = len(planned)
     place = 0
-    for i, call in enumerate(planned, 1):
-        calls[i] = call.row
-        end = place + len(call.lengths)
-        edges[:, place + 1 : end + 1] = np.cumsum(call.lengths, axis=0).T
+    for i, (query, key, lengths) in enumerate(planned, 1):
+        ends = np.cumsum(lengths, axis=0)
+        calls[i] = query, ends[-1, 0], key, ends[-1, 1], len(lengths), *np.max(lengths, axis=0)
+        end = place + len(lengths)
+        edges[:, place + 1 : end + 1] = ends.T
         place = end + 1
