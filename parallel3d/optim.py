@@ -439,12 +439,6 @@ def _replica(
 # Learning rate by step
 
 
-def warmup_steps(optim: OptimConfig, train_steps: int) -> int:
-    """Returns the steps of linear warm-up: configured, or a fraction of the decay steps."""
-    decay = optim.lr_decay_steps or train_steps
-    return optim.lr_warmup_steps or round(optim.lr_warmup_fraction * decay)
-
-
 def learning_rate(optim: OptimConfig, train_steps: int, step: int) -> float:
     """Returns the learning rate of `step`, counted from 1.
 
@@ -454,8 +448,8 @@ def learning_rate(optim: OptimConfig, train_steps: int, step: int) -> float:
     constant, then `wsd_decay_style` over the last `wsd_decay_steps`, or `wsd_decay_fraction`, of
     the decay steps. `min_lr` after that.
     """
-    warmup = warmup_steps(optim, train_steps)
     end = optim.lr_decay_steps or train_steps
+    warmup = optim.lr_warmup_steps or round(optim.lr_warmup_fraction * end)
     if step <= warmup:
         return optim.lr * step / warmup
     if optim.lr_decay_style == "constant":

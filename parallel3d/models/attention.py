@@ -26,7 +26,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.matmul import is_widened
 from parallel3d.device.precision import compute_dtype
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, first_line
 from parallel3d.host.devices import BLACKWELL
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.ops import Rotary, split_heads
@@ -82,7 +82,7 @@ def _activate(asked: str) -> None:
     except (AttributeError, ImportError, RuntimeError, ValueError) as error:
         raise UserError(
             f"attention_kernel={asked}: torch {torch.__version__} cannot use {module} here "
-            f"({_first_line(error)}); the nearest is attention_kernel=flash, which torch brings "
+            f"({first_line(error)}); the nearest is attention_kernel=flash, which torch brings "
             "along."
         ) from error
 
@@ -101,13 +101,9 @@ def _try(config: Config, device: torch.device, kernel: str) -> None:
         raise UserError(
             f"attention_kernel={config.attention_kernel} has no kernel for heads of "
             f"{model.head_size} in {str(dtype).removeprefix('torch.')} on this "
-            f"{accelerator.name(device)} ({_first_line(error)}); the nearest is "
+            f"{accelerator.name(device)} ({first_line(error)}); the nearest is "
             "attention_kernel=auto, which takes the fastest that there is."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def causal_attention(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -440,14 +440,6 @@ def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> 
     return Stage(config.model, layers, groups.is_first_stage, groups.is_last_stage, context)
 
 
-@dataclass
-class _Cache:
-    """Holds keys and values of one layer: (1, key-value heads, seq_length, head_dim)."""
-
-    keys: Tensor
-    values: Tensor
-
-
 class Decoder:
     """Computes the logits of the next token with a KV cache; collective over tp × pp."""
 
@@ -456,14 +448,13 @@ class Decoder:
         self.window = self.model.seq_length
         example = next(stage.parameters())
         self.device, self.dtype = example.device, example.dtype
-        self.caches = {name: self._empty_cache(b.attention) for name, b in stage.blocks.items()}
+        self.caches: dict[str, Tensor] = {}
+        for name, block in stage.blocks.items():
+            kv_heads, size = block.attention.kv_heads, block.attention.head_dim
+            # Keys and values: (1, key-value heads, seq_length, head_dim) each.
+            self.caches[name] = example.new_zeros(2, 1, kv_heads, self.window, size)
         self.start = 0  # first token in the window
         self.cached = 0  # tokens in the caches, from `start` on
-
-    def _empty_cache(self, attention: Attention) -> _Cache:
-        shape = (1, attention.kv_heads, self.window, attention.head_dim)
-        keys, values = torch.zeros((2, *shape), dtype=self.dtype, device=self.device)
-        return _Cache(keys, values)
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor | None:
@@ -509,13 +500,13 @@ class Decoder:
         assert pp.handle is not None  # there is another stage
         transfer(call, x, pp.ranks[pp.index + offset], pp.handle)
 
-    def _block(self, block: TransformerBlock, cache: _Cache, x: Tensor) -> Tensor:
+    def _block(self, block: TransformerBlock, cache: Tensor, x: Tensor) -> Tensor:
         attention = block.attention
         inner = self._attend(attention, cache, attention.qkv(block.input_norm(x)))
         x = x + attention.out(inner)
         return x + block.mlp(x, block.mlp_norm)
 
-    def _attend(self, attention: Attention, cache: _Cache, qkv: Tensor) -> Tensor:
+    def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:
         """Computes attention of new tokens (1, n, …) over all tokens in `cache`, and caches them.
 
         Either the cache is empty or n is 1, so no other mask than the causal one is needed.
@@ -528,8 +519,9 @@ class Decoder:
             rotary = rotary[0][first:end], rotary[1][first:end]
         heads = attention.heads
         q, k, v = split_heads(qkv, (heads, attention.kv_heads, attention.head_dim), rotary)
-        cache.keys[:, :, first:end], cache.values[:, :, first:end] = k, v
-        k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
+        keys, values = cache
+        keys[:, :, first:end], values[:, :, first:end] = k, v
+        k, v = keys[:, :, :end], values[:, :, :end]
         if not kernel_shares_heads(q):
             k, v = repeated(k, heads), repeated(v, heads)
         y = attend(q, k, v, is_causal=first == 0, kernel=attention.kernel)
