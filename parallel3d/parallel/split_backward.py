@@ -97,7 +97,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()  # without its graph, which ends in the stage's input
         weight, needs_x, with_bias = ctx.weight, ctx.needs_input_grad[0], ctx.bias_shape is not None
         gradients = partial(
             torch.ops.aten.convolution_backward, grad, x, weight, ctx.bias_shape, *ctx.how

@@ -275,6 +275,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         grad = grad.contiguous()
         (x,) = (ctx.kept[0] if ctx.kept else ctx).saved_tensors
+        # With its graph a deferred weight gradient would keep the stage's input, and its gradient.
+        x = x.detach()
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         others = grad_bias, None, None, None
         if ctx.split == "row":

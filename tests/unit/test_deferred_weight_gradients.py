@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.comm.group import SINGLE
+from parallel3d.models.recompute import recomputed
 from parallel3d.parallel.split_backward import SplitBackward
 from parallel3d.parameters.sharding import WeightGradients, state_of
+from parallel3d.tensor_parallel.linear_ops import linear_node
 
 
 class Checkpointed(nn.Module):
@@ -72,3 +76,25 @@ def test_gradients_are_the_same_and_those_that_can_wait_do(name: str) -> None:
             job()
     for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("name", ["layer", "recomputed layer", "linear", "convolution"])
+def test_the_input_of_a_stage_and_its_gradient_are_not_kept_to_w(name: str) -> None:
+    """Operands of deferred weight gradients are without the graph that leads to the input."""
+    module = nn.Conv1d(5, 5, 1) if name == "convolution" else nn.Linear(6, 6)
+    queue = WeightGradients()
+    state_of(module.weight).weight_gradients = queue
+    x = torch.randn(3, 5, 6, requires_grad=True)
+
+    def stage(x: Tensor) -> Tensor:
+        if "layer" in name:
+            return linear_node("column", x.square(), module.weight, None, SINGLE, None, True)
+        return module(x.square())
+
+    with SplitBackward():
+        y = recomputed(stage, x) if name == "recomputed layer" else stage(x)
+    with queue.deferred() as jobs:
+        y.sum().backward()
+    kept = weakref.ref(x)
+    del x, y
+    assert len(jobs) == 1 and kept() is None
