@@ -20,7 +20,7 @@ class StageAssignment:
     over the ranks runs backwards, so that with two chunks the first rank holds the first and the
     last stage (Qi et al. 2023, section 6).
 
-    Raises ValueError for sizes below one and for another shape.
+    Raises ValueError for sizes below one.
     """
 
     ranks: int
@@ -30,8 +30,6 @@ class StageAssignment:
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.chunks < 1:
             raise ValueError(f"a pipeline needs a rank and a chunk, not {self}")
-        if self.shape not in SHAPES:
-            raise ValueError(f"shape={self.shape!r} must be one of {', '.join(SHAPES)}")
 
     @property
     def stages(self) -> int:

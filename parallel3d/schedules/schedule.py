@@ -68,11 +68,8 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         UserError: an unknown name, or a number of chunks that the schedule does not have.
         ValueError: fewer than one rank, chunk or micro-batch.
     """
-    if ranks < 1 or microbatches < 1 or chunks < 1:
-        raise ValueError(
-            f"a schedule needs a rank, a chunk and a micro-batch, not {ranks=}, {chunks=}, "
-            f"{microbatches=}"
-        )
+    if microbatches < 1:
+        raise ValueError(f"a schedule needs a micro-batch, not {microbatches=}")
     if name not in NAMED_SCHEDULES:
         choice = nearest(name, NAMED_SCHEDULES) or "1f1b"
         raise UserError(

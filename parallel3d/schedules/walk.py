@@ -20,21 +20,12 @@ class Costs:
 
     `hop`: latency of a message to another rank; messages overlap with compute and cost their sender
     nothing, and chunks of one rank exchange none.
-
-    Raises ValueError for costs that are not positive and finite, or a negative hop.
     """
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
     weight: tuple[float, ...]
     hop: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "input", "weight"):
-            if not all(0 < cost < float("inf") for cost in getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
-        if not 0 <= self.hop < float("inf"):
-            raise ValueError(f"hop={self.hop} must not be negative")
 
     @classmethod
     def even(
@@ -217,21 +208,14 @@ def walk(
             made.
         count: micro-batches; default: the highest number + 1.
 
-    Raises ScheduleError for orders without an action, ValueError for costs of another number of
-    stages, IndexError for an action of another rank or beyond `count`; but not for
-    ranks that wait for ever: see `Walk.waits` and `ended`.
+    Raises ScheduleError for orders without an action, IndexError for an action of another rank or
+    beyond `count`; but not for ranks that wait for ever: see `Walk.waits` and `ended`.
     """
     if not blocks and not (program and all(program)):
         raise ScheduleError("the clock needs at least one stage and one action on every stage")
     if count is None:
         count = 1 + highest(program)
     costs = costs or Costs.even(placement)
-    given = [len(way) for way in (costs.forward, costs.input, costs.weight)]
-    if given != [placement.stages] * 3:
-        raise ValueError(
-            f"costs of {given[0]}, {given[1]} and {given[2]} stages do not fit "
-            f"{placement.stages} stages"
-        )
     walker = _Walker(program, placement, costs, blocks, count)
     places = _advance([walker.rank(rank) for rank in range(placement.ranks)])
     found = walker.found

@@ -108,13 +108,3 @@ def test_orders_that_can_never_run_are_refused() -> None:
     for empty in ([], [[]]):
         with pytest.raises(ScheduleError, match="at least one stage"):
             timed(empty, [1.0], [1.0])
-
-
-def test_costs_that_do_not_fit_are_refused() -> None:
-    orders = make("gpipe", 2, 2).orders
-    with pytest.raises(ValueError, match="costs of 3, 2 and 2 stages do not fit 2 stages"):
-        timed(orders, [1.0, 1.0, 1.0], [1.0, 1.0])
-    with pytest.raises(ValueError, match=r"input=\(0.0, 0.0\) must be positive"):
-        timed(orders, [1.0, 1.0], [0.0, 0.0])
-    with pytest.raises(ValueError, match=r"hop=-1.0 must not be negative"):
-        timed(orders, [1.0, 1.0], [1.0, 1.0], -1.0)
