@@ -31,14 +31,8 @@ def data_parallel_engine(
         initializer: of the stages; if `deferred`, each rank draws only the values that it keeps.
         dtype: the compute type.
         tied: names of tables that another rank holds too.
-
-    Raises:
-        ValueError: `ddp.shard_size` is not that of the groups (see `ProcessGroups.of_run`).
     """
     if config.zero > 1 and groups.dp_cp.size > 1:
-        shards = groups.dp_cp.size if groups.dp_inner.size == 1 else groups.dp_inner.size
-        if config.ddp.shard_size not in (None, shards):
-            raise ValueError(f"ddp.shard_size={config.ddp.shard_size}, but groups of {shards}")
         # Imported here: FSDP2 and DTensor take a second.
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 
@@ -88,16 +82,11 @@ def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
 def noise_scale(
     config: Config, engine: DataParallel, groups: ProcessGroups, tied: str | None
 ) -> NoiseScale:
-    """Creates a run's estimator; `tied`: name of the table that another stage holds too.
-
-    Raises:
-        ValueError: an engine without buckets, where no replica's own gradients can be read.
-    """
+    """Creates a run's estimator; `tied`: name of the table that another stage holds too."""
     parts = groups.dp.size if groups.dp.size > 1 else config.num_microbatches
     if not config.train.noise_scale:
         return NoiseScale(config.global_batch_size, parts, None)
-    if not isinstance(engine, BucketedDataParallel):
-        raise ValueError("the noise scale needs gradients in buckets: zero=0 or zero=1")
+    assert isinstance(engine, BucketedDataParallel)  # the checks see to it
     norms = PartialNorms(engine, groups, config.sp, tied)
     engine.observer = norms
     return NoiseScale(config.global_batch_size, parts, norms)
