@@ -10,7 +10,7 @@ from torch import nn
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
-from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel, current_values
+from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.transformer import Stage
@@ -28,7 +28,7 @@ def data_parallel_engine(
     """Creates the engine of `config.zero` for a rank's stages, whose parameters are fp32 or better.
 
     Args:
-        initializer: of the stages; if `deferred`, each rank draws only the values that it keeps.
+        initializer: of the stages, `deferred`: each rank draws only the values that it keeps.
         dtype: the compute type.
         tied: names of tables that another rank holds too.
     """
@@ -50,9 +50,7 @@ def data_parallel_engine(
         overlap=config.ddp.overlap,
         tied=tied,
         make_hook=lambda: comm_hook(config, groups),
-        values=(lambda p: initializer.values(spec_of(p)))
-        if initializer.deferred
-        else current_values,
+        values=lambda p: initializer.values(spec_of(p)),
     )
 
 
