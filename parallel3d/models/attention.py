@@ -82,8 +82,8 @@ def _activate(asked: str) -> None:
     except (AttributeError, ImportError, RuntimeError, ValueError) as error:
         raise UserError(
             f"attention_kernel={asked}: torch {torch.__version__} cannot use {module} here "
-            f"({first_line(error)}); the nearest is attention_kernel=flash, which torch brings "
-            "along."
+            f"({first_line(error).rstrip('.')}); the nearest is attention_kernel=flash, which "
+            "torch brings along."
         ) from error
 
 
@@ -101,7 +101,7 @@ def _try(config: Config, device: torch.device, kernel: str) -> None:
         raise UserError(
             f"attention_kernel={config.attention_kernel} has no kernel for heads of "
             f"{model.head_size} in {str(dtype).removeprefix('torch.')} on this "
-            f"{accelerator.name(device)} ({first_line(error)}); the nearest is "
+            f"{accelerator.name(device)} ({first_line(error).rstrip('.')}); the nearest is "
             "attention_kernel=auto, which takes the fastest that there is."
         ) from error
 
