@@ -91,10 +91,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
     A rank holds at most ranks - rank micro-batches, as many as keep it busy until its first
     gradient.
     """
-    return [
-        _in_turn(_forwards([microbatches], 1), _backwards(Kind.B, [microbatches], 1), warmup)
-        for warmup in reversed(range(ranks))
-    ]
+    forwards, backwards = (actions_of(kind, 0, microbatches) for kind in (Kind.F, Kind.B))
+    return [_in_turn(forwards, backwards, warmup) for warmup in reversed(range(ranks))]
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
@@ -105,12 +103,9 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
     group has reached the last stage and its gradient is back.
     """
     groups = _groups(ranks, microbatches)
+    forwards, backwards = (_by_group(kind, groups, chunks) for kind in (Kind.F, Kind.B))
     return [
-        _in_turn(
-            _forwards(groups, chunks),
-            _backwards(Kind.B, groups, chunks),
-            (chunks - 1) * groups[0] + 2 * (ranks - 1 - rank),
-        )
+        _in_turn(forwards, backwards, (chunks - 1) * groups[0] + 2 * (ranks - 1 - rank))
         for rank in range(ranks)
     ]
 
@@ -127,8 +122,9 @@ def interleaved_zero_bubble(
     Groups of `group` instead of `ranks` micro-batches hold more and need less where hops are slow.
     """
     groups = _groups(group or ranks, microbatches)
-    forwards = _forwards(groups, chunks)
-    inputs, weights = (_backwards(kind, groups, chunks) for kind in (Kind.I, Kind.W))
+    forwards, inputs, weights = (
+        _by_group(kind, groups, chunks) for kind in (Kind.F, Kind.I, Kind.W)
+    )
     orders = []
     for rank in range(ranks):
         warmup = min((chunks - 1) * groups[0] + ranks - 1 - rank, len(forwards))
@@ -188,19 +184,12 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
     return [size + 1] * more + [size] * (count - more)
 
 
-def _forwards(groups: Sequence[int], chunks: int) -> list[Action]:
-    return _by_group(Kind.F, groups, range(chunks))
-
-
-def _backwards(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
-    return _by_group(kind, groups, range(chunks - 1, -1, -1))
-
-
-def _by_group(kind: Kind, groups: Sequence[int], chunks: Sequence[int]) -> list[Action]:
+def _by_group(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
+    """A group passes all chunks before the next one does, from the last to the first but in F."""
     order: list[Action] = []
     first, count = 0, sum(groups)
     for size in groups:
-        for chunk in chunks:
+        for chunk in range(chunks) if kind == Kind.F else reversed(range(chunks)):
             order += actions_of(kind, chunk, count)[first : first + size]
         first += size
     return order
