@@ -39,28 +39,26 @@ class FlatGroup:
     the average of the weights; `steps` is the kernels' own step count, a scalar per segment.
     """
 
+    treated: Treatment
     weight_decay: float
     segments: list[Segment]
     state: dict[str, list[Tensor]]
     steps: list[Tensor]
-    lr_mult: float = 1.0
-    frozen: bool = False
 
     @classmethod
     def of(
         cls,
-        segments: list[Segment],
+        treated: Treatment,
         weight_decay: float,
+        segments: list[Segment],
         names: tuple[str, ...],
-        dtype: torch.dtype | None = None,
-        treated: Treatment = DEFAULT,
+        dtype: torch.dtype | None,
     ) -> FlatGroup:
         """Makes the states, zero, in `dtype` (None: that of the masters)."""
         masters = [s.master for s in segments]
         state = {name: [torch.zeros_like(m, dtype=dtype) for m in masters] for name in names}
         steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
-        decay = weight_decay * treated.wd_mult
-        return cls(decay, segments, state, steps, treated.lr_mult, treated.frozen)
+        return cls(treated, weight_decay * treated.wd_mult, segments, state, steps)
 
     @property
     def masters(self) -> list[Tensor]:
@@ -105,10 +103,10 @@ class Optimizer:
             by_shape = _split(some, is_hidden_shard) if muon is not None else {False: some}
             hidden, rest = by_shape.get(True, []), by_shape.get(False, [])
             kinds = [(True, optim.weight_decay), (False, 0.0)]
-            alike = [([s for s in rest if s.spec.decays is d], decay, names) for d, decay in kinds]
-            alike.append((hidden, optim.weight_decay, ("momentum",)))
-            self.groups += [FlatGroup.of(*each, dtype, treated) for each in alike if each[0]]
-        self.trained = [group for group in self.groups if not group.frozen]
+            alike = [(decay, [s for s in rest if s.spec.decays is d], names) for d, decay in kinds]
+            alike.append((optim.weight_decay, hidden, ("momentum",)))
+            self.groups += [FlatGroup.of(treated, *each, dtype) for each in alike if each[1]]
+        self.trained = [group for group in self.groups if not group.treated.frozen]
         # Of each segment whose states are rounded.
         rounded = [s for group in self.groups for s in group.segments if dtype and group.state]
         self.pieces = {id(s): pieces_of(s, seed) for s in rounded}
@@ -129,7 +127,7 @@ class Optimizer:
         rest: list[Tensor] = []
         for segment in self.segments:
             counts = counts_in_norm(segment, self.tp)
-            for tp_replicas, run in segment.runs():
+            for tp_replicas, run in segment.split(tp_replicas_of):
                 first = self.tp.index % tp_replicas == 0  # of the ranks that share the run
                 (counted if counts and first else rest).append(run.grad)
         return norm_share(counted, rest, self.device)
@@ -153,7 +151,7 @@ class Optimizer:
             if divisor is None:
                 torch._foreach_mul_([s.grad for s in self.segments], factor)
         for group in self.trained:
-            rate = learning_rate * group.lr_mult
+            rate = learning_rate * group.treated.lr_mult
             torch._foreach_add_(group.steps, 1)
             for some in self._rounded_pieces(group) if self.pieces else (group,):
                 if self.muon is not None and "momentum" in group.state:
@@ -268,7 +266,7 @@ class Optimizer:
         groups = [group for group in self.trained if "momentum" in group.state]
         muon.orthogonalize([s for group in groups for s in group.segments])
         for group in groups:
-            rate = learning_rate * group.lr_mult
+            rate = learning_rate * group.treated.lr_mult
             torch._foreach_mul_(group.masters, 1 - rate * group.weight_decay)
             torch._foreach_add_(group.masters, group.grads, alpha=-rate)
 
@@ -361,7 +359,7 @@ def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
     """
     shared: dict[int, list[Tensor]] = {}
     for segment in segments:
-        for tp_replicas, run in segment.runs():
+        for tp_replicas, run in segment.split(tp_replicas_of):
             shared.setdefault(tp_replicas, []).append(run.grad)
     sum_over_replicas(shared, tp)
 

@@ -362,10 +362,6 @@ class Segment:
             param, grad, master = (t[own] for t in (self.param, self.grad, self.master))
             yield kind, replace(self, param=param, grad=grad, master=master, parts=parts)
 
-    def runs(self) -> Iterator[tuple[int, Segment]]:
-        """Yields (tp_replicas, segment) of equally replicated runs, as `split`."""
-        return self.split(tp_replicas_of)
-
 
 @dataclass(frozen=True)
 class Chunk:
