@@ -128,7 +128,7 @@ def test_every_single_doubled_action_is_caught(name: str) -> None:
 
 def test_missing_microbatch_on_all_ranks_needs_the_number() -> None:
     plan = make("1f1b", 2, 3).plan()
-    assert check(plan).microbatches == 3
+    assert check(plan).messages == 6
     with pytest.raises(ScheduleError, match="rank 0 never does F3"):
         check(plan, 4)
     with pytest.raises(ScheduleError, match="rank 0 has F2, but micro-batches are 0 to 1"):
