@@ -199,8 +199,8 @@ def attend_block(
         out, sums = _viewed(out), _viewed(sums)
         q, k, v = map(_concatenated, (q, k, v))
         put = _write if block.is_first else merge
-        for rows, read, of_call in block.sequences:
-            parts = q[rows], k[read], v[read]
+        for rows, span, of_call in block.sequences:
+            parts = q[rows], k[span], v[span]
             found = aten._flash_attention_forward(*parts, *of_call, 0.0, block.is_first, False)
             put(out[rows], sums[rows], found[0], found[1].T)
         return
@@ -228,11 +228,11 @@ def differentiate_block(
     if _uses_varlen_kernel(q, kernel):
         of_q, of_k, of_v = map(_viewed, (of_q, of_k, of_v))
         grad, q, k, v, out, sums = map(_concatenated, (grad, q, k, v, out, sums))
-        for rows, read, of_call in block.sequences:
+        for rows, span, of_call in block.sequences:
             logs = sums[rows].T.contiguous()
-            parts = grad[rows], q[rows], k[read], v[read], out[rows], logs
+            parts = grad[rows], q[rows], k[span], v[span], out[rows], logs
             found = _flash_backward(parts, *of_call, block.is_first)
-            for x, value in zip((of_q[rows], of_k[read], of_v[read]), found, strict=True):
+            for x, value in zip((of_q[rows], of_k[span], of_v[span]), found, strict=True):
                 x.add_(value)
         return
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = _cpu_gradients

@@ -98,6 +98,9 @@ class ParameterSpec:
         """Whether this is the word embedding or a tied head's copy of it."""
         return any(shard.name == WORD_EMBEDDING for shard in self.shards)
 
+    def is_whole(self, tp: int) -> bool:
+        return self.replicated or all(shard.tp_replicas == tp for shard in self.shards)
+
     def split(
         self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int
     ) -> Iterator[tuple[Kind, int, int]]:
