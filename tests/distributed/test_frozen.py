@@ -38,7 +38,7 @@ def frozen_matrices_decay() -> Iterator[None]:
     def step(self: Optimizer, rate: float, *rest: Any) -> None:
         sound(self, rate, *rest)
         for group in self.groups:
-            if group.frozen:
+            if group.treated.frozen:
                 torch._foreach_mul_(group.masters, 1 - rate * group.weight_decay)
 
     with patch.object(Optimizer, "step", step):
