@@ -134,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_line("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # `parallel3d checkpoint ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
+        return _reader_gone()
     except OSError as error:  # of this process's own start; ranks log their own
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
@@ -145,6 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return _exit_code(stop)
     return 0
+
+
+def _reader_gone() -> int:
+    """Sends what Python still flushes at its end to nobody. Returns the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return READER_GONE
 
 
 def _run_hydra(app: str, arguments: list[str]) -> None:
@@ -218,7 +223,10 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
                 config, line = _with_earlier(app, config, typed, world_size)
         if app in ALONE:
             function = getattr(importlib.import_module(ALONE[app]), app)
-            return function(config, typed) if first else 0
+            try:
+                return function(config, typed) if first else 0
+            except BrokenPipeError:  # here, or Hydra prints a line of its own
+                return _reader_gone()
         if app in NEED_DATA:
             check_filled(config, typed, OwnFolder.path)
         if app == TRAIN and config.layout == "auto":
