@@ -5,13 +5,14 @@ python docs/context_parallel.py    # writes context_split.svg and context_attent
 
 from __future__ import annotations
 
+import textwrap
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from parallel3d.context_parallel.documents import Ints, SequenceSplit, work_of_ranks
-from parallel3d.topology.svg import GREY, INK, RAILS, Canvas
+from parallel3d.svg import GREY, INK, PALETTE, Canvas
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4
@@ -64,7 +65,7 @@ def split_svg() -> str:
         work = work_of_ranks(held, starts)
         canvas.text(24, top, title, size=13)
         for rank, a, b in runs_of(rank_of_positions(held)):
-            fill, ink = RAILS[rank]
+            fill, ink = PALETTE[rank]
             x, width = 24 + a * scale, (b - a) * scale
             canvas.rect(x, top + 8, width, 24, fill, "#ffffff", tip=f"rank {rank}: {a} to {b - 1}")
             if width > 14:
@@ -78,7 +79,7 @@ def _loads(canvas: Canvas, work: np.ndarray, left: float, top: float) -> None:
     canvas.text(left, top + 2, f"work; slowest {work.max() / work.mean():.2f} × mean", size=11)
     for rank, pairs in enumerate(work.tolist()):
         width = 130 * pairs / (1.6 * work.mean())
-        canvas.rect(left, top + 9 + 9 * rank, width, 7, RAILS[rank][0], tip=f"{pairs:,} pairs")
+        canvas.rect(left, top + 9 + 9 * rank, width, 7, PALETTE[rank][0], tip=f"{pairs:,} pairs")
 
 
 def attention_svg() -> str:
@@ -92,7 +93,7 @@ def attention_svg() -> str:
     canvas.text(24, 62, subtitle, size=13, fill=GREY)
     runs = runs_of(rank_of_positions(held))
     for rank, a, b in runs:
-        fill, ink = RAILS[rank]
+        fill, ink = PALETTE[rank]
         middle, width = (a + b) / 2 * scale, (b - a) * scale
         canvas.rect(left + a * scale, top - 26, width, 20, fill, "#ffffff")
         canvas.text(left + middle, top - 11, str(rank), size=12, anchor="middle", fill=ink)
@@ -113,7 +114,7 @@ def attention_svg() -> str:
                 (x, top + last * scale),
             ]
             path = "M" + " L".join(f"{cx:g},{cy:g}" for cx, cy in corners) + " Z"
-            canvas.path(path, RAILS[rank][0], 0)
+            canvas.path(path, PALETTE[rank][0], 0)
     for edge in edges[1:]:
         at = edge * scale
         canvas.line(left, top + at, left + side, top + at, GREY, 0.6)
@@ -124,7 +125,7 @@ def attention_svg() -> str:
         "all ranks; its length need not divide by anything. The padding at the end attends to "
         "itself and counts in no loss."
     )
-    for i, line in enumerate(Canvas.wrap(words, 250, 13)):
+    for i, line in enumerate(textwrap.wrap(words, 32)):
         canvas.text(left + side + 28, top + 14 + 20 * i, line, size=13, fill=INK)
     return canvas.svg("Attention over context-parallel ranks")
 

@@ -13,7 +13,7 @@ from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.commands.recipes import GROUP, recipe
 from parallel3d.config.overrides import presets
 from parallel3d.config.schema import Config
-from parallel3d.metrics.text import percent, si, three_digits
+from parallel3d.text import percent, si, three_digits
 
 HEAD = (
     *("recipe", "GPUs", "tokens a step", "peak GB", "of", "fits"),

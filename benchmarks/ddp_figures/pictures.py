@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from parallel3d.metrics.text import three_digits
-from parallel3d.topology.svg import GREY, NVLINK, RAILS, Canvas
+from parallel3d.svg import DARK, GREY, PALETTE, Canvas
+from parallel3d.text import three_digits
 
 WIDTH, HEIGHT, LEFT, TOP = 560.0, 280.0, 80.0, 100.0
 COLOURS = {
@@ -31,14 +31,14 @@ def curves(
     for quarter in range(5):
         y = bottom - quarter * HEIGHT / 4
         canvas.line(LEFT, y, LEFT + WIDTH, y, GREY, 0.6)
-        canvas.text(24, y + 4, three_digits(highest * quarter / 4), size=12, fill=NVLINK)
+        canvas.text(24, y + 4, three_digits(highest * quarter / 4), size=12, fill=DARK)
     for i, place in enumerate(places):
         canvas.text(LEFT + i * step, bottom + 20, place, size=12, anchor="middle")
-    canvas.text(24, TOP - 16, "ms", size=12, fill=NVLINK)
+    canvas.text(24, TOP - 16, "ms", size=12, fill=DARK)
     canvas.text(LEFT + WIDTH / 2, bottom + 44, below, size=13, anchor="middle")
     x = LEFT
     for number, (name, values) in enumerate(series.items()):
-        colour = RAILS[number % len(RAILS)][0]
+        colour = PALETTE[number % len(PALETTE)][0]
         points = [
             (LEFT + i * step, bottom - HEIGHT * value / highest)
             for i, value in enumerate(values)
@@ -80,5 +80,5 @@ def bars(title: str, rows: Mapping[str, Mapping[str, float]]) -> str:
                 canvas.text(x + width / 2, y + 16, words, size=11, anchor="middle", fill=ink)
             x += width
         y += 36
-    canvas.text(left, y + 10, "mean over the ranks; ms", size=12, fill=NVLINK)
+    canvas.text(left, y + 10, "mean over the ranks; ms", size=12, fill=DARK)
     return canvas.svg(title)

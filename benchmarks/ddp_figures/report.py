@@ -9,7 +9,7 @@ from benchmarks.ddp_figures.measures import PARTS
 from benchmarks.ddp_figures.nets import NETS
 from benchmarks.ddp_figures.pictures import bars, curves
 from parallel3d.metrics.jsonl import write_json
-from parallel3d.metrics.text import three_digits
+from parallel3d.text import three_digits
 
 Rows = Sequence[Mapping[str, object]]
 Series = dict[str, list[float | None]]

@@ -28,7 +28,7 @@ from parallel3d.data.preprocess import (
 from parallel3d.data.tokenizer import TOKENIZER, FileTokenizer, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, nearest_hint, print_line
 from parallel3d.files import plain, replace_durably
-from parallel3d.metrics.text import si
+from parallel3d.text import si
 
 DATA = "data"
 SMALLEST, LARGEST = 257, 1 << 24  # tokens of a trained tokenizer: 256 bytes and an end of text

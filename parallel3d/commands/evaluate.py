@@ -36,7 +36,7 @@ from parallel3d.models.transformer import Stage, blank_stage
 from parallel3d.run.directory import folder_in_run
 from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
-from parallel3d.topology.text import aligned
+from parallel3d.text import aligned
 
 LOGIT_TOKENS = 256  # whose logits over the whole vocabulary are in memory at a time
 

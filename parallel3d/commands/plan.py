@@ -60,9 +60,9 @@ from parallel3d.estimate.search import (
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import RankWork, time_orders
+from parallel3d.text import aligned
 from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.report import make_report, picture_of
-from parallel3d.topology.text import aligned
 
 IN_LOG_S = 10.0  # seconds between progress messages: most searches end before the first
 

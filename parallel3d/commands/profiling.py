@@ -51,6 +51,9 @@ class StepProfiler:
         self._layers = ExitStack()
         device = trainer.device
         self._api: Any = accelerator.module(device) if accelerator.is_accelerator(device) else None
+        memory = getattr(self._api, "memory", None)
+        has_history = keys.memory and hasattr(memory, "_record_memory_history")
+        self._memory: Any = memory if has_history else None
         if keys.steps and not self.steps and worker.rank == 0:
             print_line(
                 f"profile.steps=[{first},{last}] are done: this run goes on with step {next_step}, "
@@ -91,9 +94,9 @@ class StepProfiler:
     def _start(self) -> Ranges:
         trainer, device = self.trainer, self.trainer.device
         accelerator.synchronize(device)  # excludes the step before
-        if self.wants_memory and (memory := self._memory()) is not None:
-            memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
-        if self._is_under_nsys():
+        if self._memory is not None:
+            self._memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
+        if NSYS in os.environ and hasattr(self._api, "profiler"):
             self._api.profiler.start()
         else:
             if self._api is None:  # on a GPU its errors should be read
@@ -119,9 +122,9 @@ class StepProfiler:
         name = f"rank{self.worker.rank}-steps{self.steps[0]}-{self.steps[-1]}"
         if self._profile is not None:
             _write(folder / f"{name}.json.gz", self._profile.export_chrome_trace)
-        if self.wants_memory and (memory := self._memory()) is not None:
-            _write(folder / f"{name}-memory.pickle", memory._dump_snapshot)
-            memory._record_memory_history(enabled=None)
+        if self._memory is not None:
+            _write(folder / f"{name}-memory.pickle", self._memory._dump_snapshot)
+            self._memory._record_memory_history(enabled=None)
         elif self.wants_memory and self.reports:
             print_line("profile.memory=true: no snapshot is written, which needs a GPU")
         if self.reports and self._profile is not None:
@@ -131,14 +134,6 @@ class StepProfiler:
     def _steps_text(self) -> str:
         first, last = self.steps[0], self.steps[-1]
         return f"step {first}" if first == last else f"steps {first} to {last}"
-
-    def _memory(self) -> Any:
-        """Returns the module that records the allocator's history, or None."""
-        memory = getattr(self._api, "memory", None)
-        return memory if hasattr(memory, "_record_memory_history") else None
-
-    def _is_under_nsys(self) -> bool:
-        return NSYS in os.environ and hasattr(self._api, "profiler")
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:

@@ -14,7 +14,7 @@ from parallel3d.config.fields import show
 from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import UserError, nearest_hint
-from parallel3d.metrics.text import si
+from parallel3d.text import aligned, si
 
 RECIPES, INIT = "recipes", "init"
 GROUP = "experiment"
@@ -108,13 +108,7 @@ def row(name: str) -> tuple[str, ...]:
 
 def table() -> Iterator[str]:
     """Yields the lines of the list."""
-    rows = [HEAD, *map(row, presets(GROUP))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        yield "  ".join(
-            cell.rjust(width) if head == "tokens/step" else cell.ljust(width)
-            for head, cell, width in zip(HEAD, cells, widths, strict=True)
-        ).rstrip()
+    yield from aligned([HEAD, *map(row, presets(GROUP))], "<<<<><")
     yield ""
     yield f"parallel3d train {GROUP}=NAME starts one, parallel3d {RECIPES} copy NAME copies one."
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,6 @@ from parallel3d.files import no_link
 from parallel3d.metrics.jsonl import rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
 from parallel3d.metrics.recorder import STARTS
-from parallel3d.metrics.text import duration, si
 from parallel3d.run.directory import (
     CONFIG_FILE,
     NO_CONFIG,
@@ -43,6 +43,7 @@ from parallel3d.run.directory import (
     config_files,
     read_config,
 )
+from parallel3d.text import duration, si
 from parallel3d.topology.layout import DIMENSIONS
 
 COLUMNS = 1000  # places of a curve on the page
@@ -89,18 +90,12 @@ th{white-space:nowrap} h3{font-size:15px;margin:18px 0 6px}
 # A run's directory
 
 
-@dataclass
-class Points:
-    """One curve: steps, tokens so far and values; None where there is no number."""
+class Point(NamedTuple):
+    """One place of a curve; `tokens`: so far. The value is None where there is no number."""
 
-    steps: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    values: list[float | None] = field(default_factory=list)
-
-    def add(self, step: int, tokens: int, figure: float | None) -> None:
-        self.steps.append(step)
-        self.tokens.append(tokens)
-        self.values.append(figure)
+    step: int
+    tokens: int
+    value: float | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ class RunRecord:
     """One run as its directory tells it."""
 
     name: str
-    curves: Mapping[str, Points]  # by a logger's names
+    curves: Mapping[str, list[Point]]  # by a logger's names
     starts: list[dict[str, Any]]  # with first_step, tokens before it, started, host, layout
     configs: list[Config]  # of the first start, and of later ones with other keys
     summary: Mapping[str, Any]  # {} unless it is of the last start
@@ -119,12 +114,12 @@ class RunRecord:
     def last(self) -> tuple[int, int]:
         """The last step that has a line, and the tokens until then; zeros without one."""
         losses = self.curves.get(LOSS)
-        return (losses.steps[-1], losses.tokens[-1]) if losses else (0, 0)
+        return losses[-1][:2] if losses else (0, 0)
 
     def last_value(self, curve: str, pick: Any = None) -> float | None:
         """Returns the last number of a curve, or the one that `pick` chooses of all."""
-        points = self.curves.get(curve, Points())
-        numbers = [v for v in points.values if v is not None and np.isfinite(v)]
+        values = (point.value for point in self.curves.get(curve, []))
+        numbers = [v for v in values if v is not None and np.isfinite(v)]
         return (pick(numbers) if pick else numbers[-1]) if numbers else None
 
 
@@ -134,7 +129,7 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(_missing(runs_dir, name))
     metrics = folder / "metrics.jsonl"
-    curves: defaultdict[str, Points] = defaultdict(Points)
+    curves: defaultdict[str, list[Point]] = defaultdict(list)
     found: list[tuple[str, float | None]]
     for line in rows_of(metrics) if metrics.exists() else ():
         try:
@@ -143,11 +138,11 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
             else:
                 found = [(curve, value(line, key)) for key, curve in STEP_FIGURES.items()]
             for curve, figure in found:
-                curves[curve].add(line["step"], line["tokens"], figure)
+                curves[curve].append(Point(line["step"], line["tokens"], figure))
         except DAMAGED:  # also of a blend's parts, which are not drawn
             continue
     summary = _json(folder / "summary.json")
-    starts = _starts(folder / STARTS, curves.get(LOSS, Points()))
+    starts = _starts(folder / STARTS, curves.get(LOSS, []))
     if starts and summary.get("started") != starts[-1]["started"]:
         summary = {}  # of an earlier start
     state = summary.get("status") or "killed (it left no summary)"
@@ -187,15 +182,15 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _starts(path: Path, losses: Points) -> list[dict[str, Any]]:
+def _starts(path: Path, losses: Sequence[Point]) -> list[dict[str, Any]]:
     lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
     starts: list[dict[str, Any]] = []
     for line in lines:
         try:
             start = json.loads(line)
             first, at = int(start["first_step"]), str(start["started"])
-            before = int(np.searchsorted(losses.steps, first))
-            tokens = losses.tokens[before - 1] if before else 0
+            before = bisect_left(losses, first, key=lambda point: point.step)
+            tokens = losses[before - 1].tokens if before else 0
             starts.append({**start, "first_step": first, "started": at, "tokens": tokens})
         except DAMAGED:
             continue  # torn by a crash
@@ -228,13 +223,13 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def thinned(points: Points) -> dict[str, Any]:
+def thinned(points: Sequence[Point]) -> dict[str, Any]:
     """Returns a curve for the page: steps, tokens and value of at most COLUMNS places.
 
     A place that stands for several points has their mean, and beside it the lowest and the highest,
     so that spikes stay. `odd`: places with NaN or an infinity.
     """
-    values = np.array([np.nan if v is None else v for v in points.values], dtype=float)
+    values = np.array([np.nan if p.value is None else p.value for p in points], dtype=float)
     edges = np.linspace(0, len(values), min(len(values), COLUMNS) + 1).astype(int).tolist()
     found: dict[str, Any] = {"s": [], "t": [], "y": [], "low": [], "high": [], "odd": []}
     for begin, end in pairwise(edges):
@@ -242,10 +237,11 @@ def thinned(points: Points) -> dict[str, Any]:
         numbers = part[np.isfinite(part)]
         for name, pick in (("y", np.mean), ("low", np.min), ("high", np.max)):
             found[name].append(float(f"{pick(numbers):.6g}") if numbers.size else None)
-        step, tokens = points.steps[end - 1], points.tokens[end - 1]
+        step, tokens, _ = points[end - 1]
         found["s"].append(step)
         found["t"].append(tokens)
-        odd = (v for v in points.values[begin:end] if v is not None and not np.isfinite(v))
+        shown = (point.value for point in points[begin:end])
+        odd = (v for v in shown if v is not None and not np.isfinite(v))
         found["odd"] += [[step, tokens, str(v)] for v in list(odd)[:1]]
     if len(values) <= COLUMNS:  # each place is one point
         del found["low"], found["high"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +28,10 @@ from parallel3d.schedules.messages import peak_unread
 from parallel3d.schedules.schedule import ONE_CHUNK
 from parallel3d.schedules.table import write_table
 from parallel3d.schedules.walk import RankWork, Timeline, Walk, time_orders
+from parallel3d.text import aligned
 from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
-READER_LEFT = 128 + signal.SIGPIPE
 # Memory caps that the table shows besides 1F1B's, if the user gives none.
 MORE_MEMORY = (1.25, 1.5)
 
@@ -53,8 +50,7 @@ class Shown:
 def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
     """Prints the timeline and the table; writes the files asked for.
 
-    Returns the exit code: 0, or 141 if the reader of a pipe left. Raises UserError for what cannot
-    work.
+    Returns the exit code, 0. Raises UserError for what cannot work.
     """
     check_fields(config)
     keys = config.schedule
@@ -72,11 +68,7 @@ def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
         write("schedule.csv", keys.csv, write_table(found.choice.schedule))
     if keys.svg:
         write("schedule.svg", keys.svg, picture(config, found))
-    try:
-        print(text(config, found), flush=True)
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_LEFT
+    print(text(config, found), flush=True)
     return 0
 
 
@@ -173,17 +165,14 @@ def heading(config: Config, found: Shown) -> str:
 
 
 def _table(found: Shown) -> list[str]:
-    lines = [f"{'schedule':<16} {'chunks':>6} {'time':>10} {'overhead':>9} {'bubble':>7} "
-             f"{'activations':>12}"]  # fmt: skip
+    rows = [("schedule", "chunks", "time", "overhead", "bubble", "activations", "")]
     for row in found.rows:
-        placed = row.schedule.placement
-        mark = " ←" if row.schedule == found.choice.schedule else ""
-        lines.append(
-            f"{row_name(row):<16} {placed.chunks:>6} {row.seconds:>10.5g} {row.overhead:>9.1%} "
-            f"{row.bubble:>7.1%} {row.peak_live:>12.0%}{mark}"
-        )
-    lines.append("overhead: over the busiest rank's compute; activations: of 1F1B's peak")
-    return lines
+        mark = "←" if row.schedule == found.choice.schedule else ""
+        shares = f"{row.overhead:.1%}", f"{row.bubble:.1%}", f"{row.peak_live:.0%}"
+        chunks = f"{row.schedule.placement.chunks}"
+        rows.append((row_name(row), chunks, f"{row.seconds:.5g}", *shares, mark))
+    said = "overhead: over the busiest rank's compute; activations: of 1F1B's peak"
+    return [*aligned(rows, "<>>>>><"), said]
 
 
 def row_name(row: ScheduleChoice) -> str:

@@ -15,9 +15,10 @@ from parallel3d.estimate.balance import layers_of_stages, recompute_forwards
 from parallel3d.files import replace_durably
 from parallel3d.pipeline.executor import ActionTimes, Measured
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.draw import render_svg
+from parallel3d.schedules.draw import TimelinePicture
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.walk import Costs, Span, Timeline, time_orders
+from parallel3d.svg import Canvas
 from parallel3d.trainer import StepResult, Trainer
 
 LATER = 2  # steps before the drawn one: the first ones allocate and compile
@@ -136,19 +137,12 @@ def keys_of(costs: Sequence[float], hop: float) -> str:
 
 
 def pictures(measured: Timeline, simulated: Timeline, title: str) -> str:
-    until = max(measured.makespan, simulated.makespan)
-    above = render_svg(measured, f"{title}, measured", until=until)
-    below = render_svg(simulated, "the same costs on the clock, no hops", until=until)
-    width, height = 1200, _height(above) + _height(below)
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
-        f"height='{height}'>\n{above}<g transform='translate(0 {_height(above)})'>\n{below}</g>\n"
-        "</svg>\n"
-    )
-
-
-def _height(svg: str) -> int:
-    return int(svg.partition("height='")[2].partition("'")[0])
+    """Draws both, one below the other, on one axis."""
+    canvas, until = Canvas(), max(measured.makespan, simulated.makespan)
+    TimelinePicture(canvas, measured, 1200, until, " s").draw(f"{title}, measured")
+    below = "the same costs on the clock, no hops"
+    TimelinePicture(canvas, simulated, 1200, until, " s").draw(below)
+    return canvas.svg(title)
 
 
 def trace_events(timeline: Timeline) -> dict[str, list[dict[str, Any]]]:

@@ -46,11 +46,11 @@ from parallel3d.metrics.jsonl import Score, finite, write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_of
 from parallel3d.metrics.screen import evaluation_lines, length_words
-from parallel3d.metrics.text import si
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.optim import EMA
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
+from parallel3d.text import si
 from parallel3d.trainer import StepResult, Trainer
 
 # File in the run directory that asks a batch script to requeue the job.

@@ -13,7 +13,7 @@ from parallel3d.device.matmul import matmul
 from parallel3d.device.precision import COMPUTE
 from parallel3d.estimate.devices import find_device
 from parallel3d.host.memory import available_cores
-from parallel3d.metrics.text import si
+from parallel3d.text import si
 
 
 class PeakMemory(NamedTuple):

@@ -24,8 +24,7 @@ from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
-from parallel3d.metrics.text import duration, loss_words, percent, si, three_digits
-from parallel3d.topology.text import aligned
+from parallel3d.text import aligned, duration, loss_words, percent, si, three_digits
 
 REFRESH_PER_SECOND = 4  # drawn by a thread of the training process, at its expense
 RATE_WINDOW = 50  # steps that the remaining time is estimated from

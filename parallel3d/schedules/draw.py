@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections import defaultdict
+from collections.abc import Sequence
 
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Span, Timeline
+from parallel3d.svg import INK, Canvas
 
 _FILL = {Kind.F: "─", Kind.B: "━", Kind.I: "━", Kind.W: "─"}
 _IDLE = "·"
@@ -18,7 +19,6 @@ _KINDS = {
     Kind.W: "weight gradient",
 }
 
-_FONT = "font-family='system-ui, Helvetica, Arial, sans-serif'"
 # Blue, orange and green also differ in lightness, for grey print and colour-blind readers. Later
 # chunks are drawn in shades towards the second colour.
 _COLOURS = {
@@ -27,7 +27,6 @@ _COLOURS = {
     Kind.I: ("#f2a33a", "#f8cd8d"),
     Kind.W: ("#a3d69b", "#cdeac8"),
 }
-_INK = {Kind.F: "#ffffff", Kind.B: "#222222", Kind.I: "#222222", Kind.W: "#222222"}
 _EMPTY, _EDGE, _WAY = "#ffffff", "#d5dae0", "#5c636a"
 _MOST_BOXES = 8000  # above it, one path per colour and rank, without tooltips
 _MOST_WAYS = 1500  # messages whose lines are drawn
@@ -108,139 +107,122 @@ def render_svg(
     placement: StageAssignment | None = None,
     hop: float = 0.0,
     unit: str = " s",
-    until: float | None = None,
 ) -> str:
-    """Draws the classic pipeline diagram as a stand-alone SVG, `width` pixels wide.
+    """Draws the classic pipeline diagram as a stand-alone SVG, about `width` pixels wide.
 
     Boxes have their micro-batch's number where it fits and a tooltip with action and times, up to
     _MOST_BOXES. The title ends with the bubble: the idle share of all ranks' time. With `placement`
-    and `hop`, lines show up to _MOST_WAYS messages. The time axis ends at `until` (default:
-    makespan).
+    and `hop`, lines show up to _MOST_WAYS messages.
     """
-    ranks = len(timeline.spans)
-    row, gap = (34, 6) if ranks <= 16 else (max(12, 560 // ranks), 2)
-    top, left, right = 92, 76, 76
-    bottom = top + ranks * (row + gap)
-    height = bottom + 40
-    until = until or timeline.makespan
-    scale = (width - left - right) / until
-    chunks = 1 + max(span.action.chunk for spans in timeline.spans for span in spans)
-    label = "stage" if chunks == 1 else "rank"
-    size = 14 if row >= 20 else 10
-    heading = f"{escape(title)}: {timeline.bubble_fraction:.1%} bubble"
-    parts = [
-        "<svg xmlns='http://www.w3.org/2000/svg' data-by='parallel3d schedule' "
-        f"viewBox='0 0 {width} {height}' {_FONT}",
-        f"width='{width}' height='{height}' font-size='14' fill='#222222'>",
-        f"<rect width='{width}' height='{height}' fill='#ffffff'/>",
-        f"<text x='{left}' y='34' font-size='{20 if len(title) < 60 else 16}' "
-        f"font-weight='600'>{heading}</text>",
-        *_legend(timeline, left, chunks),
-        f"<text x='{width - right + 10}' y='{top - 10}' font-size='13'>idle</text>",
-    ]
-    few = sum(map(len, timeline.spans)) <= _MOST_BOXES
-    for rank, (spans, bubble) in enumerate(zip(timeline.spans, timeline.bubble, strict=True)):
-        y = top + rank * (row + gap)
-        middle = f"{y + row / 2 + 0.36 * size:g}"
-        text = f"y='{middle}' font-size='{size}'"
-        parts.append(f"<text x='{left - 10}' {text} text-anchor='end'>{label} {rank}</text>")
-        parts.append(
-            f"<rect x='{left}' y='{y}' width='{width - left - right}' height='{row}' "
-            f"fill='{_EMPTY}' stroke='{_EDGE}'/>"
-        )
-        parts += _boxes(spans, few, chunks, left, y, row, scale, unit)
-        parts.append(f"<text x='{width - right + 10}' {text}>{bubble:.1%}</text>")
+    picture = TimelinePicture(Canvas(), timeline, width, timeline.makespan, unit)
+    picture.draw(title)
     if placement is not None and hop > 0:
-        parts += _ways(timeline, placement, hop, (left, top, row, gap, scale))
-    parts += _axis(until, left, width - right, bottom, unit)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        picture.draw_messages(placement, hop)
+    return picture.canvas.svg(title, "parallel3d schedule")
 
 
-def _boxes(
-    spans: Sequence[Span], few: bool, chunks: int, left: int, y: int, row: int, scale: float,
-    unit: str,
-) -> Iterator[str]:  # fmt: skip
-    """Yields a box for each span; many as one path a colour, a tenth of the bytes."""
-    digits = max(len(str(span.action.microbatch)) for span in spans)
-    paths: dict[str, list[str]] = {}
-    for span in spans:
-        kind = span.action.kind
-        colour = _shade(kind, span.action.chunk, chunks)
-        x, w = left + span.start * scale, (span.end - span.start) * scale
-        if not few:
-            paths.setdefault(colour, []).append(f"M{x:.1f} {y}h{w:.1f}v{row}h-{w:.1f}z")
-            continue
-        tip = f"<title>{span.action}: {span.start:.6g}{unit} to {span.end:.6g}{unit}</title>"
-        edge = "stroke='#ffffff' stroke-width='1'" if w > 4 else ""
-        box = (
-            f"<g>{tip}<rect x='{x:.2f}' y='{y}' width='{w:.2f}' height='{row}' "
-            f"fill='{colour}' {edge}/>"
-        )
-        # A digit is about 0.6 em wide; the size fits the longest number, so that all are shown
-        # alike.
-        size = min(15.0, 0.8 * row, (w - 3) / (0.6 * digits))
-        if size >= 9:
-            ink = _INK[kind] if span.action.chunk * 2 < chunks else "#222222"
-            box += (
-                f"<text x='{x + w / 2:.2f}' y='{y + row / 2 + 0.36 * size:.2f}' "
-                f"text-anchor='middle' font-size='{size:.1f}' fill='{ink}'>"
-                f"{span.action.microbatch}</text>"
-            )
-        yield box + "</g>"
-    for colour, outlines in paths.items():
-        yield f"<path fill='{colour}' d='{''.join(outlines)}'/>"
+class TimelinePicture:
+    """One timeline, drawn below what its canvas holds; the time axis ends at `until`."""
 
+    def __init__(
+        self, canvas: Canvas, timeline: Timeline, width: int, until: float, unit: str
+    ) -> None:
+        self.canvas, self.timeline, self.until, self.unit = canvas, timeline, until, unit
+        ranks = len(timeline.spans)
+        self.row, self.gap = (34, 6) if ranks <= 16 else (max(12, 560 // ranks), 2)
+        self.top, self.left, self.right = canvas.bottom + 92, 76, width - 76
+        self.scale = (self.right - self.left) / until
+        self.chunks = 1 + max(span.action.chunk for spans in timeline.spans for span in spans)
 
-def _shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """Returns the colour of a kind, lighter from the first chunk to the last."""
-    share = chunk / (chunks - 1) if chunks > 1 else 0.0
-    first, last = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _COLOURS[kind])
-    return "#" + "".join(
-        f"{round(a + (b - a) * share):02x}" for a, b in zip(first, last, strict=True)
-    )
+    def x(self, seconds: float) -> float:
+        return round(self.left + seconds * self.scale, 2)
 
+    def y(self, rank: int) -> float:
+        return self.top + rank * (self.row + self.gap)
 
-def _ways(
-    timeline: Timeline,
-    placement: StageAssignment,
-    hop: float,
-    where: tuple[int, int, int, int, float],
-) -> Iterator[str]:
-    """Yields thin lines from the end of an action to the arrival of its message."""
-    left, top, row, gap, scale = where
-    lines = []
-    for rank, spans in enumerate(timeline.spans):
+    def draw(self, title: str) -> None:
+        canvas, timeline = self.canvas, self.timeline
+        heading = f"{title}: {timeline.bubble_fraction:.1%} bubble"
+        large = 20 if len(title) < 60 else 16
+        canvas.text(self.left, self.top - 58, heading, size=large, weight=600)
+        self._draw_legend()
+        label, size = "stage" if self.chunks == 1 else "rank", 14 if self.row >= 20 else 10
+        canvas.text(self.right + 10, self.top - 10, "idle", size=13)
+        few = sum(map(len, timeline.spans)) <= _MOST_BOXES
+        for rank, (spans, bubble) in enumerate(zip(timeline.spans, timeline.bubble, strict=True)):
+            y, middle = self.y(rank), self.y(rank) + self.row / 2 + 0.36 * size
+            canvas.text(self.left - 10, middle, f"{label} {rank}", size=size, anchor="end")
+            canvas.rect(self.left, y, self.right - self.left, self.row, _EMPTY, _EDGE)
+            (self._draw_boxes if few else self._draw_outlines)(spans, y)
+            canvas.text(self.right + 10, middle, f"{bubble:.1%}", size=size)
+        below = self.y(len(timeline.spans)) + 14
+        canvas.text(self.left, below, f"0{self.unit}", size=13)
+        canvas.text((self.left + self.right) / 2, below, "time →", size=13, anchor="middle")
+        canvas.text(self.right, below, f"{self.until:.4g}{self.unit}", size=13, anchor="end")
+
+    def _draw_legend(self) -> None:
+        x, y = self.left, self.top - 40
+        names = [(_COLOURS[kind][0], _KINDS[kind], "") for kind in _kinds(self.timeline)]
+        for colour, name, edge in [*names, (_EMPTY, "idle", _EDGE)]:
+            self.canvas.rect(x, y, 18, 18, colour, edge)
+            self.canvas.text(x + 26, y + 14, name, size=14)
+            x += 46 + 8 * len(name)
+        if self.chunks > 1:
+            words = "lighter: later chunk of the rank"
+            self.canvas.text(x + 10, y + 14, words, size=14, fill=_WAY)
+
+    def _draw_boxes(self, spans: Sequence[Span], y: float) -> None:
+        digits = max(len(str(span.action.microbatch)) for span in spans)
         for span in spans:
-            if span.action.kind == Kind.W:
-                continue
-            offset = 1 if span.action.kind == Kind.F else -1
-            reader = placement.neighbour(rank, span.action.chunk, offset)
-            if reader is None or reader[0] == rank:
-                continue
-            x1, x2 = left + span.end * scale, left + (span.end + hop) * scale
-            y1, y2 = (top + r * (row + gap) + row / 2 for r in (rank, reader[0]))
-            lines.append(f"M{x1:.2f} {y1:g}L{x2:.2f} {y2:g}")
-    if len(lines) <= _MOST_WAYS:
-        yield f"<path d='{''.join(lines)}' fill='none' stroke='{_WAY}' stroke-opacity='0.45'/>"
+            kind, unit = span.action.kind, self.unit
+            x, wide = self.x(span.start), round((span.end - span.start) * self.scale, 2)
+            tip = f"{span.action}: {span.start:.6g}{unit} to {span.end:.6g}{unit}"
+            edge = "#ffffff" if wide > 4 else ""
+            self.canvas.rect(x, y, wide, self.row, self._shade(span), edge, tip=tip)
+            # A digit is about 0.6 em wide; the size fits the longest number, so that all are shown
+            # alike.
+            size = min(15.0, 0.8 * self.row, (wide - 3) / (0.6 * digits))
+            if size >= 9:
+                dark = kind == Kind.F and span.action.chunk * 2 < self.chunks
+                self.canvas.text(
+                    x + wide / 2,
+                    y + self.row / 2 + 0.36 * size,
+                    str(span.action.microbatch),
+                    size=size,
+                    anchor="middle",
+                    fill="#ffffff" if dark else INK,
+                )
 
+    def _draw_outlines(self, spans: Sequence[Span], y: float) -> None:
+        """Draws boxes without words as one path a colour, a tenth of the bytes."""
+        paths: dict[str, list[str]] = defaultdict(list)
+        for span in spans:
+            wide = (span.end - span.start) * self.scale
+            outline = f"M{self.x(span.start):.1f} {y:g}h{wide:.1f}v{self.row}h-{wide:.1f}z"
+            paths[self._shade(span)].append(outline)
+        for colour, outlines in paths.items():
+            self.canvas.path("".join(outlines), colour, 0)
 
-def _legend(timeline: Timeline, left: int, chunks: int) -> Iterator[str]:
-    x = left
-    names = [(_COLOURS[kind][0], _KINDS[kind]) for kind in _kinds(timeline)]
-    for colour, name in [*names, (_EMPTY, "idle")]:
-        edge = f" stroke='{_EDGE}'" if colour == _EMPTY else ""
-        yield f"<rect x='{x}' y='52' width='18' height='18' fill='{colour}'{edge}/>"
-        yield f"<text x='{x + 26}' y='66'>{name}</text>"
-        x += 46 + 8 * len(name)
-    if chunks > 1:
-        yield f"<text x='{x + 10}' y='66' fill='#5c636a'>lighter: later chunk of the rank</text>"
+    def _shade(self, span: Span) -> str:
+        """Returns the colour of an action's kind, lighter from the first chunk to the last."""
+        share = span.action.chunk / (self.chunks - 1) if self.chunks > 1 else 0.0
+        ends = _COLOURS[span.action.kind]
+        first, last = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in ends)
+        mixed = (round(a + (b - a) * share) for a, b in zip(first, last, strict=True))
+        return "#" + "".join(f"{part:02x}" for part in mixed)
 
-
-def _axis(makespan: float, left: int, right: int, bottom: int, unit: str) -> list[str]:
-    """Returns the labels of the time axis."""
-    y = bottom + 14
-    return [
-        f"<text x='{left}' y='{y}' font-size='13'>0{unit}</text>",
-        f"<text x='{(left + right) / 2}' y='{y}' font-size='13' text-anchor='middle'>time →</text>",
-        f"<text x='{right}' y='{y}' font-size='13' text-anchor='end'>{makespan:.4g}{unit}</text>",
-    ]
+    def draw_messages(self, placement: StageAssignment, hop: float) -> None:
+        """Draws thin lines from the end of an action to the arrival of its message."""
+        lines = []
+        for rank, spans in enumerate(self.timeline.spans):
+            for span in spans:
+                if span.action.kind == Kind.W:
+                    continue
+                offset = 1 if span.action.kind == Kind.F else -1
+                reader = placement.neighbour(rank, span.action.chunk, offset)
+                if reader is None or reader[0] == rank:
+                    continue
+                y1, y2 = (self.y(r) + self.row / 2 for r in (rank, reader[0]))
+                lines.append(f"M{self.x(span.end)} {y1:g}L{self.x(span.end + hop)} {y2:g}")
+        if len(lines) <= _MOST_WAYS:
+            self.canvas.path("".join(lines), _WAY, 0.5)

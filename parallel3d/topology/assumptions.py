@@ -1,4 +1,4 @@
-"""Completes a configuration for commands that only calculate; guards the files they write."""
+"""Completes a configuration for commands that only calculate; reads and guards users' files."""
 
 from __future__ import annotations
 
@@ -53,6 +53,15 @@ def assume_batch(config: Config, dp: int, typed: Sequence[str]) -> tuple[Config,
     batch = config.micro_batch_size * dp * microbatches
     told = [f"global_batch_size={batch} ({microbatches} micro-batches a replica)"]
     return dataclasses.replace(config, global_batch_size=batch), told
+
+
+def read_given(key: str, name: str) -> str:
+    """Returns the text of the file that `key` names. Raises UserError if it cannot be read."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"{key}={show(name)} cannot be read: {reason}.") from None
 
 
 def check_free(name: str, wanted: str | None, mark: str, made_by: str) -> None:

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from parallel3d.text import shortened
+
 if TYPE_CHECKING:
     from parallel3d.config.schema import Config
 
@@ -22,11 +24,6 @@ class Coordinates(NamedTuple):
     dp: int
     cp: int
     tp: int
-
-    def named(self, has_cp: bool) -> str:
-        """Returns "pp 1, dp 0, tp 3", or "pp 1, dp 0, cp 0, tp 3" of a layout that has cp."""
-        cp = f", cp {self.cp}" if has_cp else ""
-        return f"pp {self.pp}, dp {self.dp}{cp}, tp {self.tp}"
 
 
 @dataclass(frozen=True)
@@ -92,14 +89,14 @@ class Layout:
         return Coordinates(**place)
 
     def named(self, rank: int) -> str:
-        """Returns the coordinates of a rank as text: "pp 1, dp 0, tp 3"."""
-        return self.coordinates(rank).named(self.cp > 1)
+        """Returns the coordinates of a rank as text: "pp 1, dp 0, tp 3", with cp if it is used."""
+        place = self.coordinates(rank)._asdict()
+        return ", ".join(f"{dim} {i}" for dim, i in place.items() if dim != "cp" or self.cp > 1)
 
-    def rank(self, place: Coordinates) -> int:
-        for dim, index in place._asdict().items():
-            if not 0 <= index < self.size(dim):
-                raise ValueError(f"{dim} index {index} is outside of 0..{self.size(dim) - 1}")
-        return sum(index * self.stride(dim) for dim, index in place._asdict().items())
+    def named_groups(self, rank: int) -> list[str]:
+        """Returns `tp group 4 5`, … of a rank, without groups of one."""
+        groups = {dim: self.group_of(rank, dim) for dim in DIMENSIONS if self.size(dim) > 1}
+        return [f"{dim} group {shortened(ranks)}" for dim, ranks in groups.items()]
 
     def group_of(self, rank: int, *dims: str) -> list[int]:
         """Returns the ranks that differ from `rank` only along `dims`, ascending."""

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.balance import layout_with_loops
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.files import replace_durably
+from parallel3d.topology.assumptions import read_given
 from parallel3d.topology.cluster.parts import Cluster, Link, Slots, natural
 from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
 from parallel3d.topology.search import place
@@ -49,13 +49,8 @@ class Process(NamedTuple):
 
 def ranks_of_file(config: Config, processes: Sequence[Process]) -> list[int]:
     """Returns `launch_ranks_by_file` of `rank_file`, which is checked to be given."""
-    path = Path(config.rank_file or "")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"rank_file={show(str(path))} cannot be read: {reason}.") from None
-    return launch_ranks_by_file(text, path.name, processes)
+    file = str(config.rank_file)
+    return launch_ranks_by_file(read_given("rank_file", file), Path(file).name, processes)
 
 
 def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> list[int]:
@@ -160,10 +155,7 @@ class PlacedRanks:
     @property
     def rank_of_launch(self) -> list[int]:
         """The rank of each launch rank."""
-        ranks = [0] * len(self.launch_ranks)
-        for rank, launch in enumerate(self.launch_ranks):
-            ranks[launch] = rank
-        return ranks
+        return np.argsort(self.launch_ranks).tolist()
 
 
 def wants_cluster(config: Config) -> bool:

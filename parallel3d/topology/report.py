@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +27,19 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops
 from parallel3d.estimate.network import StepPrice, Transfer, price_step
 from parallel3d.estimate.traffic import transfers
+from parallel3d.text import (
+    aligned,
+    byte_text,
+    count,
+    labelled,
+    ms,
+    percent,
+    wrap,
+)
 from parallel3d.topology.assumptions import assume_batch, assume_model, check_free, write
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
-from parallel3d.topology.layout import DIMENSIONS, Layout
+from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import (
     DimLinks,
     Loads,
@@ -41,23 +49,12 @@ from parallel3d.topology.links import (
     routes,
     warnings_for,
 )
+from parallel3d.topology.picture import cluster_svg
 from parallel3d.topology.placed_ranks import Process, ranks_of_file
 from parallel3d.topology.search import Candidate, place, search
-from parallel3d.topology.svg import cluster_svg
-from parallel3d.topology.text import (
-    aligned,
-    byte_text,
-    count,
-    labelled,
-    ms,
-    percent,
-    shortened,
-    wrap,
-)
 from parallel3d.topology.tiling import RankMapping
 
 MADE_BY = "parallel3d topology"
-READER_LEFT = 128 + signal.SIGPIPE
 LEAST_WIDTH = 40
 WORTH_SAYING = 0.005  # of the communication: smaller differences are within the model's error
 
@@ -188,8 +185,7 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     """Prints the groups, their price and warnings; writes the files asked for.
 
     `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
-    Returns the exit code: 0, or 141 if the reader of a pipe left. Raises UserError for what cannot
-    work.
+    Returns the exit code, 0. Raises UserError for what cannot work.
     """
     svg, json_file = config.topology.svg, config.topology.json
     check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
@@ -200,12 +196,8 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
         write("topology.json", json_file, text + "\n")
     if svg:
         write("topology.svg", svg, picture_of(report))
-    try:
-        write_report(report, [name for name in (svg, json_file) if name], sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_LEFT
+    write_report(report, [name for name in (svg, json_file) if name], sys.stdout)
+    sys.stdout.flush()
     return 0
 
 
@@ -305,11 +297,6 @@ def heading(report: TopologyReport, width: int) -> list[str]:
     if c.oversubscription is not None:
         wires["spine"] = c.spine
     speeds = [f"{k} {w.gb_per_s:g} GB/s {w.latency_us:g} µs" for k, w in wires.items()]
-    groups = "".join(
-        f"; {dim} group {shortened(layout.group_of(rank, dim))}"
-        for dim in DIMENSIONS
-        if layout.size(dim) > 1
-    )
     idle, slot = c.size - layout.world_size, int(report.placement.slots[rank])
     rows = {
         "cluster": f"{c.name}{origin}: {cluster_line(c)}",
@@ -319,7 +306,8 @@ def heading(report: TopologyReport, width: int) -> list[str]:
         "assumed": " ".join(report.assumed)
         and f"{' '.join(report.assumed)}, as no others were given",
         "idle": idle and f"{layout.world_size:,} of {c.size:,} GPUs hold ranks, {idle:,} idle",
-        "rank": f"{rank} = ({layout.named(rank)}) on {c.slot_name(slot)}{groups}",
+        "rank": f"{rank} = ({layout.named(rank)}) on "
+        + "; ".join([c.slot_name(slot), *layout.named_groups(rank)]),
     }
     return [line for label, text in rows.items() if text for line in labelled(label, text, width)]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parallel3d.errors import UserError, nearest
-from parallel3d.estimate.network import StepPrice, Transfer, price_step
+from parallel3d.estimate.network import Transfer, price_step
 from parallel3d.topology.cluster.parts import Cluster, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.topology.links import classify, refuse_unreachable
@@ -44,21 +44,17 @@ class Base:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tiling over a base, with its price."""
+    """A tiling over a base, with predicted seconds of a step's communication: infinity if a needed
+    wire is missing."""
 
     tiling: Tiling
     base: Base
     placement: RankMapping
-    price: StepPrice
+    seconds: float
     is_default: bool
 
     def __str__(self) -> str:
         return self.placement.how
-
-    @cached_property
-    def seconds(self) -> float:
-        """Predicted communication of a step; infinity if a needed wire is missing."""
-        return self.price.seconds if self.price.reachable else math.inf
 
     @property
     def cost(self) -> float:
@@ -83,7 +79,9 @@ def priced(
     name = f"default order {tiling}" if is_default else str(tiling)
     name += f", {base.note}" * bool(base.note)
     placement = RankMapping.tiled(cluster, layout, tiling, base.slots, name)
-    return Candidate(tiling, base, placement, price_step(placement, transfers), is_default)
+    price = price_step(placement, transfers)
+    seconds = price.seconds if price.reachable else math.inf
+    return Candidate(tiling, base, placement, seconds, is_default)
 
 
 def search(

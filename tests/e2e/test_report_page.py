@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from parallel3d.commands.report import MARK
-from parallel3d.commands.report_page import COLUMNS, Points, page_of, read_run, thinned
+from parallel3d.commands.report_page import COLUMNS, Point, page_of, read_run, thinned
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.metrics.peak import Peak, PeakMemory
@@ -214,11 +214,8 @@ def test_the_length_of_a_run_is_told_whatever_key_gives_it(
 
 
 def test_a_long_curve_keeps_its_spikes_and_its_nans() -> None:
-    points = Points()
-    for step in range(1, 100_001):
-        odd = {500: math.nan, 60_001: math.inf, 70_000: 1e6, 70_001: -1e6}
-        points.add(step, 8 * step, odd.get(step, 3.0))
-    curve = thinned(points)
+    odd = {500: math.nan, 60_001: math.inf, 70_000: 1e6, 70_001: -1e6}
+    curve = thinned([Point(n, 8 * n, odd.get(n, 3.0)) for n in range(1, 100_001)])
     assert len(curve["s"]) == len(curve["y"]) == COLUMNS
     assert (curve["s"][-1], curve["t"][-1]) == (100_000, 800_000)
     assert (max(curve["high"]), min(curve["low"])) == (1e6, -1e6)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 
 from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
 
@@ -79,8 +78,3 @@ def test_classes_of_links():
         *(LinkClass.SPINE, LinkClass.SPINE, LinkClass.SPINE, LinkClass.SPINE),
     ]
     assert cluster(2, 2, 2, oversubscription=None).link_class(0, 3) == LinkClass.NONE
-
-
-def test_lists_of_the_wrong_length_are_refused():
-    with pytest.raises(ValueError, match="node_unit has 2 entries, not 3"):
-        cluster(3, 2, 2, node_unit=(0, 1))

@@ -183,8 +183,6 @@ def test_rails_and_domains_by_local_index():
     )
     assert box.rail_of.tolist() == [1, 1, 0, 0] * 2
     assert box.domain.tolist() == [0, 0, 1, 0, 2, 2, 3, 2]
-    with pytest.raises(ValueError, match="local_rail has 3 entries, not 4"):
-        Cluster("odd", 2, 4, 4, 2, link, link, link, local_rail=(1, 1, 0))
 
 
 def test_a_cluster_is_made_without_torch():

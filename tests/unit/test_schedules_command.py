@@ -38,7 +38,7 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "zbv, 4 ranks, 2 chunks as a V, 8 micro-batches" in out
     assert "Sound: complete, ordered, paired, free of deadlock" in out
     drawn = ElementTree.fromstring(svg.read_text())
-    assert len([g for g in drawn.iter() if g.tag.endswith("}g")]) == 4 * 2 * 3 * 8
+    assert len([rect for rect in drawn if rect.find("{*}title") is not None]) == 4 * 2 * 3 * 8
     written = json.loads(rows.read_text())
     by_name = {row["name"]: row for row in written["schedules"]}
     assert set(NAMED_SCHEDULES) | {"auto"} <= set(by_name)
@@ -68,10 +68,9 @@ def test_stages_cost_what_those_of_the_model_do(
     assert (code, err) == (0, "")
     assert "F:I:W = 1:1:1 and the head" in out
     widths: dict[str, set[str]] = {}
-    for row in ElementTree.parse(svg).iter():
-        if row.tag.endswith("}g") and (tip := row.find("{*}title")) is not None:
-            width = row.find("{*}rect").get("width")  # type: ignore[union-attr]
-            widths.setdefault(str(tip.text)[0], set()).add(str(width))
+    for box in ElementTree.parse(svg).getroot():
+        if (tip := box.findtext("{*}title")) is not None:
+            widths.setdefault(tip[0], set()).add(str(box.get("width")))
     assert {kind: len(found) for kind, found in widths.items()} == {"F": 2, "B": 2}
     found = json.loads(rows.read_text())
     assert found["of_model"]

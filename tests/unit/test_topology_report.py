@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import io
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -20,6 +19,7 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import messages
+from parallel3d.text import byte_text, percent
 from parallel3d.topology.assumptions import assume_batch, assume_model, chosen_keys
 from parallel3d.topology.assumptions import preset as model_preset
 from parallel3d.topology.cluster.parts import LinkClass
@@ -36,7 +36,6 @@ from parallel3d.topology.report import (
     warning_lines,
     write_report,
 )
-from parallel3d.topology.text import byte_text
 
 TYPED = ("tp=8",)  # a command line that chose neither model nor batch
 
@@ -159,8 +158,8 @@ def test_table_of_groups_shows_the_price(name: str) -> None:
         shown = float(row[-1].replace(",", ""))
         assert shown == pytest.approx(priced.seconds * 1e3, rel=6e-3)
         for kind, count in links.pairs.items() if links else ():
-            share = 100 * count / sum(links.pairs.values())
-            assert re.search(rf"{report.cluster.label(kind)} {share:.0f}", " ".join(row))
+            share = percent(count / sum(links.pairs.values()))
+            assert f"{report.cluster.label(kind)} {share}" in " ".join(row)
     total = float(rows[-1][-1].replace(",", ""))
     assert total == pytest.approx(1e3 * report.price.seconds, rel=6e-3)
 

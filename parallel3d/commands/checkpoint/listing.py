@@ -24,8 +24,8 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import plain
-from parallel3d.metrics.text import duration, si
 from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, TEMPORARY, typed_config
+from parallel3d.text import aligned, duration, si
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")
 RIGHT = ("step", "age", "size", "loss")
@@ -181,6 +181,4 @@ def _log_unreadable(path: Path, error: OSError) -> None:
 def table(headings: Sequence[str], rows: list[dict[str, str]], right: Sequence[str]) -> str:
     """Aligns rows under their headings; the columns `right` to the right."""
     cells = [list(headings), *([plain(row[h]) for h in headings] for row in rows)]
-    columns = zip(headings, zip(*cells, strict=True), strict=True)
-    formats = [f"{'>' if h in right else '<'}{max(map(len, column))}" for h, column in columns]
-    return "\n".join("  ".join(map(format, row, formats)).rstrip() for row in cells)
+    return "\n".join(aligned(cells, ["<>"[heading in right] for heading in headings]))

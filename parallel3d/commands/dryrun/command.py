@@ -23,10 +23,10 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops, recompute_forwards, run_schedule
 from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.estimate.traffic import transfers
-from parallel3d.metrics.text import percent, si, three_digits
 from parallel3d.schedules.choose import measure
 from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.schedules.walk import RankWork
+from parallel3d.text import byte_text, percent, si, three_digits
 from parallel3d.topology.assumptions import check_free, chosen_keys, preset, write
 from parallel3d.topology.cluster.parts import cluster_from_config
 from parallel3d.topology.layout import layout_of
@@ -180,10 +180,6 @@ PART_LABELS = {
 Row = tuple[str, ...]
 
 
-def _bytes(value: float) -> str:
-    return f"{si(value)}B"
-
-
 def _ms(seconds: float) -> str:
     return f"{three_digits(1e3 * seconds)} ms"
 
@@ -196,9 +192,9 @@ def print_report(facts: Facts, stream: TextIO) -> None:
         console.print(Text(line))
     peak, whole, kept = (facts[f"{n}_bytes"] for n in ("peak", "gpu_memory", "reserve"))
     said = (
-        f"It {'fits' if facts['fits'] else 'does not fit'}: {_bytes(peak)} of "
-        f"{_bytes(whole - kept)} ({_bytes(whole)} less {_bytes(kept)} kept for context, NCCL and "
-        "fragments)"
+        f"It {'fits' if facts['fits'] else 'does not fit'}: {byte_text(peak)} of "
+        f"{byte_text(whole - kept)} ({byte_text(whole)} less {byte_text(kept)} kept for context, "
+        "NCCL and fragments)"
     )
     console.print(Text(said, style="bold green" if facts["fits"] else "bold red"))
     bubble = f", {percent(1 - facts['busy_share'])} of it the pipeline's bubble"
@@ -244,7 +240,7 @@ def _heading(facts: Facts) -> Iterator[str]:
 
 def _notes(facts: Facts) -> Iterator[str]:
     if facts["offloaded"]:
-        amounts = (f"{_bytes(n)} by {name}" for name, n in facts["offloaded"].items())
+        amounts = (f"{byte_text(n)} by {name}" for name, n in facts["offloaded"].items())
         yield f"Offload: {', '.join(amounts)}"
     if count := facts["host_syncs"]:
         where = ", ".join(f"{n:.0f} × {why}" for why, n in facts["host_waits"].items())
@@ -261,7 +257,7 @@ def _tables(facts: Facts) -> Iterator[tuple[str, Row, list[Row]]]:
         rows = [
             (
                 *(", ".join(map(str, row["stages"])), str(row["rank"])),
-                *(_bytes(row["peak_bytes"]), row["peak_in"], _bytes(row["start_peak_bytes"])),
+                *(byte_text(row["peak_bytes"]), row["peak_in"], byte_text(row["start_peak_bytes"])),
                 *(f"{si(row['flops'])}FLOP", _ms(row["seconds"]), "yes" if row["fits"] else "no"),
             )
             for row in facts["rows"]
@@ -271,9 +267,9 @@ def _tables(facts: Facts) -> Iterator[tuple[str, Row, list[Row]]]:
     kinds = {kind: (facts[f"{kind}_bytes"], live) for kind, live in facts["live_bytes"].items()}
     kinds["all"] = facts["peak_bytes"], facts["between_steps_bytes"]
     host = facts["host_bytes"]
-    rows = [(kind, *map(_bytes, both)) for kind, both in kinds.items() if any(both)]
-    rows += [("most while the trainer is built", _bytes(facts["start_peak_bytes"]), "")]
-    rows += [("pinned host memory", _bytes(host), _bytes(host))] * bool(host)
+    rows = [(kind, *map(byte_text, both)) for kind, both in kinds.items() if any(both)]
+    rows += [("most while the trainer is built", byte_text(facts["start_peak_bytes"]), "")]
+    rows += [("pinned host memory", byte_text(host), byte_text(host))] * bool(host)
     title = f"Memory of rank {facts['rank']}, which peaks in: {facts['peak_in']}"
     yield title, ("", "at the peak", "between steps"), rows
     rows = []
@@ -285,12 +281,12 @@ def _tables(facts: Facts) -> Iterator[tuple[str, Row, list[Row]]]:
             time = part.get("seconds", facts["seconds"])
             share = percent(time / (facts["seconds"] or 1.0))
             timed = ("", "") if name == "communication" else (_ms(time), share)
-            rows.append((label, f"{part['launches']:,.0f}", _bytes(part["bytes"]), work, *timed))
+            rows.append((label, f"{part['launches']:,.0f}", byte_text(part["bytes"]), work, *timed))
     head = ("", "launches", "moved", "work", "time", "share")
     yield f"A step of rank {facts['rank']}", head, rows
     if facts["groups"]:
         rows = [
-            (name, f"{group['calls']:,.0f}", _bytes(group["bytes_sent"]))
+            (name, f"{group['calls']:,.0f}", byte_text(group["bytes_sent"]))
             for name, group in facts["groups"].items()
         ]
         yield "Communication", ("group", "calls", "sent"), rows

@@ -7,6 +7,7 @@ from near to far PIX (one PCIe bridge), PXB (several), PHB (host bridge), NODE (
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections import Counter
@@ -128,7 +129,8 @@ def _distance(code: str) -> int:
 
 
 def parse_gpu_matrix(text: str) -> GpuMatrix:
-    """Parses `nvidia-smi topo -m`.
+    """Parses `nvidia-smi topo -m`: GPU0…, then the NICs, named `NIC0` or, by older drivers,
+    `mlx5_0`; later columns (`CPU Affinity`…) are left out.
 
     Raises UserError if there is no matrix, if a row is missing, cut off or unreadable, or if the
     halves of the matrix contradict each other.
@@ -137,54 +139,34 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     head = next((number for number, words in enumerate(lines) if words[:1] == ["GPU0"]), None)
     if head is None:
         raise UserError(f"{TOPO} printed no matrix of GPUs, but {shortened(text)!r}.")
-    columns = _columns(lines[head])
-    count = sum(name.startswith("GPU") for name in columns)
+    names = lines[head]
+    columns = names[: names.index("CPU")] if "CPU" in names else names
+    count = sum(bool(re.fullmatch(r"GPU[0-9]+", name)) for name in columns)
+    if columns[:count] != [f"GPU{gpu}" for gpu in range(count)] or len(set(columns)) < len(columns):
+        raise UserError(f"{TOPO}: the head {shortened(' '.join(names))!r} does not count the GPUs.")
     rows = {words[0]: words[1:] for words in lines[head + 1 :] if words and words[0] in columns}
     gpus, nics = [], []
     for gpu in range(count):
         cells = rows.get(f"GPU{gpu}", [])[: len(columns)]
-        if len(cells) < len(columns):
+        fits = [
+            code == "X" if place == gpu
+            else code in NEAR_TO_FAR or (place < count and NVLINK.fullmatch(code))
+            for place, code in enumerate(cells)
+        ]  # fmt: skip
+        if len(cells) < len(columns) or not all(fits):
             raise UserError(
-                f"{TOPO}: the row of GPU{gpu} has {len(cells)} cells, not {len(columns)}: is it "
-                f"cut off?"
+                f"{TOPO}: the row of GPU{gpu}, {shortened(' '.join(cells))!r}, cannot be read: it "
+                f"must have {len(columns)} cells, X for itself, NV and a number between GPUs, or "
+                f"{', '.join(NEAR_TO_FAR)}."
             )
-        _check_cells(gpu, cells, count)
         gpus.append(tuple(cells[:count]))
         nics.append(tuple(cells[count:]))
-    for a in range(count):
-        for b in range(a):
-            if gpus[a][b] != gpus[b][a]:
-                raise UserError(
-                    f"{TOPO}: GPU{a} to GPU{b} is {gpus[a][b]}, but back it is {gpus[b][a]}."
-                )
-    return GpuMatrix(tuple(gpus), tuple(nics))
-
-
-def _columns(words: list[str]) -> list[str]:
-    """Returns GPU0…, then the NICs, named `NIC0` or, by older drivers, `mlx5_0`.
-
-    Later columns (`CPU Affinity`…) are left out.
-    """
-    columns = words[: words.index("CPU")] if "CPU" in words else words
-    count = sum(bool(re.fullmatch(r"GPU[0-9]+", name)) for name in columns)
-    if columns[:count] != [f"GPU{gpu}" for gpu in range(count)] or len(set(columns)) < len(columns):
-        raise UserError(f"{TOPO}: the head {shortened(' '.join(words))!r} does not count the GPUs.")
-    return columns
-
-
-def _check_cells(gpu: int, cells: list[str], count: int) -> None:
-    for place, code in enumerate(cells):
-        fits = code in NEAR_TO_FAR or (place < count and NVLINK.fullmatch(code))
-        if place == gpu:
-            fits = code == "X"
-        if not fits:
+    for a, b in itertools.combinations(range(count), 2):
+        if gpus[a][b] != gpus[b][a]:
             raise UserError(
-                f"{TOPO}: {shortened(code)!r} in the row of GPU{gpu} is not known: it must be "
-                f"{', '.join(NEAR_TO_FAR)}, NV and a number between GPUs, X for itself."
+                f"{TOPO}: GPU{b} to GPU{a} is {gpus[b][a]}, but back it is {gpus[a][b]}."
             )
-
-
-TOPO_COMMAND = ["nvidia-smi", "topo", "-m"]
+    return GpuMatrix(tuple(gpus), tuple(nics))
 
 
 def _visible(environ: Mapping[str, str], count: int) -> list[int]:
@@ -213,7 +195,7 @@ def local_cluster(
 
     Raises UserError if nvidia-smi fails or is unreadable, or if the sizes do not fit.
     """
-    matrix = parse_gpu_matrix(run(TOPO_COMMAND))
+    matrix = parse_gpu_matrix(run(TOPO.split()))
     matrix = matrix.select(_visible(environ, len(matrix.gpus)))
     name, count = environ.get("SLURMD_NODENAME"), len(matrix.gpus)
     nodes = config.nodes or -(-(world_size or 1) // count)

@@ -54,15 +54,12 @@ class Cluster:
     `domain_gpus` GPUs share NVLink: a part of a node, a node, or several nodes (NVL72). Local GPU g
     has its NIC on rail g mod `rails`. A *unit* (NVIDIA's scalable unit) is `unit_nodes` nodes with
     one leaf switch a rail; the spine joins the leaf switches and carries 1/`oversubscription` of
-    the NICs'
-    bandwidth. `oversubscription` None: there is no spine.
+    the NICs' bandwidth. `oversubscription` None: there is no spine.
 
-    `node_gpus`, `node_domain` and `node_unit` are for uneven nodes; empty, they follow from the
-    sizes.
-    A domain of `node_domain` is whole nodes. `local_rail` and `local_domain`: each local GPU's rail
-    and domain in unusual nodes. `origin` describes the source.
-
-    Raises ValueError for lists of the wrong length; `cluster_of` checks the sizes.
+    `node_gpus`, `node_domain` and `node_unit`, an entry a node, are for uneven nodes; empty, they
+    follow from the sizes. A domain of `node_domain` is whole nodes. `local_rail` and
+    `local_domain`: each local GPU's rail and domain in unusual nodes. `origin` describes the
+    source.
     """
 
     name: str
@@ -84,15 +81,6 @@ class Cluster:
     origin: str = ""
     intra: str = "nvlink"
     network: str = "infiniband"
-
-    def __post_init__(self) -> None:
-        for name in ("node_names", "node_gpus", "node_domain", "node_unit"):
-            if getattr(self, name) and len(getattr(self, name)) != self.nodes:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, not {self.nodes}")
-        most = max(self.node_gpus, default=self.gpus_per_node)
-        for name in ("local_rail", "local_domain"):
-            if getattr(self, name) and len(getattr(self, name)) < most:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, not {most}")
 
     @cached_property
     def _gpus(self) -> Slots:
@@ -174,8 +162,7 @@ class Cluster:
         Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In this order
         domains and units are contiguous; a domain in several units belongs to that of its first
         slot. Whole domains and full units come first, so that a missing GPU only affects the groups
-        of the tail. The sort is
-        stable: an even cluster in order stays as it is.
+        of the tail. The sort is stable: an even cluster in order stays as it is.
         """
         domain_first, domain_size = _first_and_size(self.domain)
         unit_first, unit_size = _first_and_size(self.unit)
@@ -260,7 +247,20 @@ def cluster_from_config(config: ClusterConfig, world_size: int | None = None) ->
 
     Raises UserError for sizes that contradict each other, or fewer GPUs than ranks.
     """
-    return cluster_of(config, *_nodes_and_gpus(config, world_size), "the configuration")
+    nodes, gpus = config.nodes, config.gpus_per_node
+    if gpus is None:
+        nodes = nodes or 1
+        gpus = USUAL_NODE if world_size is None else -(-world_size // nodes)
+    if nodes is None:
+        needed = config.domain_gpus or gpus if world_size is None else world_size
+        nodes = -(-needed // gpus)
+    if world_size is not None and nodes * gpus < world_size:
+        raise UserError(
+            f"cluster.nodes={nodes} of cluster.gpus_per_node={gpus} are {nodes * gpus} GPUs, and "
+            f"{world_size} ranks need one each; the nearest is "
+            f"cluster.nodes={-(-world_size // gpus)}."
+        )
+    return cluster_of(config, nodes, gpus, "the configuration")
 
 
 def cluster_of(
@@ -298,23 +298,6 @@ def cluster_of(
         network=config.network,
         **sizes,
     )
-
-
-def _nodes_and_gpus(config: ClusterConfig, world_size: int | None) -> tuple[int, int]:
-    nodes, gpus = config.nodes, config.gpus_per_node
-    if gpus is None:
-        nodes = nodes or 1
-        gpus = USUAL_NODE if world_size is None else -(-world_size // nodes)
-    if nodes is None:
-        needed = config.domain_gpus or gpus if world_size is None else world_size
-        nodes = -(-needed // gpus)
-    if world_size is not None and nodes * gpus < world_size:
-        raise UserError(
-            f"cluster.nodes={nodes} of cluster.gpus_per_node={gpus} are {nodes * gpus} GPUs, and "
-            f"{world_size} ranks need one each; the nearest is "
-            f"cluster.nodes={-(-world_size // gpus)}."
-        )
-    return nodes, gpus
 
 
 def _check_domain(domain: int, gpus: int) -> None:

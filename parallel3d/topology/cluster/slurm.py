@@ -18,12 +18,13 @@ from typing import Any
 
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
+from parallel3d.topology.assumptions import read_given
 from parallel3d.topology.cluster.parts import Cluster, cluster_of
 
 MOST_NODES = 1_000_000  # a longer list is a mistake, and would fill the memory
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 
 
 def expand_hostlist(text: str, what: str = "node list") -> list[str]:
@@ -81,26 +82,25 @@ def shortened(text: str, most: int = 60) -> str:
 
 def expand_tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
     """Expands the tasks of each node: `8(x3),4` is 8, 8, 8, 4. Raises UserError if malformed."""
-    tasks: list[int] = []
-    for part in text.split(","):
-        match = REPEATED.fullmatch(part.strip())
-        repeats = int(match[2] or 1) if match else 0
-        if match is None or int(match[1]) < 1 or repeats < 1:
-            raise UserError(
-                f"{name}={shortened(text)!r} cannot be read: it must look like 8(x3),4."
-            )
-        if len(tasks) + repeats > MOST_NODES:
-            raise UserError(f"{name}={shortened(text)!r} is for more than {MOST_NODES:,} nodes.")
-        tasks += [int(match[1])] * repeats
-    return tasks
+    matches = [REPEATED.fullmatch(part.strip()) for part in text.split(",")]
+    parts = [(int(match[1]), int(match[2] or 1)) for match in matches if match]
+    if len(parts) < len(matches) or sum(repeats for _, repeats in parts) > MOST_NODES:
+        raise UserError(
+            f"{name}={shortened(text)!r} cannot be read: it must look like 8(x3),4 and be for at "
+            f"most {MOST_NODES:,} nodes."
+        )
+    return [tasks for tasks, repeats in parts for _ in range(repeats)]
 
 
 # Formats: SchedMD/slurm doc/man/man5/topology.conf.5, src/plugins/topology/{tree,block}.
 # topology/tree names leaf switches; topology/block names blocks, the NVLink domains of multi-node
 # NVLink systems.
 
-KEYS = ("switchname", "blockname", "aggregatedblock", "blocksizes")  # the first of a line
-MORE_KEYS = ("nodes", "switches", "level", "linkspeed", "blockindex", "blocksize")
+LINE = re.compile(
+    r"(SwitchName|BlockName|AggregatedBlock|BlockSizes)=\S+"
+    r"(\s+(Nodes|Switches|Level|LinkSpeed|BlockIndex|BlockSize)=\S+)*",
+    re.IGNORECASE,
+)
 FORMS = "SwitchName=… Nodes=… or Switches=…, or BlockName=… Nodes=…"
 
 
@@ -129,7 +129,10 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
         if not line.strip():
             continue
         where = f"{what} line {number}"
-        fields = _fields(line, where)
+        if not LINE.fullmatch(line.strip()):
+            raise UserError(f"{where}, {shortened(line)!r}, cannot be read: it must be {FORMS}.")
+        words = [word.partition("=") for word in line.split()]
+        fields = {key.lower(): value for key, _, value in words}
         head, name = next(iter(fields.items()))
         if head not in ("switchname", "blockname"):
             continue
@@ -157,19 +160,6 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
             f"it: is it cut off?"
         )
     return topology
-
-
-def _fields(line: str, where: str) -> dict[str, str]:
-    """Returns the values of a line by key in lower case."""
-    fields: dict[str, str] = {}
-    for word in line.split():
-        name, _, value = word.partition("=")
-        name = name.lower()
-        known = (*KEYS, *MORE_KEYS) if fields else KEYS
-        if not value or name not in known or name in fields:
-            raise UserError(f"{where}, {shortened(word)!r}, cannot be read: it must be {FORMS}.")
-        fields[name] = value
-    return fields
 
 
 def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, str]:
@@ -322,7 +312,9 @@ def _topology(
 ) -> tuple[SlurmTopology, str]:
     """Returns the topology and its source: a file, addresses, or scontrol."""
     if config.topology_file is not None:
-        return _from_file(config.topology_file), f"cluster.topology_file={config.topology_file}"
+        text = read_given("cluster.topology_file", config.topology_file)
+        topology = parse_topology(text, Path(config.topology_file).name)
+        return topology, f"cluster.topology_file={config.topology_file}"
     own = (environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""))
     if addresses is not None:
         known = {node: addresses[node] for node in names if node in addresses}
@@ -336,15 +328,6 @@ def _topology(
     if not text.strip() and not own[1]:
         return SlurmTopology(), "Slurm"
     return parse_topology(text, what), what
-
-
-def _from_file(name: str) -> SlurmTopology:
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"cluster.topology_file={name} cannot be read: {reason}.") from None
-    return parse_topology(text, Path(name).name)
 
 
 def _numbered(names: list[str], group: Mapping[str, str]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from parallel3d.metrics.text import duration, percent, si
+from parallel3d.text import duration, percent, si
 
 
 @pytest.mark.parametrize(

@@ -1,151 +1,30 @@
-"""SVG of a cluster with its ranks, domains, rails and spine, and a canvas that measures text."""
+"""Draws a cluster with its ranks, domains, rails and spine.
+
+A row is a node, a cell a GPU with its rank, in the colour of its group with the chosen rank. Below
+a cell is its NVLink, to its right its NIC and the line up to its rail's leaf switch; each leaf
+switch has one of its uplinks drawn, to the spine at the right. Widths grow with bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from html import escape
+import textwrap
 
 import numpy as np
 
+from parallel3d.svg import DARK, GREY, INK, PALETTE, Canvas
+from parallel3d.text import byte_text
+from parallel3d.topology.cluster.parts import Slots
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import Loads
-from parallel3d.topology.text import byte_text
 from parallel3d.topology.tiling import RankMapping
 
-BACKGROUND = "#ffffff"
-INK = "#212529"
-GREY, NVLINK, SPINE, WARNING = "#868e96", "#495057", "#343a40", "#c92a2a"
-INTRA = {"nvlink": NVLINK, "pcie": "#a0522d"}  # lines by what joins a domain
-# Colours of the chosen rank and of its groups.
-GROUPS = {"rank": INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
-# Colours of rails, and of text on them; they repeat after eight.
-RAILS = (
-    *(("#4e79a7", "#ffffff"), ("#f28e2b", INK), ("#59a14f", "#ffffff"), ("#e15759", "#ffffff")),
-    *(("#3aa6a0", "#ffffff"), ("#d9b520", INK), ("#b07aa1", "#ffffff"), ("#9c755f", "#ffffff")),
-)
-FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
-MARGIN = 24
-# Widths in em, overestimated, so that any common font fits.
-NARROW, WIDE = "ijlt.,:;'|!()[] ", "mwMW@—…"
-
-
-class Canvas:
-    """Collects elements; `right` and `bottom` are the borders of everything drawn so far."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-        self.right = 0.0
-        self.bottom = 0.0
-
-    @staticmethod
-    def measure(text: str, size: float) -> float:
-        """Estimates the width of `text` in pixels, never below that of common fonts."""
-        widths = (0.36 if c in NARROW else 0.95 if c in WIDE else 0.64 for c in text)
-        return size * sum(widths)
-
-    @staticmethod
-    def wrap(text: str, width: float, size: float) -> list[str]:
-        """Breaks words into lines of at most `width` pixels."""
-        lines: list[str] = []
-        for word in text.split():
-            longer = f"{lines[-1]} {word}" if lines else word
-            if lines and Canvas.measure(longer, size) <= width:
-                lines[-1] = longer
-            else:
-                lines.append(word)
-        return lines
-
-    def _grow(self, right: float, bottom: float) -> None:
-        self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        *,
-        size: float,
-        anchor: str = "start",
-        fill: str = INK,
-        weight: int = 400,
-    ) -> None:
-        """Draws words whose baseline begins at, or is centred on, (x, y)."""
-        wide = self.measure(words, size) * (1.06 if weight > 400 else 1)
-        self._grow(x + (wide / 2 if anchor == "middle" else wide), y + 0.3 * size)
-        align = "" if anchor == "start" else f" text-anchor='{anchor}'"
-        bold = "" if weight == 400 else f" font-weight='{weight}'"
-        self.parts.append(
-            f"<text x='{x:g}' y='{y:g}' font-size='{size:g}' fill='{fill}'{align}{bold}>"
-            f"{escape(words, quote=False)}</text>"
-        )
-
-    def rect(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        fill: str,
-        stroke: str = "",
-        *,
-        radius: float = 0,
-        dash: str = "",
-        tip: str = "",
-        **marks: object,
-    ) -> None:
-        """Draws a rectangle; `tip` is its tooltip; `marks`: its class as `cls`, data-…."""
-        self._grow(x + width, y + height)
-        edge = f" stroke='{stroke}' stroke-width='1.2'" if stroke else ""
-        edge += f" stroke-dasharray='{dash}'" if dash else ""
-        edge += f" rx='{radius:g}'" if radius else ""
-        head = (
-            f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' fill='{fill}'{edge}"
-            f"{_attributes(marks)}"
-        )
-        self.parts.append(f"{head}><title>{escape(tip)}</title></rect>" if tip else f"{head}/>")
-
-    def line(
-        self, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, **marks: object
-    ) -> None:
-        """Draws a straight line; a hairline (under 1) is dashed."""
-        self._grow(max(x1, x2) + width / 2, max(y1, y2) + width / 2)
-        dash = " stroke-dasharray='2 2'" if width < 1 else ""
-        self.parts.append(
-            f"<line x1='{x1:g}' y1='{y1:g}' x2='{x2:g}' y2='{y2:g}' stroke='{colour}' "
-            f"stroke-width='{width:.3g}'{dash}{_attributes(marks)}/>"
-        )
-
-    def path(self, commands: str, colour: str, width: float, **marks: object) -> None:
-        """Draws a path within what other elements span; width 0 fills it."""
-        ink = f"fill='{colour}'"
-        if width:
-            ink = f"fill='none' stroke='{colour}' stroke-width='{width:g}'"
-        self.parts.append(f"<path d='{commands}' {ink}{_attributes(marks)}/>")
-
-    def svg(self, title: str) -> str:
-        """Returns the document, with a background and a margin around everything."""
-        width, height = round(self.right) + MARGIN, round(self.bottom) + MARGIN
-        head = (
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' "
-            f"width='{width}' height='{height}' font-family=\"{FONT}\" data-by='parallel3d'>"
-        )
-        tip = f"<title>{escape(title)}</title>"
-        back = f"<rect width='{width}' height='{height}' fill='{BACKGROUND}'/>"
-        return "\n".join([head, tip, back, *self.parts, "</svg>"]) + "\n"
-
-
-def _attributes(marks: Mapping[str, object]) -> str:
-    words = {"class" if name == "cls" else f"data-{name}": mark for name, mark in marks.items()}
-    return "".join(f" {name}='{escape(str(mark))}'" for name, mark in words.items())
-
-
-# A row is a node, a cell a GPU with its rank, in the colour of its group with the chosen rank.
-# Below a cell is its NVLink, to its right its NIC and the line up to its rail's leaf switch; each
-# leaf switch has one of its uplinks drawn, to the spine at the right. Widths grow with bytes. Of
-# more than MAX_NODES nodes the most relevant to the chosen rank are drawn, the others counted.
+SPINE, WARNING = "#343a40", "#c92a2a"
+INTRA = {"nvlink": DARK, "pcie": "#a0522d"}  # lines by what joins a domain
 CHOSEN = "rank"  # mark of the chosen rank itself
+# Colours of the chosen rank and of its groups.
+GROUPS = {CHOSEN: INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
 GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
-MAX_NODES = 40
+MAX_NODES = 40  # of more, the most relevant to the chosen rank are drawn, the others counted
 
 CELL_H, GAP, STUB, ROW = 22, 28, 9, 50  # pixels; GAP between the cells of a row
 LEAF, BAR = 17, 13  # from one leaf switch to the next, and the height of one
@@ -156,8 +35,8 @@ def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, sub
     """Returns the SVG; `loads` gives the line widths."""
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)
-    for line, words in enumerate(canvas.wrap(subtitle, 1000, size=13)):
-        canvas.text(24, 62 + 18 * line, words, size=13, fill=NVLINK)
+    for line, words in enumerate(textwrap.wrap(subtitle, 120)):
+        canvas.text(24, 62 + 18 * line, words, size=13, fill=DARK)
     picture = _Picture(canvas, placement, rank, loads)
     picture.draw(canvas.bottom + 22)
     picture.legend(canvas.bottom + 34)
@@ -176,13 +55,15 @@ def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> li
     cluster, layout = placement.cluster, placement.layout
     if cluster.nodes <= limit:
         return list(range(cluster.nodes))
-    chosen = {int(cluster.node[placement.slots[rank]]): None}
-    for dim, most in {"tp": limit, "cp": limit // 4, "pp": limit // 2, "dp": limit // 4}.items():
-        if dim == "dp":
-            chosen |= dict.fromkeys((0, 1, cluster.nodes - 1))
+
+    def nodes_of(dim: str) -> list[int]:
         nodes = cluster.node[placement.slots[layout.group_of(rank, dim)]].tolist()
-        chosen |= dict.fromkeys(list(dict.fromkeys(nodes))[:most])
-    return sorted(list(chosen)[:limit])
+        return list(dict.fromkeys(nodes))
+
+    chosen = [int(cluster.node[placement.slots[rank]]), *nodes_of("tp")]
+    chosen += [*nodes_of("cp")[: limit // 4], *nodes_of("pp")[: limit // 2]]
+    chosen += [0, 1, cluster.nodes - 1, *nodes_of("dp")[: limit // 4]]
+    return sorted(list(dict.fromkeys(chosen))[:limit])
 
 
 class _Picture:
@@ -197,12 +78,13 @@ class _Picture:
         names = [Canvas.measure(self.cluster.node_name(node), 12) for node in shown]
         self.left = 24 + 18 + max(names)
         self.right = self.column(max(len(self.gpus(node)) for node in shown)) + 8
+        self.hidden = self.cluster.nodes - len(shown)
         # Units that are drawn, each with its nodes in the order of their domains.
         first = np.minimum(self.cluster.first_slot, self.cluster.size - 1)
-        self.unit_of, domain = self.cluster.unit[first], self.cluster.domain[first]
+        unit, domain = self.cluster.unit[first], self.cluster.domain[first]
         self.units: dict[int, list[int]] = {}
-        for node in sorted(shown, key=lambda n: (int(self.unit_of[n]), int(domain[n]), n)):
-            self.units.setdefault(int(self.unit_of[node]), []).append(node)
+        for node in sorted(shown, key=lambda n: (int(unit[n]), int(domain[n]), n)):
+            self.units.setdefault(int(unit[node]), []).append(node)
 
     def draw(self, top: float) -> None:
         """Draws the spine above and at the right of all units, and the units."""
@@ -223,13 +105,11 @@ class _Picture:
         if over is not None:
             last = bottom - ROW * len(nodes)
             self.canvas.rect(self.right + 30, top + 20, 14, last - top - 20, SPINE, radius=6)
-        away = ~np.isin(self.unit_of, list(self.units))
-        if away.any():
-            hidden = np.unique(self.unit_of).size - len(self.units)
-            text = f"not drawn: {hidden:,} more units, {away.sum():,} nodes"
-            self.canvas.text(24, bottom + 16, text, size=12, fill=NVLINK)
+        if self.hidden:
+            text = f"not drawn: {self.hidden:,} more nodes"
+            self.canvas.text(24, bottom + 16, text, size=12, fill=DARK)
 
-    def gpus(self, node: int) -> np.ndarray:
+    def gpus(self, node: int) -> Slots:
         """Returns the slots of a node."""
         return np.arange(*np.searchsorted(self.cluster.node, (node, node + 1)))
 
@@ -254,43 +134,35 @@ class _Picture:
                 rail = int(self.cluster.rail_of[slot])
                 lines[rail, x + self.cell + GAP / 2] = y + CELL_H / 2
         for (rail, x), end in lines.items():
-            colour, y = RAILS[rail % 8][0], bars + rail * LEAF + BAR
+            colour, y = PALETTE[rail % 8][0], bars + rail * LEAF + BAR
             self.canvas.line(x, y, x, end, colour, 2, cls="rail", unit=unit, rail=rail)
         for rail in sorted({rail for rail, _ in lines}):  # over the lines of the rails above
             self.leaf(unit, rail, bars + rail * LEAF)
-        bottom = first + len(nodes) * ROW
-        if hidden := int((self.unit_of == unit).sum()) - len(nodes):
-            text = f"… and {hidden:,} more nodes of this unit"
-            self.canvas.text(self.left + 12, bottom + 4, text, size=12, fill=NVLINK)
-            bottom += 12
-        return bottom
+        return first + len(nodes) * ROW
 
     def domains(self, nodes: list[int], first: float) -> None:
-        """Draws frames around domains, inside a node or around several, and their links."""
-        found: dict[int, list[tuple[int, list[int]]]] = {}  # domain -> (row, local indices)
+        """Draws a frame around each domain, and the line that its GPUs hang on."""
+        found: dict[int, list[tuple[int, int]]] = {}  # domain -> (row, local index)
         for row, node in enumerate(nodes):
-            slots = self.gpus(node)
-            for domain in np.unique(self.cluster.domain[slots]).tolist():
-                local = self.cluster.local[slots[self.cluster.domain[slots] == domain]].tolist()
-                found.setdefault(domain, []).append((row, local))
-        colour, kind = INTRA[self.cluster.intra], self.cluster.intra
-        for domain, parts in found.items():
-            wide = len(np.unique(self.cluster.node[self.cluster.domain == domain])) > 1
-            begin = 24.0 if wide else self.column(parts[0][1][0]) - 8
-            end = (
-                max(self.column(local[-1]) for _, local in parts) + self.cell + (20 if wide else 8)
-            )
-            y, last = (first + row * ROW for row in (parts[0][0], parts[-1][0]))
+            for slot in self.gpus(node):
+                place = row, int(self.cluster.local[slot])
+                found.setdefault(int(self.cluster.domain[slot]), []).append(place)
+        kind, bus = self.cluster.intra, CELL_H + STUB
+        for domain, places in found.items():
+            rows, columns = ({place[i] for place in places} for i in (0, 1))
+            left, right = self.column(min(columns)), self.column(max(columns)) + self.cell
+            y, last = first + min(rows) * ROW, first + max(rows) * ROW
             tip = f"{self.cluster.intra_name} domain {domain}"
-            frame = (begin, y - 8, end - begin, last - y + ROW - 6, "#f1f3f5", "#adb5bd")
+            frame = (left - 8, y - 8, right - left + 16, last - y + ROW - 6, "#f1f3f5", "#adb5bd")
             self.canvas.rect(*frame, radius=7, tip=tip, cls="domain", domain=domain)
-            bus, down = self.left + 4 if wide else begin + 8, CELL_H + STUB
-            for row, local in parts:
-                if wide or len(local) > 1:
-                    at, stop = first + row * ROW + down, self.column(local[-1]) + self.cell
-                    self.canvas.line(bus, at, stop, at, colour, 2.5, cls=kind)
-            if wide:
-                self.canvas.line(bus, y + down, bus, last + down, colour, 2.5, cls=kind)
+            if len(rows) > 1:
+                ends = (left - 4, y + bus, left - 4, last + bus)
+                self.canvas.line(*ends, INTRA[kind], 2.5, cls=kind)
+            for row in rows if len(places) > 1 else ():
+                begin = left - 4 if len(rows) > 1 else left
+                end = self.column(max(local for r, local in places if r == row)) + self.cell
+                ends = (begin, first + row * ROW + bus, end, first + row * ROW + bus)
+                self.canvas.line(*ends, INTRA[kind], 2.5, cls=kind)
 
     def gpu(self, slot: int, x: float, y: float) -> None:
         rank, rail = int(self.placement.ranks[slot]), int(self.cluster.rail_of[slot])
@@ -299,7 +171,7 @@ class _Picture:
         middle, right, half = x + self.cell / 2, x + self.cell, y + CELL_H / 2
         intra, bottom = self.cluster.intra, y + CELL_H
         self.wire(intra, middle, bottom, middle, bottom + STUB, INTRA[intra], sent)
-        self.wire("nic", right, half, right + GAP / 2, half, RAILS[rail % 8][0], network)
+        self.wire("nic", right, half, right + GAP / 2, half, PALETTE[rail % 8][0], network)
         tip = (
             f"{f'rank {rank}' if rank >= 0 else 'no rank'} on {self.cluster.slot_name(slot)}, rail "
             f"{rail}: {self.cluster.intra_name} {byte_text(sent)}, {self.cluster.nic_name} "
@@ -314,7 +186,7 @@ class _Picture:
 
     def leaf(self, unit: int, rail: int, y: float) -> None:
         """Draws a leaf switch and one of its uplinks."""
-        colour, ink = RAILS[rail % 8]
+        colour, ink = PALETTE[rail % 8]
         sent, port = float(self.loads.uplink[unit, rail]), float(self.loads.port[unit, rail])
         if self.cluster.oversubscription is not None:
             middle = y + BAR / 2
@@ -355,7 +227,7 @@ class _Picture:
         canvas.text(x, y + 1, words, size=13)
         x += Canvas.measure(words, 13) + 20
         for nbytes in (largest, largest / 4, largest / 16, 0.0) if largest else (0.0,):
-            canvas.line(x, y - 4, x + 34, y - 4, NVLINK, self.thickness(nbytes), cls="sample")
+            canvas.line(x, y - 4, x + 34, y - 4, DARK, self.thickness(nbytes), cls="sample")
             canvas.text(x + 42, y + 1, byte_text(nbytes), size=13)
             x += 42 + Canvas.measure(byte_text(nbytes), 13) + 22
         words = (

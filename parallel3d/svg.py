@@ -1,0 +1,118 @@
+"""Writes SVG: a canvas that collects elements and measures text, and colours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+BACKGROUND = "#ffffff"
+INK, DARK, GREY = "#212529", "#495057", "#868e96"
+# Colours that can be told apart, and of text on them.
+PALETTE = (
+    *(("#4e79a7", "#ffffff"), ("#f28e2b", INK), ("#59a14f", "#ffffff"), ("#e15759", "#ffffff")),
+    *(("#3aa6a0", "#ffffff"), ("#d9b520", INK), ("#b07aa1", "#ffffff"), ("#9c755f", "#ffffff")),
+)
+FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+MARGIN = 24
+# Widths in em, overestimated, so that any common font fits.
+NARROW, WIDE = "ijlt.,:;'|!()[] ", "mwMW@—…"
+
+
+class Canvas:
+    """Collects elements; `right` and `bottom` are the borders of everything drawn so far."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.right = 0.0
+        self.bottom = 0.0
+
+    @staticmethod
+    def measure(text: str, size: float) -> float:
+        """Estimates the width of `text` in pixels, never below that of common fonts."""
+        widths = (0.36 if c in NARROW else 0.95 if c in WIDE else 0.64 for c in text)
+        return size * sum(widths)
+
+    def _grow(self, right: float, bottom: float) -> None:
+        self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: float,
+        anchor: str = "start",
+        fill: str = INK,
+        weight: int = 400,
+    ) -> None:
+        """Draws words whose baseline begins at, is centred on or ends at (x, y), by `anchor`."""
+        wide = self.measure(words, size) * (1.06 if weight > 400 else 1)
+        self._grow(x + wide * {"start": 1, "middle": 0.5, "end": 0}[anchor], y + 0.3 * size)
+        align = "" if anchor == "start" else f" text-anchor='{anchor}'"
+        bold = "" if weight == 400 else f" font-weight='{weight}'"
+        self.parts.append(
+            f"<text x='{x:g}' y='{y:g}' font-size='{size:g}' fill='{fill}'{align}{bold}>"
+            f"{escape(words, quote=False)}</text>"
+        )
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        stroke: str = "",
+        *,
+        radius: float = 0,
+        dash: str = "",
+        tip: str = "",
+        **marks: object,
+    ) -> None:
+        """Draws a rectangle; `tip` is its tooltip; `marks`: its class as `cls`, data-…."""
+        self._grow(x + width, y + height)
+        edge = f" stroke='{stroke}' stroke-width='1.2'" if stroke else ""
+        edge += f" stroke-dasharray='{dash}'" if dash else ""
+        edge += f" rx='{radius:g}'" if radius else ""
+        head = (
+            f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' fill='{fill}'{edge}"
+            f"{_attributes(marks)}"
+        )
+        self.parts.append(f"{head}><title>{escape(tip)}</title></rect>" if tip else f"{head}/>")
+
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, **marks: object
+    ) -> None:
+        """Draws a straight line; a hairline (under 1) is dashed."""
+        self._grow(max(x1, x2) + width / 2, max(y1, y2) + width / 2)
+        dash = " stroke-dasharray='2 2'" if width < 1 else ""
+        self.parts.append(
+            f"<line x1='{x1:g}' y1='{y1:g}' x2='{x2:g}' y2='{y2:g}' stroke='{colour}' "
+            f"stroke-width='{width:.3g}'{dash}{_attributes(marks)}/>"
+        )
+
+    def path(self, commands: str, colour: str, width: float, **marks: object) -> None:
+        """Draws a path within what other elements span; width 0 fills it."""
+        ink = f"fill='{colour}'"
+        if width:
+            ink = f"fill='none' stroke='{colour}' stroke-width='{width:g}'"
+        self.parts.append(f"<path d='{commands}' {ink}{_attributes(marks)}/>")
+
+    def svg(self, title: str, made_by: str = "parallel3d") -> str:
+        """Returns the document, with a background and a margin around everything."""
+        width, height = round(self.right) + MARGIN, round(self.bottom) + MARGIN
+        head = (
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' "
+            f"width='{width}' height='{height}' font-family=\"{FONT}\" data-by='{made_by}'>"
+        )
+        tip = f"<title>{escape(title)}</title>"
+        # A tooltip shows over the words on its shape as well.
+        style = "<style>text{pointer-events:none}</style>"
+        back = f"<rect width='{width}' height='{height}' fill='{BACKGROUND}'/>"
+        return "\n".join([head, tip, style, back, *self.parts, "</svg>"]) + "\n"
+
+
+def _attributes(marks: Mapping[str, object]) -> str:
+    words = {"class" if name == "cls" else f"data-{name}": mark for name, mark in marks.items()}
+    return "".join(f" {name}='{escape(str(mark))}'" for name, mark in words.items())
