@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.ddp_figures.nets import inputs, made
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.commands.bench.operations import timed_calls
+from parallel3d.commands.bench.measure import timed_calls
 from parallel3d.data_parallel.ddp import DistributedDataParallel
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.device.accelerator import is_accelerator, module, synchronize

@@ -18,16 +18,24 @@ from parallel3d.commands.bench.comm import (
     size,
     table,
 )
-from parallel3d.commands.bench.measure import Where, dimensions
-from parallel3d.commands.bench.operations import (
+from parallel3d.commands.bench.measure import (
     BenchOperation,
     CallCounts,
+    Where,
+    dimensions,
     pattern,
     reduced,
     slowest_rank,
 )
-from parallel3d.commands.bench.preflight import GroupTime, judge, off_the_price
-from parallel3d.commands.bench.probe import Finding, findings_in, pairs_to_probe, turns
+from parallel3d.commands.bench.probe import (
+    Finding,
+    GroupTime,
+    findings_in,
+    judge,
+    off_the_price,
+    pairs_to_probe,
+    turns,
+)
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
@@ -289,16 +297,6 @@ def test_the_table_is_never_cut_off(width: int) -> None:
         assert cell in text
     assert ("5.34 ms" in text) == (width >= 120)
     assert ("0.00068" in text) == (width >= 120)
-
-
-def test_a_row_that_is_not_offered_says_so_in_the_table() -> None:
-    key = {"dim": "tp", "op": "all_reduce", "reduction": "avg", "training_path": False, "size": 4}
-    refused = [key | {"mode": mode, "not_offered": "no AVG"} for mode in ("alone", "together")]
-    console = Console(width=120)
-    with console.capture() as captured:
-        console.print(table("tp", [row("alone"), row("together"), *refused], 120))
-    (line,) = [line for line in captured.get().splitlines() if "all-reduce avg" in line]
-    assert "not offered" in line
 
 
 def test_durations_and_sizes_are_short() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,18 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench import measure as bench_rows
-from parallel3d.commands.bench.measure import ALONE, TOGETHER, Measurement, Progress, Where
-from parallel3d.commands.bench.operations import MEASURING_SHARE, BenchOperation, is_trainings
+from parallel3d.commands.bench.measure import (
+    ALONE,
+    MEASURING_SHARE,
+    TOGETHER,
+    BenchOperation,
+    Measurement,
+    Progress,
+    Where,
+    all_rows,
+    is_trainings,
+    sites,
+)
 from parallel3d.commands.bench.probe import Finding, Pair, probe
 from parallel3d.config.schema import Config
 from parallel3d.estimate.network import ring_time
@@ -49,9 +58,8 @@ def make_console() -> Console:
 def table(dim: str, rows: list[dict], width: int) -> Table:
     """Returns the table of one dimension, both modes of an operation side by side, with the columns
     that fit; the JSON file has all of them."""
-    first = next(row for row in rows if "not_offered" not in row)
-    count, measured = first["groups_of_the_dimension"], first["groups_measured"]
-    groups = f"{count} group{'s' if count > 1 else ''} of {first['ranks_of_a_group']}"
+    count, measured = rows[0]["groups_of_the_dimension"], rows[0]["groups_measured"]
+    groups = f"{count} group{'s' if count > 1 else ''} of {rows[0]['ranks_of_a_group']}"
     some = f", {measured} of them alone" if measured < count else ""
     result = Table(title=f"{dim}: {groups}{some}", title_justify="left", box=SIMPLE, pad_edge=False)
     result.padding = (0, 1, 0, 0)
@@ -66,9 +74,6 @@ def table(dim: str, rows: list[dict], width: int) -> Table:
     label = ""
     for (op, reduction, *_), by_mode in side_by_side(rows).items():
         alone, name = by_mode[ALONE], BenchOperation(op, reduction).label
-        if "not_offered" in alone:
-            result.add_row(name, "not offered")
-            continue
         cells = [size(alone["bytes"])]
         for mode in modes:
             row = by_mode[mode]
@@ -121,13 +126,13 @@ def bench_comm(config: Config, worker: Worker) -> int:
     started = time.perf_counter()
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     where = Where.find(config, worker, groups.layout)
-    sites = bench_rows.sites(groups, device, config.launch)
-    rows = bench_rows.all_rows(sites, config.bench.sizes, groups.layout)
+    mine = sites(groups, device, config.launch)
+    rows, left_out = all_rows(mine, config.bench.sizes, groups.layout)
     results: list[dict] = []
     with _progress(console, worker) as progress:
         measurement = Measurement(
             rows,
-            sites,
+            mine,
             where,
             config.bench.warmup,
             config.bench.iterations,
@@ -140,13 +145,13 @@ def bench_comm(config: Config, worker: Worker) -> int:
                 console.print(table(dim, done, console.width))
         worker.phase = "bench comm: probing pairs"
         findings, pairs = probe(where, groups, device, config.bench.outlier)
-    for site in sites.values():
+    for site in mine.values():
         site.close()
     groups.close()
     if console:
         path = Path(config.bench.json) if config.bench.json else worker.run_dir / "bench.json"
         seconds = time.perf_counter() - started
-        facts = report(config, where, results, findings, pairs, seconds)
+        facts = report(config, where, results, left_out, findings, pairs, seconds)
         write_json(path, facts)
         cut = f", {measurement.rows_cut} with fewer calls than asked" * bool(measurement.rows_cut)
         summary = f"{len(results)} rows in {seconds:.0f} s{cut}: {path}"
@@ -166,13 +171,12 @@ def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
     """Yields a function that sets this rank's phase, and shows a bar on rank 0's terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = console is not None and console.is_terminal
-    with Bar(*columns, console=console, transient=True) if shown else nullcontext() as bar:
-        task = bar.add_task("") if bar else None
+    with Bar(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task("")
 
         def tell(what: str, done: int, of: int) -> None:
             worker.phase = f"bench comm: {what}"
-            if bar is not None and task is not None:
-                bar.update(task, description=what, completed=done, total=of)
+            bar.update(task, description=what, completed=done, total=of)
 
         yield tell
 
@@ -191,6 +195,9 @@ class MeasuredOperation:
     n: int
     nbytes: int
     seconds: float
+
+    def price(self, link: Link) -> float:
+        return ring_time(self.op, self.n, self.nbytes, link)
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
     if len({s.nbytes for s in samples}) < 2:
         return None
     # Seconds per microsecond of latency, and per nanosecond a byte (1 / (GB/s)).
-    each = np.array([[_cost(s, Link(1e30, 1.0)), _cost(s, Link(1.0, 0.0))] for s in samples])
+    each = np.array([[s.price(Link(1e30, 1.0)), s.price(Link(1.0, 0.0))] for s in samples])
     seconds = np.array([s.seconds for s in samples])
     found = np.log((seconds[:, None] / each).min(axis=0))
     for _ in range(200):  # Gauss-Newton on the logarithms of both, with short steps
@@ -236,12 +243,8 @@ def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
         found = (found + step.clip(-0.5, 0.5)).clip(-LIMIT, LIMIT)
     latency, slowness = np.exp(found).tolist()
     link = Link(1 / slowness, latency)
-    factors = [max(p := _cost(s, link) / s.seconds, 1 / p) for s in samples]
+    factors = [max(p := s.price(link) / s.seconds, 1 / p) for s in samples]
     return Fit(link, len(samples), statistics.median(factors))
-
-
-def _cost(sample: MeasuredOperation, link: Link) -> float:
-    return ring_time(sample.op, sample.n, sample.nbytes, link)
 
 
 def _round(value: float) -> float:
@@ -253,10 +256,10 @@ def fits(results: list[dict]) -> dict[str, Fit]:
     """Fits each link class by the collectives of training, on its path and with all groups busy."""
     samples: dict[str, dict[tuple, MeasuredOperation]] = {}
     for row in results:
-        if "not_offered" in row or not is_trainings(row["dim"], row["op"], row["reduction"]):
-            continue
         several = row["groups_of_the_dimension"] > 1
-        if several and row["mode"] != bench_rows.TOGETHER:
+        if not is_trainings(row["dim"], row["op"], row["reduction"]):
+            continue
+        if several and row["mode"] != TOGETHER:
             continue
         key = (row["dim"], row["op"], row["size"])
         of_class = samples.setdefault(row["link"], {})
@@ -272,6 +275,7 @@ def report(
     config: Config,
     where: Where,
     results: list[dict],
+    left_out: dict[str, str],
     findings: list[Finding],
     pairs: dict[Pair, list[float]],
     seconds: float,
@@ -283,7 +287,7 @@ def report(
         "cluster": where.placement.cluster.name,
         "placement": where.placement.how,
         "seconds": seconds,
-        "not_measured": bench_rows.dimensions(layout)[1],
+        "not_measured": left_out,
         "findings": [finding.facts(where) for finding in findings],
         "fitted": {
             kind: found.overrides(LinkClass[kind.upper()], config.cluster.rail_gb_per_s)
@@ -310,9 +314,7 @@ def conclusions(
         lines.append(
             f"No rank and none of {pairs} pairs is slower than {outlier:g} times the median."
         )
-    left_out = {row["not_offered"] for row in facts["rows"] if "not_offered" in row}
-    not_measured = [*facts["not_measured"].items(), *(("avg", why) for why in left_out)]
-    lines += [f"{what} is not measured: {why}." for what, why in not_measured]
+    lines += [f"{what} is not measured: {why}." for what, why in facts["not_measured"].items()]
     for fitted in facts["fitted"].values():
         words = " ".join(f"{k}={v:g}" for k, v in fitted.items() if k.startswith("cluster."))
         lines.append(

@@ -1,9 +1,12 @@
-"""Probe of pairs: finds slow ranks and pairs by exchanging messages, each pair alone.
+"""Probes of pairs and groups: find slow ranks and wires, in `bench comm` and in `preflight=true`.
 
-A rank is slow if its fastest pair is slower than `outlier` times the median rank's; a pair is slow
-if it is slower than `outlier` times the median pair while its ranks are not. Times are compared
-within a link class. As a busy machine is slow at times, the fastest exchange of a pair counts, and
-a finding must be confirmed after three pauses of growing length.
+Pairs exchange messages, each pair alone. A rank is slow if its fastest pair is slower than
+`outlier` times the median rank's; a pair is slow if it is slower than `outlier` times the median
+pair while its ranks are not. Times are compared within a link class.
+
+Preflight probes every wire of a run before its first step: the pairs, then all groups of a
+dimension at once with their work of training, all-reduces for tp and dp, messages between stages
+for pp. Slow wires are logged, a line each, and written to preflight.json; the run goes on.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +26,30 @@ import torch.distributed as dist
 
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.measure import Where
-from parallel3d.commands.bench.operations import send_receive, timed_calls
+from parallel3d.commands.bench.measure import (
+    WORLD,
+    BenchOperation,
+    Site,
+    Where,
+    prepare,
+    send_receive,
+    sites,
+    timed_calls,
+)
+from parallel3d.config.schema import Config
 from parallel3d.device import accelerator
+from parallel3d.estimate.network import collective_time
+from parallel3d.metrics.jsonl import write_json
+from parallel3d.run.launch import Worker
+from parallel3d.text import shortened
 from parallel3d.topology.layout import DIMENSIONS, Layout
 
 ROUNDS = 3  # over all pairs
 PINGS = 5  # exchanges of a pair in one round
-PAUSES_S = (0.2, 0.4, 0.8)  # before rounds that confirm a finding
+PAUSES_S = (0.2, 0.4, 0.8)  # before measuring again, to confirm a finding
 ALL_PAIRS = 8  # largest group whose pairs are all probed; in larger ones only neighbours
+GROUP_BYTES = 1 << 20  # of the groups' work of training
+GROUP_CALLS = 5
 
 Pair = tuple[int, int]
 Seconds = npt.NDArray[np.float64]
@@ -72,7 +91,7 @@ class Finding:
             f"{self.median_s * 1e3:.3g} ms for {self.nbytes:,} bytes"
         )
         if len(self.ranks) == 1:
-            groups = ", ".join(groups_of(where.placement.layout, self.ranks[0]))
+            groups = ", ".join(where.placement.layout.named_groups(self.ranks[0]))
             return f"slow rank: {where.name(self.ranks[0])}, of {groups}: {slower}"
         a, b = self.ranks
         wire = where.link_class(a, b).label
@@ -84,26 +103,13 @@ class Finding:
         return {
             "kind": "rank" if len(self.ranks) == 1 else "pair",
             "ranks": [
-                where.facts(rank) | {"groups": groups_of(layout, rank)} for rank in self.ranks
+                where.facts(rank) | {"groups": layout.named_groups(rank)} for rank in self.ranks
             ],
             "bytes": self.nbytes,
             "seconds": self.seconds,
             "median_s": self.median_s,
             "times_the_median": self.times,
         }
-
-
-def groups_of(layout: Layout, rank: int) -> list[str]:
-    """Formats `tp group [4, 5]`, … of a rank, without groups of one."""
-    groups = {dim: layout.group_of(rank, dim) for dim in DIMENSIONS}
-    return [f"{dim} group {shown(ranks)}" for dim, ranks in groups.items() if len(ranks) > 1]
-
-
-def shown(ranks: list[int]) -> str:
-    """Formats the ranks of a group, without the middle of long ones."""
-    if len(ranks) <= 8:
-        return str(ranks)
-    return f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
 
 
 def findings_in(
@@ -184,6 +190,21 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
     return rounds
 
 
+def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) -> Seconds:
+    """Returns the least of every time: measures again, after pauses, while anything is found.
+
+    Times, and so what `judge` finds in them, are equal on every rank. A busy machine is slow at
+    times.
+    """
+    fastest = measure()
+    for pause in PAUSES_S:
+        if not judge(fastest):
+            break
+        time.sleep(pause)
+        fastest = np.minimum(fastest, measure())
+    return fastest
+
+
 def probe(
     where: Where, groups: ProcessGroups, device: torch.device, outlier: float
 ) -> tuple[list[Finding], dict[Pair, list[float]]]:
@@ -199,16 +220,11 @@ def probe(
     def share(rank: int) -> object:
         return rank if accelerator.is_accelerator(device) else where.hosts[rank]
 
-    order, judging = turns(pairs, share), (outlier, floor_of(device))
-    fastest = _rounds(pairs, order, groups, device)
-    findings = findings_in(fastest, pairs, classes, sizes_of(device), *judging)
-    for pause in PAUSES_S:
-        if not findings:  # equal on every rank, as the times are
-            break
-        time.sleep(pause)
-        fastest = np.minimum(fastest, _rounds(pairs, order, groups, device))
-        findings = findings_in(fastest, pairs, classes, sizes_of(device), *judging)
-    return findings, {pair: fastest[:, i].tolist() for i, pair in enumerate(pairs)}
+    def judge(seconds: Seconds) -> list[Finding]:
+        return findings_in(seconds, pairs, classes, sizes_of(device), outlier, floor_of(device))
+
+    fastest = confirmed(partial(_rounds, pairs, turns(pairs, share), groups, device), judge)
+    return judge(fastest), {pair: fastest[:, i].tolist() for i, pair in enumerate(pairs)}
 
 
 def _rounds(
@@ -240,3 +256,158 @@ def _group_with(peer: int, groups: ProcessGroups) -> Group:
     """Returns the smallest group of this rank and `peer`, which may have its own wires."""
     dims = (groups.tp, groups.cp, groups.dp, groups.pp, groups.world)
     return next(g for g in dims if g.size > 1 and peer in g.ranks)
+
+
+@dataclass(frozen=True)
+class GroupTime:
+    """Fastest of some calls in one group, at its slowest rank, and the price by the model."""
+
+    dim: str
+    ranks: tuple[int, ...]
+    operation: BenchOperation
+    nbytes: int
+    seconds: float
+    priced_s: float | None  # None: no wire leads through the group
+
+    @property
+    def times_the_price(self) -> float | None:
+        return self.seconds / self.priced_s if self.priced_s else None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns plain data for JSON."""
+        return {
+            "dim": self.dim,
+            "ranks": list(self.ranks),
+            "op": self.operation.name,
+            "bytes": self.nbytes,
+            "seconds": self.seconds,
+            "priced_s": self.priced_s,
+            "times_the_price": self.times_the_price,
+        }
+
+    def sentence(self, times: float, where: Where) -> str:
+        """Describes the group, slow by a factor of `times`, and where its ranks sit."""
+        ranks = self.ranks if len(self.ranks) <= 8 else (self.ranks[0], self.ranks[-1])
+        return (
+            f"slow group: {self.dim} group {shortened(self.ranks)}: {self.operation.label} of "
+            f"{self.nbytes:,} bytes takes {self.seconds * 1e3:.3g} ms, {times:.1f} times what its "
+            f"price and the other {self.dim} groups let expect; "
+            + "; ".join(where.name(rank) for rank in ranks)
+        )
+
+
+def preflight(
+    config: Config, groups: ProcessGroups, worker: Worker, log: Callable[[str], None]
+) -> None:
+    """Probes, logs slow wires on rank 0 and writes preflight.json; collective over the world."""
+    if groups.layout.world_size == 1:
+        return
+    worker.phase = "preflight"
+    start = time.perf_counter()
+    device = torch.device(worker.device)
+    where = Where.find(config, worker, groups.layout)
+    outlier = config.bench.outlier
+    findings, pairs = probe(where, groups, device, outlier)
+    times, slow = _probe_groups(groups, where, device, config)
+    if worker.rank > 0:
+        return
+    known = {rank for finding in findings for rank in finding.ranks}
+    lines = [finding.sentence(where) for finding in findings]
+    lines += [g.sentence(by, where) for g, by in slow if not known & set(g.ranks)]
+    if accelerator.is_accelerator(device):  # the cluster's speeds are those of GPUs
+        lines += off_the_price(times, outlier)
+    for line in lines:
+        log(f"preflight: {line}")
+    write_json(
+        worker.run_dir / "preflight.json",
+        {
+            "seconds": time.perf_counter() - start,
+            "outlier": outlier,
+            "warnings": lines,
+            "findings": [finding.facts(where) for finding in findings],
+            "groups": [group.facts() for group in times],
+            "pairs": [{"ranks": list(pair), "seconds": t} for pair, t in pairs.items()],
+        },
+    )
+
+
+def _probe_groups(
+    groups: ProcessGroups, where: Where, device: torch.device, config: Config
+) -> tuple[list[GroupTime], list[tuple[GroupTime, float]]]:
+    """Returns (times of every group, the slow groups) on every rank."""
+    mine = {dim: site for dim, site in sites(groups, device, config.launch).items() if dim != WORLD}
+
+    def timed(fastest: Seconds) -> list[GroupTime]:
+        seconds, found = iter(fastest.tolist()), []
+        for dim, site in mine.items():
+            work, nbytes = work_of(dim), site.whole_bytes(GROUP_BYTES)
+            for ranks in where.placement.layout.groups(dim):
+                _, link = where.slowest_link(ranks, chain=site.chain)
+                price = (
+                    None if link is None else collective_time(work.name, len(ranks), nbytes, link)
+                )
+                found.append(GroupTime(dim, tuple(ranks), work, nbytes, next(seconds), price))
+        return found
+
+    def judged(fastest: Seconds) -> list[tuple[GroupTime, float]]:
+        return judge(timed(fastest), config.bench.outlier, floor_of(device))
+
+    layout = where.placement.layout
+    fastest = confirmed(
+        lambda: np.concatenate([_fastest(site, dim, layout) for dim, site in mine.items()]), judged
+    )
+    for site in mine.values():
+        site.close()
+    return timed(fastest), judged(fastest)
+
+
+def work_of(dim: str) -> BenchOperation:
+    """Returns what training does in the groups of `dim`, by its own path."""
+    if dim == "pp":
+        return BenchOperation("send_recv", own=True)
+    return BenchOperation("all_reduce", "sum", own=True)
+
+
+def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
+    """Returns (groups,): the fastest of some calls at each group's slowest rank, all groups of the
+    dimension at once; equal on every rank."""
+    groups = layout.groups(dim)
+    call = prepare(work_of(dim), site, GROUP_BYTES)
+    seconds = timed_calls(call.run, dist.barrier, site.device, 1, GROUP_CALLS)
+    by_call = torch.zeros(len(groups), GROUP_CALLS, dtype=torch.float64)
+    by_call[groups.index(list(site.group.ranks))] = torch.tensor(seconds, dtype=torch.float64)
+    by_call = by_call.to(site.device)
+    dist.all_reduce(by_call, dist.ReduceOp.MAX)
+    return by_call.cpu().numpy().min(axis=1)
+
+
+def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple[GroupTime, float]]:
+    """Returns groups that take more than `outlier` times the median multiple of the prices of their
+    dimension, and by how much. Fewer than three groups have no meaningful median."""
+    found = []
+    for usual, priced in _by_dim(groups):
+        for group, price in priced if len(priced) > 2 else ():
+            one = Finding(group.ranks, group.nbytes, group.seconds, usual * price)
+            if one.is_slow(outlier, floor_s):
+                found.append((group, one.times))
+    return found
+
+
+def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
+    """Returns a line for each dimension whose median group is much slower than its price."""
+    return [
+        f"{priced[0][0].dim} groups: {priced[0][0].operation.label} of {priced[0][0].nbytes:,} "
+        f"bytes takes {usual:.1f} times its price in the median group: the cluster's speeds or the "
+        "network's settings are not what the model says; parallel3d bench comm shows more"
+        for usual, priced in _by_dim(groups)
+        if usual > outlier
+    ]
+
+
+def _by_dim(groups: list[GroupTime]) -> Iterator[tuple[float, list[tuple[GroupTime, float]]]]:
+    """Yields, for each dimension, the median multiple of the prices, and its groups that have a
+    price, with it."""
+    for dim in dict.fromkeys(group.dim for group in groups):
+        priced = [(g, g.priced_s) for g in groups if g.dim == dim and g.priced_s]
+        if priced:
+            yield float(np.median([g.seconds / price for g, price in priced])), priced

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
-from parallel3d.commands.bench.operations import BenchOperation, Site, prepare
+from parallel3d.commands.bench.measure import BenchOperation, Site, prepare
 from parallel3d.commands.calibrate.command import written_to
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import PARTS, parts_of
