@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -24,22 +23,16 @@ from parallel3d.topology.layout import Layout, layout_of
 
 @functools.lru_cache(maxsize=1024)  # a search asks often for the same
 def balance_chunks(
-    cost: float,
-    layers: int,
-    placement: StageAssignment,
-    first_extra: float = 0.0,
-    last_extra: float = 0.0,
+    cost: float, layers: int, placement: StageAssignment, last_extra: float = 0.0
 ) -> tuple[int, ...]:
     """Returns how many of `layers` layers of one `cost` (in any unit) each stage gets, at least 1.
 
-    `first_extra` (embedding) is added to the first stage's cost, `last_extra` (final norm, head,
-    loss) to the last one's. The result minimises the cost of the most expensive rank over all of
-    its chunks, then the sum of squared costs of stages, then prefers middle stages and earlier
-    ones. Adding layers one by one where each adds least is the exact optimum: a stage's next layer
-    never adds less than its last one did. Raises UserError if there are more stages than layers.
+    `last_extra` (head and loss) is added to the last stage's cost. The result minimises the cost of
+    the most expensive rank over all of its chunks, then the sum of squared costs of stages, then
+    prefers middle stages and earlier ones. Adding layers one by one where each adds least is the
+    exact optimum: a stage's next layer never adds less than its last one did. Raises UserError if
+    there are more stages than layers.
     """
-    if not all(math.isfinite(c) and c >= 0 for c in (cost, first_extra, last_extra)):
-        raise ValueError("costs of layers must be finite and not negative")
     stages, ranks = placement.stages, [rank for rank, _ in placement.places]
     if stages > layers:
         pp, vpp = placement.ranks, placement.chunks
@@ -49,19 +42,18 @@ def balance_chunks(
             f"needs a layer: set {enough} or less."
         )
     # Whole numbers of a common unit, so that equal sums compare equal.
-    exact = [Fraction(c) for c in (cost, first_extra, last_extra)]
+    exact = [Fraction(c) for c in (cost, last_extra)]
     scale = math.lcm(*(c.denominator for c in exact))
-    unit, first, last = (int(c * scale) for c in exact)
-    extras = [first * (stage == 0) + last * (stage == stages - 1) for stage in range(stages)]
-    base: Counter[int] = Counter()
-    for rank, extra in zip(ranks, extras, strict=True):
-        base[rank] += extra + unit
+    unit, last = (int(c * scale) for c in exact)
+    extras = [0] * (stages - 1) + [last]
+    base = dict.fromkeys(ranks, placement.chunks * unit)
+    base[ranks[-1]] += last
     # The least possible cost of the most expensive rank: each layer to the cheapest one.
     cheapest = sorted(base.values())
     for _ in range(layers - stages):
         heapq.heapreplace(cheapest, cheapest[0] + unit)
     most = max(cheapest)
-    free = {rank: (most - of) // unit if unit else layers for rank, of in base.items()}
+    free = {rank: (most - of) // unit for rank, of in base.items()}
 
     def added_cost(stage: int, count: int) -> tuple[int, int, int]:
         """Returns the increase of a stage's squared cost by layer `count` + 1, and tie-breakers."""
