@@ -25,12 +25,7 @@ from parallel3d.config.checks.model import (
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import (
-    host_memory,
-    least_memory,
-    memories,
-    peak_memory,
-)
+from parallel3d.estimate.analytic_memory import host_memory, memories, peak_memory
 from parallel3d.estimate.balance import StageWeights
 from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place
 from parallel3d.estimate.ops import flops_per_token
@@ -42,6 +37,7 @@ from parallel3d.estimate.profiled_cost import (
     scaled,
 )
 from parallel3d.estimate.search import (
+    FULL,
     GIB,
     MOST_STAGES,
     MOST_V_HALF,
@@ -475,20 +471,22 @@ def _nodes_that_fit(
     nodes: int,
     needed: float,
 ) -> str:
-    """Returns the end of that message: the nodes, doubled until a layout fits. `needed`: bytes of
-    the best layout of `nodes`."""
+    """Returns the end of that message: the nodes, doubled until a layout fits that spares memory.
+    `needed`: bytes of the best layout of `nodes`."""
     node, memory = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
     domain, reserve, tell = int(sizes["gpus_per_node"]), 1e9 * config.dryrun.reserve_gb, progress()
+    spared: dict[str, Any] = {"recompute": FULL, "micro_batch_size": 1}
+    if not {"schedule", "vpp"} & {*fixed}:
+        spared |= {"schedule": "1f1b", "vpp": 1}
     while 2 * nodes <= _MOST_NODES:
         nodes, before = 2 * nodes, needed
         batch = max(config.global_batch_size, nodes * node)
-        tried = list(layouts(sizes, nodes * node, domain, batch, fixed))
+        tried = list(layouts(sizes, nodes * node, domain, batch, {**spared, **fixed}, (1, 3)))
         if not tried:
             continue
-        # Only bytes decide whether a layout fits: times are not priced.
         tell(f"does it fit cluster.nodes={nodes}")
         grown = replace(config, global_batch_size=batch)
-        least = least_memory(grown, tried, reserve, memory, tell)
+        least = float(memories(grown, tried, reserve, tell).min())
         if least <= memory:
             words = f"the nearest that would is cluster.nodes={nodes}"
             more = batch != config.global_batch_size

@@ -6,7 +6,7 @@ import functools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple, TypeAlias
 
@@ -25,10 +25,8 @@ from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.topology.layout import layout_of
 
 
-def peak_stage(config: Config, beside: Beside | None = None) -> tuple[int, RankMemory]:
+def peak_stage(config: Config) -> tuple[int, RankMemory]:
     """Returns (index along pp, peak memory) of the rank that needs most.
-
-    `beside`: see `peak_memories`.
 
     Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
     have more: only the ends, the middle, and the first rank of most layers are looked at.
@@ -40,7 +38,7 @@ def peak_stage(config: Config, beside: Beside | None = None) -> tuple[int, RankM
         counts[index] += len(layers)
     most = counts.index(max(counts))
     seen = sorted({0, min(1, config.pp - 1), config.pp // 2, config.pp - 1, most})
-    found = zip(seen, peak_memories(config, seen, beside), strict=True)
+    found = zip(seen, peak_memories(config, seen), strict=True)
     return max(found, key=lambda pair: pair[1].total)
 
 
@@ -53,36 +51,11 @@ def memories(
     """Returns the bytes of each choice's fullest GPU plus `reserve`, which no tensor can use;
     `tell` is called with the progress."""
     totals = []
-    beside: defaultdict[LayoutChoice, Beside] = defaultdict(dict)
     for done, choice in enumerate(choices):
         if tell is not None:
             tell(f"layout {done} of {len(choices)}")
-        alike = replace(choice, zero=0) if choice.zero == 1 else choice  # but for their state
-        totals.append(peak_stage(configure(config, choice), beside[alike])[1].total)
+        totals.append(peak_stage(configure(config, choice))[1].total)
     return np.array(totals) + reserve
-
-
-def least_memory(
-    config: Config,
-    choices: Sequence[LayoutChoice],
-    reserve: float,
-    enough: float,
-    tell: Callable[[str], None] | None = None,
-) -> float:
-    """Returns the least of `memories`' totals, or one of at most `enough`.
-
-    Looks at choices by their lower bound, and stops where no other can need less.
-    """
-    configs = [configure(config, choice) for choice in choices]
-    bounds = [memory_lower_bound(one) * (1 - 1e-9) + reserve for one in configs]  # sums are rounded
-    found = math.inf
-    for done, i in enumerate(sorted(range(len(configs)), key=bounds.__getitem__)):
-        if found <= enough or found <= bounds[i]:
-            break
-        if tell is not None:
-            tell(f"layout {done} of {len(configs)}")
-        found = min(found, peak_stage(configs[i])[1].total + reserve)
-    return found
 
 
 WIDE = 4  # bytes of statistics and sums: fp32
@@ -119,24 +92,13 @@ def peak_memory(config: Config, index: int) -> RankMemory:
     return peak_memories(config, [index])[0]
 
 
-Beside: TypeAlias = dict[int, RankMemory]  # index along pp → its peak beside the state
-
-
-def peak_memories(
-    config: Config, indices: Sequence[int], beside: Beside | None = None
-) -> list[RankMemory]:
-    """Returns `peak_memory` of some ranks of a pipeline; `beside`: known parts of it, to be
-    completed."""
+def peak_memories(config: Config, indices: Sequence[int]) -> list[RankMemory]:
+    """Returns `peak_memory` of some ranks of a pipeline."""
     ranks = pipeline_ranks(config, layout_of(config), chosen=indices)
-    layer, head = layer_bytes(ranks[0]), head_bytes(ranks[0])
-    found, beside = [], {} if beside is None else beside
+    layer, head, found = layer_bytes(ranks[0]), head_bytes(ranks[0]), []
     for rank in ranks:
-        if rank.index not in beside:
-            peaks = _peaks(rank, layer, head)
-            beside[rank.index] = max(peaks, key=lambda peak: peak.total)
-        peak = max(beside[rank.index], _of_optimizer(rank), key=lambda peak: peak.total)
-        state = _state(rank, rank.layer_numel * rank.layer_count + rank.end_numel)
-        found.append(peak.plus(state))
+        peaks = [*_peaks(rank, layer, head), _of_optimizer(rank)]
+        found.append(max(peaks, key=lambda peak: peak.total).plus(_state(rank)))
     return found
 
 
@@ -149,23 +111,12 @@ def _of_optimizer(rank: PipelineRank) -> RankMemory:
     return RankMemory(buffers=3.0 * WIDE * min(PIECE, widest), phase="optimizer")
 
 
-def memory_lower_bound(config: Config) -> float:
-    """Returns a quick lower bound of the fullest rank's `peak_memory`.
-
-    The state of the rank of most layers, and one micro-batch's activations in all of them.
-    """
-    [rank] = pipeline_ranks(config, layout_of(config), chosen=[0])
-    layers = -(-config.model.num_layers // config.pp)
-    kept = 0.0 if config.offload_layers else bytes_kept(rank, rank.layer.kept)
-    activations = layers * kept
-    return _state(rank, layers * rank.layer_numel).total + activations
-
-
-def _state(rank: PipelineRank, numel: int) -> RankMemory:
-    """Returns the memory between steps of `numel` elements, and during them under zero 0 and 1."""
+def _state(rank: PipelineRank) -> RankMemory:
+    """Returns the memory between steps, and during them under zero 0 and 1."""
     config, item, wide, dp = rank.config, rank.item, rank.grad_item, rank.replicas
+    numel = rank.layer_numel * rank.layer_count + rank.end_numel
     cut, spread = dp if config.zero > 0 else 1, dp if config.zero > 1 else 1
-    moments_ = {"adamw": 2, "sgd": 1}.get(config.optim.name, 2)
+    moments_ = 1 if config.optim.name == "sgd" else 2
     moment = 2 if config.optim.state == "bf16" else wide
     average = wide * (config.optim.ema_decay is not None)
     return RankMemory(

@@ -13,13 +13,7 @@ from parallel3d.config.overrides import compose
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate import analytic_memory
-from parallel3d.estimate.analytic_memory import (
-    least_memory,
-    memories,
-    memory_lower_bound,
-    peak_stage,
-)
-from parallel3d.estimate.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, configure, layouts
+from parallel3d.estimate.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts
 
 
 def planned(*words: str) -> Config:
@@ -40,25 +34,12 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     monkeypatch.setattr(
         analytic_memory,
         "peak_memories",
-        lambda c, some, known: looked_at.extend(some) or real(c, some, known),
+        lambda c, some: looked_at.extend(some) or real(c, some),
     )
     words = plan._nodes_that_fit(config, plan.sizes_of(config), {}, 1, float("inf"))
     assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"
-    # 3,296 ranks of pipelines; there are 23,208 layouts on 2, 4, … 64 nodes, of up to five each.
+    # There are 23,208 layouts on 2, 4, … 64 nodes, of up to five ranks each.
     assert len(looked_at) < 4000
-
-
-@pytest.mark.parametrize("model", ["llama3_8b", "gpt2_124m", "qwen3_0_6b"])
-def test_nothing_holds_less_than_it_must_and_the_least_is_the_least(model: str) -> None:
-    config = planned(f"model={model}", "global_batch_size=32")
-    choices = choices_of(config, 16, 32)[::11]
-    for choice in choices:
-        one = configure(config, choice)
-        assert memory_lower_bound(one) * (1 - 1e-9) <= peak_stage(one)[1].total, choice
-    all_of = memories(config, choices, 5e9)
-    assert least_memory(config, choices, 5e9, 0.0) == all_of.min()
-    enough = sorted(all_of)[len(choices) // 2]
-    assert all_of.min() <= least_memory(config, choices, 5e9, enough) <= enough
 
 
 def test_pipelines_deeper_than_anyone_trains_are_not_looked_at() -> None:
