@@ -12,10 +12,71 @@ from numpy.typing import NDArray
 from benchmarks import published_memory as memory
 from benchmarks.published_rows import Run, table
 from benchmarks.published_scores import balanced
-from parallel3d.estimate import fitted_cost
-from parallel3d.estimate.fitted_cost import Constants, StepWork, step
+from parallel3d.estimate.fitted_cost import FAMILIES, Constants, StepWork, step
 
 Array = NDArray[np.float64]
+
+# name → (guess, spread of its logarithm). Times in microseconds, rates as fractions of a
+# datasheet's.
+GUESSES: dict[str, tuple[float, float]] = {
+    "gemm.ramp": (256.0, 0.7),  # k at which a GEMM reaches half of its rate
+    "gemm.wave": (0.7, 0.5),  # fraction of an incomplete wave of tiles that is lost
+    "gemm.small_tile": (0.85, 0.15),  # fraction of the rate for each halving of the tile
+    "gemm.ragged": (0.75, 0.5),  # fraction of the rate where a side is no multiple of 64
+    "gemm.gap_us": (4.0, 0.5),
+    "attention.plain": (0.5, 0.5),  # batched matmuls with scores in memory
+    "attention.plain_ramp": (100.0, 0.7),
+    "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
+    "attention.odd_head": (0.5, 0.5),  # fraction of the rate with heads of no multiple of 8
+    "memory.rate": (0.75, 0.2),
+    "memory.width": (1.0, 0.4),  # factor on the bytes of element-wise operations
+    "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
+    "head.bytes": (16.0, 0.5),  # bytes moved a logit
+    "fp8.cast_bytes": (4.0, 0.7),  # bytes moved an element that is made fp8
+    "launch.power": (4.0, 0.5),  # sharpness of the maximum of host and GPU time
+    "optimizer.bytes": (34.0, 0.4),
+    "link.rate": (0.7, 0.3),
+    "link.latency_us": (15.0, 0.6),
+    "pp.exposed": (1.0, 0.7),
+    "pp.hidden": (1.5, 1.0),  # odds that a message is hidden, with overlap
+    "fsdp.contention": (1.1, 0.2),
+    "cp.exposed": (0.3, 0.7),
+    "step.fixed_us": (8000.0, 0.8),
+}
+PER_SPEED = {"rate": (0.8, 0.25)}  # of a large GEMM, as a fraction of the datasheet's peak
+PER_NETWORK = {
+    "rate": (0.55, 0.35),
+    "latency_us": (25.0, 0.8),
+    "crowd_us": (5.0, 1.5),
+    "begin_us": (200.0, 1.5),  # until a pipeline message flows to another node
+}
+PER_ENGINE = {
+    "launch_us": (300.0, 0.8),  # host time for a layer, forward and backward
+    "launch_tp_us": (300.0, 1.0),  # more with tp
+    "batch_us": (1000.0, 1.0),  # for a micro-batch
+    "hop_us": (200.0, 1.0),  # for a message to the next stage
+    "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where the slowest host counts
+    "flash": (0.45, 0.4),  # attention's fraction of a GEMM's rate over the causal half
+    "dp_hidden": (2.0, 1.0),  # odds that gradients, and zero 1's parameters, hide, with overlap
+    "dp_messages": (1.0, 1.0),  # collectives of a layer's gradients
+    "tp_hidden": (0.7, 1.0),  # odds that tp's collectives hide behind GEMMs, with overlap
+}
+PER_MEMBER = {"speed": PER_SPEED, "network": PER_NETWORK, "engine": PER_ENGINE}
+
+
+def time_guesses() -> dict[str, tuple[float, float]]:
+    """Returns (guess, spread) of all constants by name."""
+    found = dict(GUESSES)
+    for family, keys in PER_MEMBER.items():
+        for name in FAMILIES[family]:
+            for key, guess in keys.items():
+                found[f"{family}.{name}.{key}"] = guess
+    found["network.efa.crowd_us"] = (25.0, 1.0)
+    found["engine.nanotron.dp_hidden"] = (0.3, 0.7)
+    found["engine.megatron.dp_messages"] = (0.2, 1.0)  # several layers are one bucket
+    return found
+
+
 # Relative error at which a row of a set counts as off: what its source says of its noise.
 NOISE = {
     "nanotron_playbook": 0.12,
@@ -143,7 +204,7 @@ def fit_times(
     def predict(values: dict[str, float]) -> Array:
         return rows.seconds(Constants(values))
 
-    return fit(predict, target, weights(used), fitted_cost.guesses(), start)
+    return fit(predict, target, weights(used), time_guesses(), start)
 
 
 def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.published_fit import time_guesses
 from benchmarks.published_rows import FABRICS, recomputed, split_evenly
 from parallel3d.estimate.devices import DEVICES
-from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, StepWork
+from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, Constants, StepWork
+
+
+def constants(**over: float) -> Constants:
+    """The guesses that the fit begins with, but for `over`."""
+    return Constants({name: guess for name, (guess, _) in time_guesses().items()} | over)
 
 
 def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: float) -> StepWork:
