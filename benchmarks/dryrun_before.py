@@ -8,6 +8,7 @@ GPU is needed; a few minutes of one core are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -58,7 +59,7 @@ def norm_in_pieces() -> Iterator[None]:
 def loss_in_small_chunks() -> Iterator[None]:
     """1,024 tokens of logits at a time, operator by operator in pieces of 64 MiB."""
 
-    def chunks(*args: Any, **how: Any) -> list[int]:
+    def chunks(*args: Any, **how: Any) -> Counter[int]:
         return loss_chunks(*args, **how | {"on_accelerator": False})
 
     plain = {name: getattr(loss, name) for name in LOSS}

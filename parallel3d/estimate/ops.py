@@ -10,6 +10,7 @@ Sizes are numbers or numpy arrays: `Widths` of one configuration, or of a table 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -365,18 +366,8 @@ ACCELERATOR_BYTES = 2 << 30
 
 def loss_chunks(
     tokens: int, columns: int, chunk_tokens: int | None, *, item: int, on_accelerator: bool
-) -> list[int]:
-    """Returns the sizes of the loss chunks of a micro-batch, in order; see `loss_chunk_counts`."""
-    counts = loss_chunk_counts(
-        tokens, columns, chunk_tokens, item=item, on_accelerator=on_accelerator
-    )
-    return [size for size, count in counts.items() for _ in range(count)]
-
-
-def loss_chunk_counts(
-    tokens: int, columns: int, chunk_tokens: int | None, *, item: int, on_accelerator: bool
-) -> dict[int, int]:
-    """Returns {tokens of a loss chunk: number of such chunks}, the larger size first.
+) -> Counter[int]:
+    """Returns {tokens of a loss chunk: number of such chunks} of a micro-batch, in their order.
 
     Args:
         columns: of the logits that one rank holds.
@@ -391,5 +382,4 @@ def loss_chunk_counts(
     count = -(-tokens // most)
     # As equal as can be: a short last chunk would run at half the speed.
     size, larger = divmod(tokens, count)
-    counts = {size + 1: larger, size: count - larger}
-    return {size: count for size, count in counts.items() if count}
+    return +Counter({size + 1: larger, size: count - larger})

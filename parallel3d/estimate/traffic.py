@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -27,7 +27,7 @@ from parallel3d.estimate.ops import (
     TABLES,
     LayerOps,
     LocalParameter,
-    loss_chunk_counts,
+    loss_chunks,
     offloading,
     ops_of_run,
     recomputing,
@@ -120,9 +120,9 @@ class PipelineRank:
         return self.fully_sharded and not every and self.config.num_microbatches > 1
 
     @property
-    def loss_chunks(self) -> dict[int, int]:
+    def loss_chunks(self) -> Mapping[int, int]:
         """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
-        return loss_chunk_counts(
+        return loss_chunks(
             self.tokens, self.columns, self.config.loss.chunk_tokens, item=self.item,
             on_accelerator=self.on_accelerator,
         )  # fmt: skip

@@ -288,13 +288,14 @@ class HeadLoss:
 
     def _chunks(self, tokens: Tensor, table: Tensor) -> list[slice]:
         columns = table.shape[0] * (self.group.size if self.gather_logits else 1)
-        sizes = loss_chunks(
+        counts = loss_chunks(
             tokens.shape[0],
             columns,
             self.chunk_tokens,
             item=tokens.element_size(),
             on_accelerator=accelerator.is_on_accelerator(tokens),
         )
+        sizes = [*counts.elements()]
         return [slice(e - size, e) for size, e in zip(sizes, accumulate(sizes), strict=True)]
 
     def _write_losses(self, out: Tensor, x: Tensor, table: Tensor, labels: Tensor) -> ChunkLoss:

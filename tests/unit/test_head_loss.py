@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.loss_memory import peak_bytes
-from parallel3d.estimate.ops import loss_chunk_counts, loss_chunks
+from parallel3d.estimate.ops import loss_chunks
 from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from tests.operators import Operators
@@ -172,7 +172,7 @@ def test_no_second_copy_of_the_logits_exists(dtype: torch.dtype, chunk: int, mos
 
 
 def chunks(tokens: int, columns: int, most: int | None) -> list[int]:
-    return loss_chunks(tokens, columns, most, item=2, on_accelerator=False)
+    return [*loss_chunks(tokens, columns, most, item=2, on_accelerator=False).elements()]
 
 
 def test_chunks_are_even_and_cover_the_tokens() -> None:
@@ -185,7 +185,7 @@ def test_chunks_are_even_and_cover_the_tokens() -> None:
 
 
 def test_chunks_are_counted_without_making_a_list_of_them() -> None:
-    counts = loss_chunk_counts(10**12 + 1, 8, 1000, item=2, on_accelerator=True)
+    counts = loss_chunks(10**12 + 1, 8, 1000, item=2, on_accelerator=True)
     assert sum(size * count for size, count in counts.items()) == 10**12 + 1
     assert sum(counts.values()) == 10**9 + 1 and list(counts) == [1000, 999]
 
@@ -193,9 +193,9 @@ def test_chunks_are_counted_without_making_a_list_of_them() -> None:
 @pytest.mark.parametrize("item", [2, 4, 8])
 def test_an_accelerators_chunks_are_two_gib_of_logits(item: int) -> None:
     tokens, columns = 65536, 128256
-    sizes = loss_chunks(tokens, columns, None, item=item, on_accelerator=True)
+    sizes = [*loss_chunks(tokens, columns, None, item=item, on_accelerator=True).elements()]
     assert sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
     assert max(sizes) * columns * item <= 2**31 < (tokens // (len(sizes) - 1)) * columns * item
     assert max(sizes) * columns < 2**31  # 32-bit indices
     assert item > 2 or min(sizes) >= 8192
-    assert loss_chunks(10, 8, 4, item=item, on_accelerator=True) == [4, 3, 3]
+    assert loss_chunks(10, 8, 4, item=item, on_accelerator=True) == {4: 1, 3: 2}
