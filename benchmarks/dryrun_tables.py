@@ -34,7 +34,6 @@ SEVENTY = "model=llama3_70b precision=bf16 micro_batch_size=1 cluster=dgx_h100"
 GPT = "model=gpt3_175b precision=bf16 micro_batch_size=1 cluster=dgx_h100"
 ROWS = (
     Row("llama_1b, one H200", ONE),
-    Row("llama_1b, one H200, compiled", f"{ONE} compile=true"),
     Row("llama_1b, one H200, in layers' inputs", f"{ONE} recompute=full"),
     Row("llama3_8b, 8 × H100, zero=1", f"{EIGHT} dp=8 zero=1"),
     Row("llama3_8b, 8 × H100, zero=1, recomputed", f"{EIGHT} dp=8 zero=1 recompute=full"),

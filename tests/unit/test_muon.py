@@ -10,7 +10,7 @@ import torch
 from benchmarks.plan_dryrun import configured
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.dryrun.world import Zeros
+from parallel3d.commands.dryrun.counting import Zeros
 from parallel3d.commands.plan import plan
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import OptimConfig, full_shapes_of

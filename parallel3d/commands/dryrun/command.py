@@ -81,8 +81,7 @@ def find_facts(config: Config) -> Facts:
     # No data is read that would say how many steps an epoch has, and two are played.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
     layout, ranks = layout_of(config), _ranks(config)
-    from parallel3d.commands.dryrun.counting import gpu_of  # imports torch
-    from parallel3d.commands.dryrun.world import dry_step
+    from parallel3d.commands.dryrun.counting import dry_step, gpu_of  # imports torch
 
     gpu, placement = gpu_of(config), None
     if config.ddp.hierarchical:  # the rank mapping decides the two levels of dp
@@ -233,7 +232,7 @@ def _heading(facts: Facts) -> Iterator[str]:
         + ("" if plain else ", schedule={schedule} vpp={vpp}")
     ).format(**facts["settings"])
     if facts["compiled"]:
-        yield "compile=true is estimated: the blocks' element-wise kernels are joined between GEMMs"
+        yield "compile=true counts as eager: what TorchInductor makes of the blocks is not known"
     for word in facts.get("assumed", ()):
         yield f"assumed: {word}"
 

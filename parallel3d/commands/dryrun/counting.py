@@ -1,49 +1,57 @@
-"""Counts what one rank does in a step: memory by kind, kernels, FLOPs, collectives, host waits.
+"""Runs one rank of a world without its peers, on a device whose tensors have no values, and counts
+what it does in a step: memory by kind, kernels, FLOPs, collectives, host waits.
 
-A compiled block is estimated: TorchInductor needs the GPU that it compiles for. All kernels between
-two that no compiler sees into (GEMMs, attention, collectives) count as one, which reads its inputs
-once and writes once what is alive afterwards, as fused pointwise code and row reductions do. Column
-sums (a norm's weight gradient) and the compiler's own choice of saved tensors are not modelled.
+With `compile=true` the blocks run eager: TorchInductor needs the GPU that it compiles for.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import sys
 import threading
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
+from parallel3d.data.sampler import Sample
+from parallel3d.device import accelerator
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import RankMemory
+from parallel3d.estimate.analytic_memory import RankMemory, states_of
+from parallel3d.estimate.balance import run_schedule
 from parallel3d.estimate.devices import DEVICES
 from parallel3d.estimate.network import bus_factor
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
 from parallel3d.parameters.sharding import state_of
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
+from parallel3d.simulated_device.device import TYPE
+from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import (
     FreedMemory,
     Kernel,
     Observer,
-    Range,
     SimulatedMachine,
     StorageMemory,
 )
-
-if TYPE_CHECKING:
-    from parallel3d.trainer import Trainer
+from parallel3d.simulated_device.nccl import BACKEND
+from parallel3d.topology.layout import layout_of
+from parallel3d.topology.tiling import RankMapping
+from parallel3d.trainer import Trainer
 
 # Achievable fractions of datasheets, assumed to be the same for all GPUs, by an H200 in bf16.
 _H200 = DEVICES["h200"]
@@ -138,52 +146,20 @@ class Counts(Counter[tuple[str, str]]):
         return sum(self.of(what).values())
 
 
-class FusedRun:
-    """Kernels that a compiler fuses. Weak references: others would keep the blocks alive."""
-
-    def __init__(self) -> None:
-        self.kernels = 0
-        self.reads: dict[tuple[ref[StorageMemory], Range], int] = {}
-        self.writes: dict[tuple[ref[StorageMemory], Range], int] = {}
-        self.own: set[ref[StorageMemory]] = set()  # blocks that were first written
-        self.read: set[ref[StorageMemory]] = set()  # blocks that were first read
-
-    def add(self, kernel: Kernel) -> None:
-        self.kernels += 1
-        for use in kernel.reads:
-            block = ref(use.block)
-            if block not in self.own:
-                self.read.add(block)
-                self.reads.setdefault((block, use.where), use.nbytes)
-        for use in kernel.writes:
-            block = ref(use.block)
-            if block not in self.read:
-                self.own.add(block)
-            self.writes[block, use.where] = use.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it reads and writes."""
-        written = sum(nbytes for (block, _), nbytes in self.writes.items() if block() is not None)
-        return sum(self.reads.values()) + written
-
-
 class StepCounter(Observer):
     """Counts while it is one of the machine's observers.
 
     Memory that is allocated and freed inside of one kernel does not count: registers.
 
     Args:
-        compiled: fuses the blocks' element-wise kernels as a compiler would.
         tf32: fp32 matmuls run in tf32.
 
     Attributes:
         live: allocated bytes by kind. peak, at_peak, peak_phase: since `start`.
     """
 
-    def __init__(self, machine: SimulatedMachine, gpu: Gpu, compiled: bool, tf32: bool) -> None:
+    def __init__(self, machine: SimulatedMachine, gpu: Gpu, tf32: bool) -> None:
         self.machine, self.gpu = machine, gpu
-        self.fused = FusedRun() if compiled else None
         other = "fp32" if tf32 else "tf32"  # of the two that are one type of tensors
         self.dtypes = {dtype: name for name, dtype in COMPUTE.items() if name != other}
         self.names: Mapping[Any, str] = {}  # process group → name
@@ -205,7 +181,6 @@ class StepCounter(Observer):
         self.counting = True
 
     def end(self) -> Counts:
-        self._flush()
         self._settle()
         self.counting = False
         return self.counts
@@ -219,8 +194,7 @@ class StepCounter(Observer):
     def allocated(self, block: StorageMemory) -> None:
         block.label = kind = "buffers" if self.building else kind_of_memory()
         self.known.add(id(block.memory))
-        joins = self.fused is not None and self.counting and part_of_step() == BLOCKS
-        if joins or self.machine.thread.fused is not None:
+        if self.machine.thread.fused is not None:
             self.held[id(block.memory)] = block.nbytes, kind
         else:
             self.live[kind] += block.nbytes
@@ -273,23 +247,18 @@ class StepCounter(Observer):
             self._label([*state, *group.steps], "optimizer")
 
     def kernel(self, kernel: Kernel) -> None:
+        self._settle()
         if not self.counting:
-            self._settle()
             return
+        nbytes = sum(use.nbytes for use in (*kernel.reads, *kernel.writes))
         if kernel.name in COPIES and part_of_step() == OFFLOAD:  # on a stream of their own
-            self._settle()
-            nbytes = sum(use.nbytes for use in (*kernel.reads, *kernel.writes))
             self.counts["copied", kernel.name] += nbytes
             return
         part, flops, dtype, head_dim = self._sort(kernel)
-        if part == BLOCKS and self.fused is not None:
-            self.fused.add(kernel)
-            return
-        if part != OPTIMIZER:  # the optimizer's kernels do not interrupt those of the blocks
-            self._flush()
-        self._settle()
-        nbytes = sum(use.nbytes for use in (*kernel.reads, *kernel.writes))
-        self._add(part, kernel.launches, nbytes, flops, dtype, head_dim)
+        timed = part != COMMUNICATION
+        seconds = self.gpu.seconds(part, flops, nbytes, dtype, head_dim) if timed else 0.0
+        for what, number in zip(OF_KERNELS, (kernel.launches, nbytes, flops, seconds), strict=True):
+            self.counts[what, part] += number  # type: ignore[assignment]
 
     def _sort(self, kernel: Kernel) -> tuple[str, float, str, int]:
         """Returns the part of the step, FLOPs, their type, and the width of attention's heads."""
@@ -316,20 +285,6 @@ class StepCounter(Observer):
         first = next(a for a in args[::-1] if isinstance(a, Tensor))
         kind = {LOSS: "gemm_head", OPTIMIZER: OPTIMIZER}.get(part, "gemm_layers")  # Muon's too
         return kind, flops, self.dtypes.get(first.dtype, ""), 0
-
-    def _add(
-        self, part: str, launches: int, nbytes: float, flops: float, dtype: str, head_dim: int
-    ) -> None:
-        timed = part != COMMUNICATION
-        seconds = self.gpu.seconds(part, flops, nbytes, dtype, head_dim) if timed else 0.0
-        for what, number in zip(OF_KERNELS, (launches, nbytes, flops, seconds), strict=True):
-            self.counts[what, part] += number  # type: ignore[assignment]
-
-    def _flush(self) -> None:
-        """Counts the fused run so far as one kernel."""
-        if self.fused is not None and self.fused.kernels:
-            self._add(BLOCKS, 1, self.fused.nbytes, 0.0, "", 0)
-            self.fused = FusedRun()
 
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
         if self.counting:
@@ -424,3 +379,144 @@ def caller() -> str:
             return f"{inside}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
+
+
+MORE = 1  # micro-batches beyond those that fill the pipeline; more do not change the peak
+
+
+class Zeros:
+    """Samples of one token, all unmasked."""
+
+    masks = False
+
+    def __init__(self, seq_length: int) -> None:
+        self.seq_length = seq_length
+        tokens = np.zeros(seq_length + 1, dtype=np.int64)
+        self._sample = Sample(tokens, np.ones(seq_length, dtype=bool))
+
+    def sample(self, i: int) -> Sample:
+        return self._sample
+
+
+def dry_step(
+    config: Config, rank: int, gpu: Gpu, placement: RankMapping | None = None
+) -> dict[str, Any]:
+    """Builds the trainer of `rank`, and returns the facts of one step, after one that allocates
+    lazily.
+
+    Args:
+        config: checked. gpu: prices the kernels.
+        placement: the rank mapping, for two levels of dp.
+    """
+    machine = enable(data="meta", checks_races=False)
+    if machine.data != "meta":
+        raise RuntimeError("this process has the simulated device with values already")
+    counter = StepCounter(machine, gpu, config.precision.name == "tf32")
+    machine.observers.append(counter)
+    try:
+        with _groups(config, rank, placement) as groups:
+            return _step(dataclasses.replace(config, compile=False), groups, counter)
+    finally:
+        machine.observers.remove(counter)
+        gc.collect()
+        machine.collect()
+        machine.forget()  # each dry run has its own streams, and every wait visits all of them
+
+
+@contextmanager
+def _groups(config: Config, rank: int, placement: RankMapping | None) -> Iterator[ProcessGroups]:
+    device = torch.device(TYPE, 0)  # torch knows its name once it is enabled
+    accelerator.make_current(device)
+    world = layout_of(config).world_size
+    if world == 1:
+        yield ProcessGroups.single()
+        return
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world}
+    dist.init_process_group(BACKEND, store=dist.HashStore(), device_id=device, **ranks)
+    try:
+        yield ProcessGroups.of_run(config, device.type, placement)
+    finally:
+        dist.destroy_process_group()
+
+
+def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[str, Any]:
+    """Of many micro-batches only as many run as fill the pipeline; the others cost the difference
+    of steps with one and with two."""
+    device = torch.device(TYPE, 0)
+    train = dataclasses.replace(config.train, batch_schedule=None)  # its last size counts
+    config = dataclasses.replace(config, train=train)
+    trainer = Trainer(config, groups, device, train_source=Zeros(config.model.seq_length))
+    trainer.rebuilds_buckets = False  # ready order would need timings
+    counter.machine.collect()
+    start_peak, counter.building = counter.peak, False
+    kinds = ("world", "embedding", "pp", "dp_cp", "dp", "dp_inner", "dp_outer", "cp", "tp")
+    counter.names = {groups.pp_backward.handle: "pp"}  # counted as pp
+    of_kinds = (getattr(groups, kind) for kind in kinds)
+    counter.names |= {group.handle: group.name for group in of_kinds}  # dp_cp may be dp
+    stage = groups.coordinates.pp
+    few = _fewest(config, stage)
+    more = config.num_microbatches - few
+
+    def counted(count: int) -> Counts:
+        trainer.use(run_schedule(config, count))
+        counter.label_state(trainer)
+        counter.start()
+        trainer.train_step()
+        return counter.end()
+
+    counted(1 if more else few)
+    # Under zero=2 the second micro-batch casts the gradients to fp32; the others only add to them.
+    first = 2 if config.zero == 2 else 1
+    one, two = (counted(first), counted(first + 1)) if more else (Counts(), Counts())
+    counts = counted(few)
+    counts = Counts({key: n + more * (two[key] - one[key]) for key, n in counts.items()})
+    counter.machine.collect()
+    placement, offload = trainer.schedule.placement, trainer.executor.offload
+    parts = {
+        part: {what: counts[what, part] for what in OF_KERNELS} for part in (*PARTS, COMMUNICATION)
+    }
+    return {
+        "rank": groups.rank,
+        "stage": stage,
+        "stages": [placement.stage(stage, chunk) for chunk in range(placement.chunks)],
+        **{f"{kind}_bytes": counter.at_peak[kind] for kind in KINDS},
+        "peak_bytes": counter.peak,
+        "peak_in": counter.peak_phase,
+        "live_bytes": dict(counter.live),
+        "between_steps_bytes": sum(counter.live.values()),
+        "start_peak_bytes": start_peak,
+        "host_bytes": 0 if offload is None else offload.host.nbytes,
+        "offloaded": counts.of("copied"),
+        **{what: counts.sum(what) for what in OF_KERNELS},
+        "bytes": counts.sum("bytes") - parts[COMMUNICATION]["bytes"],
+        "host_syncs": counts.sum("waits"),
+        "host_waits": counts.of("waits"),
+        "groups": {
+            group: {"bytes_sent": counts["sent", group], "calls": calls}
+            for group, calls in counts.of("calls").items()
+        },
+        "parts": parts,
+    }
+
+
+def _fewest(config: Config, index: int) -> int:
+    """Returns the fewest micro-batches that keep as many activations on rank `index` as all, with
+    as many weight gradients deferred."""
+    count, name = config.num_microbatches, config.schedule.name
+    if name in ("gpipe", "auto", "file"):
+        return count  # memory grows with each, or the orders depend on their number
+
+    def most(microbatches: int) -> tuple[dict[tuple[Any, ...], float], float]:
+        held: dict[tuple[Any, ...], float] = defaultdict(float)
+        waits = 0.0
+        for action, seen in states_of(config, index, microbatches).items():
+            deferred = seen.deferred.sum(axis=1)
+            waits = max(waits, deferred.max())
+            # FSDP2's gradients add to it from a chunk's first backward on.
+            begun = map(tuple, seen.begun & (config.zero > 1))
+            for chunks, live in zip(begun, seen.live.sum(axis=1) + deferred, strict=True):
+                held[action, chunks] = max(held[action, chunks], live)
+        return held, waits
+
+    all_of = most(count)
+    return next((few for few in range(config.pp + MORE, count) if most(few) == all_of), count)
