@@ -50,7 +50,7 @@ from parallel3d.context_parallel.document_attention import (
 )
 from parallel3d.context_parallel.documents import AttentionBlocks, Documents, SequenceShard
 from parallel3d.device.fused import operator, register, registered
-from parallel3d.estimate.context_styles import heads_at_once
+from parallel3d.estimate.ops import heads_at_once
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.config.schema import ModelConfig
-from parallel3d.estimate.context_styles import STYLES, exposed, sends, splits_heads
 from parallel3d.estimate.network import bus_factor
-from parallel3d.estimate.ops import Op, Widths, layer_ops
+from parallel3d.estimate.ops import STYLES, Op, Widths, exposed, layer_ops, sends, splits_heads
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, walk
 

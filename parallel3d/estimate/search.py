@@ -16,7 +16,6 @@ from parallel3d.config.schema import Config
 from parallel3d.config.values import PARTS, parts_of, spelled
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.balance import balance_chunks
-from parallel3d.estimate.context_styles import STYLES, sends
 from parallel3d.estimate.devices import DEVICES, Device
 from parallel3d.estimate.fitted_cost import (
     ENGINES,
@@ -34,7 +33,7 @@ from parallel3d.estimate.fitted_cost import (
     step,
 )
 from parallel3d.estimate.network import Transfer, price_step
-from parallel3d.estimate.ops import ops_of_run, widths
+from parallel3d.estimate.ops import STYLES, ops_of_run, sends, widths
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 from parallel3d.topology.cluster.parts import cluster_from_config

@@ -20,17 +20,18 @@ from parallel3d.estimate.buckets import (
     is_hidden,
     padded_numel,
 )
-from parallel3d.estimate.context_styles import heads_at_once, sends
 from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.ops import (
     TABLE,
     TABLES,
     LayerOps,
     LocalParameter,
+    heads_at_once,
     loss_chunks,
     offloading,
     ops_of_run,
     recomputing,
+    sends,
     split_counts,
     stage_parameters,
     widths,
@@ -440,41 +441,23 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
     half = config.optim.muon_dtype == "bf16" or (config.optim.muon_dtype, rank.item) == ("auto", 2)
     item, what, dim = 2 if half else rank.grad_item, "Muon's updates", rank.layout.replica_dim
     if sharded:
-        yield Transfer(dim, "all_to_all", item * _own_hidden(rank), 1, what)
+        own = sum(shard.hidden for shard in flat_shards(rank))
+        yield Transfer(dim, "all_to_all", item * own, 1, what)
     yield Transfer("tp", "all_to_all", item * column, 1, what)
     yield Transfer("tp", "all_to_all", item * whole, 1, what)
     yield Transfer(dim, "all_to_all", item * column * (1 if sharded else dp), 1, what)
 
 
-def _own_hidden(rank: PipelineRank) -> int:
-    """Returns the elements of hidden matrices that the rank steps under zero=1 and above."""
-    found, shards, at = 0, rank.shards, rank.data_rank
-    if rank.fully_sharded:
-        for p in rank.parameters:
-            rows, most = p.numel // p.columns, _sharded_numel(p, shards) // p.columns
-            if is_hidden(p.name, 1 + (p.columns > 1)):
-                found += p.columns * (min(rows, most * (at + 1)) - min(rows, most * at))
-        return found
-    for bucket in buckets_of(rank):
-        own = bucket_numel(bucket, shards) // shards
-        offset = 0
-        for p in sorted(bucket[::-1], key=lambda p: (p.columns > 1, p.replicated)):
-            if is_hidden(p.name, 1 + (p.columns > 1)):
-                first, end = max(offset, own * at), min(offset + p.numel, own * (at + 1))
-                found += max(end - first, 0)
-            offset += p.numel
-    return found
-
-
 def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
-    """Returns the parameters of each bucket: chunk by chunk, the last gradient is ready first."""
+    """Returns the parameters of each bucket, as they lie in it: chunk by chunk, that of the last
+    layers, whose gradients are ready first, before the others."""
     found = []
     for chunk in reversed(rank.chunks):
         ready = chunk[::-1]
         sizes = [p.numel * rank.grad_item for p in ready]
         alone = [i for i, p in enumerate(ready) if p.tied and rank.is_tied_to_another]
         buckets = assign(sizes, rank.config.ddp.bucket_cap_mb, alone, rank.on_accelerator)
-        found += [[ready[i] for i in members] for members in buckets]
+        found += [[ready[i] for i in reversed(members)] for members in buckets]
     return found
 
 
@@ -488,6 +471,7 @@ class FlatShard(NamedTuple):
     Attributes:
         tied: a copy that the norm does not count.
         shared: elements that tp ranks sum (see `LocalParameter`), for all owners.
+        hidden: elements of matrices that Muon steps.
     """
 
     numel: int
@@ -495,41 +479,43 @@ class FlatShard(NamedTuple):
     replicated: bool
     tied: bool
     shared: int
+    hidden: int
 
 
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     """Returns the gradients that a rank sums over tp and steps, by bucket.
 
-    Under zero=1 its part of every bucket, with zero 2 and 3 the first rank's rows of every
-    parameter.
+    Under zero=1 its part of every bucket, with zero 2 and 3 its rows of every parameter.
     """
-    tied, shards = rank.is_tied_to_another, rank.shards
-    if rank.fully_sharded:
-        return [
-            FlatShard(
-                _sharded_numel(p, shards), p.columns > 1, p.replicated, tied and p.name == TABLE,
-                p.owners * (_sharded_numel(p, shards) if p.shared == p.numel else p.shared),
-            )
-            for p in rank.parameters
-        ]  # fmt: skip
+    tied, shards, at = rank.is_tied_to_another, rank.shards, rank.data_rank
     found = []
+    if rank.fully_sharded:
+        for p in rank.parameters:
+            most = _sharded_numel(p, shards)
+            own = min(p.numel, most * (at + 1)) - min(p.numel, most * at)
+            shared = p.owners * (own if p.shared == p.numel else p.shared)
+            hidden = own * is_hidden(p.name, 1 + (p.columns > 1))
+            copy = tied and p.name == TABLE
+            found.append(FlatShard(own, p.columns > 1, p.replicated, copy, shared, hidden))
+        return found
     for bucket in buckets_of(rank):
         own = bucket_numel(bucket, shards) // shards
-        start = own * rank.data_rank * (shards > 1)
+        start = own * at * (shards > 1)
 
         def mine(first: int, end: int, start: int = start, stop: int = start + own) -> int:
             return max(min(end, stop) - max(first, start), 0)
 
-        runs: dict[tuple[bool, bool], list[int]] = {}
+        runs: dict[tuple[bool, bool], list[int]] = {}  # elements: all, shared, hidden
         offset = 0
         for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
-            run = runs.setdefault((p.columns > 1, p.replicated), [0, 0])
+            run = runs.setdefault((p.columns > 1, p.replicated), [0, 0, 0])
             end = offset + p.numel
             run[0] += mine(offset, end)
             run[1] += p.owners * mine(end - p.shared, end)
+            run[2] += mine(offset, end) * is_hidden(p.name, 1 + (p.columns > 1))
             offset = end
         copy = tied and bucket[0].name == TABLE  # it has its own bucket
-        found += [FlatShard(n, *kind, copy, some) for kind, (n, some) in runs.items() if n]
+        found += [FlatShard(n, *kind, copy, *some) for kind, (n, *some) in runs.items() if n]
     return found
 
 

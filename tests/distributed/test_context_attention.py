@@ -20,7 +20,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import SequenceSplit, make_documents
-from parallel3d.estimate import context_styles
+from parallel3d.estimate import ops
 from parallel3d.models.attention import attend_split
 from parallel3d.models.recompute import recomputed
 from parallel3d.topology.layout import Layout
@@ -62,7 +62,7 @@ def attended(
     """By style: its name, the largest error, and what was sent over what the formula says."""
     launch = LaunchConfig(shared_memory=shared_memory)
     groups = ProcessGroups.create(Layout(1, 1, 1, size), "cpu", 300, launch)
-    with patch.object(context_styles, "LEAST_BYTES", least_bytes):
+    with patch.object(ops, "LEAST_BYTES", least_bytes):
         found = [(style, *attended_by(style, groups.cp, again)) for style in STYLES]
     groups.close()
     return found
