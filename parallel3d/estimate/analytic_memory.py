@@ -211,7 +211,7 @@ def _temporary(
         begins = near + ahead + layer.again
         found = {"backward": begins + layer.backward - received}
         if rank.fully_sharded:  # elsewhere a weight's gradient is added in place
-            matmuls, ends = (1 + 2 * sp) * whole - layer.inner, 2 * stream - kept
+            matmuls = (1 + 2 * sp) * whole - layer.inner
             found |= {
                 "matmuls": begins + matmuls,
                 "attention": begins + layer.attention - received,
@@ -221,8 +221,7 @@ def _temporary(
                 "made": near + stream - before,
                 "reduction": near + stream - before,
                 "later": near + stream - min(2, layers) * before,
-                "ends": ends,
-                "out": ends,
+                "ends": 2 * stream - kept,
             }
     else:
         late = (layers - 1) * (layer.deferred - before)
@@ -244,7 +243,7 @@ def _temporary(
 # Moments of a layer's backward, and the weight whose gradient there is from then on.
 GRADIENTS = {"backward": "mlp.down", "matmuls": "mlp.up", "attention": "attention.out"}
 REDUCES = ("reduction", "later")  # of the layers; where gradients accumulate in the last backward
-BEHIND = (*REDUCES, "ends", "out")  # after a backward's first gradients, as is each "next …"
+BEHIND = (*REDUCES, "ends")  # after a backward's first gradients, as is each "next …"
 
 
 def _cast_table(rank: PipelineRank) -> float:
@@ -313,14 +312,10 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     table = item * model.hidden_size * model.padded_vocab_size / rank.layout.tp * first
     start = 0.0 if once else head
     scattered, buffers = (reduced / dp, reduced) if ends else (0.0, 0.0)
-    # At the end autograd holds the gradients until its last node is done; then they are copied and
-    # free, and the scattered sums exist.
+    # At the end autograd holds the gradients until its last node is done.
     apart = not (first or (rank.first and rank.table.tied))
     found["ends"] = RankMemory(
         start, buffers=buffers + scattered * apart, activations=cast + (1 + both) * table
-    )
-    found["out"] = RankMemory(
-        start, buffers=buffers + scattered, activations=min(cast, table) + both * table
     )
     return found
 
@@ -410,24 +405,18 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
         if op.kind == "gemm"
     )
     scattered = whole * (1 + copies) + stream * (1 + copies) if sp else whole
-    gathered = whole * (1 + copies) if sp else 0.0
+    # The last GEMM's result with its reduction, then the sum with the stream.
+    activation = inner * ("mlp.activation" in twice)
+    ending = stream + max(activation + scattered, (stream if sp else whole) + stream)
     if "attention.out" in twice:  # the whole layer
-        # attention's output, the last GEMM's with its reduction, then the sum with the stream
-        ending = stream + max(scattered, (stream if sp else whole) + stream)
-        inside = 3 * stream + max(gathered + up, up + inner, inner + scattered)
-        forward = max(inside, ending + stream + inner)
+        forward = 3 * stream + inner + max(up, scattered)
         again = bytes_kept(rank, layer.repeated)
     else:
-        activation = inner * ("mlp.activation" in twice)
-        ending = stream + max(activation + scattered, (stream if sp else whole) + stream)
         forward = max(ending, stream + made)
     first = max(
-        (whole + max(inner, copies * whole, copies * stream)) * sp,
-        inner,
-        up,
-        (stream * copies + (2 + copies) * whole + stream) * sp - inner,
+        (whole + inner) * sp, up, (stream * copies + (2 + copies) * whole + stream) * sp - inner
     )
-    halved = max(first, (whole if sp else 0.0) + inner + up)
+    halved = whole * sp + inner + up
     if rank.mlp_chunks > 1 and rank.config.recompute_layers is None:
         # Results, or gradients, of all chunks beside one chunk's tensors; or attention's q, k, v,
         # result and all of their gradients, or that of its input, gathered and not yet reduced.
@@ -436,31 +425,26 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
         attention = max(2 * (qkv + sizes["attention"]), qkv + gathering)
         whole_again = again
         again, first, inner, made = (n / rank.mlp_chunks for n in (again, first, inner, made))
-        forward = max(3 * stream, 2 * stream + made, stream + attention / 2, ending)
+        forward = max(2 * stream + made, stream + attention / 2, ending)
         first = max(stream + first, attention - again)
         halved += whole_again - again  # deferred weight gradients keep those of all chunks
     kept, plain = bytes_kept(rank, layer.kept), bytes_kept(rank, layer.plain)
     moved, moved_plain = bytes_moved(rank, layer.kept), bytes_moved(rank, layer.plain)
     first, halved = stream + first, stream + halved
     at = next(i for i, op in enumerate(layer.ops) if op.kind == "attention")
-    qkv, queries, later = (
-        row * layer.ops[at].inputs,
-        row * layer.ops[at].outputs,
-        layer.ops[at + 1 :],
-    )
-    split = ContextBytes(0.0, 0.0, 0.0, qkv + queries)
+    qkv, queries = row * layer.ops[at].inputs, row * layer.ops[at].outputs
+    later = layer.ops[at + 1 :]
+    split = ContextBytes(0.0, 0.0, qkv + queries)
     if rank.config.cp > 1:
         split = context_bytes(rank)
         plain, moved_plain = plain + split.kept, moved_plain + split.kept
         if "attention" not in twice:
             kept, moved = kept + split.kept, moved + split.kept
     if "attention.out" in twice:
-        forward = max(forward, (stream + 2 * qkv + split.forward) * (rank.config.cp > 1))
         here = stream + split.backward - bytes_kept(rank, later)
         again += split.gathered + split.kept
     else:
         free = bytes_kept(rank, [op for op in later if op in layer.kept])
-        forward = max(forward, split.forward - free)
         before = [op for op in layer.repeated if op.name.startswith("attention")]
         here = stream + split.backward + split.gathered - free - again
         here += bytes_kept(rank, before) + qkv * bool(before)
@@ -477,12 +461,11 @@ class ContextBytes(NamedTuple):
     Attributes:
         kept: more than one rank's attention from its forward to its backward.
         gathered: keys and values that a repeated forward keeps for the backward.
-        forward, backward: temporary; without `gathered` in the backward.
+        backward: temporary, without `gathered`.
     """
 
     kept: float
     gathered: float
-    forward: float
     backward: float
 
 
@@ -493,16 +476,15 @@ def context_bytes(rank: PipelineRank) -> ContextBytes:
     result = times * queries + wide * rank.tokens * w.heads  # merged in fp32 or better
     if config.context_parallel.style == "heads":  # kept with parts of the heads too
         copies = max(config.cp / w.key_heads, 1)
-        return ContextBytes(queries + (copies - 1) * own, 0.0, 3 * queries, 3 * queries)
+        return ContextBytes(queries + (copies - 1) * own, 0.0, 3 * queries)
     if config.context_parallel.style == "ring":
-        return ContextBytes(0.0, 0.0, result + 3 * own, result + queries + 3 * (1 + times) * own)
+        return ContextBytes(0.0, 0.0, result + queries + 3 * (1 + times) * own)
     some, several = config.cp * own / rank.head_groups, rank.head_groups > 1
     keeps = any(op.kind == "attention" for op in rank.layer.repeated)
     gathered = config.cp * own * keeps
-    forward = result + gathered + (2 + 2 * several - keeps) * some
     # Some in rank order, the next, some in order, their gradients, and those in rank order.
     backward = (1 + several + 2 * times + (2 + several) * (not keeps)) * some
-    return ContextBytes(0.0, gathered, forward, result + queries + own + backward)
+    return ContextBytes(0.0, gathered, result + queries + own + backward)
 
 
 class HeadBytes(NamedTuple):
