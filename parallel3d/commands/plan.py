@@ -27,7 +27,13 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import host_memory, memories, peak_memory
 from parallel3d.estimate.balance import StageWeights
-from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place
+from parallel3d.estimate.fitted_cost import (
+    StepTime,
+    breakdown,
+    load,
+    range_of_a_new_place,
+    step,
+)
 from parallel3d.estimate.ops import flops_per_token
 from parallel3d.estimate.profiled_cost import (
     check_type,
@@ -48,7 +54,7 @@ from parallel3d.estimate.search import (
     configure,
     divisors,
     layouts,
-    price,
+    ranked,
     reason,
     sizes_of,
     works,
@@ -372,7 +378,8 @@ def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
         priced = price_measured(choices, sizes, config, machine)
     else:
         memory = memories(config, choices, 1e9 * config.dryrun.reserve_gb, progress())
-        priced = price(choices, sizes, batch, load(), memory)
+        times = step(works(choices, sizes, batch), load())
+        priced = ranked(choices, times, memory, sizes["memory_bytes"])
     found = Plan(config, priced, sizes, ranks)
     if not priced.order:
         raise UserError(fits_nowhere(found, fixed))

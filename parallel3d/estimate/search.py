@@ -21,7 +21,6 @@ from parallel3d.estimate.fitted_cost import (
     ENGINES,
     NETWORKS,
     SPEEDS,
-    Constants,
     Number,
     StepTime,
     StepWork,
@@ -30,7 +29,6 @@ from parallel3d.estimate.fitted_cost import (
     load,
     share_left,
     sizes_of_model,
-    step,
 )
 from parallel3d.estimate.network import Transfer, price_step
 from parallel3d.estimate.ops import STYLES, ops_of_run, sends, widths
@@ -239,17 +237,6 @@ def _split(layers: int, head: float, pp: int) -> tuple[int, int, int]:
     """Returns the layers of the first stage, the fullest between and the last."""
     counts = balance_chunks(1.0, layers, StageAssignment(pp), last_extra=head)
     return counts[0], max(counts[1:-1], default=0), counts[-1]
-
-
-def price(
-    choices: list[LayoutChoice],
-    sizes: Mapping[str, float],
-    batch: int,
-    c: Constants,
-    memory: Number,
-) -> Priced:
-    """Returns times by the fitted constants; `memory`: bytes of every choice's fullest GPU."""
-    return ranked(choices, step(works(choices, sizes, batch), c), memory, sizes["memory_bytes"])
 
 
 def ranked(choices: list[LayoutChoice], time: StepTime, memory: Number, most: float) -> Priced:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from benchmarks.published_memory import memory
 from parallel3d.config.checks.model import check_context_parallel
@@ -21,7 +22,7 @@ from parallel3d.estimate.search import (
     complexity,
     divisors,
     layouts,
-    price,
+    ranked,
     reason,
     style_seconds,
     with_style,
@@ -34,11 +35,15 @@ ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, 
 SIZES = {name: float(getattr(ONE, name)) for name in ONE.__dataclass_fields__}
 
 
+def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) -> Priced:
+    times = step(works(choices, SIZES, batch), load())
+    return ranked(choices, times, held, SIZES["memory_bytes"])
+
+
 def priced_of(gpus: int, batch: int, choices: list[LayoutChoice] | None = None) -> Priced:
     """Priced with the memory of the fitted formulas' guesses, which any other would do."""
     choices = choices or list(layouts(SIZES, gpus, 8, batch, {}))
-    held = memory(works(choices, SIZES, batch), {}).total
-    return price(choices, SIZES, batch, load(), held)
+    return price(choices, batch, memory(works(choices, SIZES, batch), {}).total)
 
 
 def test_layouts_use_every_gpu_and_divide_the_batch() -> None:
@@ -77,8 +82,8 @@ def test_the_simpler_of_equal_layouts_stands_first_and_none_that_does_not_fit() 
 def test_a_nearly_full_gpu_comes_after_a_safe_one_that_is_about_as_fast() -> None:
     choices = list(layouts(SIZES, 64, 8, 256, {"tp": 8, "pp": 2, "recompute": "none"}))[:2]
     room = SIZES["memory_bytes"]
-    full = price(choices, SIZES, 256, load(), np.array([0.95, 0.5]) * room)
-    free = price(choices, SIZES, 256, load(), np.array([0.5, 0.95]) * room)
+    full = price(choices, 256, np.array([0.95, 0.5]) * room)
+    free = price(choices, 256, np.array([0.5, 0.95]) * room)
     a, b = full.seconds.tolist()
     assert 1 / TIGHT < a / b < TIGHT
     assert (full.order[0], free.order[0]) == (1, 0)
