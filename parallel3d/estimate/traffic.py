@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -469,17 +469,31 @@ class FlatShard(NamedTuple):
     """A part of the gradients that a rank steps.
 
     Attributes:
+        parts: parameters of one kind, each with the first of its elements and their number.
         tied: a copy that the norm does not count.
         shared: elements that tp ranks sum (see `LocalParameter`), for all owners.
-        hidden: elements of matrices that Muon steps.
     """
 
-    numel: int
-    decays: bool
-    replicated: bool
+    parts: list[tuple[LocalParameter, int, int]]
     tied: bool
     shared: int
-    hidden: int
+
+    @property
+    def numel(self) -> int:
+        return sum(count for _, _, count in self.parts)
+
+    @property
+    def decays(self) -> bool:
+        return self.parts[0][0].columns > 1
+
+    @property
+    def replicated(self) -> bool:
+        return self.parts[0][0].replicated
+
+    @property
+    def hidden(self) -> int:
+        """Elements of matrices that Muon steps."""
+        return sum(n for p, _, n in self.parts if is_hidden(p.name, 1 + (p.columns > 1)))
 
 
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
@@ -492,30 +506,23 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     if rank.fully_sharded:
         for p in rank.parameters:
             most = _sharded_numel(p, shards)
-            own = min(p.numel, most * (at + 1)) - min(p.numel, most * at)
-            shared = p.owners * (own if p.shared == p.numel else p.shared)
-            hidden = own * is_hidden(p.name, 1 + (p.columns > 1))
-            copy = tied and p.name == TABLE
-            found.append(FlatShard(own, p.columns > 1, p.replicated, copy, shared, hidden))
+            first, end = (min(p.numel, most * i) for i in (at, at + 1))
+            shared = p.owners * (end - first if p.shared == p.numel else p.shared)
+            found.append(FlatShard([(p, first, end - first)], tied and p.name == TABLE, shared))
         return found
     for bucket in buckets_of(rank):
         own = bucket_numel(bucket, shards) // shards
-        start = own * at * (shards > 1)
-
-        def mine(first: int, end: int, start: int = start, stop: int = start + own) -> int:
-            return max(min(end, stop) - max(first, start), 0)
-
-        runs: dict[tuple[bool, bool], list[int]] = {}  # elements: all, shared, hidden
-        offset = 0
+        start, offset = own * at * (shards > 1), 0
+        by_kind = defaultdict(list)
         for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
-            run = runs.setdefault((p.columns > 1, p.replicated), [0, 0, 0])
-            end = offset + p.numel
-            run[0] += mine(offset, end)
-            run[1] += p.owners * mine(end - p.shared, end)
-            run[2] += mine(offset, end) * is_hidden(p.name, 1 + (p.columns > 1))
-            offset = end
+            first, end = max(start - offset, 0), min(start + own - offset, p.numel)
+            if first < end:
+                by_kind[p.columns > 1, p.replicated].append((p, first, end - first))
+            offset += p.numel
         copy = tied and bucket[0].name == TABLE  # it has its own bucket
-        found += [FlatShard(n, *kind, copy, *some) for kind, (n, *some) in runs.items() if n]
+        for parts in by_kind.values():
+            last = [p.owners * min(n, first + n - p.numel + p.shared) for p, first, n in parts]
+            found.append(FlatShard(parts, copy, sum(n for n in last if n > 0)))
     return found
 
 
