@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from parallel3d.config.schema import Config
 from parallel3d.estimate.buckets import PIECE
-from parallel3d.estimate.ops import NORMS, Op, widths
+from parallel3d.estimate.ops import NORMS, TABLES, LocalParameter, Op, widths
 from parallel3d.estimate.traffic import (
     FlatShard,
     PipelineRank,
@@ -176,15 +177,60 @@ def _steps(rank: PipelineRank, segments: Sequence[FlatShard]) -> int:
         mine = [s.numel for s in segments if s.decays == decays]
         if mine and config.optim.state == "bf16":
             # Pieces are widened, stepped and rounded, by random bits of each tensor in them.
-            pieces = sum(-(-size // PIECE) for size in mine)
-            own = (p.numel // rank.shards for p in rank.parameters if (p.columns > 1) == decays)
-            found += (6 if config.optim.name == "adamw" else 4) * pieces
-            found += sum(max(1, -(-size // PIECE)) for size in own)
+            each = 6 if config.optim.name == "adamw" else 4
+            cut = (_pieces(rank, segment) for segment in segments if segment.decays == decays)
+            found += sum(each * pieces + chunks for pieces, chunks in cut)
         elif mine:
             found += _over(mine, _LISTS[config.optim.name])
         if mine and config.optim.ema_decay is not None:
             found += _over(mine, _LISTS["ema"])
     return found
+
+
+def _pieces(rank: PipelineRank, segment: FlatShard) -> tuple[int, int]:
+    """Counts the pieces of a segment and the chunks of full tensors in them, as
+    `parameters/rounding.py` cuts them."""
+    pieces, chunks, offset = 1, 0, 0
+    start: int | None = None  # of the last piece's first chunk
+    for p, first, count in segment.parts:
+        for at, rows, columns in _chunks(p, _full_rows(rank, p), first, count):
+            step = max(1, PIECE // columns)
+            for row in range(0, rows, step):
+                begin = offset + at + row * columns
+                end = begin + min(step, rows - row) * columns
+                start = begin if start is None else start
+                if end - start > PIECE and begin > start:
+                    pieces, start = pieces + 1, begin
+                chunks += 1
+        offset += count
+    return pieces, chunks
+
+
+def _full_rows(rank: PipelineRank, p: LocalParameter) -> Sequence[int]:
+    """Returns the rows of each full tensor in a parameter of tp rank 0."""
+    model, w = rank.config.model, widths(rank.config.model, rank.layout.tp)
+    if ".attention.qkv." in p.name:
+        return w.queries, w.keys, w.keys
+    if ".mlp.up." in p.name:
+        return (w.ffn,) * (1 + w.gated)
+    rows = p.numel // p.columns
+    return (min(rows, model.vocab_size) if p.name in TABLES else rows,)
+
+
+def _chunks(
+    p: LocalParameter, full_rows: Sequence[int], first: int, count: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields (first element, rows, columns) of what lies in a range of a parameter: the rest of a
+    row, whole rows, and the beginning of a row."""
+    begin, width = 0, p.columns
+    for rows in full_rows:
+        low, high = max(first, begin), min(first + count, begin + rows * width)
+        begin += rows * width
+        if low < high:
+            whole = min(high, -(-low // width) * width), max(low, high // width * width)
+            for a, b in pairwise(sorted((low, *whole, high))):
+                if a < b:
+                    yield a - first, max((b - a) // width, 1), min(b - a, width)
 
 
 def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
