@@ -91,8 +91,9 @@ def _split_attention(rank: PipelineRank) -> int:
         if repeats_heads:  # gradients of two copies are added, of more summed
             backward = 8 + (1 + 2 * several) * (config.cp == 2 * key_heads)
     again = rank.recomputed_layers * repeats * (forward - kept)
-    positions = 1 + 2 * (config.model.position_embedding == "rope")
-    return rank.layer_count * (forward + backward) + again + positions * len(rank.stages)
+    # Positions of the shard and their cos and sin; learned ones are looked up by the embedding.
+    positions = 3 * len(rank.stages) * (config.model.position_embedding == "rope")
+    return rank.layer_count * (forward + backward) + again + positions
 
 
 def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> int:
@@ -128,7 +129,7 @@ def _other(rank: PipelineRank, copies: int) -> int:
     """Counts launches of batch, embedding, executor and trainer."""
     config, learned = rank.config, rank.config.model.position_embedding == "learned"
     each = 3 * len(rank.stages) + 2 * rank.last + (4 if rank.first or rank.last else 1)
-    each += (7 + 9 * learned * rank.first) * (config.cp > 1)
+    each += (7 + 10 * learned * rank.first) * (config.cp > 1)
     if rank.first:
         each += 10 + learned + 2 * copies
     if rank.sends_slices:
@@ -146,7 +147,12 @@ def _sharding(rank: PipelineRank) -> int:
     units = layers + (ends > 0)
     gathers = 2 * count * of_layers + root if config.zero == 3 else of_layers + root
     widened = 0 if every or count == 1 else all_of
-    return gathers + count * all_of + widened + units * (count if every else 1)
+    # Of a V the two ends have a backward each: a tied table two gradients, and where each backward
+    # reduces there are two reductions.
+    apart = rank.first and rank.last and len(rank.stages) > 1
+    gradients = all_of + (apart and rank.table.tied)
+    reductions = count * (units + apart) if every or count == 1 else units
+    return gathers + count * gradients + widened + reductions
 
 
 def _optimizer(rank: PipelineRank) -> int:
