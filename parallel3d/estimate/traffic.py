@@ -513,7 +513,7 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     for bucket in buckets_of(rank):
         own = bucket_numel(bucket, shards) // shards
         start, offset = own * at * (shards > 1), 0
-        by_kind = defaultdict(list)
+        by_kind: dict[tuple[bool, bool], list[tuple[LocalParameter, int, int]]] = defaultdict(list)
         for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
             first, end = max(start - offset, 0), min(start + own - offset, p.numel)
             if first < end:
