@@ -41,7 +41,8 @@ def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]
         "other": _other(rank, copies),
         "optimizer": _optimizer(rank),
         "communication": sum(
-            x.count * (1 + (x.op == "send_recv")) for x in transfers(config, layout, index)
+            x.count * (1 + (x.op == "send_recv"))
+            for x in transfers(config, layout, index, data_rank)
         ),
     }
     if rank.last:
@@ -158,7 +159,8 @@ def _sharding(rank: PipelineRank) -> int:
 def _optimizer(rank: PipelineRank) -> int:
     """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
     config, segments = rank.config, flat_shards(rank)
-    found = 8 + 2 * (config.optim.name == "adamw") + rank.is_tied_to_another
+    groups = len({segment.decays for segment in segments})  # AdamW's numbers of steps
+    found = 8 + groups * (config.optim.name == "adamw") + rank.is_tied_to_another
     found += _steps(rank, segments)
     shared = sum(s.shared > 0 for s in segments)
     found += 2 + shared if shared else 0

@@ -53,6 +53,12 @@ PLAYED = (
      "global_batch_size": 16, "rank": 4},
     {"model": "gpt2_124m", "layers": 8, "pp": 2, "vpp": 2, "dp": 2, "zero": 3, "schedule": "zbv",
      "recompute": "[norm,attention,mlp]", "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "qwen3_8b", "layers": 2, "tp": 2, "dp": 4, "zero": 1, "state": "bf16", "rank": 2,
+     "micro_batch_size": 1, "global_batch_size": 4},
+    {"model": "gpt3_175b", "layers": 4, "tp": 2, "sp": True, "pp": 2, "dp": 1, "cp": 2,
+     "style": "ring", "micro_batch_size": 1, "global_batch_size": 2, "rank": 4},
+    {"model": "llama_1b", "layers": 8, "pp": 2, "vpp": 2, "dp": 4, "zero": 2, "schedule": "zbv",
+     "micro_batch_size": 1, "global_batch_size": 8},
     {"model": "llama3_8b", "layers": 12, "pp": 4, "dp": 1, "micro_batch_size": 1,
      "global_batch_size": 8, "offload_layers": [3]},
 )  # fmt: skip
