@@ -306,10 +306,11 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
         of_layers["later"] = whole + gathered, late + wide + sums * (not rank.accumulates)
     for moment, (parameters, buffers) in of_layers.items():
         found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
-    if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients
-        return found
     model = config.model
     table = item * model.hidden_size * model.padded_vocab_size / rank.layout.tp * first
+    if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients
+        found["look-up"] = RankMemory(whole + own, activations=table)
+        return found
     start = 0.0 if once else head
     scattered, buffers = (reduced / dp, reduced) if ends else (0.0, 0.0)
     # At the end autograd holds the gradients until its last node is done.

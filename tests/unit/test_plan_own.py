@@ -59,6 +59,8 @@ PLAYED = (
      "style": "ring", "micro_batch_size": 1, "global_batch_size": 2, "rank": 4},
     {"model": "llama_1b", "layers": 8, "pp": 2, "vpp": 2, "dp": 4, "zero": 2, "schedule": "zbv",
      "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "gpt2_124m", "layers": 8, "tp": 4, "sp": True, "pp": 4, "dp": 8, "cp": 2, "zero": 2,
+     "recompute": "[norm,activation]", "micro_batch_size": 1, "global_batch_size": 32},
     {"model": "llama3_8b", "layers": 12, "pp": 4, "dp": 1, "micro_batch_size": 1,
      "global_batch_size": 8, "offload_layers": [3]},
 )  # fmt: skip
