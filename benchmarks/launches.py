@@ -87,10 +87,10 @@ def _split_attention(rank: PipelineRank) -> int:
     else:
         key_heads, several = widths(config.model, config.tp).key_heads, config.micro_batch_size > 1
         repeats_heads = key_heads < config.cp
-        forward = 5 + 2 * repeats_heads + several
-        backward = 7 + 2 * (key_heads > config.cp) + 2 * several
+        forward = 5 + 2 * repeats_heads
+        backward = 7 + 2 * (key_heads > config.cp) + several
         if repeats_heads:  # gradients of two copies are added, of more summed
-            backward = 8 + (1 + 2 * several) * (config.cp == 2 * key_heads)
+            backward = 8 + (config.cp == 2 * key_heads) + several
     again = rank.recomputed_layers * repeats * (forward - kept)
     # Positions of the shard and their cos and sin; learned ones are looked up by the embedding.
     positions = 3 * len(rank.stages) * (config.model.position_embedding == "rope")

@@ -61,6 +61,8 @@ PLAYED = (
      "micro_batch_size": 1, "global_batch_size": 8},
     {"model": "gpt2_124m", "layers": 8, "tp": 4, "sp": True, "pp": 4, "dp": 8, "cp": 2, "zero": 2,
      "recompute": "[norm,activation]", "micro_batch_size": 1, "global_batch_size": 32},
+    {"model": "llama_1b", "layers": 2, "tp": 4, "dp": 1, "cp": 4, "style": "heads",
+     "recompute": "full", "micro_batch_size": 2, "global_batch_size": 4},
     {"model": "llama3_8b", "layers": 12, "pp": 4, "dp": 1, "micro_batch_size": 1,
      "global_batch_size": 8, "offload_layers": [3]},
 )  # fmt: skip
