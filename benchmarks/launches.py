@@ -85,12 +85,12 @@ def _split_attention(rank: PipelineRank) -> int:
         more = (config.cp - 1) * config.micro_batch_size  # merged
         forward, backward = 2 * calls + 7 * more + 2, 5 * calls + 2 * config.cp + 4
     else:
-        key_heads, several = widths(config.model, config.tp).key_heads, config.micro_batch_size > 1
-        repeats_heads = key_heads < config.cp
+        w, several = widths(config.model, config.tp), config.micro_batch_size > 1
+        repeats_heads = w.key_heads < config.cp
         forward = 5 + 2 * repeats_heads
-        backward = 7 + 2 * (key_heads > config.cp) + several
-        if repeats_heads:  # gradients of two copies are added, of more summed
-            backward = 8 + (config.cp == 2 * key_heads) + several
+        backward = 7 + 2 * (w.key_heads > config.cp) + several
+        if repeats_heads:  # the gradients of a head's copies are summed
+            backward = 8 + (w.heads > config.cp) + several
     again = rank.recomputed_layers * repeats * (forward - kept)
     # Positions of the shard and their cos and sin; learned ones are looked up by the embedding.
     positions = 3 * len(rank.stages) * (config.model.position_embedding == "rope")
