@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -12,14 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.errors import UserError, print_line
+from parallel3d.topology.cluster.slurm import (
+    FIRST_SPECIAL_STEP,
+    expand_hostlist,
+    expand_tasks_per_node,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from parallel3d.faults.watchdog import Watchdog
     from parallel3d.topology.tiling import RankMapping
 
 
@@ -170,24 +175,6 @@ def blocked_signals(
 
 Launcher = Literal["local", "torchrun", "slurm"]
 
-# Steps that Slurm creates for itself (batch script, interactive shell, …) have ids from here on.
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
-
-
-class ProgressWatch(Protocol):
-    """Interface of `faults.watchdog.Watchdog` for the code that runs a rank."""
-
-    @property
-    def is_reporting(self) -> bool: ...
-
-    def rest(self) -> None: ...
-
-    def go_on(self) -> None: ...
-
-    def timed_out(self) -> None: ...
-
-    def stop(self) -> None: ...
-
 
 @dataclass
 class Worker:
@@ -216,7 +203,7 @@ class Worker:
     stop: StopSignals = field(default_factory=StopSignals)
     stopped: bool = False
     store: Store | None = None
-    watchdog: ProgressWatch | None = None
+    watchdog: Watchdog | None = None
     log: OperationLog = field(default_factory=OperationLog)
 
     @classmethod
@@ -303,17 +290,20 @@ def _from_slurm(environ: Mapping[str, str]) -> RankAssignment:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise UserError("SLURM_PROCID is set but SLURM_STEP_NODELIST is not: start with srun")
-    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    per_node = "SLURM_STEP_TASKS_PER_NODE"
+    if not environ.get(per_node):
+        per_node = "SLURM_TASKS_PER_NODE"
     here = world_size
-    if per_node:
-        here = tasks_on_node(per_node, _number(environ, "SLURM_NODEID"))
+    if given := environ.get(per_node):
+        counts = expand_tasks_per_node(given, per_node)
+        here = counts[_number(environ, "SLURM_NODEID", 0, len(counts) - 1, f"{per_node}={given}")]
     return RankAssignment(
         "slurm",
         _number(environ, "SLURM_PROCID", 0, world_size - 1, f"{tasks}={world_size}"),
         _number(environ, "SLURM_LOCALID", 0, here - 1, f"{here} tasks of its node"),
         world_size,
         here,
-        first_host(nodes),
+        expand_hostlist(nodes)[0],
         20000 + job % 20000,  # two jobs that share a node need different ports
         str(job),
     )
@@ -338,35 +328,3 @@ def _number(
     if most is not None and value > most:
         raise UserError(f"{name}={value} contradicts {of}: it must be in {least} … {most}")
     return value
-
-
-def first_host(node_list: str) -> str:
-    """Returns the first host of a Slurm list: "node[01-03,7],gpu1", "rack[1-2]n[0-3]"."""
-    first = ""
-    depth = 0
-    for character in node_list.strip():
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            break
-        first += character
-    # The first number of each bracket as written: leading zeros belong to the name.
-    host = re.sub(r"\[(\d+)[^\[\]]*\]", r"\1", first)
-    if depth != 0 or not re.fullmatch(r"[A-Za-z0-9._-]+", host):
-        raise UserError(f"the Slurm node list {node_list!r} cannot be read")
-    return host
-
-
-def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Returns the tasks on node number `node` by Slurm's list, e.g. "8(x3),4" (node 3: 4)."""
-    seen = 0
-    for part in tasks_per_node.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise UserError(f"SLURM_TASKS_PER_NODE={tasks_per_node!r} cannot be read")
-        seen += int(match[2] or 1)
-        if node < seen:
-            return int(match[1])
-    raise UserError(
-        f"SLURM_NODEID={node} contradicts SLURM_TASKS_PER_NODE={tasks_per_node!r}: "
-        f"it lists {seen} nodes"
-    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.run.launch import RankAssignment, detect, first_host, tasks_on_node
+from parallel3d.run.launch import RankAssignment, detect
 
 TORCHRUN = {
     "RANK": "5",
@@ -103,28 +103,3 @@ def test_contradiction_under_torchrun_is_named(wrong: dict[str, str], named: str
 def test_contradiction_under_slurm_is_named(wrong: dict[str, str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         detect(SRUN | wrong)
-
-
-@pytest.mark.parametrize(
-    ("node_list", "host"),
-    [
-        ("gpu01", "gpu01"),
-        ("node[1-3,7],gpu01", "node1"),
-        ("node[07,01-03]", "node07"),
-        ("rack[2-3]n[010-020],x", "rack2n010"),
-        ("a-b.example.org,c", "a-b.example.org"),
-        ("n[3]-ib", "n3-ib"),
-    ],
-)
-def test_first_host_of_a_node_list(node_list: str, host: str) -> None:
-    assert first_host(node_list) == host
-
-
-@pytest.mark.parametrize("node_list", ["", "node[1-3", "node]1[", "a b"])
-def test_unreadable_node_list_is_refused(node_list: str) -> None:
-    with pytest.raises(UserError, match="node list"):
-        first_host(node_list)
-
-
-def test_tasks_of_each_node() -> None:
-    assert [tasks_on_node("8(x2),4", node) for node in range(3)] == [8, 8, 4]
