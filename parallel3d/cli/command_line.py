@@ -69,7 +69,7 @@ from parallel3d.run.directory import (
 from parallel3d.run.failure import full_stop
 from parallel3d.run.launch import RankAssignment, detect, or_end
 from parallel3d.run.local_workers import listen_here
-from parallel3d.run.rendezvous import CAN_GO_ON
+from parallel3d.run.rendezvous import CAN_GO_ON, tell_rank_0
 from parallel3d.run.worker import APPS, run_here, run_joined
 
 FAILED = 1
@@ -316,7 +316,9 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
     except UserError as error:
         if place.rank == 0:
             raise
-        raise HostError(f"on host {socket.gethostname()}: {error}") from None
+        of_host = HostError(f"on host {socket.gethostname()}: {error}")
+        tell_rank_0(config, place, of_host)
+        raise of_host from None
     if device.note and place.local_rank == 0:
         print_line(device.note)
     return device.kind

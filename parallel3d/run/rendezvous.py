@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ RANKS_KEY = "parallel3d/ranks"
 
 
 class RankZerosError(UserError):
-    """An error that rank 0 has found and logs; its store may end with it."""
+    """An error that rank 0 logs for all ranks; its store may end with it."""
 
 
 def from_rank_0(
@@ -61,8 +62,8 @@ def from_rank_0(
     """
     if place.rank > 0:
         message = get(store, key)
-        store.add(seen_key(key), 1)
         if "error" in message:
+            store.add(seen_key(key), 1)
             raise RankZerosError(message["error"])
         return message["answer"]
     try:
@@ -76,8 +77,30 @@ def from_rank_0(
 
 
 def seen_key(key: str) -> str:
-    """Returns the key that counts the ranks that have read an answer."""
+    """Returns the key that counts the ranks that have read an error."""
     return f"{key}_seen"
+
+
+def refuse(store: Store, rank: int, error: UserError) -> None:
+    """Answers launch rank 0, which waits for all processes, that this one does not come."""
+    put(store, f"{PROCESS_KEY}/{rank}", {"refuses": str(error)})
+    store.add(seen_key(RANKS_KEY), 1)
+
+
+def tell_rank_0(config: Config, place: RankAssignment, error: UserError) -> None:
+    """Does the same before this rank has a store, if rank 0's is there: it may refuse, too."""
+    place = place.with_port(config.launch.master_port)
+
+    def is_there() -> bool:
+        with suppress(OSError):
+            socket.create_connection((place.master_addr, place.master_port), 1.0).close()
+            return True
+        return False
+
+    until(is_there, READ_S)
+    with suppress(RuntimeError):  # it has gone since
+        if is_there():
+            refuse(rendezvous(config, place), place.rank, error)
 
 
 def assign_rank(
@@ -86,9 +109,10 @@ def assign_rank(
     """Sets `worker.rank` and `worker.placement`; every launched process calls it once.
 
     On entry `worker.rank` is the launch rank. Launch rank 0 decides, logs notes for the user, and
-    writes the rank mapping to the run directory. With the default placement nobody waits for it.
+    writes the rank mapping to the run directory.
 
-    Raises UserError with the same sentence on every process if the placement does not fit.
+    Raises UserError with the same sentence on every process if the placement does not fit, or if a
+    process has refused (`refuse`).
     """
     if worker.world_size == 1:
         return
@@ -102,22 +126,23 @@ def assign_rank(
     put(store, f"{PROCESS_KEY}/{launch_rank}", mine)
     needs_cluster = placed_ranks.wants_cluster(config) or app == "bench comm"
 
-    def decide() -> dict[str, Any]:
+    def decide() -> dict[str, Any] | None:
         keys = [f"{PROCESS_KEY}/{rank}" for rank in range(worker.world_size)]
-        processes = [Process(*fields) for fields in get_all(store, keys)]
+        answers = get_all(store, keys)
+        if refusals := [answer["refuses"] for answer in answers if isinstance(answer, dict)]:
+            raise RankZerosError(refusals[0])
+        processes = [Process(*fields) for fields in answers]
         cluster = find_cluster(config, processes, environ) if needs_cluster else None
         placed = placed_ranks.place_processes(config, processes, cluster)
         if placed.note:
             print_line(placed.note)
         placed_ranks.save(placed, worker.run_dir / PLACEMENT_FILE)
-        return placed_ranks.to_message(placed)
+        moves = needs_cluster or config.placement != placed_ranks.DEFAULT
+        return placed_ranks.to_message(placed) if moves else None  # long, and read by every rank
 
-    if needs_cluster or config.placement != placed_ranks.DEFAULT:
-        message = from_rank_0(store, RANKS_KEY, worker, decide)
+    if (message := from_rank_0(store, RANKS_KEY, worker, decide)) is not None:
         ranks, worker.placement = placed_ranks.from_message(message, layout_of(config))
         worker.rank = ranks[launch_rank]
-    elif launch_rank == 0:
-        decide()
 
 
 def find_cluster(config: Config, processes: list[Process], environ: Mapping[str, str]) -> Cluster:
@@ -212,11 +237,12 @@ def agree_on_run(
     """Creates or continues the run directory on rank 0; the others receive its name.
 
     Sets `worker.run_dir` and `worker.device`, one of `kind`, this host's choice. A UserError of
-    rank 0 is raised on every rank, on the others as a RankZerosError; ranks whose host chose
-    another kind than rank 0's raise UserError.
+    rank 0 is raised on every rank, on the others as a RankZerosError. So is that of a rank which
+    differs from rank 0, once this has heard of it (`assign_rank`).
     """
 
     def decide() -> dict[str, Any]:
+        worker.device = device_of_rank(kind, place.local_rank)
         named, before = config, store.underlying_store
         if _attempt() and before.check([RUN_KEY]):  # torchrun's agent restarted the ranks
             named = dataclasses.replace(config, run=get(before, RUN_KEY))
@@ -239,6 +265,17 @@ def agree_on_run(
 
     message = from_rank_0(store, RUN_KEY, place, decide)
     worker.run_dir = Path(message["run_dir"])
+    try:
+        return _as_on_rank_0(config, place, worker, kind, message)
+    except UserError as error:
+        refuse(store, place.rank, error)
+        raise RankZerosError(str(error)) from None
+
+
+def _as_on_rank_0(
+    config: Config, place: RankAssignment, worker: Worker, kind: str, message: dict[str, Any]
+) -> Config:
+    """Returns the configuration with rank 0's run. Raises UserError if this rank's is another."""
     if kind != message["device"]:
         raise UserError(
             f"device={config.device}: rank 0 computes on {message['device']}, rank {place.rank} "

@@ -261,6 +261,20 @@ def test_failing_rank_takes_its_peers_down_under_slurm(shell: Shell) -> None:
     assert failed_ranks(ended.errors) == ["0"]
 
 
+def test_rank_with_another_line_ends_all_with_one_sentence(shell: Shell) -> None:
+    port = f"launch.master_port={free_port()}"
+    other = [words(shell, "tp=2", f"optim.lr=0.{rank + 1}", port) for rank in (0, 1)]
+    started = time.monotonic()
+    ranks = [shell.start(*PARALLEL3D, *other[n], **slurm_environment(n)) for n in (0, 1)]
+    ended = [shell.finish(rank, started, 60) for rank in ranks]
+    assert in_time(ended[0].wall_s, SECONDS)
+    assert [rank.code for rank in ended] == [2, 2]
+    said = [line for rank in ended for line in rank.errors]
+    assert len(said) == 1, said
+    assert said[0].startswith("parallel3d: optim.lr is 0.1 on rank 0 and 0.2 on rank 1, host ")
+    assert not list((shell.cwd / "runs").iterdir())
+
+
 def test_taken_run_is_refused_once_under_slurm(shell: Shell) -> None:
     taken = shell.cwd / "runs" / "mine"
     taken.mkdir(parents=True)

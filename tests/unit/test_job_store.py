@@ -19,7 +19,7 @@ from parallel3d.errors import UserError
 from parallel3d.run import rendezvous
 from parallel3d.run.launch import RankAssignment, Worker
 from parallel3d.run.local_workers import _rank_environment, listen_here
-from parallel3d.run.rendezvous import assign_rank
+from parallel3d.run.rendezvous import RankZerosError, assign_rank, tell_rank_0
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -215,10 +215,35 @@ def test_words_of_others_are_not_believed(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("by_hand")
 def test_without_a_secret_ranks_meet_as_before(tmp_path: Path) -> None:
     store = dist.HashStore()
-    workers = [Worker(rank, rank, 2, 2, tmp_path, "slurm") for rank in (1, 0)]
-    for worker in workers:
-        assign_rank(Config(dp=2), worker, store, {}, "train")
+
+    def meet(rank: int) -> None:
+        assign_rank(Config(dp=2), Worker(rank, rank, 2, 2, tmp_path, "slurm"), store, {}, "train")
+
+    with ThreadPoolExecutor() as threads:
+        assert list(threads.map(meet, (1, 0))) == [None, None]
     assert (tmp_path / "placement.json").exists()
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_rank_that_refuses_before_it_has_a_store_ends_rank_0(tmp_path: Path) -> None:
+    port = free_port()
+    first = place("localhost", port, "torchrun")
+    worker = Worker(0, 0, 2, 2, tmp_path, "torchrun")
+    error = UserError("on host n2: no GPU")
+    with ThreadPoolExecutor() as threads:
+        telling = threads.submit(
+            tell_rank_0, Config(dp=2), dataclasses.replace(first, rank=1), error
+        )
+        with pytest.raises(RankZerosError, match="on host n2: no GPU"):
+            assign_rank(Config(dp=2), worker, rendezvous.rendezvous(Config(), first), {}, "train")
+        telling.result(30)
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_rank_that_refuses_as_rank_0_does_is_soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "READ_S", 0.2)
+    second = dataclasses.replace(place("localhost", free_port()), rank=1)
+    tell_rank_0(Config(dp=2), second, UserError("on host n2: no GPU"))
 
 
 def test_listen_at_prefers_the_family_that_gloo_takes() -> None:

@@ -14,7 +14,7 @@ import pytest
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
-from parallel3d.run.rendezvous import RANKS_KEY, assign_rank, seen_key
+from parallel3d.run.rendezvous import PROCESS_KEY, RANKS_KEY, assign_rank, refuse, seen_key
 from parallel3d.topology import placed_ranks
 from parallel3d.topology.cluster.parts import Cluster, Link, natural
 from parallel3d.topology.layout import Layout
@@ -355,13 +355,12 @@ def take_ranks(
     return workers, errors
 
 
-def test_the_default_costs_a_word_from_each_and_one_look(tmp_path: Path) -> None:
+def test_the_default_costs_a_word_from_each_and_a_short_answer(tmp_path: Path) -> None:
     store = Store()
-    workers = [Worker(n, n % 2, 8, 2, tmp_path, "slurm") for n in reversed(range(8))]
-    for me in workers:
-        assign_rank(config(tp=2, pp=2, dp=2), me, store, {"SLURMD_NODENAME": "n1"}, "train")
-    assert store.calls == 8 + 1
-    assert [me.rank for me in workers] == list(reversed(range(8)))
+    workers, errors = take_ranks(config(tp=2, pp=2, dp=2), store, tmp_path)
+    assert errors == []
+    assert len(store.held[RANKS_KEY]) < 100  # all read it: no ranks, which are as many as readers
+    assert [me.rank for me in workers] == list(range(8))
     assert all(me.placement is None for me in workers)
     saved = json.loads((tmp_path / "placement.json").read_text())
     assert [row["launch_rank"] for row in saved["ranks"]] == list(range(8))
@@ -401,6 +400,20 @@ def test_every_process_hears_why_the_placement_is_refused(tmp_path: Path) -> Non
         "rank_file: ranks line 2 names n9 0, where no rank of this run was started; "
         "the nearest is n4 0"
     }
+    assert not (tmp_path / "placement.json").exists()
+
+
+def test_every_process_hears_that_one_of_them_refuses(tmp_path: Path) -> None:
+    class Refused(Store):
+        def set(self, key: str, value: str | bytes) -> None:
+            if key != f"{PROCESS_KEY}/5" or key not in self.held:
+                super().set(key, value)
+
+    store = Refused()
+    refuse(store, 5, UserError("on host n2: no GPU"))  # type: ignore[arg-type]
+    store.counts[seen_key(RANKS_KEY)] = 7
+    _, errors = take_ranks(config(dp=8), store, tmp_path)
+    assert errors == ["on host n2: no GPU"] * 8
     assert not (tmp_path / "placement.json").exists()
 
 
