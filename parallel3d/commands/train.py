@@ -121,7 +121,7 @@ def train(config: Config, worker: Worker) -> None:
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
             facts = header_facts(trainer, corpus, sets) | weights
-            recorder.start(facts, checkpoints.lines)
+            recorder.start(facts)
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         peaks = all_gather_json(peak_memory(device), groups.world.handle, device)
@@ -220,7 +220,7 @@ def run_steps(
     """
     settings, steps = trainer.config.train, trainer.config.train_steps
     if recorder is not None:
-        checkpoints.waiting = recorder.waiting
+        checkpoints.before_save = recorder.flush
     health = Health(trainer, checkpoints, print_line)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
     profiler = StepProfiler(trainer, worker)
