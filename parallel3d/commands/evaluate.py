@@ -31,7 +31,7 @@ from parallel3d.data.loader import whole_samples
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
-from parallel3d.metrics.recorder import layout_of
+from parallel3d.metrics.recorder import layout_row
 from parallel3d.models.transformer import Stage, blank_stage
 from parallel3d.run.directory import folder_in_run
 from parallel3d.run.launch import Worker
@@ -66,7 +66,7 @@ def evaluate(config: Config, worker: Worker) -> None:
     scores = scores_of(requests, stage, groups, config)
     if worker.rank == 0:
         of_rows = [[scores[i, k] for k in range(len(row.choices))] for i, row in enumerate(rows)]
-        report(config, worker, manifest.step, rows, of_rows)
+        report(config, manifest.step, rows, of_rows)
     groups.close()
 
 
@@ -208,7 +208,6 @@ def _log_probabilities(
 
 def report(
     config: Config,
-    worker: Worker,
     step: int,
     rows: Sequence[TaskRow],
     scores: Sequence[Sequence[Likelihood]],
@@ -224,7 +223,7 @@ def report(
         "step": step,
         "weights": config.eval.weights,
         "tasks": config.eval.tasks,
-        "layout": layout_of(config, worker.world_size),
+        "layout": layout_row(config),
         "precision": config.precision.name,
         "figures": figures,
         "rows": [_scores(row, found) for row, found in pairs],

@@ -44,7 +44,7 @@ from parallel3d.faults.watchdog import HANG_FILE, start_watchdog
 from parallel3d.files import no_link, replace_durably
 from parallel3d.metrics.jsonl import Score, finite, write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
-from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_of
+from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines, length_words
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.optim import EMA
@@ -343,7 +343,7 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
     row["tokens"] = trainer.consumed_samples * config.model.seq_length
     row |= {
         "time": now.isoformat(timespec="seconds"),
-        "layout": layout_of(config, worker.world_size),
+        "layout": layout_row(config),
     }
     row["eval_batches"], row["precision"] = config.train.eval_batches, config.precision.name
     line = json.dumps(finite(row), allow_nan=False) + "\n"
@@ -424,8 +424,7 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
         override_tflops=config.launch.peak_tflops,
     )
     flops = flops_per_token(config.model, config.model.seq_length)
-    first_step = trainer.steps_done + 1
-    return Recorder(config, worker.run_dir, worker.world_size, flops, peak, first_step)
+    return Recorder(config, worker.run_dir, flops, peak, trainer.steps_done + 1)
 
 
 def header_facts(

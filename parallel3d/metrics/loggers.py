@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -23,24 +23,6 @@ from parallel3d.metrics.jsonl import value
 
 if TYPE_CHECKING:
     from wandb import Run
-
-
-class Logger(Protocol):
-    """One logger of a run; its errors are logged once and never stop training."""
-
-    label: str  # in the header
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        """Logs a line of metrics.jsonl, of a step or of an evaluation."""
-
-    def flush(self) -> None:
-        """Hands all lines to the operating system: a checkpoint is about to be written."""
-
-    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Closes the logger at the end of the run."""
-
-    def shown(self) -> str:
-        """Returns where the figures are, for the header."""
 
 
 # Sections of a logger's page. `step` and `tokens` have none: they are the x axes.
@@ -101,7 +83,7 @@ class TensorBoardLogger:
         run_dir: Path,
         first_step: int,
         say: Callable[[str], None],
-        earlier: Iterable[Mapping[str, Any]] = (),
+        earlier: Iterable[Mapping[str, Any]],
     ) -> None:
         """`earlier`: rows of metrics.jsonl from earlier sessions."""
         from torch.utils.tensorboard import SummaryWriter  # an optional package
@@ -257,7 +239,7 @@ class WandbLogger:
         run_dir: Path,
         code: Mapping[str, Any],
         say: Callable[[str], None],
-        earlier: Iterable[Mapping[str, Any]] = (),
+        earlier: Iterable[Mapping[str, Any]],
     ) -> None:
         """`code`: versions; `earlier`: rows of metrics.jsonl from earlier sessions."""
         self._say = say

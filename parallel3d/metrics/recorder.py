@@ -36,7 +36,7 @@ from parallel3d.metrics.jsonl import (
     write_json,
 )
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
-from parallel3d.metrics.loggers import Logger, TensorBoardLogger, WandbLogger
+from parallel3d.metrics.loggers import TensorBoardLogger, WandbLogger
 from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.provenance import Provenance
 
@@ -58,17 +58,16 @@ def evaluation_row(
     return row
 
 
-def layout_of(config: Config, world_size: int) -> dict[str, int]:
-    dp = world_size // config.replica_size
-    sizes = {"tp": config.tp, "pp": config.pp, "dp": dp, "cp": config.cp}
-    return sizes | {"world_size": world_size}
+def layout_row(config: Config) -> dict[str, int]:
+    sizes = {"tp": config.tp, "pp": config.pp, "dp": config.dp or 1, "cp": config.cp}
+    return sizes | {"world_size": config.world_size}
 
 
 @dataclass
 class Recorder:
     """Records one run. Only world rank 0 creates one; nothing in it communicates.
 
-        with Recorder(config, run_dir, world_size, flops_per_token, peak) as recorder:
+        with Recorder(config, run_dir, flops_per_token, peak) as recorder:
             recorder.start({"data": "…", "device": "…"})
             recorder.step(...)            # every optimizer step
             recorder.evaluation(...)      # now and then
@@ -85,13 +84,12 @@ class Recorder:
 
     config: Config
     run_dir: Path
-    world_size: int
     flops_per_token: float
     peak: Peak
     first_step: int = 1
     console: Console = field(default_factory=screen.make_console)
     _resources: ExitStack = field(default_factory=ExitStack)
-    _loggers: list[Logger] = field(default_factory=list)
+    _loggers: list[TensorBoardLogger | WandbLogger] = field(default_factory=list)
     _last: Mapping[str, Any] = field(default_factory=dict)  # the line of the last step
     _evaluations: list[tuple[int, float | None]] = field(default_factory=list)  # steps, losses
     _valid: dict[str, dict[str, Any]] = field(default_factory=dict)  # last figures of each set
@@ -134,7 +132,7 @@ class Recorder:
             if name == "tensorboard":
                 first = self.first_step
                 self._loggers.append(TensorBoardLogger(config, run_dir, first, self._say, earlier))
-        rows = screen.header_facts(config, self.world_size, self.peak) | dict(facts)
+        rows = screen.header_facts(config, self.peak) | dict(facts)
         rows |= {logger.label: logger.shown() for logger in self._loggers}
         rows["run directory"] = f"{run_dir}/"
         title = f"parallel3d {self._provenance.parallel3d or ''}".strip()
@@ -266,7 +264,7 @@ class Recorder:
         return self.config.batch_sizes.samples(steps) * self.config.model.seq_length
 
     def _mfu(self, tokens_per_s: float) -> float:
-        return tokens_per_s * self.flops_per_token / (self.world_size * self.peak.flops)
+        return tokens_per_s * self.flops_per_token / (self.config.world_size * self.peak.flops)
 
     def _log(self, line: Mapping[str, Any]) -> None:
         self._metrics.write(line)
@@ -296,7 +294,7 @@ class Recorder:
             "last_step": self.config.train_steps,
             "started": self._started_at,
             "host": self._provenance.hostname,
-            "layout": layout_of(self.config, self.world_size),
+            "layout": layout_row(self.config),
         }
         with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
             file.write(f"{json.dumps(start)}\n".encode())
@@ -338,7 +336,7 @@ class Recorder:
                 "flops_per_token_formula": FLOPS_FORMULA,
                 "peak_flops_per_device": self.peak.flops,
                 "peak_source": self.peak.source,
-                "world_size": self.world_size,
+                "world_size": config.world_size,
             },
             "breakdown": self._by_rank("seconds a step, mean", list(self._ranks)),
             "memory": self._by_rank(
@@ -347,7 +345,7 @@ class Recorder:
             ),
             "wall_time_s": time.perf_counter() - self._start_time,
             "started": self._started_at,
-            "layout": layout_of(config, self.world_size),
+            "layout": layout_row(config),
             "model": config.model.name,
             "parameters": parameter_count(config.model),
             "precision": config.precision.name,

@@ -143,10 +143,10 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
     return found if noise is None else [*found, f"noise {noise:.3g}"]
 
 
-def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
+def header_facts(config: Config, peak: Peak) -> dict[str, str]:
     """Returns the header's rows from the configuration: label to text."""
     model, optim = config.model, config.optim
-    dp = world_size // config.replica_size
+    dp, world_size = config.dp or 1, config.world_size
     microbatches = config.global_batch_size // (config.micro_batch_size * dp)
     tokens = config.global_batch_size * model.seq_length
     context = f"cp {config.cp} ({config.context_parallel.style}) × " if config.cp > 1 else ""

@@ -29,7 +29,7 @@ STEPS = 30
 
 
 def begin(config: Config, folder: Path, first: int) -> Recorder:
-    recorder = Recorder(config, folder, 2, 1e6, Peak(1e9, "test"), first)
+    recorder = Recorder(config, folder, 1e6, Peak(1e9, "test"), first)
     recorder.start({})
     return recorder
 

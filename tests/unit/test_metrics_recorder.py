@@ -43,7 +43,7 @@ def make_recorder(
 ) -> tuple[Recorder, io.StringIO]:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=80, highlight=False)
-    recorder = Recorder(config, folder, 4, 1000.0, PEAK, first_step=first_step, console=console)
+    recorder = Recorder(config, folder, 1000.0, PEAK, first_step=first_step, console=console)
     return recorder, screen
 
 
@@ -247,7 +247,7 @@ def test_a_redirected_output_is_no_terminal_whatever_the_environment_says(
 def test_an_ascii_log_gets_ascii(tmp_path: Path) -> None:
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii", errors="look-alike"), width=80)
-    with Recorder(make_config(5), tmp_path, 4, 1000.0, PEAK, console=console) as recorder:
+    with Recorder(make_config(5), tmp_path, 1000.0, PEAK, console=console) as recorder:
         recorder.start({"data": "Bücher × 2"})
         run_steps(recorder, 1, 5)
         recorder.evaluation(5, 1.0)
@@ -259,7 +259,7 @@ def test_an_ascii_log_gets_ascii(tmp_path: Path) -> None:
 def test_header_and_summary_fit_the_screen_and_say_what_matters(tmp_path: Path, width: int) -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=width, force_terminal=False, highlight=False)
-    with Recorder(make_config(), tmp_path, 4, 1e6, PEAK, console=console) as recorder:
+    with Recorder(make_config(), tmp_path, 1e6, PEAK, console=console) as recorder:
         recorder.start({"data": "stdlib · 11 M tokens"})
         run_steps(recorder, 1, 20)
         recorder.evaluation(20, 1.9)

@@ -27,14 +27,14 @@ def session(
     """Trains steps `first` to `last` and evaluates every five; all that is logged is flushed."""
     config = Config(logger=LoggerConfig(name=name))
     config.model = ModelConfig(name="gpt_tiny")
-    recorder = Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test"), first)
+    recorder = Recorder(config, run_dir, 1e6, Peak(1e9, "test"), first)
     recorder.start({})
     for step in range(first, last + 1):
         loss = math.nan if step == 7 else scale / step
         recorder.step(step, loss, 0.5, 1e-3, 4096, 0.1, times={"forward": 0.04})
         if step % 5 == 0:
             recorder.evaluation(step, scale / step, {"code": 2.0, "web": None})
-    recorder.waiting()
+    recorder.flush()
     return recorder
 
 

@@ -48,7 +48,7 @@ def make_config() -> Config:
 
 
 def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
-    with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test")) as recorder:
+    with Recorder(config, run_dir, 1e6, Peak(1e9, "test")) as recorder:
         recorder.start({})
         for step in (1, 2, 3):
             times = {"forward": 0.04, "tp": step / 100}
@@ -71,7 +71,7 @@ def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
 def test_what_had_no_token_to_learn_has_no_loss_in_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "bare"
     run_dir.mkdir()
-    with Recorder(make_config(), run_dir, 1, 1e6, Peak(1e9, "test")) as recorder:
+    with Recorder(make_config(), run_dir, 1e6, Peak(1e9, "test")) as recorder:
         recorder.start({})
         recorder.step(1, None, 0.0, 1e-3, 4096, 0.1, skipped=True)
         recorder.evaluation(1, None, {"a": None})
@@ -303,7 +303,7 @@ def session(run_dir, first, last, how):
     config.model = ModelConfig(name="gpt_tiny")
     config.train.steps = 400
     config.logger = LoggerConfig(name="wandb")
-    with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test"), first_step=first) as recorder:
+    with Recorder(config, run_dir, 1e6, Peak(1e9, "test"), first_step=first) as recorder:
         recorder.start({})
         for step in range(first, last + 1):
             loss = float("nan") if step == 7 else 4.0 / step
@@ -435,7 +435,7 @@ def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     earlier = {"step": 1, "loss": 3.0, "grad_norm": 0.5, "lr": 1e-3, "tokens": 4096}
     more = {"tokens_per_s": 1.0, "mfu": 0.1, "step_time_s": 0.1}
     (run_dir / "metrics.jsonl").write_text(json.dumps(earlier | more) + "\n")
-    with Recorder(make_config(), run_dir, 1, 1e6, Peak(1e9, "test"), first_step=2) as recorder:
+    with Recorder(make_config(), run_dir, 1e6, Peak(1e9, "test"), first_step=2) as recorder:
         recorder.start({})
         recorder.step(2, 2.0, 0.5, 1e-3, 4096, 0.1)
         recorder.step(3, 1.0, 0.5, 1e-3, 4096, 0.1)
@@ -469,7 +469,7 @@ def test_system_metrics_are_sampled_when_asked_for(
     for seconds in (1, 5, 25) if asked else (0.5,):
         run_dir = tmp_path / f"run{seconds}"
         run_dir.mkdir()
-        with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test")) as recorder:
+        with Recorder(config, run_dir, 1e6, Peak(1e9, "test")) as recorder:
             recorder.start({})
             time.sleep(seconds)
         if "stats" in inspect(run_dir):
