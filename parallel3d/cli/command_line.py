@@ -68,9 +68,9 @@ from parallel3d.run.directory import (
 )
 from parallel3d.run.failure import full_stop
 from parallel3d.run.launch import RankAssignment, detect, or_end
-from parallel3d.run.local_workers import listen_here
+from parallel3d.run.local_workers import listen_here, run_here
 from parallel3d.run.rendezvous import CAN_GO_ON, tell_rank_0
-from parallel3d.run.worker import APPS, run_here, run_joined
+from parallel3d.run.worker import APPS, run_joined
 
 FAILED = 1
 INTERRUPTED = 130
@@ -292,7 +292,7 @@ def _start(app: str, config: Config, line: str | None) -> int:
         take_run(config, run_dir)
     if line is not None:
         print_line(line)
-    return run_here(app, config, run_dir, world_size, device, in_sweep=is_sweep())
+    return run_here(app, config, run_dir, device, in_sweep=is_sweep())
 
 
 def _time_limit(config: Config) -> AbstractContextManager[None]:

@@ -29,7 +29,7 @@ from parallel3d.data.tokenizer import FOLDER, tokenizer_of
 from parallel3d.errors import UserError, first_line
 from parallel3d.host.devices import choose_device
 from parallel3d.run.directory import CONFIG_FILE, last_config
-from parallel3d.run.worker import run_here
+from parallel3d.run.local_workers import run_here
 
 GENERATE, EVAL = "generate", "eval"
 # All other keys are given by the run.
@@ -95,13 +95,12 @@ def _check_rows(keys: EvalConfig) -> None:
 
 def run_on_checkpoint(app: str, config: Config) -> int:
     """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
-    world_size = config.world_size
-    device = choose_device(config.device, world_size)
+    device = choose_device(config.device, config.world_size)
     # Failures go to a folder of their own: nothing is added to the run.
     folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))
     code = None
     try:
-        code = run_here(app, config, folder, world_size, device)
+        code = run_here(app, config, folder, device)
     finally:
         if code != 1:  # else it holds the failure's traceback
             shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import secrets
@@ -27,11 +28,11 @@ from parallel3d.checkpoint.manifest import list_checkpoints, reason, step_of
 from parallel3d.comm.store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
-from parallel3d.host.devices import gpu_environment
+from parallel3d.host.devices import DeviceChoice, gpu_environment
 from parallel3d.host.memory import cores, nothing_collected
-from parallel3d.host.processes import set_process_name
+from parallel3d.host.processes import drop_failed_output, set_process_name
 from parallel3d.run import failure
-from parallel3d.run.directory import PLACEMENT_FILE, keep_failures
+from parallel3d.run.directory import PLACEMENT_FILE, discard_unused, keep_failures
 from parallel3d.run.failure import (
     END_SIGNAL,
     EXIT_ALREADY_REPORTED,
@@ -42,6 +43,7 @@ from parallel3d.run.failure import (
     report_end,
 )
 from parallel3d.run.launch import STOPPING, blocked_signals, is_nohup, kept_handlers, within
+from parallel3d.run.worker import APPS, local_worker_main, run_alone
 from parallel3d.topology.placed_ranks import rank_of_launch
 
 
@@ -120,7 +122,7 @@ class LocalRanks:
     starts_again: Callable[[dict[int, int]], bool] = lambda exits: False
     ranks: list[ForkProcess] = field(default_factory=list)
     asked: signal.Signals | None = None
-    asked_at: float = 0.0
+    asked_at: float = math.inf
     interrupted: bool = False
 
     def run(self, started: Callable[[], object] = lambda: None) -> dict[int, int]:
@@ -204,9 +206,7 @@ class LocalRanks:
 
     def is_late(self) -> bool:
         """Returns whether the ranks were asked to stop and have not within `grace_s`."""
-        if self.asked is None or self.grace_s is None:
-            return False
-        return time.monotonic() - self.asked_at > self.grace_s
+        return time.monotonic() - self.asked_at > (self.grace_s or 0.0)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -247,31 +247,40 @@ def listen_here(port: int) -> socket.socket:
     return listening
 
 
-def run_local_workers(
-    app: str,
-    config: Config,
-    run_dir: Path,
-    world_size: int,
-    kind: str,
-    module: str,
-    be_rank: Callable[[int], int],
+def run_here(
+    app: str, config: Config, run_dir: Path, device: DeviceChoice, *, in_sweep: bool = False
 ) -> int:
-    """Starts `world_size` ranks of `app` on this host, on devices of type `kind`, and waits.
+    """Runs all ranks of a run on this host: one in this process, several in their own.
+
+    `in_sweep`: more runs follow in this process, so even one rank is forked: a process that has
+    used torch cannot be forked safely. Returns the exit code, after logging failures.
+    """
+    drop_failed_output()
+    if device.note:
+        print_line(device.note)
+    try:
+        if config.world_size == 1 and not in_sweep:
+            return run_alone(app, config, run_dir, device.kind)
+        return run_local_workers(app, config, run_dir, device.kind)
+    except KeyboardInterrupt:
+        discard_unused(run_dir)
+        raise
+
+
+def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int:
+    """Starts the ranks of `app` on this host, on devices of type `kind`, and waits.
 
     Returns the exit code. If a rank fails, all end within seconds, and the last line on stderr is
     the failure that caused the others.
-
-    Args:
-        module: imported here once, for all ranks.
-        be_rank: this process's id → exit code; called in each rank's process, with its environment.
     """
-    wanted = _defaults_for_workers(config, world_size, kind)
+    world_size = config.world_size
+    wanted = _defaults_for_workers(config, kind)
     with _environment(wanted), kept_handlers(SIGNALS):
         listening = listen_here(config.launch.master_port)
         port, stores = listening.getsockname()[1], []
         # Signals wait until torch's C++ is imported.
         with blocked_signals(), nothing_collected():
-            importlib.import_module(module)
+            importlib.import_module(APPS[app][0])
         gc.freeze()  # collections would write to pages shared with the ranks
         launcher = os.getpid()
 
@@ -279,9 +288,9 @@ def run_local_workers(
             listening.close()  # this process's copy
             os.environ.update(_rank_environment(port, rank, world_size, starts))
             _take_threads(wanted)
-            return be_rank(launcher)
+            return local_worker_main(app, config, run_dir, launcher, kind)
 
-        ranks = _local_ranks(app, config, run_dir, world_size, live)
+        ranks = _local_ranks(app, config, run_dir, live)
         try:
             exits = ranks.run(lambda: stores.append(serve(LOCALHOST, listening)))
         except Stopped as stop:
@@ -320,10 +329,10 @@ def _take_threads(wanted: dict[str, str]) -> None:
 
 
 def _local_ranks(
-    app: str, config: Config, run_dir: Path, count: int, live: Callable[[int, int], int]
+    app: str, config: Config, run_dir: Path, live: Callable[[int, int], int]
 ) -> LocalRanks:
     if not has_steps(app, config):
-        return LocalRanks(count, live)
+        return LocalRanks(config.world_size, live)
     restarts = Restarts(run_dir, config.recovery.max_restarts, print_line)
 
     def starts_again(exits: dict[int, int]) -> bool:
@@ -332,7 +341,7 @@ def _local_ranks(
             return False
         return restarts.decide(_cause(config, run_dir, exits))
 
-    return LocalRanks(count, live, config.launch.grace_s, starts_again)
+    return LocalRanks(config.world_size, live, config.launch.grace_s, starts_again)
 
 
 def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
@@ -371,9 +380,9 @@ def _is_answer(code: int) -> bool:
     return EXIT_COMMAND_RESULT <= code < 2 * EXIT_COMMAND_RESULT
 
 
-def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[str, str]:
+def _defaults_for_workers(config: Config, kind: str) -> dict[str, str]:
     """Returns variables of the ranks: required ones, and defaults that the user has not set."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, cores() // world_size))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores() // config.world_size))}
     wanted |= gpu_environment(config, kind, os.environ)
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     return unset | one_host_environment(os.environ) | {SECRET: secrets.token_hex()}

@@ -1,4 +1,4 @@
-"""Runs one rank from the rendezvous to its exit code."""
+"""Runs one rank from the rendezvous to its exit code: the life of a rank."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.checks.run import parse_nccl_env
 from parallel3d.config.schema import Config
-from parallel3d.errors import USER_ERROR, UserError, print_line
-from parallel3d.host.devices import SIMULATED, DeviceChoice, device_of_rank, gpu_environment
+from parallel3d.errors import USER_ERROR, UserError
+from parallel3d.host.devices import SIMULATED, device_of_rank, gpu_environment
 from parallel3d.host.memory import (
     bind_near,
     give_back_freed_memory,
@@ -25,7 +24,6 @@ from parallel3d.host.memory import (
 )
 from parallel3d.host.processes import die_with_parent, drop_failed_output
 from parallel3d.run import failure
-from parallel3d.run.directory import discard_unused
 from parallel3d.run.failure import (
     END_SIGNAL,
     EXIT_COMMAND_RESULT,
@@ -37,7 +35,6 @@ from parallel3d.run.failure import (
     report_hang,
 )
 from parallel3d.run.launch import RankAssignment, Worker, blocked_signals, detect, kept_handlers
-from parallel3d.run.local_workers import run_local_workers
 from parallel3d.run.rendezvous import agree_on_run, assign_rank, keeps_store, rendezvous
 from parallel3d.topology.layout import layout_of
 
@@ -54,37 +51,6 @@ APPS = {
     "generate": ("parallel3d.commands.generate", "generate"),
     "eval": ("parallel3d.commands.evaluate", "evaluate"),
 }
-
-
-def run_here(
-    app: str,
-    config: Config,
-    run_dir: Path,
-    world_size: int,
-    device: DeviceChoice,
-    *,
-    in_sweep: bool = False,
-) -> int:
-    """Runs all ranks of a world on this host: one in this process, several in their own.
-
-    `in_sweep`: more runs follow in this process, so even one rank is forked: a process that has
-    used torch cannot be forked safely. Returns the exit code, after logging failures.
-    """
-    drop_failed_output()
-    if device.note:
-        print_line(device.note)
-    try:
-        if world_size == 1 and not in_sweep:
-            return run_alone(app, config, run_dir, device.kind)
-        module, _ = APPS[app]
-
-        def be_rank(launcher: int) -> int:
-            return local_worker_main(app, config, run_dir, launcher, device.kind)
-
-        return run_local_workers(app, config, run_dir, world_size, device.kind, module, be_rank)
-    except KeyboardInterrupt:
-        discard_unused(run_dir)
-        raise
 
 
 def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
@@ -195,7 +161,8 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
         device_id=device if is_accelerator(device) else None,
     )
     worker.phase = "start"
-    code = _entry(app)(config, worker) or 0
+    module, name = APPS[app]
+    code = getattr(importlib.import_module(module), name)(config, worker) or 0
     worker.phase = "closing"
     gc.collect()  # torn down by the exiting interpreter, groups still referenced would abort
     sys.stdout.flush()
@@ -228,14 +195,8 @@ def _prepare_cpu(config: Config, worker: Worker) -> None:
         interfaces.check(layout_of(config), worker.rank)
 
 
-def _entry(app: str) -> Callable[[Config, Worker], Any]:
-    module, name = APPS[app]
-    return getattr(importlib.import_module(module), name)
-
-
 def _die_with(launcher_pid: int) -> None:
     """Ends this process with its launcher, at once on END_SIGNAL."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(END_SIGNAL, signal.SIG_DFL)
     die_with_parent()
     if os.getppid() != launcher_pid:

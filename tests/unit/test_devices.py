@@ -24,7 +24,7 @@ from parallel3d.host import devices
 from parallel3d.host import devices as gpu_environment
 from parallel3d.host.devices import DeviceChoice, HostError, choose_device, device_of_rank
 from parallel3d.parallel.groups import init
-from parallel3d.run import rendezvous, worker
+from parallel3d.run import local_workers, rendezvous, worker
 from parallel3d.run.launch import RankAssignment, Worker
 
 HOST = socket.gethostname()
@@ -59,11 +59,11 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> lis
     """What the command line hands to the launcher, which is recorded instead of started."""
     started: list[tuple] = []
 
-    def record(app: str, config: Config, run_dir: Path, size: int, kind: str, *_: object) -> int:
-        started.append((app, size, kind))
+    def record(app: str, config: Config, run_dir: Path, kind: str) -> int:
+        started.append((app, config.world_size, kind))
         return 0
 
-    monkeypatch.setattr(worker, "run_local_workers", record)
+    monkeypatch.setattr(local_workers, "run_local_workers", record)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
@@ -76,12 +76,11 @@ def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A sweep's: what has computed cannot fork."""
-    started: list[int] = []
-    monkeypatch.setattr(worker, "run_alone", lambda *_: 7)
-    monkeypatch.setattr(worker, "run_local_workers", lambda *given: started.append(given[3]) or 0)
-    assert worker.run_here("train", Config(), tmp_path, 1, DeviceChoice("cpu")) == 7
-    assert worker.run_here("train", Config(), tmp_path, 1, DeviceChoice("cpu"), in_sweep=True) == 0
-    assert started == [1]
+    monkeypatch.setattr(local_workers, "run_alone", lambda *_: 7)
+    monkeypatch.setattr(local_workers, "run_local_workers", lambda *_: 0)
+    cpu = DeviceChoice("cpu")
+    assert local_workers.run_here("train", Config(), tmp_path, cpu) == 7
+    assert local_workers.run_here("train", Config(), tmp_path, cpu, in_sweep=True) == 0
 
 
 def test_the_readmes_line_runs_on_a_workstation_with_one_gpu(
