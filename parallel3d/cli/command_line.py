@@ -217,6 +217,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             if place is None:
                 return run_on_checkpoint(app, config)
             return run_joined(app, config, place, _checked_here(app, config, place))
+        config = numbered(config)
         if app == TRAIN or config.init_from is not None:
             check_fields(config)
             with _time_limit(config):
@@ -241,7 +242,6 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             config = check_config(config, world_size, communication_only=only_sends)
         if place is None:
             return _start(app, config, line)
-        config = numbered(config)
         kind = _checked_here(app, config, place)
         if first and line is not None:
             print_line(line)
@@ -260,12 +260,11 @@ def _with_earlier(
 ) -> tuple[Config, str | None]:
     """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
     a line to log of it."""
-    named = numbered(config)
-    directory = Path(config.runs_dir) / str(named.run)
+    directory = Path(config.runs_dir) / str(config.run)
     # A primary configuration of the user's own gives every key.
     goes_on = app == TRAIN and config.run is not None and (directory / CONFIG_FILE).is_file()
     if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
-        there = config_there(named, directory)
+        there = config_there(config, directory)
         if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
             there = replace(there, data=replace(there.data, tokenizer=None))
         return continued(config, there, given_by(typed, OwnFolder.path), world_size)
@@ -276,17 +275,17 @@ def _with_earlier(
 
 def _start(app: str, config: Config, line: str | None) -> int:
     """Logs `line` and runs `app` with this process as the launcher of the layout's ranks."""
-    number = HydraConfig.get().job.num if is_sweep() else None
     world_size = config.world_size
     may_go_on = app in CAN_GO_ON
     with _time_limit(config):
-        check_run(config, number, may_go_on=may_go_on)
+        check_run(config, may_go_on=may_go_on)
         _check_data(app, config)
     device = choose_device(config.device, world_size)
     check_precision_of(device.kind, config.precision.name)
     if world_size > 1:
         listen_here(config.launch.master_port).close()  # refused before anything is written
     job_id = os.environ.get("SLURM_JOB_ID")
+    number = HydraConfig.get().job.num if is_sweep() else None
     with _time_limit(config):
         config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
         take_run(config, run_dir)

@@ -195,19 +195,17 @@ def make_run_directory(
 ) -> tuple[Config, Path]:
     """Creates `runs_dir/<run>`, private to the user, with its config.yaml.
 
-    A run without a name gets one from the time and the layout. `job_id` (of Slurm) is part of such
-    a name; `job_number` (of a sweep) is part of every name. Returns the configuration with its
-    name, and the directory. With `may_go_on` the directory of a run that can continue is returned
+    A run without a name gets one from the time, the layout, `job_id` (of Slurm) and `job_number`
+    (of a sweep). Returns the configuration with its name, and the directory. With `may_go_on` the directory of a run that can continue is returned
     unchanged: `take_run` is next. Raises UserError if the name is taken or the directory cannot be
     created.
     """
-    number = "" if job_number is None else f"-{job_number}"
     runs = Path(config.runs_dir)
     if config.run is None:
-        name = _made_name(config, job_id) + number
+        name = _made_name(config, job_id, job_number)
         candidates = [name, *(f"{name}-{n}" for n in range(2, 1000))]
     else:
-        candidates = [config.run + number]
+        candidates = [config.run]
     for name in candidates:
         named = dataclasses.replace(config, run=name)
         directory = runs / name
@@ -271,15 +269,11 @@ def _maker() -> str:
     return f"# made by process {os.getpid()} on {socket.gethostname()}\n"
 
 
-def check_run(config: Config, job_number: int | None = None, *, may_go_on: bool = False) -> None:
+def check_run(config: Config, *, may_go_on: bool = False) -> None:
     """Raises UserError if a given `run` is taken (with `may_go_on`: and cannot continue)."""
-    if config.run is None:
-        return
-    number = "" if job_number is None else f"-{job_number}"
-    directory = Path(config.runs_dir) / (config.run + number)
-    if os.path.lexists(directory):
-        named = dataclasses.replace(config, run=config.run + number)
-        _check_existing(named, directory, may_go_on)
+    directory = Path(config.runs_dir) / str(config.run)
+    if config.run is not None and os.path.lexists(directory):
+        _check_existing(config, directory, may_go_on)
 
 
 def take_run(config: Config, directory: Path) -> int | None:
@@ -358,12 +352,13 @@ def discard_unused(directory: Path) -> None:
             shutil.rmtree(gone)
 
 
-def _made_name(config: Config, job_id: str | None) -> str:
+def _made_name(config: Config, job_id: str | None, job_number: int | None) -> str:
     model = re.sub(r"[^A-Za-z0-9._+=-]", "_", config.model.name)
     context = f"cp{config.cp}" if config.cp > 1 else ""
     layout = f"tp{config.tp}pp{config.pp}{context}dp{config.dp}"
     job = f"-job{job_id}" if job_id else ""
-    return f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{layout}{job}"
+    number = "" if job_number is None else f"-{job_number}"
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{layout}{job}{number}"
 
 
 def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:

@@ -104,15 +104,6 @@ def test_taken_name_is_refused_early_and_late(tmp_path: Path) -> None:
     assert (directory / "config.yaml").read_bytes() == before
 
 
-def test_taken_name_of_a_sweep_is_the_numbered_one(tmp_path: Path) -> None:
-    mine = config(tmp_path, run="mine")
-    make_run_directory(mine, job_number=0)
-    check_run(mine)
-    check_run(mine, job_number=1)
-    with pytest.raises(UserError, match="run=mine-0 exists"):
-        check_run(mine, job_number=0)
-
-
 def test_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
