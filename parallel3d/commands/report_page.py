@@ -5,9 +5,7 @@ Tables and bars are HTML; curves are data that report.js draws.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel3d.comm.step_timer import KINDS
+from parallel3d.commands.checkpoint.listing import find_run
 from parallel3d.commands.html import (
     bar_key,
     colour,
@@ -31,16 +30,14 @@ from parallel3d.commands.html import (
 )
 from parallel3d.config.fields import show, values_of
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError, nearest
-from parallel3d.files import no_link
 from parallel3d.metrics.jsonl import rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
 from parallel3d.metrics.recorder import STARTS
 from parallel3d.run.directory import (
-    CONFIG_FILE,
     NO_CONFIG,
     PLACEMENT_FILE,
     config_files,
+    is_running,
     read_config,
 )
 from parallel3d.text import duration, si
@@ -125,9 +122,7 @@ class RunRecord:
 
 def read_run(runs_dir: Path, name: str) -> RunRecord:
     """Reads one run. Raises UserError if there is none, and OSError."""
-    folder = runs_dir / name
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(_missing(runs_dir, name))
+    folder = find_run(runs_dir, name)
     metrics = folder / "metrics.jsonl"
     curves: defaultdict[str, list[Point]] = defaultdict(list)
     found: list[tuple[str, float | None]]
@@ -148,7 +143,7 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
     state = summary.get("status") or "killed (it left no summary)"
     if error := summary.get("error"):
         state = f"{state}: {error}"
-    if _is_locked(folder / CONFIG_FILE):
+    if is_running(folder):
         state, summary = "running", {}
     places = _json(folder / PLACEMENT_FILE).get("ranks", [])
     if not places and starts and (starts[-1].get("layout") or {}).get("world_size") == 1:
@@ -158,14 +153,6 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
         {key: place[key] if key == "host" else int(place[key]) for key in place} for place in places
     ]
     return RunRecord(name, curves, starts, _configs(folder), summary, ranks, state)
-
-
-def _missing(runs_dir: Path, name: str) -> str:
-    there = sorted(path.parent.name for path in runs_dir.glob(f"*/{CONFIG_FILE}"))
-    if not there:
-        return f"run={name}: {runs_dir} holds no runs; give the folder that does as runs_dir="
-    close = nearest(name, there) or there[-1]
-    return f"run={name} must be one of the runs in {runs_dir}; the nearest is run={close}"
 
 
 def _is_held_out(figure: str) -> bool:
@@ -204,23 +191,6 @@ def _configs(folder: Path) -> list[Config]:
         with suppress(*NO_CONFIG, OSError):
             found.append(read_config(path))
     return found
-
-
-def _is_locked(path: Path) -> bool:
-    """Returns whether a process on this host, or on this file system's others, has the run."""
-    try:
-        descriptor = no_link(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def thinned(points: Sequence[Point]) -> dict[str, Any]:

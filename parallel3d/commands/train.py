@@ -40,7 +40,7 @@ from parallel3d.estimate.balance import why_chosen
 from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.health import Health
-from parallel3d.faults.watchdog import HANG_FILE, start_watchdog
+from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.files import no_link, replace_durably
 from parallel3d.metrics.jsonl import Score, finite, write_json
 from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
@@ -111,8 +111,7 @@ def train(config: Config, worker: Worker) -> None:
         watchdog.stop()
         return
     if worker.rank == 0:
-        for name in (REQUEUE, HANG_FILE):  # of an earlier start
-            (worker.run_dir / name).unlink(missing_ok=True)
+        (worker.run_dir / REQUEUE).unlink(missing_ok=True)  # of an earlier start
     if first_step == 1:
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"

@@ -77,7 +77,6 @@ def in_torch_distributed(stack: Stack) -> str:
 
 
 KEY = "parallel3d/hang"
-HANG_FILE = "hang"  # its creator logs the diagnosis where the store does not answer
 LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
 RECORD_S = 1.0  # a flight recorder that takes longer is blocked by the hang
 STORE_S = 3.0  # a store that takes longer is out of reach
@@ -331,23 +330,15 @@ class Watchdog:
         return of_this_job([self._process(rank) for rank in silent])
 
     def _without_store(self, state: hang.RankState) -> Found:
-        """Returns the diagnosis of this rank alone, if it is the first to create HANG_FILE."""
+        """Returns the diagnosis of this rank alone, on the first rank of a host that can log it."""
         who, why = self._inspect(0, self._keeper)
         here = of_this_job([self._keeper])
-        if not within(RECORD_FILE_S, self._is_first_without_store, True):
+        beside = self._keeper is not None and self._keeper["host"] == socket.gethostname()
+        if self.worker.local_rank != int(beside):
             time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile the first logs it
             return None, here
         why += ", and the store that it keeps gives no answer"
         return hang.diagnose({state.rank: state}, {0: (who, why)}), here
-
-    def _is_first_without_store(self) -> bool:
-        try:
-            (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:
-            return True  # without a disk every rank logs it
-        return True
 
     def _store_answers(self) -> bool:
         store = self.store

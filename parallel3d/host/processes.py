@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import ctypes
 import io
@@ -140,37 +139,20 @@ class _Dropping(io.FileIO):
             return size
 
 
-# For logs without Unicode: a line must never raise.
-LOOK_ALIKES = {"×": "x", "·": "-", "│": "|", "└": "+", "─": "-", "…": "..."}
-
-
-def _look_alike(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    lacking = error.object[error.start : error.end]
-    return "".join(LOOK_ALIKES.get(letter, "?") for letter in lacking), error.end
-
-
-codecs.register_error("look-alike", _look_alike)
-
-
 def prepare_streams() -> None:
-    """Makes standard streams print look-alikes or question marks for letters that they lack.
+    """Makes standard streams print question marks for letters that they lack.
 
     Opens /dev/null in place of closed descriptors, which a later file would get.
     """
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            found = os.open(os.devnull, os.O_RDWR)
-            if found != descriptor:
-                os.dup2(found, descriptor)
-                os.close(found)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not a test's or a notebook's, in memory
-            stream.reconfigure(errors="look-alike")
+            stream.reconfigure(errors="replace")
 
 
 def drop_failed_output() -> None:

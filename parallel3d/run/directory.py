@@ -304,11 +304,24 @@ def take_run(config: Config, directory: Path) -> int | None:
     return lock
 
 
-def _locked(path: Path) -> int | None:
-    """Returns the descriptor of a locked file, None without locks. Raises BlockingIOError."""
-    lock = no_link(path, os.O_RDWR)
+def is_running(directory: Path) -> bool:
+    """Returns whether a process on this host, or on this file system's others, has the run."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _locked(directory / CONFIG_FILE, os.O_RDONLY, fcntl.LOCK_SH)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    if lock is not None:
+        os.close(lock)
+    return False
+
+
+def _locked(path: Path, flags: int = os.O_RDWR, how: int = fcntl.LOCK_EX) -> int | None:
+    """Returns the descriptor of a locked file, None without locks. Raises BlockingIOError."""
+    lock = no_link(path, flags)
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
         if error.errno not in _NO_LOCKS:

@@ -179,7 +179,7 @@ def test_a_single_run_that_goes_on_and_a_file_of_somebody_else(
         (("run=resumed", "to=mine.html"), "was not written by parallel3d report"),
         (("run=<whole>",), "run=<whole> has a file that is not as a run writes it"),
         (("run=resumd",), "the nearest is run=resumed"),
-        (("run=resumed", "runs_dir=nowhere"), "give the folder that does"),
+        (("run=resumed", "runs_dir=nowhere"), "which has none (runs_dir=nowhere)"),
         (("to=a.html",), "report needs run=…"),
         (("run=resumed", "runs_dri=x"), "the nearest is runs_dir"),
         (tuple(f"run={n}" for n in range(13)), "at most 12 runs"),
