@@ -39,7 +39,7 @@ from parallel3d.cli import command_line
 from parallel3d.data import remote
 from parallel3d.data.indexed import HEADER
 from parallel3d.host.processes import die_with_parent
-from parallel3d.metrics.provenance import Provenance
+from parallel3d.metrics import recorder
 from parallel3d.trainer import Trainer
 from tests.corpora import like_pair
 from tests.e2e.ready_process import NEEDED
@@ -314,7 +314,7 @@ class Stage:
                 with open(self.home / name, "w") as file:
                     os.dup2(file.fileno(), number)
             os.chdir(self.disk)
-            Provenance.collect = lambda: HERE
+            recorder.provenance = lambda: HERE
             before()
             command_line._run_hydra = without_hydra(composed(words))
             code = command_line.main(words)

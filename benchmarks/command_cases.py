@@ -26,12 +26,13 @@ from hydra.core.hydra_config import HydraConfig
 
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
 from parallel3d.cli import command_line
-from parallel3d.metrics.provenance import Provenance
+from parallel3d.metrics import recorder
+from parallel3d.metrics.provenance import provenance
 from tests.tools.failing_files import FailingFiles, Fault, Point
 
 STEPS, EVERY, KEEP, KILLED_AFTER = 6, 2, 2, 5
 RUN = Path("runs/run")
-HERE = Provenance.collect()  # which asks git: once is enough
+HERE = provenance()  # which asks git: once is enough
 LIMIT_S = 60.0  # without a fault that blocks: then the watchdog's
 SETTINGS = (
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2"),
@@ -169,7 +170,7 @@ class Stage:
                 with open(self.home / name, "w") as file:
                     os.dup2(file.fileno(), number)
             os.chdir(self.folder)
-            Provenance.collect = lambda: HERE
+            recorder.provenance = lambda: HERE
             tempfile.tempdir = str(self.home)
             self.before()
             if case.words[0] != "checkpoint" and not case.through_hydra:

@@ -136,7 +136,7 @@ class Trainer:
         self.steps_done = 0
         self.consumed_samples = 0
         self.batch = config.global_batch_size  # of the last step
-        self.stop_requested = False
+        self.stop_requested: Callable[[], bool] = lambda: False
         # Called once a step, before parameters change.
         self.before_update: Callable[[], object] = lambda: None
 
@@ -399,7 +399,7 @@ class Trainer:
             # reaches the sum.
             squared = squared * 0.0
         # Filled by a kernel: copying a number from the host would block it.
-        stop = torch.full_like(squared, float(self.stop_requested))
+        stop = torch.full_like(squared, float(self.stop_requested()))
         own = (self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop)))
         sums = torch.cat((*own, *self.noise.squares()))
         collectives.all_reduce_few(sums, self.groups.world)

@@ -43,7 +43,7 @@ from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.files import no_link, replace_durably
 from parallel3d.metrics.jsonl import Score, finite, write_json
-from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
+from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines, length_words
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
@@ -124,9 +124,8 @@ def train(config: Config, worker: Worker) -> None:
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         peaks = all_gather_json(peak_memory(device), groups.world.handle, device)
-        memory = [PeakMemory(*peak) for peak in peaks if peak is not None]
         if recorder is not None:
-            recorder.breakdown(times, memory)
+            recorder.breakdown(times, [peak for peak in peaks if peak is not None])
         watchdog.rest()
         worker.phase = "waiting for the checkpoint"
         is_saved = checkpoints.close()
@@ -221,7 +220,7 @@ def run_steps(
     if recorder is not None:
         checkpoints.before_save = recorder.flush
     health = Health(trainer, checkpoints, print_line)
-    worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
+    trainer.stop_requested = lambda: worker.stop.number is not None
     profiler = StepProfiler(trainer, worker)
     first = trainer.steps_done + 1
     # Graphs, and an accelerator's fused kernels, are compiled in the first step and the first
@@ -370,7 +369,7 @@ def record_step(
     seconds: float,
     is_profiled: bool,
 ) -> None:
-    is_fp16, memory = trainer.config.precision.name == "fp16", peak_memory(trainer.device)
+    is_fp16 = trainer.config.precision.name == "fp16"
     noise = result.noise._asdict() if result.noise else None
     recorder.step(
         *result[:5],
@@ -378,7 +377,7 @@ def record_step(
         skipped=result.skipped,
         loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
         times=trainer.step_timer.last,
-        memory=memory and memory._asdict(),
+        memory=peak_memory(trainer.device),
         noise=noise and {part: v for part, v in noise.items() if v is not None},
         imbalance=trainer.train_batches.imbalance,
         profiled=is_profiled,

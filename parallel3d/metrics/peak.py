@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -13,25 +12,21 @@ from parallel3d.device.matmul import matmul
 from parallel3d.device.precision import COMPUTE
 from parallel3d.estimate.devices import find_device
 from parallel3d.host.memory import available_cores
-from parallel3d.text import si
 
 
-class PeakMemory(NamedTuple):
-    """Peak bytes of one rank's device since the process began.
+def peak_memory(device: torch.device) -> dict[str, int] | None:
+    """Returns this rank's peak bytes since its process began, without synchronisation.
 
-    allocated: by tensors. reserved: by the allocator from the device, with gaps.
+    "allocated" by tensors, and "reserved" by the allocator from the device, with gaps; None on the
+    CPU.
     """
-
-    allocated: int
-    reserved: int
-
-
-def peak_memory(device: torch.device) -> PeakMemory | None:
-    """Returns this rank's peak so far, without synchronisation; None on the CPU."""
     if not accelerator.is_accelerator(device):
         return None
     api = accelerator.module(device)
-    return PeakMemory(api.max_memory_allocated(device), api.max_memory_reserved(device))
+    return {
+        "allocated": api.max_memory_allocated(device),
+        "reserved": api.max_memory_reserved(device),
+    }
 
 
 # Peak FLOP/s: the user's, a datasheet's, or measured where the table lacks the device's name
@@ -48,9 +43,6 @@ class Peak:
 
     flops: float
     source: str
-
-    def __str__(self) -> str:
-        return f"{si(self.flops)}FLOP/s ({self.source})"
 
 
 def device_peak_flops(

@@ -6,27 +6,18 @@ import socket
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 GIT_TIMEOUT_S = 5.0
 
 
-class Provenance(NamedTuple):
-    """Identifies a run's code. Holds no path, user name or remote address."""
-
-    parallel3d: str | None  # version; None if not installed (run from a checkout by PYTHONPATH)
-    git_commit: str | None  # "-dirty" is appended if tracked files differ; None outside a checkout
-    torch: str | None
-    hostname: str
-
-    @classmethod
-    def collect(cls) -> Provenance:
-        return cls(
-            parallel3d=version_of("parallel3d"),
-            git_commit=git_commit(Path(__file__).resolve()),
-            torch=version_of("torch"),
-            hostname=socket.gethostname(),
-        )
+def provenance() -> dict[str, str | None]:
+    """Identifies a run's code, without a path, user name or remote address."""
+    return {
+        "parallel3d": version_of("parallel3d"),  # None from a checkout by PYTHONPATH
+        "git_commit": git_commit(Path(__file__).resolve()),
+        "torch": version_of("torch"),
+        "hostname": socket.gethostname(),
+    }
 
 
 def git_commit(file: Path) -> str | None:

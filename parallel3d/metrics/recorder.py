@@ -37,8 +37,8 @@ from parallel3d.metrics.jsonl import (
 )
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import TensorBoardLogger, WandbLogger
-from parallel3d.metrics.peak import Peak, PeakMemory
-from parallel3d.metrics.provenance import Provenance
+from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.provenance import provenance
 
 STARTS = "starts.jsonl"  # a line for each start of the run that came to its first step
 
@@ -101,7 +101,7 @@ class Recorder:
     _step_seconds: array[float] = field(default_factory=lambda: array("d"))
     _imbalances: array[float] = field(default_factory=lambda: array("d"))
     _ranks: Sequence[dict[str, Any]] = ()
-    _memory: Sequence[PeakMemory] = ()
+    _memory: Sequence[dict[str, int]] = ()
     _started_at: str | None = None
     _error: str | None = None
     _summary: dict[str, Any] | None = None
@@ -113,7 +113,7 @@ class Recorder:
         configuration ("model", "layout", "batch", "data", "precision", "device", "peak per rank").
         """
         config, run_dir = self.config, self.run_dir
-        self._provenance = Provenance.collect()
+        self._code = provenance()
         path = run_dir / "metrics.jsonl"
         self._tokens = self._tokens_of(self.first_step - 1)
         try:
@@ -127,15 +127,14 @@ class Recorder:
         for name in config.logger.names:
             earlier = filter(is_whole, rows_of(path))
             if name == "wandb":
-                code = self._provenance._asdict()
-                self._loggers.append(WandbLogger(config, run_dir, code, self._say, earlier))
+                self._loggers.append(WandbLogger(config, run_dir, self._code, self._say, earlier))
             if name == "tensorboard":
                 first = self.first_step
                 self._loggers.append(TensorBoardLogger(config, run_dir, first, self._say, earlier))
         rows = screen.header_facts(config, self.peak) | dict(facts)
         rows |= {logger.label: logger.shown() for logger in self._loggers}
         rows["run directory"] = f"{run_dir}/"
-        title = f"parallel3d {self._provenance.parallel3d or ''}".strip()
+        title = f"parallel3d {self._code['parallel3d'] or ''}".strip()
         screen.print_header(self.console, title, rows)
         self._progress = screen.Progress(self.console, config, self.first_step)
         self._resources.enter_context(self._progress)
@@ -215,7 +214,9 @@ class Recorder:
         for logger in self._loggers:
             logger.flush()
 
-    def breakdown(self, ranks: Sequence[dict[str, Any]], memory: Sequence[PeakMemory] = ()) -> None:
+    def breakdown(
+        self, ranks: Sequence[dict[str, Any]], memory: Sequence[dict[str, int]] = ()
+    ) -> None:
         """Sets `Trainer.step_times` and the peak memory of all ranks, for summary and panel."""
         self._ranks, self._memory = ranks, memory
 
@@ -293,7 +294,7 @@ class Recorder:
             "first_step": self.first_step,
             "last_step": self.config.train_steps,
             "started": self._started_at,
-            "host": self._provenance.hostname,
+            "host": self._code["hostname"],
             "layout": layout_row(self.config),
         }
         with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
@@ -341,7 +342,7 @@ class Recorder:
             "breakdown": self._by_rank("seconds a step, mean", list(self._ranks)),
             "memory": self._by_rank(
                 "bytes, the most at one time",
-                [{"rank": rank} | memory._asdict() for rank, memory in enumerate(self._memory)],
+                [{"rank": rank} | memory for rank, memory in enumerate(self._memory)],
             ),
             "wall_time_s": time.perf_counter() - self._start_time,
             "started": self._started_at,
@@ -351,7 +352,7 @@ class Recorder:
             "precision": config.precision.name,
             "seed": config.seed,
             "paths": self._paths(),
-            "code": self._provenance._asdict(),
+            "code": self._code,
             "wandb": wandb.place() if wandb else None,
         }
         if content["breakdown"] and self._imbalances:

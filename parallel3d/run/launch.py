@@ -99,13 +99,11 @@ class StopSignals:
     Attributes:
         number: the signal that came, a preempting one before an interrupt, or None.
         interrupted: a SIGINT came.
-        tell: called by the handler, if set; at once if a signal has come already (`listen`).
         second_interrupts: a second SIGINT raises KeyboardInterrupt; else it is like the first.
     """
 
     number: signal.Signals | None = None
     interrupted: bool = False
-    tell: Callable[[], None] | None = None
     second_interrupts: bool = True
 
     def install(self) -> None:
@@ -115,12 +113,6 @@ class StopSignals:
                 signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
-    def listen(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` as soon as a signal comes, or now if one has come."""
-        self.tell = tell
-        if self.number is not None:
-            tell()
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self.interrupted and self.second_interrupts:
@@ -128,8 +120,6 @@ class StopSignals:
             self.interrupted = True
         if self.number is None or number in PREEMPTION:
             self.number = signal.Signals(number)
-        if self.tell is not None:
-            self.tell()
 
     @property
     def requeues(self) -> bool:

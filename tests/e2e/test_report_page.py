@@ -17,7 +17,7 @@ from parallel3d.commands.report import MARK
 from parallel3d.commands.report_page import COLUMNS, Point, page_of, read_run, thinned
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
-from parallel3d.metrics.peak import Peak, PeakMemory
+from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import STARTS, Recorder
 from parallel3d.run.directory import make_run_directory, next_name, save_config
 from parallel3d.topology.assumptions import preset
@@ -57,7 +57,7 @@ def runs(shell: Shell) -> Path:
     times |= dict.fromkeys(("cp", "pp", "dp", "model", "optimizer", "data"), 0.0)
     place = {"pp": 0, "dp": 0, "cp": 0}
     ranks = [{"rank": n} | place | {"tp": n} | times | {"step": 0.04} for n in range(2)]
-    recorder.breakdown(ranks, [PeakMemory(3 * 10**9, 4 * 10**9)] * 2)
+    recorder.breakdown(ranks, [{"allocated": 3 * 10**9, "reserved": 4 * 10**9}] * 2)
     recorder.finish()
     config.run, config.seed, config.optim.lr = "resumed", 4, 0.5
     _, resumed = make_run_directory(config)

@@ -21,7 +21,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.jsonl import STEP, rows_of
-from parallel3d.metrics.peak import Peak, PeakMemory
+from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import make_console
 from tests.pace import in_time
@@ -422,11 +422,11 @@ def test_the_memory_of_accelerators_is_in_the_lines_the_summary_and_the_panel(
             1e-3,
             4096,
             0.5,
-            memory=PeakMemory(50_000_000_000, 60_000_000_000)._asdict(),
+            memory={"allocated": 50_000_000_000, "reserved": 60_000_000_000},
         )
         memory = [
-            PeakMemory(50_000_000_000, 60_000_000_000),
-            PeakMemory(61_200_000_000, 64_000_000_000),
+            {"allocated": 50_000_000_000, "reserved": 60_000_000_000},
+            {"allocated": 61_200_000_000, "reserved": 64_000_000_000},
         ]
         recorder.breakdown(rank_times(2), memory)
     (line,) = [*rows_of(tmp_path / "metrics.jsonl")]

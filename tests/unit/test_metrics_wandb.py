@@ -17,7 +17,7 @@ import wandb
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.jsonl import rows_of
 from parallel3d.metrics.loggers import resolve_mode, run_id, sync_command
-from parallel3d.metrics.peak import Peak, PeakMemory
+from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from tests.wandb_records import wandb_records
 
@@ -52,7 +52,7 @@ def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
         recorder.start({})
         for step in (1, 2, 3):
             times = {"forward": 0.04, "tp": step / 100}
-            more = {"times": times, "memory": PeakMemory(step, 9)._asdict()}
+            more = {"times": times, "memory": {"allocated": step, "reserved": 9}}
             more["noise"] = {"trace": 6.0, "signal": 1.0} | ({} if step == 1 else {"scale": 7.0})
             recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1, skipped=step == 2, **more)
         recorder.evaluation(3, 1.5)

@@ -76,6 +76,6 @@ def test_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
 
 def test_an_evaluation_alone_ends_at_once() -> None:
     config = Config()
-    assert _local_ranks("train", config, Path(), 2, lambda *_: 0).grace_s == config.launch.grace_s
+    assert _local_ranks("train", config, Path(), lambda *_: 0).grace_s == config.launch.grace_s
     config.train.eval_only = True  # no step ends there
-    assert _local_ranks("train", config, Path(), 2, lambda *_: 0).grace_s is None
+    assert _local_ranks("train", config, Path(), lambda *_: 0).grace_s is None
