@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -41,8 +39,8 @@ from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog
-from parallel3d.files import no_link, replace_durably
-from parallel3d.metrics.jsonl import Score, finite, write_json
+from parallel3d.files import replace_durably
+from parallel3d.metrics.jsonl import Score, append_line, write_json
 from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines, length_words
@@ -344,10 +342,8 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
         "layout": layout_row(config),
     }
     row["eval_batches"], row["precision"] = config.train.eval_batches, config.precision.name
-    line = json.dumps(finite(row), allow_nan=False) + "\n"
     path = worker.run_dir / EVALUATIONS
-    with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
-        file.write(line.encode())
+    append_line(path, row)
     for sentence in evaluation_lines(config, row):
         print_line(sentence)
     print_line(f"appended to {path}")

