@@ -39,6 +39,7 @@ from parallel3d.run.directory import (
     config_files,
     is_running,
     read_config,
+    read_json,
 )
 from parallel3d.text import duration, si
 from parallel3d.topology.layout import DIMENSIONS
@@ -136,7 +137,7 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
                 curves[curve].append(Point(line["step"], line["tokens"], figure))
         except DAMAGED:  # also of a blend's parts, which are not drawn
             continue
-    summary = _json(folder / "summary.json")
+    summary = read_json(folder / "summary.json")
     starts = _starts(folder / STARTS, curves.get(LOSS, []))
     if starts and summary.get("started") != starts[-1]["started"]:
         summary = {}  # of an earlier start
@@ -145,7 +146,7 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
         state = f"{state}: {error}"
     if is_running(folder):
         state, summary = "running", {}
-    places = _json(folder / PLACEMENT_FILE).get("ranks", [])
+    places = read_json(folder / PLACEMENT_FILE).get("ranks", [])
     if not places and starts and (starts[-1].get("layout") or {}).get("world_size") == 1:
         alone = dict.fromkeys(("rank", "local_index", *DIMENSIONS), 0)
         places = [alone | {"host": starts[-1].get("host", "this host")}]
@@ -158,15 +159,6 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
 def _is_held_out(figure: str) -> bool:
     is_of_set = figure.startswith("valid/") and figure.endswith("/loss")
     return figure.startswith("eval/loss") or is_of_set
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Returns the object in a file; {} without one."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _starts(path: Path, losses: Sequence[Point]) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ def bit_sum(parameter: Tensor) -> Tensor:
     return flat.view(INTEGERS[width]).sum(dtype=torch.int64)
 
 
-def bad_gradients(trainer: Trainer) -> Iterator[str]:
+def _bad_gradients(trainer: Trainer) -> Iterator[str]:
     for segment in trainer.optimizer.segments:
         offset = 0
         for part in segment.parts:
@@ -151,7 +151,7 @@ def bad_gradients(trainer: Trainer) -> Iterator[str]:
 def first_bad_gradient(trainer: Trainer) -> str:
     """Returns a clause on the first non-finite gradient in the model's order; collective."""
     groups, order = trainer.groups, list(trainer.parameters)
-    bad = sorted({order.index(name) for name in bad_gradients(trainer)})
+    bad = sorted({order.index(name) for name in _bad_gradients(trainer)})
     found = None
     if bad:
         parameter = trainer.parameters[order[bad[0]]]

@@ -341,10 +341,16 @@ def keep_failures(directory: Path) -> None:
 
 def status(directory: Path) -> str | None:
     """Returns how a run's last start ended by its summary: "finished", "stopped", …; or None."""
+    return read_json(directory / "summary.json").get("status")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a file of a run; {} without one."""
     try:
-        return json.loads((directory / "summary.json").read_bytes()).get("status")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def discard_unused(directory: Path) -> None:
