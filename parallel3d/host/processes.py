@@ -77,20 +77,15 @@ def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, i
     """Returns (pid, born) of those records {pid, born, host} that are of this host and job.
 
     Others may write to the store of the records, so the kernel is asked: the process must belong to
-    the same user and have got the same job from its launcher.
+    the same user and have got the same job from its launcher. Ours gives its ranks none that the
+    kernel shows, and ends them itself.
     """
-    here, me = socket.gethostname(), os.getpid()
-    mine = _job(me)
-    # Our launcher forks its ranks: the kernel shows the launcher's environment as theirs.
-    forked = "MASTER_PORT" in os.environ and b"MASTER_PORT" not in mine
-    found = []
+    mine, found = _job(os.getpid()), []
     for record in processes:
-        if record is None or record["host"] != here or not (mine or forked):
+        if record is None or record["host"] != socket.gethostname() or not mine:
             continue
         pid = int(record["pid"])
-        if _owner(pid) != os.getuid() or _job(pid) != mine:
-            continue
-        if not forked or _parent(pid) == _parent(me):
+        if _owner(pid) == os.getuid() and _job(pid) == mine:
             found.append((pid, int(record["born"])))
     return found
 
@@ -110,12 +105,6 @@ def _job(pid: int) -> dict[bytes, bytes]:
         return {}
     found = dict(v.split(b"=", 1) for v in variables if b"=" in v)
     return {name: found[name] for name in JOB if name in found}
-
-
-def _parent(pid: int) -> tuple[int, int]:
-    fields = _stat(pid)
-    parent = int(fields[1]) if fields else 0
-    return parent, born(parent)
 
 
 # Standard output and error. A reader that has gone (`| head`), a full disk under a log, a lost

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.host.processes import born, of_this_job
 from parallel3d.run import local_workers
 from parallel3d.run import local_workers as local_ranks
 from parallel3d.run.failure import END_SIGNAL
@@ -149,24 +147,3 @@ def test_a_rank_begins_with_default_handlers_and_a_session_of_its_own(tmp_path: 
         said = json.loads((tmp_path / str(starts)).read_text())
         assert said["defaults"] and said["leads"] == said["pid"]
         assert said["blocked"] == sorted(STOPPING)
-
-
-def test_forked_ranks_know_each_other_by_their_launcher(tmp_path: Path) -> None:
-    stranger = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
-
-    def live(rank: int, starts: int) -> int:
-        os.environ["MASTER_PORT"] = "4711"
-        mine = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
-        (tmp_path / f"{rank}.part").write_text(json.dumps(mine))
-        (tmp_path / f"{rank}.part").rename(tmp_path / str(rank))
-        while not all((tmp_path / name).exists() for name in "01"):
-            time.sleep(0.01)
-        ranks = [json.loads((tmp_path / name).read_text()) for name in "01"]
-        wanted = [(record["pid"], record["born"]) for record in ranks]
-        found = of_this_job([*ranks, stranger, None])
-        (tmp_path / f"{rank}.done").touch()
-        while not all((tmp_path / f"{name}.done").exists() for name in "01"):
-            time.sleep(0.01)
-        return 0 if found == wanted else 1
-
-    assert LocalRanks(2, live).run() == {}
