@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from rich import progress
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -27,7 +26,7 @@ from parallel3d.metrics.peak import Peak
 from parallel3d.text import aligned, duration, loss_words, percent, si, three_digits
 
 REFRESH_PER_SECOND = 4  # drawn by a thread of the training process, at its expense
-RATE_WINDOW = 50  # steps that the remaining time is estimated from
+RATE_PERIOD_S = 600.0  # of the steps that the remaining time is estimated from
 MAX_WIDTH = 100  # wider lines and panels are hard to read
 MOST_PARTS = 4  # of a blend, in an evaluation's line; metrics.jsonl has all
 LABEL_WIDTH = 14
@@ -57,8 +56,17 @@ class Progress:
         self._every = config.train.log_every
         self._row: Mapping[str, Any] | None = None  # the last step's line
         self._skipped = 0
-        self._start = time.perf_counter()
-        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
+        self._bar = progress.Progress(
+            "[bold]{task.description}",
+            progress.BarColumn(bar_width=None, complete_style="cyan"),
+            "{task.fields[share]:3d} %",
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            "[cyan]left",
+            speed_estimate_period=RATE_PERIOD_S,
+        )
+        self._task = self._bar.add_task("", total=self._last_step)
+        self._advance(first_step - 1)
         self._live: Live | None = None
         if config.train.progress and console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(
@@ -81,52 +89,34 @@ class Progress:
         """Shows a step's line of metrics.jsonl."""
         self._row, step, skipped = row, row["step"], row.get("skipped", False)
         self._skipped += skipped
-        self._recent.append((step, time.perf_counter()))
+        self._advance(step)
         due = step % self._every == 0 or step in (self._first_step, self._last_step)
         why = "no token to learn" if row["loss"] is None else "gradients not finite"
         bad = skipped and row["loss"] is not None
         if self._live is None and (due or bad):
-            words = [self._step(step), *_step_figures(row), f"left {self._left():>7}"]
+            left = self._bar.tasks[0].time_remaining
+            left_words = f"left {duration(math.nan if left is None else left):>7}"
+            words = [self._step(step), *_step_figures(row), left_words]
             words += [f"SKIPPED: {why}"] if skipped else []
             print_styled(self._console, "  ".join(words))
+
+    def _advance(self, step: int) -> None:
+        share = math.floor(100 * step / self._last_step)  # 299 of 300 is 99 %
+        self._bar.update(self._task, completed=step, description=self._step(step), share=share)
 
     def _step(self, step: int) -> str:
         return f"step {step:{len(str(self._last_step))}d}/{self._last_step}"
 
-    def _left(self) -> str:
-        """Returns the time to the last step by the pace of the last ones, evaluations included."""
-        (first, begin), (last, end) = self._recent[0], self._recent[-1]
-        pace = (end - begin) / (last - first) if last > first else math.nan
-        return duration((self._last_step - last) * pace)
-
     def render(self) -> RenderableType:
         """Returns step, bar and time above the step's figures."""
-        row = self._row
-        done = row["step"] if row else self._first_step - 1
-        top = Table.grid(padding=(0, 1))
-        top.width = min(MAX_WIDTH, self._console.width)
-        top.add_column(no_wrap=True)
-        top.add_column(ratio=1)
-        top.add_column(no_wrap=True, justify="right")
-        top.add_column(no_wrap=True, justify="right")
-        # Rounded down: 299 of 300 is 99 %.
-        share = f"{math.floor(100 * done / self._last_step):3d} %"
-        times = duration(time.perf_counter() - self._start)
-        words = ["first step …"]
+        row, words = self._row, ["first step …"]
         if row is not None:
-            times += f" · {self._left()} left"
             words = [" ".join(word.split()) for word in _step_figures(row)]
             words[1:1] = [f"skipped {self._skipped:,}"] if self._skipped else []
         bad = row is not None and not math.isfinite(row["loss"] or 0.0)
-        top.add_row(
-            Text(self._step(done), style="bold"),
-            ProgressBar(total=self._last_step, completed=done, complete_style="cyan"),
-            share,
-            Text(times, style="cyan"),
-        )
         style = "bold red" if bad else ""
         line = Text(" · ".join(words), style=style, no_wrap=True, overflow="ellipsis")
-        return Group(top, line)
+        return Group(Constrain(self._bar.get_renderable(), MAX_WIDTH), line)
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
