@@ -9,9 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.commands.checkpoint.listing import (
     check_ema,
@@ -28,7 +25,7 @@ from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.tokenizer import FOLDER, tokenizer_of
 from parallel3d.errors import UserError, first_line
 from parallel3d.host.devices import choose_device
-from parallel3d.run.directory import CONFIG_FILE, last_config
+from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
 
 GENERATE, EVAL = "generate", "eval"
@@ -140,7 +137,7 @@ def _config_there(app: str, config: Config) -> Config:
         return last_config(find_run(runs, config.run))
     except UserError:
         raise
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
+    except (OSError, *NO_CONFIG) as error:
         raise UserError(
             f"run={config.run}: its {CONFIG_FILE} cannot be read ({first_line(error)})"
         ) from None

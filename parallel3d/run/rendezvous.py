@@ -97,7 +97,7 @@ def tell_rank_0(config: Config, place: RankAssignment, error: UserError) -> None
             return True
         return False
 
-    until(is_there, READ_S)
+    until(is_there, TELL_S)
     with suppress(RuntimeError):  # it has gone since
         if is_there():
             refuse(rendezvous(config, place), place.rank, error)
@@ -163,6 +163,7 @@ CAN_GO_ON = ("train",)
 READ_A_RUN = ("eval",)  # and write into a folder of it
 
 RUN_KEY = "parallel3d/run"  # rank 0's run, for the others
+TELL_S = 15.0  # until rank 0, which imports torch before, has a store
 READ_S = 5.0  # for which rank 0 keeps the store, so that the others can read why it ends
 
 # ProcessGroupNCCL writes this key on an error or time-out past all prefixes (kStoreDumpKey in

@@ -241,7 +241,7 @@ def test_a_rank_that_refuses_before_it_has_a_store_ends_rank_0(tmp_path: Path) -
 
 @pytest.mark.usefixtures("by_hand")
 def test_a_rank_that_refuses_as_rank_0_does_is_soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "READ_S", 0.2)
+    monkeypatch.setattr(rendezvous, "TELL_S", 0.2)
     second = dataclasses.replace(place("localhost", free_port()), rank=1)
     tell_rank_0(Config(dp=2), second, UserError("on host n2: no GPU"))
 
