@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.errors import UserError, print_line
@@ -24,7 +24,6 @@ from parallel3d.topology.cluster.slurm import (
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from parallel3d.faults.watchdog import Watchdog
     from parallel3d.topology.tiling import RankMapping
 
 
@@ -166,6 +165,21 @@ def blocked_signals(
 Launcher = Literal["local", "torchrun", "slurm"]
 
 
+class ProgressWatch(Protocol):
+    """Interface of `faults.watchdog.Watchdog` for the code that runs a rank."""
+
+    @property
+    def is_reporting(self) -> bool: ...
+
+    def rest(self) -> None: ...
+
+    def go_on(self) -> None: ...
+
+    def timed_out(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 @dataclass
 class Worker:
     """One rank of a run: its place, its device and its activity.
@@ -193,7 +207,7 @@ class Worker:
     stop: StopSignals = field(default_factory=StopSignals)
     stopped: bool = False
     store: Store | None = None
-    watchdog: Watchdog | None = None
+    watchdog: ProgressWatch | None = None
     log: OperationLog = field(default_factory=OperationLog)
 
     @classmethod
