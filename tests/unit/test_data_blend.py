@@ -146,7 +146,7 @@ def manifest(data: DataConfig, samples: int) -> Manifest:
     blend = open_corpus(data, SEQ)
     progress = {"steps": samples // 4, "consumed_samples": samples}
     config = dataclasses.asdict(config_of(data))
-    return Manifest(samples // 4, progress, config, facts_of(blend), "", {}, (), ())
+    return Manifest(samples // 4, progress, config, facts_of(blend), "", {}, ())
 
 
 def answer(before: DataConfig, after: DataConfig, samples: int = 100) -> str | None:
