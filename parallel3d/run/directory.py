@@ -196,9 +196,9 @@ def make_run_directory(
     """Creates `runs_dir/<run>`, private to the user, with its config.yaml.
 
     A run without a name gets one from the time, the layout, `job_id` (of Slurm) and `job_number`
-    (of a sweep). Returns the configuration with its name, and the directory. With `may_go_on` the directory of a run that can continue is returned
-    unchanged: `take_run` is next. Raises UserError if the name is taken or the directory cannot be
-    created.
+    (of a sweep). Returns the configuration with its name, and the directory. With `may_go_on` the
+    directory of a run that can continue is returned unchanged: `take_run` is next. Raises UserError
+    if the name is taken or the directory cannot be created.
     """
     runs = Path(config.runs_dir)
     if config.run is None:
