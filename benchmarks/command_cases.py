@@ -93,7 +93,7 @@ def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
     """What Hydra makes of a command line: the configuration, and its own."""
     got: list[tuple[Any, Any]] = []
 
-    def take(app: str, config: Any, prompt: str | None = None) -> int:
+    def take(app: str, config: Any, *_: Any) -> int:
         got.append((config, HydraConfig.instance().cfg))
         return 0
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import parallel3d
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.config.data import DataConfig
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedWriter
 from parallel3d.data.loader import sources_of

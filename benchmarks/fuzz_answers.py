@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.fuzz_words import Drawn
 from parallel3d.cli import command_line, hydra_run
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.overrides import composing_error, groups, presets
 from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
@@ -70,7 +70,7 @@ class Composer:
         self._bases: dict[tuple[str, ...], bytes] = {}
 
     def __call__(self, words: Sequence[str]) -> DictConfig:
-        ordered = hydra_run.order_arguments([hydra_run.without_alias(word) for word in words])
+        ordered, _ = hydra_run.order_arguments([hydra_run.without_alias(word) for word in words])
         chosen = tuple(word for word in ordered if _is_of_groups(word))
         if not all(_is_a_choice(word) for word in chosen):
             return _composed(ordered)

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.launches import launches
 from parallel3d.commands.dryrun.command import find_facts
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import host_memory, peak_memory

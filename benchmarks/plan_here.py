@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.plan import searched
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.estimate.profiled_cost import MeasuredMachine, read, step_time

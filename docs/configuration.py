@@ -107,14 +107,13 @@ def _sections() -> str:
     keys = list(all_keys().values())
     own = [key for key in keys if "." not in key.name]
     parts = ["## Top level\n", f"{Config.__doc__}\n", _keys_table(own)]
-    hints = {name: type(getattr(Config(), name)) for name in SECTIONS}
-    for name, section in hints.items():
+    for name, section in SECTIONS.items():
         inside = [key for key in keys if key.name.startswith(f"{name}.")]
         parts += [f"## {name}\n", f"{section.__doc__}\n", _keys_table(inside)]
         if name in groups():
             parts.append(_presets_table(name))
     for name in groups():
-        if name not in hints:
+        if name not in SECTIONS:
             parts += [f"## {name}\n", f"`{name}=…` sets keys of any section.\n"]
             parts.append(_presets_table(name))
     return "\n".join(parts)

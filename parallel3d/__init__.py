@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.commands.verify import verify
-    from parallel3d.config.checks.whole import check_config
+    from parallel3d.config.checks import check_config
     from parallel3d.config.overrides import compose
     from parallel3d.config.schema import Config
     from parallel3d.data.corpus import open_corpus
@@ -81,7 +81,7 @@ _HOME = {
     "UserError": "parallel3d.errors",
     "VocabParallelEmbedding": "parallel3d.tensor_parallel.embedding",
     "Worker": "parallel3d.run.launch",
-    "check_config": "parallel3d.config.checks.whole",
+    "check_config": "parallel3d.config.checks",
     "check_replicated": "parallel3d.parallel.gradients",
     "clip_grad_norm_": "parallel3d.parallel.gradients",
     "compose": "parallel3d.config.overrides",

@@ -21,7 +21,7 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.documents import SequenceSplit
 from parallel3d.data.corpus import Blend, Corpus

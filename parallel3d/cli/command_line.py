@@ -24,9 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 import parallel3d
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
-from parallel3d.cli.continued import continued, given_by
+from parallel3d.cli.continued import Given, continued, given_by
 from parallel3d.cli.hydra_run import (
-    OwnFolder,
     failed_elsewhere,
     is_sweep,
     numbered,
@@ -48,12 +47,16 @@ from parallel3d.commands.recipes import INIT_VERBS, init, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
 from parallel3d.commands.report import KEYS as REPORT_KEYS
 from parallel3d.commands.report import report
-from parallel3d.commands.verbs import Verb
-from parallel3d.config.checks.run import check_loggers, check_precision_of
-from parallel3d.config.checks.whole import check_config
+from parallel3d.commands.verbs import HELP, Verb
+from parallel3d.config.checks import (
+    check_communication,
+    check_config,
+    check_loggers,
+    check_precision_of,
+)
 from parallel3d.config.fields import check_fields
 from parallel3d.config.overrides import check_filled, composing_error, typed_alternatives
-from parallel3d.config.schema import Config, conf_dir, register_schema
+from parallel3d.config.schema import Config
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
@@ -113,13 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if not arguments or arguments[0] in ("-h", "--help", "help"):
+        if not arguments or arguments[0] in ("help", *HELP):
             print(help_text.overview())
         elif arguments[0] in ("-V", "--version"):
             print(f"parallel3d {parallel3d.__version__}")
         elif arguments[0] in ("-sc", "--shell-completion"):
-            verbs = {word: verbs for word, (_, verbs) in FAMILIES.items()}
-            help_text.complete(arguments, SUBCOMMANDS, verbs, _run_hydra)
+            if any(word.startswith("query=") for word in arguments):
+                verbs = {word: verbs for word, (_, verbs) in FAMILIES.items()}
+                help_text.complete(SUBCOMMANDS, verbs)
+            else:
+                _run_hydra(TRAIN, arguments)
         elif arguments[0] in FAMILIES:
             return FAMILIES[arguments[0]][0](arguments[1:])
         elif " ".join(arguments[:2]) in SUBCOMMANDS:
@@ -142,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_line(readable(full_stop(f"{what}{reason(error)}")))
         return FAILED
     except SystemExit as stop:
-        return _exit_code(stop)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
 
 
@@ -159,10 +165,10 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
     which would otherwise continue with a sweep's next job.
     """
     arguments, prompt = take_prompt(arguments) if app == GENERATE else (arguments, None)
-    arguments = order_arguments([without_alias(word, app) for word in arguments])
-    if {"-h", "--help"} & set(arguments):
-        arguments = [help_text.register(app), *arguments]
-    register_schema()
+    arguments, own = order_arguments([without_alias(word, app) for word in arguments])
+    if HELP & set(arguments):
+        print(help_text.of_subcommand(app, own))
+        return
     # Hydra prints errors itself, in many lines, unless this makes it raise them.
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -173,14 +179,14 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
     def job(composed: DictConfig) -> None:
         nonlocal begun
         begun = True
-        code = _run_job(app, composed, prompt)
+        code = _run_job(app, composed, prompt, own)
         if code and SUBMITIT in os.environ:
             raise UserError(failed_elsewhere(code))
         if code:
             raise SystemExit(code)
 
     try:
-        hydra_run.run(job, arguments, conf_dir())
+        hydra_run.run(job, arguments)
     except Exception as error:
         # Hydra also raises errors of Python's conversions of a value, such as OverflowError.
         if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
@@ -193,8 +199,13 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
             os.environ.pop("HYDRA_FULL_ERROR", None)
 
 
-def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
-    """Checks a composed configuration and runs it. Returns the exit code, after logging errors."""
+def _run_job(
+    app: str, composed: DictConfig, prompt: str | None = None, own: Path | None = None
+) -> int:
+    """Checks a composed configuration and runs it. Returns the exit code, after logging errors.
+
+    `own`: the folder of --config-dir.
+    """
     place: RankAssignment | None = None
     line: str | None = None
     try:
@@ -221,7 +232,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         if app == TRAIN or config.init_from is not None:
             check_fields(config)
             with _time_limit(config):
-                config, line = _with_earlier(app, config, typed, world_size)
+                config, line = _with_earlier(app, config, given_by(typed, own), world_size)
         if app in ALONE:
             function = getattr(importlib.import_module(ALONE[app]), app)
             try:
@@ -229,7 +240,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             except BrokenPipeError:  # here, or Hydra prints a line of its own
                 return _reader_gone()
         if app in NEED_DATA:
-            check_filled(config, typed, OwnFolder.path)
+            check_filled(config, typed, own)
         if app == TRAIN and config.layout == "auto":
             # Here, because the planner would take a tenth of a second of every command's start.
             from parallel3d.commands.best_layout import take_layout
@@ -237,9 +248,10 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             config = take_layout(config, typed, place)
         if app == CALIBRATE:
             config = calibrate_config(config, typed, world_size)
+        elif app in NEED_DATA:
+            config = check_config(config, world_size)
         else:
-            only_sends = app not in NEED_DATA
-            config = check_config(config, world_size, communication_only=only_sends)
+            config = check_communication(config, world_size)
         if place is None:
             return _start(app, config, line)
         kind = _checked_here(app, config, place)
@@ -256,7 +268,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
 
 
 def _with_earlier(
-    app: str, config: Config, typed: Sequence[str], world_size: int | None
+    app: str, config: Config, given: Given, world_size: int | None
 ) -> tuple[Config, str | None]:
     """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
     a line to log of it."""
@@ -267,9 +279,9 @@ def _with_earlier(
         there = config_there(config, directory)
         if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
             there = replace(there, data=replace(there.data, tokenizer=None))
-        return continued(config, there, given_by(typed, OwnFolder.path), world_size)
+        return continued(config, there, given, world_size)
     if config.init_from is not None and not goes_on:
-        return begun_from(config, given_by(typed, OwnFolder.path).__contains__)
+        return begun_from(config, given.__contains__)
     return config, None
 
 
@@ -361,7 +373,3 @@ def _unknown_subcommand(arguments: list[str]) -> str:
     if "=" in word:
         hint = f"; overrides come after it, as in: parallel3d train {word}"
     return f"{word} is not a subcommand: it must be one of {', '.join(names)}{hint}."
-
-
-def _exit_code(stop: SystemExit) -> int:
-    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

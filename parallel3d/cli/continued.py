@@ -14,10 +14,10 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from parallel3d.config.checks.whole import with_derived_keys
+from parallel3d.config.checks import ALTERNATIVES, with_derived_keys
 from parallel3d.config.fields import show, values_of, with_values
-from parallel3d.config.identity import flat
-from parallel3d.config.overrides import ALTERNATIVES, experiment_files, groups
+from parallel3d.config.identity import OF_COMMANDS, flat
+from parallel3d.config.overrides import experiment_files, groups
 from parallel3d.config.schema import SECTIONS, Config
 
 EXPERIMENT = "experiment"
@@ -25,8 +25,7 @@ SIZES = ("tp", "pp", "cp")
 # Keys of a single start. A section ends with a dot.
 OF_A_START = (
     *("run", "runs_dir", "prompt", "layout", "checkpoint.load", "train.eval_only", "profile."),
-    *("launch.ranks", "verify.", "topology.", "bench.", "calibrate.", "generate.", "eval."),
-    *("dryrun.", "plan."),
+    *("launch.ranks", *OF_COMMANDS),
 )
 OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # of the same pp alone
 OF_RANKS = ("placement", "rank_file")  # of the same sizes alone

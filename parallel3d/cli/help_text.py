@@ -1,51 +1,43 @@
-"""Help texts and tab completion: subcommands and verbs are ours, keys are completed by Hydra."""
+"""Help texts and tab completion."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from textwrap import dedent, indent
 from typing import NamedTuple
 
-from hydra.core.config_store import ConfigStore
-
 from parallel3d.commands.verbs import Verb
 from parallel3d.config.fields import all_keys, spell
+from parallel3d.config.overrides import groups, presets
 
 
-def complete(
-    arguments: list[str],
-    subcommands: Sequence[str],
-    verbs: Mapping[str, Mapping[str, Verb]],
-    run_hydra: Callable[[str, list[str]], None],
-) -> None:
+def complete(subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]) -> None:
     """Prints completions of the line in COMP_LINE; `verbs`: subcommand → its verbs,
     one without a name where the subcommand has keys of its own.
     """
-    query = any(word.startswith("query=") for word in arguments)
-    if not query:
-        run_hydra("train", arguments)
-        return
     line = os.environ.get("COMP_LINE", "")
     if os.environ.get("COMP_POINT", "").isdigit():
         line = line[: int(os.environ["COMP_POINT"])]
-    typed = line.split()
-    subcommand = typed[1] if len(typed) > 1 else ""
-    if len(typed) < 2 or (len(typed) == 2 and not line.endswith(" ")):
-        first = dict.fromkeys(app.split()[0] for app in subcommands)
-        print(" ".join(word for word in first if word.startswith(subcommand)))
-        return
-    app = next((a for a in (" ".join(typed[1:3]), subcommand) if a in subcommands), None)
-    if app is not None and subcommand in verbs:
-        begun = "" if line.endswith(" ") else typed[-1]
-        keys = [f"{key}=" for key in verbs[subcommand][app.partition(" ")[2]].keys]
-        print(" ".join(key for key in keys if key.startswith(begun)))
-    elif app is not None:
-        os.environ["COMP_LINE"] = line.replace(f" {app}", "", 1)
-        run_hydra(app, arguments)
-    elif len(typed) == 2 or (len(typed) == 3 and not line.endswith(" ")):
-        begun = " ".join(typed[1:]) + (" " if len(typed) == 2 else "")
-        print(" ".join(app.split()[1] for app in subcommands if app.startswith(begun)))
+    *typed, begun = f"{line}|".split()
+    words = _next_words(typed[1:], subcommands, verbs)
+    print(" ".join(word for word in words if word.startswith(begun.removesuffix("|"))))
+
+
+def _next_words(
+    typed: list[str], subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]
+) -> Iterable[str]:
+    """Returns what may stand behind the words of a line."""
+    if not typed:
+        return dict.fromkeys(app.split()[0] for app in subcommands)
+    app = next((a for a in (" ".join(typed[:2]), typed[0]) if a in subcommands), None)
+    if app is None:
+        return [a.split()[1] for a in subcommands if [a.split()[0]] == typed]
+    if typed[0] in verbs:
+        return [f"{key}=" for key in verbs[typed[0]][app.partition(" ")[2]].keys]
+    options = [f"{group}={name}" for group in groups() for name in presets(group)]
+    return [*options, *(f"{key}=" for key in all_keys())]
 
 
 class Help(NamedTuple):
@@ -170,28 +162,19 @@ def overview() -> str:
     )
 
 
-def register(app: str) -> str:
-    """Registers the help text of `app` for Hydra's --help; returns the override that selects it."""
-    name = f"parallel3d_{app.replace(' ', '_')}"
-    node = {"app_name": "parallel3d", "header": "", "footer": "", "template": _template(app)}
-    ConfigStore.instance().store(group="hydra/help", name=name, node=node)
-    return f"hydra/help={name}"
-
-
-def _template(app: str) -> str:
-    """Returns the help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
+def of_subcommand(app: str, own: Path | None) -> str:
+    """Returns the help of a subcommand; `own`: the folder of --config-dir."""
     about, examples, most_used = COMMANDS[app]
     keys, section = all_keys(), f"{app.split()[0]}."
     names = [name for name in keys if name.startswith(section) or name in most_used]
     rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in names]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
-    presets = (
-        "" if app in ("eval", "generate") else "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n\n"
-    )
+    groups_there = "\n".join(f"  {group}: {', '.join(presets(group, own))}" for group in groups())
+    options = "" if app in ("eval", "generate") else f"Presets (group=option)\n\n{groups_there}\n\n"
     return (
         f"parallel3d {app} [key=value …] [Hydra's flags]: {about}.\n\n"
-        f"Examples\n{indent(dedent(examples), '  ')}\n\n{presets}"
+        f"Examples\n{indent(dedent(examples), '  ')}\n\n{options}"
         f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
-        "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them.\n"
+        "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them."
     )

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import hydra
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.version import setbase
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from parallel3d.config.fields import unknown_key
-from parallel3d.config.overrides import check_overrides
-from parallel3d.config.schema import Config, conf_dir
+from parallel3d.config.overrides import VERSION, check_overrides, compose_tree
+from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.errors import USER_ERROR, UserError, print_line
 
 # Typed → key. `tokenizer` is the spelling of `parallel3d data`; a dataclass cannot have a field
@@ -35,6 +31,16 @@ ALIASES = {
 }
 TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # of eval, without `eval.`
 QUIET = ("none", "disabled", "false", "null", "[]")  # values that turn logging off
+# Hydra's own keys that nothing reads here, or a sweep alone, by their beginnings.
+OF_SWEEPS = ("hydra/hydra_logging", "hydra.verbose")
+NO_EFFECT = {
+    "hydra.run.dir": "give runs_dir=… instead",
+    "hydra.job.chdir": "it must be false, as a run stays in the folder it was started in",
+    "hydra/job_logging": "it must be none; a run's figures are in its metrics.jsonl",
+    "hydra.job_logging": "it must be none; a run's figures are in its metrics.jsonl",
+} | dict.fromkeys(
+    OF_SWEEPS, "it must be none or false, or go with --multirun hydra/hydra_logging=default"
+)
 READ_FILES = ("plan", "train")  # read files of measured machines, as cluster=FILE.yaml
 
 
@@ -74,10 +80,10 @@ def is_sweep() -> bool:
     return mode is not None and mode.name == "MULTIRUN"
 
 
-def order_arguments(arguments: list[str]) -> list[str]:
-    """Puts flags first, as argparse needs. Raises UserError for what cannot work.
+def order_arguments(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """Returns the arguments, flags first as argparse needs, and the folder of --config-dir.
 
-    So are refused: an unknown flag, and overrides that Hydra would take without an effect.
+    Raises UserError for an unknown flag, and for overrides that Hydra would take without an effect.
     """
     parser = get_args_parser()
     parser.error = _raise_argument_error  # type: ignore[method-assign]
@@ -91,40 +97,30 @@ def order_arguments(arguments: list[str]) -> list[str]:
             f"--config-path={known.config_path} would take the place of all presets; "
             f"--config-dir={known.config_path} adds a folder of your own to them instead."
         )
-    _take_own_folder(known.config_dir, known.config_name)
+    OwnFolder.path = own = _own_folder(known.config_dir, known.config_name)
+    Plugins.instance().register(OwnFolder)
     overrides = [*known.overrides, *rest]
     sweeps = known.multirun or "hydra.mode=multirun" in map(str.lower, overrides)
     for word in overrides:
-        _check_has_effect(word, overrides, sweeps)
-    if not known.shell_completion:  # whose words are query=… and install=…
-        check_overrides(overrides, OwnFolder.path, sweeps)
+        _check_has_effect(word, sweeps)
+    if not known.shell_completion:  # whose word is install=…
+        check_overrides(overrides, own, sweeps)
     flags = list(arguments)
     for word in overrides:
         flags.remove(word)
-    return [*flags, *overrides]
+    return [*flags, *overrides], own
 
 
-def _check_has_effect(word: str, overrides: Sequence[str], sweeps: bool) -> None:
+def _check_has_effect(word: str, sweeps: bool) -> None:
     """Raises UserError for an override of Hydra's that would change nothing.
 
     parallel3d chooses the folders, does not use Python's logging, and Hydra does not configure its
     ranks' processes: only Hydra's own lines about a sweep can be logged.
     """
     name, _, value = word.lstrip("+~").partition("=")
-    logs = any(w.startswith("hydra/hydra_logging=") for w in overrides)
-    reason = None
-    if name == "hydra.run.dir":
-        reason = f"give runs_dir={value} instead"
-    elif name == "hydra.job.chdir" and value.lower() == "true":
-        reason = "it must be false, as a run stays in the folder it was started in"
-    elif value.lower() in QUIET:
-        reason = None
-    elif re.match(r"hydra[./]job_logging", name):
-        reason = "hydra/job_logging must be none; a run's figures are in its metrics.jsonl"
-    elif name == "hydra/hydra_logging" and not sweeps:
-        reason = "it must be none, or go with --multirun, of whose jobs Hydra then tells"
-    elif name == "hydra.verbose" and not (sweeps and logs):
-        reason = "it must be false, or go with --multirun and hydra/hydra_logging=default"
+    if value.lower() in QUIET or (sweeps and name in OF_SWEEPS):
+        return
+    reason = next((why for start, why in NO_EFFECT.items() if name.startswith(start)), None)
     if reason:
         raise UserError(f"{word} has no effect: {reason}.")
 
@@ -146,12 +142,10 @@ class OwnFolder(SearchPathPlugin):
             search_path.prepend("own", f"file://{self.path}", SearchPathQuery("main"))
 
 
-def _take_own_folder(given: str | None, config_name: str | None) -> None:
-    """Sets the folder of --config-dir for what is composed next. Raises UserError for a bad one."""
-    OwnFolder.path = None
-    Plugins.instance().register(OwnFolder)
+def _own_folder(given: str | None, config_name: str | None) -> Path | None:
+    """Returns the folder of --config-dir. Raises UserError for a bad one."""
     if given is None:
-        return
+        return None
     folder, typed = Path(given).absolute(), f"--config-dir={given}"
     if not folder.is_dir():
         raise UserError(f"{typed} is not a folder; give one with experiment/, model/, … inside")
@@ -161,7 +155,7 @@ def _take_own_folder(given: str | None, config_name: str | None) -> None:
             f"{typed}: {primary.name} in it would take the place of all defaults; rename it, as to "
             "experiment/mine.yaml, which experiment=mine takes"
         )
-    OwnFolder.path = folder
+    return folder
 
 
 class PrivateSweepFolder(Callback):
@@ -184,44 +178,26 @@ class PrivateSweepFolder(Callback):
         folder.chmod(0o700)
 
 
-VERSION = "1.3"  # Hydra's defaults are those of this version
 NAME = "config"
 
 
-def run(job: Callable[[DictConfig], None], arguments: Sequence[str], conf: Path) -> None:
-    """Composes `arguments`, which are those of `sys.argv` too, over `conf` and runs `job` on it.
+def run(job: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
+    """Composes `arguments`, which are those of `sys.argv` too, and runs `job` on the result.
 
     `@hydra.main` composes everything twice to see whether `hydra.mode` is a sweep, a tenth of a
-    second more for each single job. Words that are neither Hydra's own nor a sweep's are composed
-    once, and the mode is read from that.
+    second more for each single job: it is for words that are Hydra's own, or a sweep's.
     """
-    if not any(map(_is_hydras, arguments)) and _ran_single(job, arguments, conf):
+    if any(map(_is_hydras, arguments)):
+        register_schema()
+        hydra.main(version_base=VERSION, config_path=str(conf_dir()), config_name=NAME)(job)()
         return
-    hydra.main(version_base=VERSION, config_path=str(conf), config_name=NAME)(job)()
+    composed = compose_tree(arguments, with_hydra=True)
+    HydraConfig.instance().set_config(composed)
+    with open_dict(composed):
+        del composed["hydra"]
+    job(composed)
 
 
 def _is_hydras(word: str) -> bool:
     """Returns whether a word may be Hydra's: a flag, its key, or several values (1,2, range())."""
     return word.startswith("-") or "hydra" in word or bool(set(",(") & set(word))
-
-
-def _ran_single(job: Callable[[DictConfig], None], arguments: Sequence[str], conf: Path) -> bool:
-    """Runs a single job; False, with nothing run, where a file of `conf` asks for a sweep."""
-    begun = False
-
-    def told(composed: DictConfig) -> None:
-        nonlocal begun
-        begun = True
-        job(composed)
-
-    setbase(VERSION)
-    search_path = create_automatic_config_search_path(None, None, str(conf))
-    try:
-        Hydra.create_main_hydra2(job.__module__, search_path).run(NAME, told, list(arguments))
-    except AssertionError:  # Hydra's, that hydra.mode is that of a single run
-        if begun:
-            raise
-        return False
-    finally:
-        GlobalHydra.instance().clear()
-    return True

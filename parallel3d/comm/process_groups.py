@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.comm.group import SINGLE, Group, set_groups_of_mesh
 from parallel3d.comm.shared_memory import SharedCollectives
-from parallel3d.config.checks.run import parse_nccl_settings
+from parallel3d.config.checks import parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError

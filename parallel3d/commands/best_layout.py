@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from parallel3d.commands.plan import Plan, held, searched, typed_keys
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line

@@ -17,7 +17,7 @@ from parallel3d.commands.checkpoint.listing import (
     run_names,
 )
 from parallel3d.commands.eval_rows import read_rows
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import show, with_values
 from parallel3d.config.schema import Config, EvalConfig
 from parallel3d.config.values import in_other_precision

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
-from parallel3d.config.checks.model import (
+from parallel3d.config.checks import (
     check_context_parallel,
     check_model,
     check_tensor_parallel,

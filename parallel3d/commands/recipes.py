@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from parallel3d.commands.verbs import Verb, choose, parse, refusing
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import show
 from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.config.schema import Config, conf_dir

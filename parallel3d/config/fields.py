@@ -88,33 +88,25 @@ def typed_name(name: str) -> str:
 @functools.cache
 def all_keys() -> dict[str, Key]:
     """Returns all keys by their dotted names, in the order of the dataclasses."""
-    return {key.name: key for key in _walk(Config, "")}
+    sections = {"": Config} | SECTIONS
+    keys = [key for section, cls in sections.items() for key in _keys_of(section, cls)]
+    return {key.name: key for key in keys}
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _walk(cls: type, prefix: str) -> Iterator[Key]:
-    hints = _hints(cls)
+def _keys_of(section: str, cls: type) -> Iterator[Key]:
+    hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
         hint = hints[f.name]
         if dataclasses.is_dataclass(hint):
-            yield from _walk(typing.cast(type, hint), f"{prefix}{f.name}.")
             continue
         # Hydra accepts a new mapping only for keys of any type, so keys typed in braces are Any.
         braces = str if f.metadata["list_of"] else dict | None
         hint = braces if hint is Any else hint
         arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         kind = arms[0]
-        default = f.default
-        if default is dataclasses.MISSING:
-            assert f.default_factory is not dataclasses.MISSING
-            default = f.default_factory()
         yield Key(
-            name=prefix + f.name,
-            default=default,
+            name=f"{section}.{f.name}" if section else f.name,
+            default=getattr(cls(), f.name),
             kind=typing.get_origin(kind) or kind,
             item=(typing.get_args(kind) or (None,))[0],
             optional=type(None) in arms,
@@ -286,25 +278,14 @@ def check_value(name: str, value: Any) -> None:
 
 def check_fields(config: Config) -> None:
     """Checks each key alone: it exists, and has its type and range; raises UserError."""
-    _check_section(config, "")
+    for section, cls in ({"": Config} | SECTIONS).items():
+        found = getattr(config, section) if section else config
+        if not isinstance(found, cls):
+            name = cls.__name__
+            raise UserError(f"{section}={show(found)} must be a {name}; the default is {name}().")
+        declared = {f.name for f in dataclasses.fields(cls)}
+        for name in vars(found):
+            if name not in declared:
+                raise UserError(unknown_key(f"{section}.{name}".lstrip("."), getattr(found, name)))
     for name, value in values_of(config).items():
         check_value(name, value)
-
-
-def _check_section(section: Any, prefix: str) -> None:
-    """Raises UserError for undeclared attributes (`+foo=3`) and sections of another type."""
-    known = [f.name for f in dataclasses.fields(section)]
-    for name in vars(section):
-        if name not in known:
-            raise UserError(unknown_key(prefix + name, getattr(section, name)))
-    cls: type = type(section)
-    hints = _hints(cls)
-    for f in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[f.name]):
-            value = getattr(section, f.name)
-            if not isinstance(value, hints[f.name]):
-                name = hints[f.name].__name__
-                raise UserError(
-                    f"{prefix}{f.name}={show(value)} must be a {name}; the default is {name}()."
-                )
-            _check_section(value, f"{prefix}{f.name}.")

@@ -16,19 +16,21 @@ from typing import Any, NamedTuple
 from parallel3d.config.fields import all_keys, values_of
 from parallel3d.config.schema import Config
 
+# Sections of other commands than train.
+OF_COMMANDS = (
+    *("verify.", "topology.", "bench.", "calibrate.", "generate.", "eval.", "dryrun.", "plan."),
+)
 # Keys, or sections with a trailing dot. The longest match decides; unmatched keys are reported.
 REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum", "init_from", "init_optimizer")
 FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
     *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
-    *("attention_kernel", "recompute", "recompute_layers", "offload_layers"),
-    "mlp_chunk_tokens",
-    *("train.progress", "train.log_every"),
-    *("train.save_weights", "train.noise_scale", "loss.chunk_tokens"),
+    *("attention_kernel", "recompute", "recompute_layers", "offload_layers", "mlp_chunk_tokens"),
+    *("train.progress", "train.log_every", "train.save_weights", "train.noise_scale"),
+    "loss.chunk_tokens",
     *("schedule.", "tensor_parallel.", "context_parallel.", "ddp.", "cluster.", "launch."),
     *("logger.", "profile."),
-    *("checkpoint.", "recovery.", "generate.", "eval.", "topology.", "bench.", "calibrate."),
-    *("verify.", "plan."),
+    *("checkpoint.", "recovery.", *OF_COMMANDS),
     # Of the model its name and the layout of its tables. Of the data the fingerprint of the text
     # decides, not its location.
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),

@@ -10,25 +10,14 @@ import re
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import (
-    BooleanNode,
-    DictConfig,
-    FloatNode,
-    IntegerNode,
-    ListConfig,
-    OmegaConf,
-    StringNode,
-    ValidationError,
-)
+from omegaconf import DictConfig, OmegaConf
 from yaml.error import MarkedYAMLError
 
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import ALTERNATIVES, check_config
 from parallel3d.config.fields import (
     Key,
     all_keys,
@@ -42,13 +31,7 @@ from parallel3d.config.fields import (
 from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
 from parallel3d.errors import UserError, nearest_hint, readable
 
-# Keys of which one is given.
-ALTERNATIVES = (
-    {"train.steps", "train.tokens", "train.epochs"},
-    {"optim.lr_warmup_fraction", "optim.lr_warmup_steps"},
-)
-MOST_ENTRIES = 1000  # of a list: Hydra parses a thousand in a quarter of a second
-_NODES: dict[type, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+VERSION = "1.3"  # Hydra's defaults are those of this version
 
 
 def compose(*overrides: str, world_size: int | None = None) -> Config:
@@ -68,15 +51,20 @@ def compose(*overrides: str, world_size: int | None = None) -> Config:
 
 def composed(overrides: Sequence[str]) -> Config:
     """Returns the configuration before its checks. Raises UserError if it cannot be composed."""
-    register_schema()
     check_overrides(overrides)
     try:
-        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = OmegaConf.to_object(hydra.compose("config", overrides=list(overrides)))
+        config = OmegaConf.to_object(compose_tree(overrides))
     except Exception as error:  # Hydra passes on errors of Python's conversions too
         raise composing_error(error, overrides) from None
     assert isinstance(config, Config)
     return typed_alternatives(config, overrides)
+
+
+def compose_tree(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
+    """Returns what the overrides come to, also with Hydra's own keys."""
+    register_schema()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION):
+        return hydra.compose("config", list(overrides), return_hydra_config=with_hydra)
 
 
 def presets(group: str, own: Path | None = None) -> list[str]:
@@ -100,8 +88,8 @@ def typed_alternatives(config: Config, overrides: Sequence[str]) -> Config:
     """
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     for keys in ALTERNATIVES:
-        if any(attrgetter(key)(config) for key in keys & typed):
-            config = with_values(config, {k: all_keys()[k].default for k in keys - typed})
+        if any(attrgetter(key)(config) for key in typed.intersection(keys)):
+            config = with_values(config, {k: all_keys()[k].default for k in {*keys} - typed})
     return config
 
 
@@ -151,100 +139,48 @@ def experiment_files(experiment: str | None, own: Path | None = None) -> list[Di
 
 
 def check_overrides(words: Sequence[str], own: Path | None = None, sweeps: bool = False) -> None:
-    """Raises UserError for the first override that cannot work. Those of Hydra's own pass.
+    """Raises UserError for the first override that is not KEY=VALUE of a key, a section or a group.
+
+    Hydra's own pass; the values of keys are checked as they are composed.
 
     Args:
-        words: KEY=VALUE, as typed.
+        words: as typed.
         own: the folder of --config-dir.
         sweeps: several values for a key are a run each.
     """
     for word in words:
-        name, _, value = word.partition("=")
-        if value.count(",") > MOST_ENTRIES and not value.startswith(("'", '"')):
-            raise UserError(
-                f"{word}: {name} is given {value.count(',') + 1} entries, and must have at most "
-                f"{MOST_ENTRIES}."
-            )
         try:
             parsed = OverridesParser.create().parse_override(word)
         except (HydraException, ValueError):  # ValueError: more digits than Python reads
-            raise UserError(_not_read(word)) from None
-        if not parsed.key_or_group:
+            parsed = None
+        if parsed is None or not parsed.key_or_group:
             raise UserError(_not_read(word))
-        if re.match("hydra([./]|$)", parsed.key_or_group):
+        name, value = parsed.key_or_group, word.partition("=")[2]
+        if re.match("hydra([./]|$)", name):
             continue
-        if not parsed.is_sweep_override():
-            _check_override(word, parsed, own)
-        elif not sweeps:
-            also = "" if "(" in value else f", or a list as {name}=[{value}]"
-            raise UserError(
-                f"{word} is several values for one key; give --multirun to run each of them{also}."
-            )
-        elif parsed.is_choice_sweep():
-            name = parsed.get_key_element()
-            check_overrides([f"{name}={each}" for each in parsed.sweep_string_iterator()], own)
-
-
-def _check_override(word: str, parsed: Override, own: Path | None) -> None:
-    """Raises UserError for an unknown key or preset, and for a value that Hydra would not take."""
-    name, value = parsed.key_or_group, parsed.value()
-    if name in groups():
-        known = presets(name, own)
-        if parsed.is_delete():
-            raise UserError(f"{word} has no effect: {name} must be one of {', '.join(known)}.")
-        if parsed.is_add():
-            raise UserError(
-                f"+{name}=… adds a preset beside the one chosen already; write {name}=… instead."
-            )
-        for option in value if isinstance(value, list) else [value]:
-            if option is not None and option not in known:
-                raise UserError(_wrong_preset(name, show(option), known, word))
-        return
-    key = all_keys().get(name)
-    if name in SECTIONS:
-        if not isinstance(value, dict):
+        if parsed.is_sweep_override():
+            if not sweeps:
+                also = "" if "(" in value else f", or a list as {name}=[{value}]"
+                raise UserError(
+                    f"{word} is several values for one key; give --multirun to run each of "
+                    f"them{also}."
+                )
+        elif name in groups() and not parsed.is_delete():
+            known, given = presets(name, own), parsed.value()
+            for option in given if isinstance(given, list) else [given]:
+                if option is not None and option not in known:
+                    raise UserError(_wrong_preset(name, show(option), known, word))
+        elif name in SECTIONS and not isinstance(parsed.value(), dict):
             inside = next(key for key in all_keys() if key.startswith(f"{name}."))
             raise UserError(
                 f"{word}: {name} is a group of keys, not one; set one of them, as {inside}=…."
             )
-    elif key is None or parsed.package is not None:
-        raise UserError(unknown_key(name, value))
-    elif parsed.is_delete():
-        raise UserError(
-            f"~{name} cannot be deleted; set it, for example to its default, "
-            f"{spell(name, key.default)}."
-        )
-    elif parsed.is_add():
-        raise UserError(
-            f"+{name}=… adds a key, and {name} is there already; the nearest is {name}=…."
-        )
-    elif value == "???":
-        raise UserError(
-            f"{name} has no value; it must be {allowed(key)}, and the default is "
-            f"{spell(name, key.default)}."
-        )
-    elif "${" in word:
-        for other in re.findall(r"\$\{([\w.]+)\}", word):
-            if other not in all_keys() and other not in SECTIONS:
-                close = nearest_key(other)
-                hint = f"the nearest is ${{{close}}}" if close else f"give a value, {allowed(key)}"
-                raise UserError(f"{word}: {other} is not a key of the configuration; {hint}.")
-    elif not _converts(key, value):
-        raise UserError(_not_allowed(word, key))
-
-
-def _converts(key: Key, value: Any) -> bool:
-    """Returns whether OmegaConf converts a value to the type of a key, as it composes."""
-    if key.kind is dict or key.meta["list_of"]:  # checked whole, by `config.fields`
-        return True
-    try:
-        if key.item is not None:
-            ListConfig(value, element_type=key.item, is_optional=key.optional)
-        else:
-            _NODES[key.kind](value, is_optional=key.optional)
-    except (ValidationError, ValueError, OverflowError):
-        return False
-    return True
+        if name not in {*groups(), *SECTIONS, *all_keys()} or parsed.package is not None:
+            raise UserError(unknown_key(name, value or None))
+        if parsed.is_add() or parsed.is_delete():
+            raise UserError(
+                f"{word}: {name} is there already and cannot be deleted; the nearest is {name}=…."
+            )
 
 
 def _not_allowed(typed: str, key: Key) -> str:
@@ -307,13 +243,18 @@ def composing_error(error: BaseException, overrides: Sequence[str] = ()) -> User
             "it another name than that of the file that it starts from."
         )
     text = str(error)
+    merging = re.match(r"Error merging override (\+*([^=]*).*)", text, re.DOTALL)
+    if merging and merging[2] in all_keys():
+        return UserError(readable(_not_allowed(merging[1], all_keys()[merging[2]])))
     file = re.search(r"In '(?!hydra/)(([^'/]+)/[^']+)': (.*)", text, re.DOTALL)
     if file:
         text = file[3]
     said = re.sub(r"^\w+ raised while composing config:", "", text)
     said = " ".join(re.split("Config search path:|full_key:", said)[0].split()).rstrip(".")
     name = re.sub(r"\[\d+\]$", "", (re.findall(r"full_key: (\S+)", text) or [""])[0])
-    missing = re.search(r"Could not find '([^']*)/([^'/]*)'", text)
+    typed = next((w for w in overrides if w.lstrip("+").startswith(f"{name}=")), name)
+    missing = re.search(r"Could not find '(?:hydra/)?([^'/]+)/([^']*)'", text)
+    other = re.search(r"Interpolation key '([^']*)' not found", text)
     if missing:
         listed = re.search(r"Available options in '[^']*':\n((?:\t\S+\n?)+)", text)
         explained = _wrong_preset(missing[1], missing[2], listed[1].split() if listed else [])
@@ -322,12 +263,14 @@ def composing_error(error: BaseException, overrides: Sequence[str] = ()) -> User
             "its first line must be '# @package _global_', as those of all experiments; give "
             "comments below it."
         )
+    elif other:
+        explained = f"{typed}: {unknown_key(other[1])}"
     elif name in all_keys():
-        words = [word for word in overrides if word.lstrip("+").startswith(f"{name}=")]
         why = "it comes to another type" if "While dereferencing" in said else said
-        explained = _not_allowed(f"{(words or [name])[-1]}: {why}", all_keys()[name])
+        explained = _not_allowed(f"{typed}: {why}", all_keys()[name])
+    elif name:
+        explained = unknown_key(name)
     else:
-        explained = (
-            unknown_key(name) if name else f"{said}; docs/own_configuration.md shows what works."
-        )
+        line = said if file else " ".join([*overrides, said])
+        explained = f"{line}; docs/own_configuration.md shows what works."
     return UserError(readable((f"{file[1]}.yaml: " if file else "") + explained))

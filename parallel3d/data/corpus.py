@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.config.checks.run import Weights, blend_weights
+from parallel3d.config.checks import Weights, blend_weights
 from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.blend import StagedShares, WeightPeriod, whole_weights

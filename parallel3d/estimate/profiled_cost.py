@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import PARTS, parts_of

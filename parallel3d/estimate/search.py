@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from parallel3d.config.checks.model import check_context_parallel
+from parallel3d.config.checks import check_context_parallel
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.config.values import PARTS, parts_of, spelled

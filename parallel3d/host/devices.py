@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel3d.config.checks.run import parse_nccl_env
+from parallel3d.config.checks import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 

@@ -37,7 +37,7 @@ from parallel3d.checkpoint.manifest import (
     reason,
 )
 from parallel3d.config import identity
-from parallel3d.config.checks.run import check_plain
+from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import REMOVED, RENAMED
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint

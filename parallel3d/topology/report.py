@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 import parallel3d
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from parallel3d.commands.calibrate.measure import calibrate
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.profiled_cost import TABLES, MeasuredMachine, read, step_time
 from parallel3d.run.launch import Worker

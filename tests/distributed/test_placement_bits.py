@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig, OptimConfig
 from parallel3d.run import worker
 from parallel3d.run.launch import Worker

@@ -11,7 +11,7 @@ import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.recipes import recipe
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.overrides import presets
 from parallel3d.config.schema import Config
 from parallel3d.topology.layout import Layout

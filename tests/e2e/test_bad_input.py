@@ -90,8 +90,8 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param(
             "seed=range(1,4)", ["seed=range(1,4)", "--multirun to run each of them."], id="range"
         ),
-        pytest.param("~logger", ["~logger", "none, tensorboard, wandb"], id="group taken away"),
-        pytest.param("hydra.run.dir=here", ["runs_dir=here"], id="Hydra's folder"),
+        pytest.param("~logger", ["~logger", "nearest is logger="], id="group taken away"),
+        pytest.param("hydra.run.dir=here", ["runs_dir=…"], id="Hydra's folder"),
         pytest.param("hydra.job.chdir=true", ["hydra.job.chdir=true"], id="Hydra's chdir"),
         pytest.param("+new.key=1 --cfg job", ["new.key=1", "not a key"], id="unknown key shown"),
         pytest.param(
@@ -100,7 +100,6 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
             id="config dir",
         ),
         pytest.param("hydra.verbose=true", ["hydra.verbose=true", "false"], id="Hydra's verbose"),
-        pytest.param("hydra.verbose=[hydra] -m tp=1,2", ["hydra/hydra_logging=default"], id="-m"),
         pytest.param("hydra/job_logging=default", ["job_logging=default", "none"], id="job log"),
         pytest.param("hydra/job_logging=colorlog", ["job_logging=colorlog", "none"], id="color"),
         pytest.param("hydra/hydra_logging=default", ["none", "--multirun"], id="Hydra's own log"),

@@ -36,7 +36,7 @@ from parallel3d.commands.bench.probe import (
     pairs_to_probe,
     turns,
 )
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_communication, check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import ring_time
@@ -313,9 +313,9 @@ def test_measuring_communication_asks_for_no_model_batch_or_data() -> None:
     odd = Config(tp=3, dp=2, global_batch_size=7, model=ModelConfig(num_layers=1), pp=2)
     with pytest.raises(UserError):
         check_config(odd, 12)
-    assert check_config(dataclasses.replace(odd, dp=None), 12, communication_only=True).dp == 2
+    assert check_communication(dataclasses.replace(odd, dp=None), 12).dp == 2
     with pytest.raises(UserError, match="world size of 8"):
-        check_config(odd, 8, communication_only=True)
+        check_communication(odd, 8)
     with pytest.raises(UserError, match="must name at least one size"):
         bench = BenchConfig(sizes=[])
-        check_config(dataclasses.replace(odd, bench=bench), 12, communication_only=True)
+        check_communication(dataclasses.replace(odd, bench=bench), 12)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
@@ -24,7 +24,7 @@ def config(**changes: Any) -> Config:
     [
         (
             {"zero": 1, "ddp__comm_hook": "bf16"},
-            "ddp.comm_hook=bf16 changes how whole gradients are summed, and zero=1 scatters them; "
+            "ddp.comm_hook=bf16 is about sums of whole gradients, and zero=1 scatters them; "
             "the nearest is zero=0, or ddp.comm_hook=none.",
         ),
         (
@@ -39,8 +39,8 @@ def config(**changes: Any) -> Config:
         ),
         (
             {"zero": 2, "ddp__bucket_order": "measured"},
-            "ddp.bucket_order=measured orders gradient buckets, and zero=2 has none; the nearest "
-            "is ddp.bucket_order=model.",
+            "ddp.bucket_order=measured is about sums of whole gradients, and zero=2 scatters them; "
+            "the nearest is zero=1, or ddp.bucket_order=model.",
         ),
         (
             {"zero": 1, "ddp__shard_size": 2},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import nearest_key
 from parallel3d.config.overrides import composed, presets
 from parallel3d.errors import UserError
@@ -58,13 +58,13 @@ BAD = [
     ("data.path=a=b", ["data.path=a=b", "KEY=VALUE", "'data.path=\"a=b\"'"]),
     ("data.path='a", ["data.path='a", "KEY=VALUE", "'data.path=\"a\"'"]),
     ("tp=1,2", ["tp=1,2", "--multirun", "tp=[1,2]"]),
-    ("tp=${micro_batch}", ["tp=${micro_batch}", "not a key", "${micro_batch_size}"]),
+    ("tp=${micro_batch}", ["tp=${micro_batch}", "not a key", "micro_batch_size"]),
     ("model.num_layers=${oc.env:NO_SUCH_VARIABLE}", ["model.num_layers", "NO_SUCH_VARIABLE"]),
-    ("model.name=???", ["model.name has no value", "model.name=custom"]),
+    ("model.name=???", ["model.name=???", "model.name=custom"]),
     ("+tpp=2", ["nearest is tp."]),
     ("+model.num_layer=3", ["nearest is model.num_layers."]),
     ("~model.name", ["~model.name", "cannot be deleted"]),
-    ("+model=gpt_tiny", ["+model=", "write model="]),
+    ("+model=gpt_tiny", ["+model=", "nearest is model="]),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parallel3d.cli.continued import Given, continued
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values
 from parallel3d.config.schema import Config
 

@@ -17,8 +17,7 @@ import pytest
 from benchmarks.blends import oracle
 from parallel3d.checkpoint.checkpoints import facts_of, refusal_of
 from parallel3d.checkpoint.manifest import Manifest
-from parallel3d.config.data import DataConfig
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.blend import Blended, WeightPeriod
 from parallel3d.data.corpus import Blend, check_data, open_corpus
 from parallel3d.data.loader import sources_of

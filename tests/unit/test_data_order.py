@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.config.data import DataConfig
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.loader import Batches, sources_of
 from parallel3d.data.sampler import SampleSource

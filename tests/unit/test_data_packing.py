@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel3d.config.data import DataConfig
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.loader import sources_of
 from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from parallel3d.config.data import DataConfig
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data import remote
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedCorpus

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.config.data import DataConfig
+from parallel3d.config.schema import DataConfig
 from parallel3d.data import remote
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.inputs import find_inputs

@@ -14,8 +14,7 @@ import pytest
 
 from parallel3d.checkpoint.checkpoints import compared_with, facts_of
 from parallel3d.checkpoint.manifest import Manifest
-from parallel3d.config.data import DataConfig
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data import chat as chat_corpus
 from parallel3d.data import tokens
 from parallel3d.data.corpus import Corpus, open_corpus

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.cli import command_line
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.host import devices

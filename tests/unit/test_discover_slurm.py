@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.cluster import ClusterConfig
+from parallel3d.config.schema import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster

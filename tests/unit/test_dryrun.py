@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from parallel3d.cli.command_line import main
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.balance import layers_of_stages, layout_with_loops
 from parallel3d.estimate.network import wire_bytes

@@ -21,8 +21,7 @@ from parallel3d.comm.process_groups import (
     nccl_settings,
     set_nccl_options,
 )
-from parallel3d.config.checks.run import parse_nccl_env, parse_nccl_settings
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config, parse_nccl_env, parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import Cluster, Link

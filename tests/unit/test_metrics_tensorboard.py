@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 
 from parallel3d.cli.hydra_run import without_alias
-from parallel3d.config.checks.run import check_loggers
+from parallel3d.config.checks import check_loggers
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError

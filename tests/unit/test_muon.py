@@ -12,7 +12,7 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.dryrun.counting import Zeros
 from parallel3d.commands.plan import plan
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import OptimConfig, full_shapes_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.buckets import homes, is_hidden

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.device.fused import register
 from parallel3d.errors import UserError

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parallel3d.config.cluster import ClusterConfig
+from parallel3d.config.schema import ClusterConfig
 from parallel3d.topology.cluster.parts import LinkClass, cluster_from_config
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import CLASSIFIED, classify, routes

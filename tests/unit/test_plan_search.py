@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.published_memory import memory
-from parallel3d.config.checks.model import check_context_parallel
+from parallel3d.config.checks import check_context_parallel
 from parallel3d.config.schema import ClusterConfig, Config, ContextParallelConfig, ModelConfig
 from parallel3d.estimate.fitted_cost import StepWork, context_parallel, load, step
 from parallel3d.estimate.ops import STYLES

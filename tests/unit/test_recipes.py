@@ -15,7 +15,7 @@ import parallel3d
 from parallel3d.cli.command_line import main
 from parallel3d.commands.recipes import recipe
 from parallel3d.commands.train import toy_defaults
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.config.schema import conf_dir
 from parallel3d.errors import UserError

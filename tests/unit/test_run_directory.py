@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore
 from parallel3d import files
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
 from parallel3d.commands.checkpoint.listing import run_names
-from parallel3d.config.checks.run import check_plain, check_run_name
+from parallel3d.config.checks import check_plain, check_run_name
 from parallel3d.config.schema import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.loader import with_length

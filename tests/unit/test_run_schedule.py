@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError

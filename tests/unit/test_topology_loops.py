@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import layout_with_loops

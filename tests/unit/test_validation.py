@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from parallel3d.config.checks.whole import check_config
-from parallel3d.config.data import DataConfig
+from parallel3d.config.checks import check_config
 from parallel3d.config.identity import changes
-from parallel3d.config.schema import Config, ModelConfig, OptimConfig, TrainConfig
+from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from parallel3d.data.corpus import check_sets, open_corpus, open_sets, sets_of
 from parallel3d.data.loader import part_of, sources_of
 from parallel3d.data.sampler import FirstSamples

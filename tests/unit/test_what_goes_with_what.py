@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.errors import UserError
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parallel3d.config.checks.run import check_groups, check_plain, check_run_name
+from parallel3d.config.checks import check_groups, check_plain, check_run_name
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError

@@ -43,7 +43,7 @@ from parallel3d.commands.checkpoint.listing import (
 from parallel3d.commands.checkpoint.new_runs import KEPT_FILE, new_run, save_first
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
-from parallel3d.config.checks.whole import check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, full_shapes_of

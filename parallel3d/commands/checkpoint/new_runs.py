@@ -37,7 +37,7 @@ from parallel3d.commands.checkpoint.listing import (
     read_with_config,
     title,
 )
-from parallel3d.config.checks.run import check_run_name
+from parallel3d.config.checks import check_run_name
 from parallel3d.config.schema import Config
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.device.precision import LossScale

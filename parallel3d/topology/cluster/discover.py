@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.config.cluster import ClusterConfig
+from parallel3d.config.schema import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import Cluster, cluster_from_config, cluster_of
 from parallel3d.topology.cluster.slurm import Run, shortened, slurm_cluster

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.config.cluster import ClusterConfig
+from parallel3d.config.schema import ClusterConfig
 from parallel3d.errors import UserError
 
 Slots = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.cluster import ClusterConfig
+from parallel3d.config.schema import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.assumptions import read_given
 from parallel3d.topology.cluster.parts import Cluster, cluster_of

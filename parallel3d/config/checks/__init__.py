@@ -1,1 +1,0 @@
-"""Cross-checks of the keys of a configuration."""
