@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
+from parallel3d.commands.verbs import Verb, run_verb, whole_number
 from parallel3d.config.fields import show as shown
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.inputs import KINDS, PACKED, Count, find_inputs
@@ -89,16 +89,10 @@ VERBS = {
 
 def data(arguments: Sequence[str]) -> int:
     """Runs one `parallel3d data …` line; returns its exit code. Raises UserError."""
-    name = choose(DATA, VERBS, arguments)
-    if name is None:
-        return 0
-    command = f"{DATA} {name}"
-    given, _ = parse(command, VERBS[name], arguments[1:])
-    with refusing(command):
-        return _run(name, given)
+    return run_verb(DATA, VERBS, arguments, _run)
 
 
-def _run(name: str, given: Mapping[str, str]) -> int:
+def _run(name: str, given: Mapping[str, str], _: list[str]) -> int:
     if name == "show":
         count = whole_number("documents", given)
         return show(given["prefix"], given.get("tokenizer"), 3 if count is None else count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from parallel3d.commands.checkpoint.listing import (
 )
 from parallel3d.commands.eval_rows import read_rows
 from parallel3d.config.checks import check_config
-from parallel3d.config.fields import show, with_values
+from parallel3d.config.fields import with_values
 from parallel3d.config.schema import Config, EvalConfig
 from parallel3d.config.values import in_other_precision
 from parallel3d.data.corpus import check_vocabulary
@@ -27,6 +26,7 @@ from parallel3d.errors import UserError, first_line
 from parallel3d.host.devices import choose_device
 from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
+from parallel3d.topology.assumptions import check_free
 
 GENERATE, EVAL = "generate", "eval"
 # All other keys are given by the run.
@@ -82,12 +82,7 @@ def _check_rows(keys: EvalConfig) -> None:
             "eval needs tasks=…, a jsonl of rows, as in: eval run=my_run tasks=questions.jsonl"
         )
     read_rows(keys.tasks)
-    if keys.to is not None and os.path.lexists(keys.to):
-        raise UserError(f"to={show(keys.to)} exists already: give the name of a new file")
-    if keys.to is not None and not (folder := Path(keys.to).parent).is_dir():
-        raise UserError(
-            f"to={show(keys.to)}: there is no folder {folder}; make it, or give another to="
-        )
+    check_free("to", keys.to, None, "parallel3d eval")
 
 
 def run_on_checkpoint(app: str, config: Config) -> int:

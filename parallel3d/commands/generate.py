@@ -46,9 +46,17 @@ def generate(config: Config, worker: Worker) -> None:
     tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
     decoding = Decoding(tokenizer)
     prompt = os.fsencode(config.prompt)  # as it was typed, whatever its bytes
-    out = TextStream() if worker.rank == 0 else None
-    if out is not None:
-        out.write(decoding.begin(prompt))
+    speaks, last = worker.rank == 0, "\n"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+    def write(text: str) -> None:
+        nonlocal last
+        last = text[-1:] or last
+        print(text, end="", flush=True)
+
+    if speaks:
+        write(decoding.begin(prompt))
     decoder, sampler = Decoder(config, groups, stage), TokenSampler(config.generate, config.seed)
     tokens = [*tokenizer.begin, *tokenizer.encode_prompt(prompt)]
     for _ in range(config.generate.max_tokens):
@@ -62,11 +70,11 @@ def generate(config: Config, worker: Worker) -> None:
         tokens.append(int(token))
         if tokens[-1] in tokenizer.ends:
             break
-        if out is not None:
-            out.write(decoding.add(tokens[-1]))
-    if out is not None:
-        out.write(decoding.end())
-        out.close()
+        if speaks:
+            write(decoding.add(tokens[-1]))
+    if speaks:
+        write(decoding.end())
+        write("" if last == "\n" else "\n")
     groups.close()
 
 
@@ -128,21 +136,3 @@ class TokenSampler:
         chances = torch.softmax(wide[kept] / self.settings.temperature, 0).cumsum(0)
         place = int(torch.searchsorted(chances, number * chances[-1], right=True))
         return int(kept[min(place, top_k - 1)])
-
-
-class TextStream:
-    def __init__(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
-        self.last = "\n"
-
-    def write(self, text: str) -> None:
-        if not text:
-            return
-        self.last = text[-1]
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    def close(self) -> None:
-        if self.last != "\n":
-            self.write("\n")

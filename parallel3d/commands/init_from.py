@@ -26,6 +26,7 @@ from parallel3d.commands.checkpoint.listing import (
     run_names,
 )
 from parallel3d.config.fields import check_fields, spell
+from parallel3d.config.identity import changes
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import FOLDER, TOKENIZER, FileTokenizer
 from parallel3d.errors import UserError, nearest_hint
@@ -233,15 +234,12 @@ def _check_optimizer(config: Config, source: Source) -> None:
             f"init_optimizer=true: {source.title} has no state of an optimizer; the nearest is "
             "init_optimizer=false, or init_from a run"
         )
-    there = source.manifest.config.get("optim", {})
-    here = config.optim
-    for key in ("name", "momentum"):
-        old, new = there.get(key), getattr(here, key)
-        if old != new and (key == "name" or bool(old) != bool(new)):
+    for change in changes(source.manifest.config, config):
+        if change.key.startswith("optim.") and change.kind == "refused":
+            there = spell(change.key, change.there)
             raise UserError(
-                f"init_optimizer=true: {spell(f'optim.{key}', new)}, but {source.title} has the "
-                f"state of {spell(f'optim.{key}', old)}; the nearest is "
-                f"{spell(f'optim.{key}', old)}, or init_optimizer=false"
+                f"init_optimizer=true: {spell(change.key, change.here)}, but {source.title} has "
+                f"the state of {there}; the nearest is {there}, or init_optimizer=false"
             )
 
 

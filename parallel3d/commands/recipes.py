@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallel3d.commands.verbs import Verb, choose, parse, refusing
+from parallel3d.commands.verbs import Verb, run_verb
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import show
 from parallel3d.config.overrides import composed, left_open, presets
@@ -57,31 +57,25 @@ INIT_VERBS = {
 
 
 def recipes(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d recipes …` line. Returns its exit code.
+    """Runs one `parallel3d recipes …` line. Returns its exit code. Raises UserError."""
+    return run_verb(RECIPES, VERBS, arguments or ["list"], _recipes)
 
-    Raises UserError for a line that makes no sense, for a file that is there already, and for what
-    the system refuses.
-    """
-    verb = choose(RECIPES, VERBS, arguments or ["list"])
-    if verb is None:
-        return 0
-    command = f"{RECIPES} {verb}"
-    given, _ = parse(command, VERBS[verb], arguments[1:])
+
+def _recipes(verb: str, given: Mapping[str, str], _: list[str]) -> int:
     if verb == "list":
         print("\n".join(table()))
         return 0
-    name = given["name"]
+    name, command = given["name"], f"{RECIPES} {verb}"
     if name not in presets(GROUP):
         hint = nearest_hint(name, presets(GROUP))
         raise UserError(f"{command} {name}: must be one of {', '.join(presets(GROUP))}{hint}")
-    with refusing(command):
-        text = (conf_dir() / GROUP / f"{name}.yaml").read_bytes()
-        if verb == "show":
-            print(text.decode().rstrip())
-            return 0
-        folder = Path(os.path.expanduser(given.get("to", ".")))
-        written = folder / GROUP / f"{name}.yaml"
-        write_new(command, {written: text})
+    text = (conf_dir() / GROUP / f"{name}.yaml").read_bytes()
+    if verb == "show":
+        print(text.decode().rstrip())
+        return 0
+    folder = Path(os.path.expanduser(given.get("to", ".")))
+    written = folder / GROUP / f"{name}.yaml"
+    write_new(command, {written: text})
     keys = "".join(f" {key}=…" for key in left_open(name))
     print(f"wrote {show(str(written))}")
     print(f"next: parallel3d train --config-dir={shlex.quote(str(folder))} {GROUP}={name}{keys}")
@@ -106,24 +100,22 @@ def row(name: str) -> tuple[str, ...]:
     )
 
 
-def table() -> Iterator[str]:
-    """Yields the lines of the list."""
-    yield from aligned([HEAD, *map(row, presets(GROUP))], "<<<<><")
-    yield ""
-    yield f"parallel3d train {GROUP}=NAME starts one, parallel3d {RECIPES} copy NAME copies one."
+def table() -> list[str]:
+    """Returns the lines of the list."""
+    last = f"parallel3d train {GROUP}=NAME starts one, parallel3d {RECIPES} copy NAME copies one."
+    return [*aligned([HEAD, *map(row, presets(GROUP))], "<<<<><"), "", last]
 
 
 def init(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d init …` line, as `recipes`. Returns its exit code."""
-    verb = choose(INIT, INIT_VERBS, arguments)
-    if verb is None:
-        return 0
-    command = f"{INIT} {verb}"
-    given, _ = parse(command, INIT_VERBS[verb], arguments[1:])
+    """Runs one `parallel3d init …` line. Returns its exit code. Raises UserError."""
+    return run_verb(INIT, INIT_VERBS, arguments, _init)
+
+
+def _init(verb: str, given: Mapping[str, str], _: list[str]) -> int:
     folder, package = Path(os.path.expanduser(given.get("folder", "."))), conf_dir().parent
     source = package / "scripts" if (package / "scripts").is_dir() else package
-    with refusing(command):
-        write_new(command, {folder / name: (source / name).read_bytes() for name in SCRIPTS})
+    scripts = {folder / name: (source / name).read_bytes() for name in SCRIPTS}
+    write_new(f"{INIT} {verb}", scripts)
     print(f"wrote {', '.join(show(str(folder / name)) for name in SCRIPTS)}")
     script = shlex.quote(str(folder / SCRIPTS[0]))
     print(f"next: sbatch --nodes=8 {script} experiment=llama3_1_8b data.path=… cluster=slurm")

@@ -6,11 +6,10 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from parallel3d.config.checks import check_work
-from parallel3d.config.fields import check_fields, show
+from parallel3d.config.checks import check_batch, check_work
+from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.balance import StageWeights
@@ -48,19 +47,12 @@ class Shown:
 
 
 def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
-    """Prints the timeline and the table; writes the files asked for.
-
-    Returns the exit code, 0. Raises UserError for what cannot work.
-    """
+    """Prints the timeline and the table; writes the files asked for. Raises UserError."""
     check_fields(config)
     keys = config.schedule
     check_free("schedule.svg", keys.svg, "data-by='parallel3d schedule'", MADE_BY)
     check_free("schedule.json", keys.json, f'"made_by": "{MADE_BY}"', MADE_BY)
-    if keys.csv is not None and Path(keys.csv).exists():
-        raise UserError(
-            f"schedule.csv={show(keys.csv)} exists and stays as it is; name a new file."
-        )
-    check_free("schedule.csv", keys.csv, "", MADE_BY)
+    check_free("schedule.csv", keys.csv, None, MADE_BY)
     found = find(config)
     if keys.json:
         write("schedule.json", keys.json, json.dumps(facts(config, found), indent=1) + "\n")
@@ -115,16 +107,10 @@ def find(config: Config) -> Shown:
 
 def microbatches(config: Config) -> int:
     """Returns the given number, or that of the batch; raises UserError if it does not divide."""
-    given = config.schedule.num_microbatches
-    if given is not None:
-        return given
-    size = config.micro_batch_size * (config.dp or 1)
-    if config.global_batch_size % size:
-        raise UserError(
-            f"global_batch_size={config.global_batch_size} is no multiple of micro_batch_size="
-            f"{config.micro_batch_size} × dp={config.dp or 1}; give num_microbatches=…."
-        )
-    return config.global_batch_size // size
+    given, dp = config.schedule.num_microbatches, config.dp or 1
+    if given is None:
+        check_batch(config, dp)
+    return given or config.global_batch_size // (config.micro_batch_size * dp)
 
 
 def text(config: Config, found: Shown) -> str:

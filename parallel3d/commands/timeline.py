@@ -93,12 +93,11 @@ def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
             return max(median(seconds[kind, stage]), 1e-9)
         return cost(Kind.B, stage) / 2  # a whole backward, simulated as two halves
 
-    def costs(kind: Kind) -> tuple[float, ...]:
-        return tuple(cost(kind, stage) for stage in range(placement.stages))
-
-    return time_orders(
-        schedule.orders, placement, Costs(costs(Kind.F), costs(Kind.I), costs(Kind.W))
+    stages = range(placement.stages)
+    forward, input, weight = (
+        tuple(cost(kind, stage) for stage in stages) for kind in (Kind.F, Kind.I, Kind.W)
     )
+    return time_orders(schedule.orders, placement, Costs(forward, input, weight))
 
 
 def measured_costs(

@@ -6,7 +6,7 @@ Without Hydra and torch, so that help and refusals are immediate.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import dedent
@@ -35,14 +35,20 @@ class Verb:
     free: bool = False
 
 
-def choose(command: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> str | None:
-    """Returns the verb typed after `command`; None if help was asked for, which it prints.
+def run_verb(
+    command: str,
+    verbs: Mapping[str, Verb],
+    argv: Sequence[str],
+    run: Callable[[str, dict[str, str], list[str]], int],
+) -> int:
+    """Gives `run` the verb typed after `command`, its keys, and overrides; returns the exit code.
 
-    Raises UserError for an unknown verb.
+    Prints the help that is asked for. Raises UserError for what makes no sense, and for what the
+    system refuses.
     """
     if not argv or argv[0] in ("help", *HELP):
         print(_overview(command, verbs))
-        return None
+        return 0
     name = argv[0]
     if name not in verbs:
         hint = nearest_hint(name.lstrip("-"), verbs)
@@ -51,8 +57,10 @@ def choose(command: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> str 
         )
     if HELP & set(argv[1:]):
         print(verb_help(f"{command} {name}", verbs[name]))
-        return None
-    return name
+        return 0
+    given, overrides = parse(f"{command} {name}", verbs[name], argv[1:])
+    with refusing(f"{command} {name}"):
+        return run(name, given, overrides)
 
 
 def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

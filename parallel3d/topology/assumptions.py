@@ -64,10 +64,11 @@ def read_given(key: str, name: str) -> str:
         raise UserError(f"{key}={show(name)} cannot be read: {reason}.") from None
 
 
-def check_free(name: str, wanted: str | None, mark: str, made_by: str) -> None:
+def check_free(name: str, wanted: str | None, mark: str | None, made_by: str) -> None:
     """Raises UserError if `wanted`, the value of key `name`, cannot or must not be written.
 
-    A file that the command `made_by` wrote has `mark` in its first 1,000 characters.
+    A file that the command `made_by` wrote has `mark` in its first 1,000 characters, and is
+    written anew; with None no file is.
     """
     if wanted is None:
         return
@@ -82,14 +83,12 @@ def check_free(name: str, wanted: str | None, mark: str, made_by: str) -> None:
         raise UserError(f"{key} is no regular file; name one, or a new one.")
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            ours = mark in file.read(1000)
+            ours = mark is not None and mark in file.read(1000)
     except OSError as error:
         raise UserError(f"{key} cannot be read: {error.strerror}.") from None
     if not ours:
-        raise UserError(
-            f"{key} exists and was not written by {made_by}; it stays as it is: name another "
-            f"file, or remove it."
-        )
+        other = "" if mark is None else f" and was not written by {made_by}"
+        raise UserError(f"{key} exists{other}; it stays as it is: name another file, or remove it.")
 
 
 def write(name: str, wanted: str, text: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parallel3d.checkpoint.manifest import KINDS
-from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
+from parallel3d.commands.verbs import Verb, run_verb, whole_number
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
@@ -98,13 +98,7 @@ VERBS = {
 
 def checkpoint(arguments: Sequence[str]) -> int:
     """Runs `parallel3d checkpoint …`; returns its exit code. Raises UserError."""
-    name = choose(CHECKPOINT, VERBS, arguments)
-    if name is None:
-        return 0
-    command = f"{CHECKPOINT} {name}"
-    given, overrides = parse(command, VERBS[name], arguments[1:])
-    with refusing(command):
-        return _run(name, given, overrides)
+    return run_verb(CHECKPOINT, VERBS, arguments, _run)
 
 
 def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
