@@ -17,7 +17,6 @@ from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, open_dict
 
-from parallel3d.config.fields import unknown_key
 from parallel3d.config.overrides import VERSION, check_overrides, compose_tree
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.errors import USER_ERROR, UserError, print_line
@@ -88,10 +87,6 @@ def order_arguments(arguments: list[str]) -> tuple[list[str], Path | None]:
     parser = get_args_parser()
     parser.error = _raise_argument_error  # type: ignore[method-assign]
     known, rest = parser.parse_known_args(arguments)
-    for word in rest:
-        if word.startswith("-"):
-            name, _, value = word.partition("=")
-            raise UserError(unknown_key(name, value or None))
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(
             f"--config-path={known.config_path} would take the place of all presets; "

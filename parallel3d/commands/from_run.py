@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
-from parallel3d.commands.checkpoint.listing import (
-    check_ema,
-    find_checkpoint,
-    find_run,
-    run_names,
-)
+from parallel3d.commands.checkpoint.listing import check_ema, find_checkpoint, find_run, run_names
 from parallel3d.commands.eval_rows import read_rows
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values

@@ -14,12 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.checkpoint.manifest import (
-    KINDS,
-    DamagedCheckpoint,
-    Manifest,
-    UnreadableCheckpoint,
-)
+from parallel3d.checkpoint.manifest import KINDS, DamagedCheckpoint, Manifest, UnreadableCheckpoint
 from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import EVAL, GENERATE, checkpoints_of

@@ -20,11 +20,7 @@ from parallel3d.checkpoint.manifest import (
     read_together,
     step_of,
 )
-from parallel3d.commands.checkpoint.listing import (
-    damage_refused,
-    find_checkpoint,
-    run_names,
-)
+from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, run_names
 from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.identity import changes
 from parallel3d.config.schema import Config, ModelConfig

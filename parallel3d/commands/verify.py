@@ -24,12 +24,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell, with_values
-from parallel3d.config.schema import (
-    Config,
-    OptimConfig,
-    ProfileConfig,
-    ScheduleConfig,
-)
+from parallel3d.config.schema import Config, OptimConfig, ProfileConfig, ScheduleConfig
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
 from parallel3d.data.loader import sources_of, with_length

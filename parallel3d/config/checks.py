@@ -30,14 +30,7 @@ from parallel3d.config.fields import (
 )
 from parallel3d.config.parameters import check_treatment
 from parallel3d.config.schema import Config, DataConfig, LoggerConfig, ModelConfig
-from parallel3d.config.values import (
-    CUDNN,
-    HALF_PRECISION,
-    NARROW,
-    PACKAGES,
-    parts_of,
-    spelled,
-)
+from parallel3d.config.values import CUDNN, HALF_PRECISION, NARROW, PACKAGES, parts_of, spelled
 from parallel3d.errors import UserError, closest, nearest
 from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.orders import StageAssignment

@@ -158,6 +158,12 @@ def check_overrides(words: Sequence[str], own: Path | None = None, sweeps: bool 
         name, value = parsed.key_or_group, word.partition("=")[2]
         if re.match("hydra([./]|$)", name):
             continue
+        if name not in {*groups(), *SECTIONS, *all_keys()} or parsed.package is not None:
+            raise UserError(unknown_key(name, value or None))
+        if parsed.is_add() or parsed.is_delete():
+            raise UserError(
+                f"{word}: {name} is there already and cannot be deleted; the nearest is {name}=…."
+            )
         if parsed.is_sweep_override():
             if not sweeps:
                 also = "" if "(" in value else f", or a list as {name}=[{value}]"
@@ -165,7 +171,7 @@ def check_overrides(words: Sequence[str], own: Path | None = None, sweeps: bool 
                     f"{word} is several values for one key; give --multirun to run each of "
                     f"them{also}."
                 )
-        elif name in groups() and not parsed.is_delete():
+        elif name in groups():
             known, given = presets(name, own), parsed.value()
             for option in given if isinstance(given, list) else [given]:
                 if option is not None and option not in known:
@@ -174,12 +180,6 @@ def check_overrides(words: Sequence[str], own: Path | None = None, sweeps: bool 
             inside = next(key for key in all_keys() if key.startswith(f"{name}."))
             raise UserError(
                 f"{word}: {name} is a group of keys, not one; set one of them, as {inside}=…."
-            )
-        if name not in {*groups(), *SECTIONS, *all_keys()} or parsed.package is not None:
-            raise UserError(unknown_key(name, value or None))
-        if parsed.is_add() or parsed.is_delete():
-            raise UserError(
-                f"{word}: {name} is there already and cannot be deleted; the nearest is {name}=…."
             )
 
 
