@@ -150,20 +150,12 @@ def nearest_key(given: str) -> str | None:
     leaves: dict[str, str] = {}
     for name, key in keys.items():
         leaves.setdefault(key.leaf, name)
-    if given in keys:
-        return given
     section, _, leaf = given.rpartition(".")
-    exact = flags.get(given) or leaves.get(leaf)
-    if exact:
-        return exact
-    section = nearest(section, SECTIONS) or ""
-    siblings = {key.leaf: name for name, key in keys.items() if name == f"{section}.{key.leaf}"}
-    anywhere = leaves | {name: name for name in SECTIONS} | flags
-    for spellings in (siblings, anywhere):
-        close = nearest(leaf, spellings)
-        if close:
-            return spellings[close]
-    return None
+    exact = given if given in keys else flags.get(given) or leaves.get(leaf)
+    names = {name: name for name in (*keys, *SECTIONS)}
+    spellings = names if section else leaves | names | flags
+    close = exact or nearest(given, spellings)
+    return close and spellings.get(close, close)
 
 
 def unknown_key(given: str, value: Any = None) -> str:
