@@ -172,8 +172,8 @@ def test_settings_are_read_in_order() -> None:
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"placement": "file"}, r"placement=file needs rank_file"),
-        ({"rank_file": "r"}, r"rank_file=r is read with placement=file alone"),
+        ({"placement": "file"}, r"rank_file=null; the nearest is placement=default"),
+        ({"rank_file": "r"}, r"rank_file=r; the nearest is placement=file"),
     ],
 )
 def test_a_rank_file_and_placement_file_go_together(more: dict, sentence: str) -> None:

@@ -396,7 +396,7 @@ def test_folder_that_may_not_be_written_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize("run", ["x" * 300, "ä" * 101])
 def test_name_that_is_too_long_is_refused(run: str) -> None:
-    with pytest.raises(UserError, match="bytes, and the name of a folder may have 200"):
+    with pytest.raises(UserError, match="of at most 200 bytes; null makes a name"):
         check_run_name(Config(run=run))
     check_run_name(Config(run="ä" * 100))
 
