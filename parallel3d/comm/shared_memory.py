@@ -20,6 +20,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -75,9 +77,16 @@ class SharedMemory:
     def __post_init__(self) -> None:
         memory = mmap.mmap(self.descriptor, self.length)  # lives as long as a tensor in it
         everything = torch.frombuffer(memory, dtype=torch.uint8)
-        self.address = everything.data_ptr()
+        address = everything.data_ptr()
         self.data = everything[_semaphore_area(self.kinds * self.size**2) :]
         self.clock, self.wait_until = _wait_until(self.libc)
+        # Of each [kind][source][target]; the source posts it, and the target waits for it.
+        places = product(range(self.kinds), range(self.size), range(self.size))
+        self.semaphores = {
+            place: ctypes.c_void_p(address + number * SEMAPHORE_BYTES)
+            for number, place in enumerate(places)
+            if self.index in place[1:]
+        }
 
     def close(self) -> None:
         """Closes the file, and so drops the lock by which peers see this rank alive."""
@@ -88,18 +97,13 @@ class SharedMemory:
     def __del__(self) -> None:
         self.close()  # an open file keeps its memory
 
-    def _semaphore(self, kind: int, source: int, target: int) -> ctypes.c_void_p:
-        """Returns the semaphore that `source` posts and `target` waits for."""
-        number = (kind * self.size + source) * self.size + target  # [kind][source][target]
-        return ctypes.c_void_p(self.address + number * SEMAPHORE_BYTES)
-
     def post(self, peer: int, kind: int = 0) -> None:
         """Signals member `peer`."""
-        self.libc.sem_post(self._semaphore(kind, self.index, peer))
+        self.libc.sem_post(self.semaphores[kind, self.index, peer])
 
     def wait(self, peer: int, kind: int = 0) -> None:
         """Takes one signal of member `peer`. Raises ConnectionError, TimeoutError."""
-        semaphore = self._semaphore(kind, peer, self.index)
+        semaphore = self.semaphores[kind, peer, self.index]
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
             if time.perf_counter() - start >= self.spin_s:
@@ -275,6 +279,7 @@ class SharedCollectives:
         count = self.size * SLOTS
         address = self.memory.data.data_ptr() + count * SLOT_BYTES
         self.sizes = (ctypes.c_int64 * count).from_address(address)
+        self.slots = lru_cache(maxsize=256)(self._slots)  # views cost as much as a small sum
 
     def all_reduce(self, tensor: Tensor) -> SharedWork:
         """Starts the sum over the ranks, in place."""
@@ -300,11 +305,7 @@ class SharedCollectives:
         """Writes this rank's slot and signals; returns what each rank has there for this one."""
         turn = self.operations % SLOTS
         self.operations += 1
-        slots = []
-        for rank in range(self.size):
-            start = (rank * SLOTS + turn) * SLOT_BYTES
-            slot = self.memory.data[start : start + given.nbytes].view(given.dtype)
-            slots.append(slot if given.dim() == 1 else slot.view(given.shape))
+        slots = [*self.slots(turn, given.shape, given.dtype)]
         slots[self.index].copy_(given)
         self.sizes[self.index * SLOTS + turn] = given.nbytes
         for peer in self.peers:
@@ -312,6 +313,12 @@ class SharedCollectives:
         if self.size == 2:  # a + b in place; of more ranks' sums `out` may have no term of its own
             slots[self.index] = given
         return slots if given.dim() == 1 else [slot[self.index] for slot in slots]
+
+    def _slots(self, turn: int, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
+        """Returns a slot of every rank as tensors of this shape."""
+        starts = range(turn * SLOT_BYTES, self.size * SLOTS * SLOT_BYTES, SLOTS * SLOT_BYTES)
+        length = shape.numel() * dtype.itemsize
+        return [self.memory.data[i : i + length].view(dtype).view(shape) for i in starts]
 
     def wait_for_peers(self) -> None:
         """Waits until every peer has written its slot; RuntimeError if one has another size."""
@@ -344,11 +351,10 @@ class SharedWork:
         finish: Finish,
     ) -> None:
         self.shared, self.finish, self.most_rows = shared, finish, max(rows, out_rows)
-        self.given, self.out = tensor.view(-1), out.view(-1)
-        if rows > 1:
-            self.given = self.given.unflatten(0, (rows, -1))
-        if out_rows > 1:
-            self.out = self.out.unflatten(0, (out_rows, -1))
+        self.given = tensor.view(-1) if rows == 1 else tensor.view(rows, -1)
+        self.out = self.given
+        if out is not tensor:
+            self.out = out.view(-1) if out_rows == 1 else out.view(out_rows, -1)
         self.done = False
         self.parts: list[Tensor] | None = None
         if tensor.nbytes <= SLOT_BYTES and shared.unread is None:
