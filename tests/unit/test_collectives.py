@@ -36,7 +36,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, Tensor, 
         return call
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(collectives, "_is_cpu_pair", lambda *_: False))
         for name in NAMES[0]:
             if request.param != NAMES[0] and hasattr(dist, name):
                 patches.enter_context(patch.object(dist, name))

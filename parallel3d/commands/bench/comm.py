@@ -46,7 +46,7 @@ from parallel3d.topology.cluster.parts import Link, LinkClass
 
 PIPED = 120  # columns without a terminal
 FULL = 116  # columns of the table with everything; narrower ones have bus bandwidths only
-SHORT = {"shared memory": "shared", "pair exchange": "pair"}
+SHORT = {"shared memory": "shared"}
 
 
 def make_console() -> Console:

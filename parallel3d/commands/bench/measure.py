@@ -180,9 +180,7 @@ class Site:
         if operation.name == "send_recv":
             message = torch.empty(self.whole_bytes(size) // ITEM)
             return "mailbox" if self.boxes and self.boxes.fits(message) else self.backend
-        if self.group.shared is not None:
-            return "shared memory"
-        return "pair exchange" if self.group.size == 2 else self.backend
+        return self.backend if self.group.shared is None else "shared memory"
 
 
 @dataclass
