@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
@@ -132,9 +132,8 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     """Yields the peaks of each kind of action on each stage, beside the state."""
     config, stream, sharded = rank.config, rank.stream, rank.fully_sharded
     end = head.kept + sharded * _cast_table(rank)  # each forward computes its gradient
-    output = 0.0 if rank.offloads else stream
-    kept = [_kept(rank, stage, layer) for stage in rank.stages]
-    held = [n + (end if stage.last else output) for n, stage in zip(kept, rank.stages, strict=True)]
+    kept = [_kept(stage, layer) for stage in rank.stages]
+    held = [n + end * stage.last for n, stage in zip(kept, rank.stages, strict=True)]
     waits = [len(stage.layers) * layer.deferred for stage in rank.stages]
     message = stream / (rank.layout.tp if rank.sends_slices else 1)
     left = _left_by_backwards(rank) if sharded else {}
@@ -144,8 +143,7 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
             continue
         stage = rank.stages[chunk]
         reads = _OF_TOKEN * rank.tokens if stage.first or stage.last else 0.0
-        sent = seen.in_flight if rank.offloads else seen.sent
-        base = seen.live @ held + seen.deferred @ waits + sent * message
+        base = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
         fullest = int(base.argmax())
         for moment, more in _temporary(rank, stage, kind, kept[chunk], layer, head).items():
             phase = "head and loss" if moment in ("head", "cast") else PHASES[kind]
@@ -167,12 +165,11 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
             yield peak if beside is None else peak.plus(beside)
 
 
-def _kept(rank: PipelineRank, stage: LocalStage, layer: LayerBytes) -> float:
+def _kept(stage: LocalStage, layer: LayerBytes) -> float:
     """Returns the activation bytes of a stage's layers between a micro-batch's forward and
     backward, on the device."""
     kept = stage.again * layer.kept + (len(stage.layers) - stage.again) * layer.plain
-    # With offload inputs and outputs are not kept beside what the layers keep.
-    return kept - sum(_moved(stage, layer)) - (rank.stream * (stage.turns and not rank.offloads))
+    return kept - sum(_moved(stage, layer))
 
 
 def _moved(stage: LocalStage, layer: LayerBytes, turns: bool = False) -> list[float]:
@@ -534,7 +531,7 @@ class States:
     Attributes:
         live: by chunk, micro-batches between their forward and their backward (or I).
         deferred: by chunk, micro-batches between I and W.
-        in_flight: sends. sent: of these, those that alone hold their tensor without offload.
+        in_flight: sends, which hold their tensors.
         begun: by chunk, whether it had a backward in this step.
         final: whether the action is the step's last backward.
     """
@@ -542,7 +539,6 @@ class States:
     live: NDArray[np.float64]
     deferred: NDArray[np.float64]
     in_flight: NDArray[np.float64]
-    sent: NDArray[np.float64]
     begun: NDArray[np.bool_]
     final: NDArray[np.bool_]
 
@@ -577,15 +573,13 @@ def _states(
     """Follows the rank's own order alone: a walk of all ranks would cost a search too much."""
     made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp, whole_backwards)
     live, deferred, begun = [0] * vpp, [0] * vpp, [0] * vpp
-    in_flight: deque[tuple[int, int]] = deque(maxlen=SENDS)  # (chunk, micro-batch); -1: a gradient
-    done: set[tuple[int, int]] = set()  # forwards whose backward is done: their output is free
+    in_flight = 0
     seen: dict[tuple[Kind, int], set[tuple[int, ...]]] = defaultdict(set)
     around, left = made.placement.around(rank), vpp * made.microbatches
     for step in made.orders[rank]:
-        kind, chunk, mb = step.kind, step.chunk, step.microbatch
+        kind, chunk = step.kind, step.chunk
         left -= kind in (Kind.B, Kind.I)
-        lone = sum(m < 0 or (c, m) in done for c, m in in_flight)
-        seen[kind, chunk].add((*live, *deferred, *begun, len(in_flight), lone, not left))
+        seen[kind, chunk].add((*live, *deferred, *begun, in_flight, not left))
         _, before, after = around[chunk]
         if kind == Kind.W:
             deferred[chunk] -= 1
@@ -593,15 +587,13 @@ def _states(
         forward = kind == Kind.F
         live[chunk] += 1 if forward else -1
         deferred[chunk] += kind == Kind.I
-        if not forward:
-            done.add((chunk, mb))
-            begun[chunk] = 1
+        begun[chunk] |= not forward
         reader = after if forward else before
         if reader is not None and reader[0] != rank:
-            in_flight.append((chunk, mb if forward else -1))
+            in_flight = min(in_flight + 1, SENDS)
     found = {}
     for action, states in seen.items():
         rows = np.array(sorted(states), dtype=float)
-        counts, (sends, lone, last) = rows[:, :-3].reshape(-1, 3, vpp), rows[:, -3:].T
-        found[action] = States(counts[:, 0], counts[:, 1], sends, lone, counts[:, 2] > 0, last > 0)
+        counts, (sends, last) = rows[:, :-2].reshape(-1, 3, vpp), rows[:, -2:].T
+        found[action] = States(counts[:, 0], counts[:, 1], sends, counts[:, 2] > 0, last > 0)
     return found

@@ -59,7 +59,6 @@ class LocalStage(NamedTuple):
     Attributes:
         again: its layers, the first ones, whose backward repeats a part of the forward.
         away: its layers, the first ones, that are offloaded.
-        turns: its input is the output of the rank's stage before, as in a V.
     """
 
     layers: range
@@ -67,7 +66,6 @@ class LocalStage(NamedTuple):
     away: int
     first: bool
     last: bool
-    turns: bool
 
 
 class PipelineRank:
@@ -142,10 +140,6 @@ class PipelineRank:
         return -(-length // -(-length // self.config.mlp_chunks))
 
     @property
-    def offloads(self) -> bool:
-        return any(stage.away for stage in self.stages)
-
-    @property
     def is_tied_to_another(self) -> bool:
         """Whether two ranks hold a copy of the tied weight each, and this is one of them."""
         return self.first != self.last and self.table.tied
@@ -207,12 +201,11 @@ def pipeline_ranks(
     last, layer = placement.stages - 1, ops_of_run(config)
 
     def stage(index: int, chunk: int) -> LocalStage:
-        number, before, _ = placement.around(index)[chunk]
+        number = placement.stage(index, chunk)
         layers = split[number]
         again = recomputing(config.recompute_layers, number, len(layers)) if layer.repeated else 0
         away = offloading(config.offload_layers, number, len(layers))
-        turns = before is not None and before[0] == index
-        return LocalStage(layers, again, away, number == 0, number == last, turns)
+        return LocalStage(layers, again, away, number == 0, number == last)
 
     return [
         PipelineRank(

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -159,19 +159,16 @@ class _End(torch.autograd.Function):
 
 @dataclass
 class _Live:
-    """What a backward needs of its forward.
+    """What a backward needs of its forward, whose inputs and outputs are not kept.
 
     Attributes:
-        xs, ys: inputs, leaves of autograd, and outputs. With offload neither is kept: `_End` fills
-            `grads`, and the one of `ys` is the result of `_Start`.
-        given: gradients of the outputs. grads: those of the inputs.
+        start: the result of `_Start`. given: gradients of the outputs.
+        grads: those of the inputs, from `_End`.
     """
 
-    offloads: bool
-    xs: Values = ()
-    ys: Values = ()
-    given: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
+    start: Tensor
+    given: list[Tensor]
+    grads: list[Tensor]
 
 
 class Executor:
@@ -184,8 +181,7 @@ class Executor:
         channel: the group's shared memory, if it has any.
         keeps_failures: an exception of a stage is kept in `failure` instead of raised. This rank
             goes on with zeros to the end of the step, so that its neighbours do not wait for it.
-        offload: of what the stages keep for the backward. Their inputs and outputs are not kept
-            either.
+        offload: of what the stages keep for the backward.
     """
 
     def __init__(
@@ -217,6 +213,7 @@ class Executor:
         self.sending: deque[PendingTransfer] = deque()
         self.action_times: ActionTimes | None = None
         self.weight_gradients = WeightGradients()
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
         for stage in stages:
             for parameter in stage.parameters():
                 state_of(parameter).weight_gradients = self.weight_gradients
@@ -371,16 +368,15 @@ class Executor:
     ) -> Tensor | float:
         """Runs F; `before_backward`: the next computation if that is a backward."""
         number = self._stage(step)
-        offload = self.offload if loss_scale is not None else None
-        live = _Live(offload is not None)
+        trains = loss_scale is not None
+        offload = self.offload if trains else None
+        given: list[Tensor] = []
+        grads: list[Tensor] = []
         xs: Values = ()
         if number > 0:
             xs = self._received(Kind.RECV_F, step)
-            if offload is not None:
-                anchor = torch.zeros((), device=self.device, requires_grad=True)
-                xs = _End.apply(live.grads, anchor, *xs)
-            else:
-                live.xs = tuple(x.requires_grad_(torch.is_grad_enabled()) for x in xs)
+            if trains:
+                xs = _End.apply(grads, self.anchor, *xs)
         with self.step_timer.within("data"):
             args = (*batches.take(), loss_scale)
         turns = before_backward is not None and _place(before_backward) == _place(step)
@@ -395,9 +391,8 @@ class Executor:
         if accelerator.is_accelerator(self.device):
             with self.step_timer.within("data"):
                 batches.look_ahead()
-        if loss_scale is not None:
-            live.ys = ys if offload is None else (_Start.apply(live.given, *ys),)
-            self.live[_place(step)] = live
+        if trains:
+            self.live[_place(step)] = _Live(_Start.apply(given, *ys), given, grads)
         if number == self.last_stage:
             return ys[0].detach().double()
         self._hand_off(Kind.SEND_F, step, tuple(y.detach() for y in ys))
@@ -417,15 +412,15 @@ class Executor:
 
     def _backward(self, step: Action, loss_scale: Tensor | None) -> None:
         """Runs B, or I, which leaves deferred weight gradients for W."""
-        place = _place(step)
+        place, stage = _place(step), self._stage(step)
         live = self.live.pop(place)
         if self.offload is not None:
             self.offload.backward(place)
-        if self._stage(step) < self.last_stage:
+        if stage < self.last_stage:
             grads = self._received(Kind.RECV_B, step)
         else:
             assert loss_scale is not None  # an evaluation has no backward
-            grads = (loss_scale.to(live.ys[0].dtype),)
+            grads = (loss_scale.to(live.start.dtype),)
         differentiate = partial(self._attempt, step, partial(_differentiate, live, grads))
         with self._computing("backward", step):
             if step.kind == Kind.I:
@@ -433,10 +428,9 @@ class Executor:
                     differentiate()
             else:
                 differentiate()
-        for x in live.xs:  # without a gradient: the stage does not use it, or has failed
-            live.grads.append(torch.zeros_like(x) if x.grad is None else x.grad)
-        if live.grads:
-            self._hand_off(Kind.SEND_B, step, tuple(live.grads))
+        if stage > 0:  # without gradients: the stage does not use its inputs, or has failed
+            made = tuple(live.grads) or self.links[stage - 1].zeros(self.device)
+            self._hand_off(Kind.SEND_B, step, made)
 
     @torch.no_grad()
     def _weights(self, step: Action) -> None:
@@ -451,10 +445,9 @@ def _place(action: Action) -> Place:
 
 
 def _differentiate(live: _Live, grads: Values) -> None:
-    if any(y.requires_grad for y in live.ys):
+    if live.start.requires_grad:
         live.given += grads
-        start = live.ys[0] if live.offloads else _Start.apply(live.given, *live.ys)
-        start.backward()
+        live.start.backward()
 
 
 def _run_deferred(queue: list[DeferredGradient]) -> None:
