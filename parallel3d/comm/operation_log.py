@@ -123,12 +123,9 @@ class OperationLog:
         self.progress += 1
         return note
 
-    def recent(self, count: int = 200) -> list[LoggedOperation]:
-        """Returns the newest operations of this phase, oldest first."""
-        return self._notes[-count:]
-
     def latest(self, count: int) -> list[LoggedOperation]:
-        """Returns the same, the newest of each group, and the one that the host waits for."""
+        """Returns the newest of each group and of this phase, and the one that the host waits
+        for."""
         notes = [*self.newest.values(), *self._notes[-count:]]
         notes += [] if self.waiting is None else [self.waiting]
         return list(dict.fromkeys(notes))

@@ -97,7 +97,7 @@ def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
     error = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     queries, keys = (x.numel() * x.itemsize for x in (inputs[0], torch.cat(inputs[1:3])))
     formula = expected(style, group.size, again, queries, keys)
-    return error, sum(sent(operation, group.size) for operation in log.recent(1000)) / formula
+    return error, sum(sent(operation, group.size) for operation in log.latest(1000)) / formula
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def counted(log: OperationLog, ranks: int) -> Calls:
     """Collectives and how many numbers their whole buffers have."""
     return [
         (call.name, math.prod(call.shape) * (ranks if call.name == "all_gather" else 1))
-        for call in log.recent()
+        for call in sorted(log.latest(1000), key=lambda call: call.number)
     ]
 
 
