@@ -106,7 +106,7 @@ class Muon:
     """Makes the updates of a stage's hidden matrices orthogonal, each on its home rank.
 
     Args:
-        parts: of each dp rank, what it steps, in order (`DataParallel.parts_of`).
+        parts: of each dp rank, what it steps, in order (`BucketedDataParallel.parts_of`).
         dtype: in which matrices are sent and made orthogonal.
         tp, dp: this rank's groups. Ranks of dp may hold the same elements with equal bits.
     """

@@ -47,24 +47,6 @@ def check_agreement(
                 )
 
 
-def gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
-    """Gathers JSON values on the group's first member, one at a time; an empty list elsewhere."""
-    encoded = _as_bytes(value)
-    if handle is None:
-        return [_value(encoded)]
-    lengths = _lengths(encoded, handle, device)
-    first, *others = dist.get_process_group_ranks(handle)
-    if dist.get_rank() != first:
-        transfer(dist.isend, encoded.to(device), first, handle)
-        return []
-    found = [_value(encoded)]
-    for peer, length in zip(others, lengths[1:], strict=True):
-        theirs = torch.empty(length, dtype=torch.uint8, device=device)
-        transfer(dist.irecv, theirs, peer, handle)
-        found.append(_value(theirs.cpu()))
-    return found
-
-
 def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> Any:
     """Returns the first member's JSON `value` on every member; collective."""
     first = handle is None or dist.get_rank(handle) == 0
@@ -89,6 +71,11 @@ def messages(sizes: Sequence[int], most: int) -> Iterator[range]:
         total += size
     if sizes:
         yield range(first, len(sizes))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the type that `str` names."""
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGroup) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.exchange import all_gather_json, broadcast_json
+from parallel3d.comm.exchange import all_gather_json, broadcast_json, dtype_of
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
@@ -56,17 +56,13 @@ class Bucket:
 InitFn = Callable[[nn.Parameter], Tensor]
 
 
-def current_values(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach()
-
-
 def build_buckets(
     parameters: list[tuple[str, nn.Parameter]],
     bucket_cap_mb: float | None,
     param_dtype: torch.dtype,
     shards: Group = SINGLE,
     alone: Collection[str] = (),
-    values: InitFn = current_values,
+    values: InitFn = Tensor.detach,
     first: int = 0,
 ) -> list[Bucket]:
     """Moves the parameters into flat buckets, in reverse of the given (forward) order.
@@ -150,24 +146,6 @@ def _parts(
     return found
 
 
-class DataParallel(Protocol):
-    """The interface of an engine; see `BucketedDataParallel` for each method."""
-
-    parameters: dict[str, nn.Parameter]
-    segments: list[Segment]
-    replicas: tuple[int, int]
-
-    def parts_of(self, index: int) -> list[SegmentPart]: ...
-    def callable_stages(self, stages: Sequence[T]) -> Sequence[T]: ...
-    def start_step(self, microbatches: int) -> None: ...
-    def start_last_microbatch(self) -> None: ...
-    def finish_step(self) -> list[str]: ...
-    def tied_gradient(self, name: str) -> Tensor: ...
-    def all_gather_params(self) -> None: ...
-    def pre_forward(self, part: str) -> None: ...
-    def wait_for_all_gathers(self) -> None: ...
-
-
 class GradientObserver(Protocol):
     """Observes gradients before they are reduced."""
 
@@ -214,7 +192,7 @@ class BucketedDataParallel:
         overlap: bool = True,
         tied: Iterable[str] = (),
         make_hook: Callable[[], CommHook] | None = None,
-        values: InitFn = current_values,
+        values: InitFn = Tensor.detach,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
         self.shards = dp if self.sharded else SINGLE
@@ -233,7 +211,7 @@ class BucketedDataParallel:
         for number, parameter in enumerate(self.parameters.values()):
             self._register_hooks(number, parameter)
 
-    def _fill_buckets(self, chunks: list[list[str]], values: InitFn = current_values) -> None:
+    def _fill_buckets(self, chunks: list[list[str]], values: InitFn = Tensor.detach) -> None:
         self.buckets: list[Bucket] = []
         for names in reversed(chunks):  # as their gradients become ready
             named = [(name, self.parameters[name]) for name in names]
@@ -435,9 +413,7 @@ def full_values(
             dtypes |= theirs
     found = {
         kind: {
-            name: torch.zeros(
-                p.numel(), dtype=getattr(torch, dtype.removeprefix("torch.")), device=p.device
-            )
+            name: torch.zeros(p.numel(), dtype=dtype_of(dtype), device=p.device)
             for name, p in parameters.items()
         }
         for kind, dtype in sorted(dtypes.items())

@@ -19,7 +19,6 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -74,7 +73,10 @@ class FullyShardedDataParallel:
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
         hybrid = groups.dp_inner.size > 1
         shards, replicas = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp_cp, SINGLE)
-        mesh, self.zero, self.every_microbatch = _mesh(groups), zero, every_microbatch
+        # FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce
+        # hook does it, so that this sum is timed and logged too.
+        mesh = mesh_of_group(shards, groups.device.type)
+        self.zero, self.every_microbatch = zero, every_microbatch
         self.reduces_each = every_microbatch  # backward of this step
         for module in (*units, root):  # drawn and sharded one after the other
             if initializer.deferred:
@@ -285,16 +287,6 @@ def _sum_over_replicas(flat: Tensor, replicas: Group) -> None:
         # on its all-reduce stream, the current one. After that nothing refers to `flat`, and the
         # next unit's reduce-scatter, on a stream that waits for neither, would get the same memory.
         flat.record_stream(accelerator.module(flat.device).current_stream(flat.device))
-
-
-def _mesh(groups: ProcessGroups) -> DeviceMesh:
-    """Returns the mesh of the ranks that shard one model.
-
-    FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce hook does
-    it, so that this sum is timed and logged too.
-    """
-    shards = groups.dp_cp if groups.dp_inner.size == 1 else groups.dp_inner
-    return mesh_of_group(shards, groups.device.type)
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:

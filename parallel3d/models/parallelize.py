@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,11 +11,16 @@ from torch import nn
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
-from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.sharding import Initializer, spec_of
+
+if TYPE_CHECKING:
+    from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
+
+    DataParallel = BucketedDataParallel | FullyShardedDataParallel
 
 
 def data_parallel_engine(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
-from parallel3d.comm.exchange import all_gather_json, check_agreement
+from parallel3d.comm.exchange import all_gather_json, check_agreement, dtype_of
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
 from parallel3d.data_parallel.averager import GradientAverager
 from parallel3d.data_parallel.transport import broadcast_all
@@ -191,7 +190,8 @@ class Pipeline(nn.Module):
         """Returns the full state dict of all modules on every rank; collective."""
         if not self.gathers_state:
             return super().state_dict(*args, **kwargs)
-        return whole_state_dict(super().state_dict(*args, **kwargs), self.group, self.device)
+        own = super().state_dict(*args, **kwargs)
+        return in_order_of_modules(dict(of_all_stages(own, self.group, self.device)))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -435,25 +435,29 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def whole_state_dict(own: Mapping[str, Any], group: Group, device: torch.device) -> dict[str, Any]:
-    """Returns the full state dict, in the modules' order, on every rank; collective."""
+def of_all_stages(
+    own: Mapping[str, Any], group: Group, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of all stages' state dicts, one after the other, on every rank.
+
+    Collective over `group`; each tensor is `own`'s or on `device`.
+    """
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
     facts = [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
-    whole: dict[str, Any] = {}
     for index, theirs in enumerate(all_gather_json(facts, group.handle, device)):
         for name, shape, kind in theirs:
             if index == group.index:
-                mine = tensors[name].detach().contiguous()
-                whole[name] = tensors[name]
+                value = tensors[name]
+                sent = value.detach().to(device).contiguous()
             else:
-                mine = whole[name] = torch.empty(shape, dtype=dtype_of(kind), device=device)
-            if math.prod(shape):
-                collectives.broadcast(mine.view(-1).view(torch.uint8), index, group)
-    return {name: whole[name] for name in sorted(whole, key=lambda n: int(n.partition(".")[0]))}
+                value = sent = torch.empty(shape, dtype=dtype_of(kind), device=device)
+            if sent.numel():
+                collectives.broadcast(sent.view(-1).view(torch.uint8), index, group)
+            yield name, value
 
 
-def dtype_of(name: str) -> torch.dtype:
-    return getattr(torch, name.removeprefix("torch."))
+def in_order_of_modules(state: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(sorted(state.items(), key=lambda item: int(item[0].partition(".")[0])))
 
 
 def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:

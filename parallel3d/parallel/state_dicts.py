@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.comm.exchange import all_gather_json, transfer
+from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.errors import UserError
-from parallel3d.parallel.pipeline import Pipeline
+from parallel3d.parallel.pipeline import Pipeline, in_order_of_modules, of_all_stages
 from parallel3d.tensor_parallel.layers import ShardedModule
 
 
@@ -55,8 +56,12 @@ def full_state_dict(net: nn.Module) -> dict[str, Any]:
             is_tensor = isinstance(whole, Tensor)
             found[name] = whole.detach().to("cpu", copy=True) if is_tensor else whole
     if sent:
-        found = _of_all_stages(found, inside[0].group, inside[0].device)
-        found = dict(sorted(found.items(), key=lambda item: int(item[0].partition(".")[0])))
+        pp, device = inside[0].group, inside[0].device
+        _check_tensors(found, pp, device)
+        for name, value in of_all_stages(found, pp, device):
+            if first:
+                found[name] = value.cpu()
+        found = in_order_of_modules(found)
     return found if first else {}
 
 
@@ -73,31 +78,11 @@ def _sharded(net: nn.Module) -> Iterator[None]:
             part.gathers_state = True
 
 
-def _of_all_stages(own: dict[str, Any], pp: Group, device: torch.device) -> dict[str, Any]:
-    """Sends the stages' tensors to the first rank of `pp`; collective over it."""
-    assert pp.handle is not None
-    facts = [[name, *_facts(value)] for name, value in own.items()]
-    by_rank = all_gather_json(facts, pp.handle, device)
-    for name, shape, kind in (fact for theirs in by_rank[1:] for fact in theirs):
-        if shape is None:
-            raise UserError(
-                f"full_state_dict: {name} is a {kind}, but must be a tensor to be sent to rank 0; "
-                "keep it in a buffer instead"
-            )
-    if pp.index > 0:
-        for value in own.values():
-            transfer(dist.isend, value.to(device).reshape(-1).view(torch.uint8), 0, pp.handle)
-        return {}
-    for rank, theirs in zip(pp.ranks[1:], by_rank[1:], strict=True):
-        for name, shape, kind in theirs:
-            value = torch.empty(shape, dtype=getattr(torch, kind))
-            flat = torch.empty(value.nbytes, dtype=torch.uint8, device=device)
-            transfer(dist.irecv, flat, rank, pp.handle)
-            own[name] = flat.cpu().view(value.dtype).view(shape)
-    return own
-
-
-def _facts(value: Any) -> list[Any]:
-    if not isinstance(value, Tensor):
-        return [None, type(value).__name__]
-    return [list(value.shape), str(value.dtype).removeprefix("torch.")]
+def _check_tensors(own: dict[str, Any], pp: Group, device: torch.device) -> None:
+    """Raises UserError, on every rank alike, for a state of another stage that is no tensor."""
+    others = [[name, type(v).__name__] for name, v in own.items() if not isinstance(v, Tensor)]
+    for name, kind in chain.from_iterable(all_gather_json(others, pp.handle, device)[1:]):
+        raise UserError(
+            f"full_state_dict: {name} is a {kind}, but must be a tensor to be sent to rank 0; "
+            "keep it in a buffer instead"
+        )

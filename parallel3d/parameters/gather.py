@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.comm.exchange import gather_json, messages, transfer
+from parallel3d.comm.exchange import all_gather_json, dtype_of, messages, transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.parameters.sharding import ShardSpec, spec_of, state_of
 
@@ -62,7 +62,7 @@ def _gather(
     """
     # Not `dataclasses.astuple`, which makes deep copies.
     facts = [[[getattr(spec, f) for f in FIELDS], str(values.dtype)] for spec, values in shards]
-    by_rank = gather_json(facts, groups.world.handle, device)
+    by_rank = all_gather_json(facts, groups.world.handle, device)
     if groups.rank > 0:
         assert groups.world.handle is not None
         sizes = [values.nbytes for _, values in shards]
@@ -74,7 +74,7 @@ def _gather(
     found = [(groups.rank, spec, values.to("cpu").contiguous()) for spec, values in shards]
     for rank in range(1, groups.world.size):
         assert groups.world.handle is not None
-        specs = [(_shard_spec(fact), _dtype(name)) for fact, name in by_rank[rank]]
+        specs = [(_shard_spec(fact), dtype_of(name)) for fact, name in by_rank[rank]]
         sizes = [math.prod(spec.shape) * dtype.itemsize for spec, dtype in specs]
         for span in messages(sizes, MESSAGE_BYTES):
             flat = torch.empty(sum(sizes[i] for i in span), dtype=torch.uint8, device=device)
@@ -89,10 +89,6 @@ def _gather(
 def _shard_spec(values: Sequence[Any]) -> ShardSpec:
     given: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
     return ShardSpec(*given)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name.removeprefix("torch."))
 
 
 def gather_parameters(

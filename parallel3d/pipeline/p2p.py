@@ -159,20 +159,16 @@ def post(
     if shared is None:
         for handle in dict.fromkeys(route.handle(action) for action, _ in messages):
             works |= _start([m for m in messages if route.handle(m[0]) is handle], route)
-
-    def start(action: Action, tensor: Tensor) -> Work:
-        if shared is None:
-            return works[action]
-        call = shared.send if action.kind.is_send else shared.receive
-        return call(tensor, route.peer(action))
-
-    def pending(action: Action, tensor: Tensor) -> PendingTransfer:
+    pending = []
+    for action, tensor in messages:
         name = "send" if action.kind.is_send else "receive"
-        begin = partial(start, action, tensor)
+        begin: Callable[[], Work] = partial(works.__getitem__, action)
+        if shared is not None:
+            call = shared.send if action.kind.is_send else shared.receive
+            begin = partial(call, tensor, route.peer(action))
         work = logged(route.group, name, tensor, begin, route.rank(action))
-        return PendingTransfer(action, tensor, work)
-
-    return [pending(action, tensor) for action, tensor in messages]
+        pending.append(PendingTransfer(action, tensor, work))
+    return pending
 
 
 def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[Action, Work]:

@@ -30,7 +30,6 @@ def told() -> dict[str, Any]:
     found = {
         "all": exchange.all_gather_json(WORDS[rank], dist.group.WORLD, CPU),
         "pair": exchange.all_gather_json(WORDS[rank], pair, CPU),
-        "first": exchange.gather_json(WORDS[rank], pair, CPU),
         "broadcast": exchange.broadcast_json(WORDS[rank], pair, CPU),
         "alone": exchange.all_gather_json((rank,), None, CPU),
     }
@@ -43,7 +42,6 @@ def test_every_member_hears_what_the_others_say(pool: Pool) -> None:
         of_pair = AS_JSON[:2] if rank < 2 else AS_JSON[2:]
         assert found["all"] == AS_JSON
         assert found["pair"] == of_pair
-        assert found["first"] == (of_pair if rank % 2 == 0 else [])
         assert found["broadcast"] == of_pair[0]
         assert found["alone"] == [[rank]]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.exchange import all_gather_json, gather_json
+from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import GLOO_ON, ProcessGroups
 from parallel3d.config.schema import Config, LaunchConfig
@@ -559,8 +559,8 @@ class Measurement:
                 mine.append(self._measure(row, warmup, timed))
                 plan.done(time.perf_counter() - start)
                 calls.append(timed)
-            by_row = zip(*gather_json(mine, dist.group.WORLD, self.device), strict=True)
-            seen = zip(of_dim, calls, by_row, strict=False)  # none but on rank 0
+            by_row = zip(*all_gather_json(mine, dist.group.WORLD, self.device), strict=True)
+            seen = zip(of_dim, calls, by_row, strict=True) if dist.get_rank() == 0 else ()
             yield dim, [result(*row, site, self.where) for row in seen]
         self.rows_cut = plan.cut
 
