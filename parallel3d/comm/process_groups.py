@@ -406,11 +406,21 @@ def _create_gloo(asked: Any, options: Any) -> dist.ProcessGroupGloo:
 def nccl_options(
     kind: str, launch: LaunchConfig, timeout: datetime.timedelta, backend: Backend
 ) -> Any:
-    """Returns options of the world's class for groups that are split from its `backend`."""
+    """Returns options of the world's class for groups of `kind` that are split from its `backend`.
+
+    Raises UserError for fields of ncclConfig_t that this torch lacks.
+    """
     options_class: Any = type(backend.options)
     options = options_class()
     options._timeout = timeout
-    set_nccl_options(options, kind, launch)
+    options.is_high_priority_stream, fields = nccl_settings(kind, launch)
+    for name, value in fields:
+        if not hasattr(getattr(options, "config", None), name):
+            raise UserError(
+                f"launch.nccl_settings={kind}.{name}:{value} is not known to this torch's NCCL; "
+                "leave it out"
+            )
+        setattr(options.config, name, value)
     return options
 
 
@@ -420,15 +430,3 @@ def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[st
     settings = parse_nccl_settings(launch.nccl_settings)
     fields = tuple((field, value) for group, field, value in settings if group == kind)
     return kind in launch.nccl_high_priority, fields
-
-
-def set_nccl_options(options: Any, kind: str, launch: LaunchConfig) -> None:
-    """Sets stream priority and ncclConfig_t fields of `kind`; raises UserError for unknown ones."""
-    options.is_high_priority_stream, fields = nccl_settings(kind, launch)
-    for name, value in fields:
-        if not hasattr(getattr(options, "config", None), name):
-            raise UserError(
-                f"launch.nccl_settings={kind}.{name}:{value} is not known to this torch's NCCL; "
-                "leave it out"
-            )
-        setattr(options.config, name, value)

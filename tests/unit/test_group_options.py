@@ -19,7 +19,6 @@ from parallel3d.comm.process_groups import (
     ProcessGroups,
     nccl_options,
     nccl_settings,
-    set_nccl_options,
 )
 from parallel3d.config.checks import check_config, parse_nccl_env, parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
@@ -88,6 +87,9 @@ class Options:
         self.config = SimpleNamespace(min_ctas=None, max_ctas=None, cga_cluster_size=None)
 
 
+TIMEOUT = datetime.timedelta(seconds=5)
+
+
 class Backend:
     """A backend of the world, as far as its groups' options are concerned."""
 
@@ -99,30 +101,27 @@ class Backend:
 def test_groups_of_a_models_parts_get_priority_streams_unless_told_otherwise() -> None:
     found = {}
     for kind in ("tp", "cp", "pp", "dp", "dp_cp", "embedding"):
-        chosen = Options()
-        set_nccl_options(chosen, kind, LaunchConfig())
+        chosen = nccl_options(kind, LaunchConfig(), TIMEOUT, Backend())
         found[kind] = chosen.is_high_priority_stream
     assert [kind for kind, has_priority in found.items() if has_priority] == ["tp", "cp", "pp"]
 
 
 def test_settings_reach_the_groups_of_their_kind_alone() -> None:
     launch = LaunchConfig(nccl_settings=["dp.max_ctas:8", "dp.cga_cluster_size:2", "tp.min_ctas:4"])
-    dp, tp = Options(), Options()
-    set_nccl_options(dp, "dp", launch)
-    set_nccl_options(tp, "tp", launch)
+    dp, tp = (nccl_options(kind, launch, TIMEOUT, Backend()) for kind in ("dp", "tp"))
     assert vars(dp.config) == {"min_ctas": None, "max_ctas": 8, "cga_cluster_size": 2}
     assert vars(tp.config) == {"min_ctas": 4, "max_ctas": None, "cga_cluster_size": None}
 
 
 def test_a_setting_that_this_torch_lacks_is_refused() -> None:
-    old = SimpleNamespace(is_high_priority_stream=False)
+    old, launch = SimpleNamespace(), LaunchConfig(nccl_settings=["dp.max_ctas:8"])
     with pytest.raises(UserError, match=r"dp\.max_ctas:8 is not known to this torch's NCCL"):
-        set_nccl_options(old, "dp", LaunchConfig(nccl_settings=["dp.max_ctas:8"]))
+        nccl_options("dp", launch, TIMEOUT, SimpleNamespace(options=old))
 
 
 def test_a_groups_options_are_of_the_class_of_the_worlds_own() -> None:
     launch = LaunchConfig(nccl_settings=["tp.max_ctas:8"])
-    made = nccl_options("tp", launch, datetime.timedelta(seconds=5), Backend())
+    made = nccl_options("tp", launch, TIMEOUT, Backend())
     assert type(made) is Options
     assert (made._timeout.seconds, made.is_high_priority_stream) == (5, True)
     assert made.config.max_ctas == 8
@@ -133,7 +132,7 @@ def test_a_groups_options_are_of_the_class_of_the_worlds_own() -> None:
 def test_torchs_own_options_take_the_settings() -> None:
     world = SimpleNamespace(options=dist.ProcessGroupNCCL.Options())
     launch = LaunchConfig(nccl_settings=["tp.max_ctas:8"])
-    made = nccl_options("tp", launch, datetime.timedelta(seconds=5), world)
+    made = nccl_options("tp", launch, TIMEOUT, world)
     assert made.is_high_priority_stream
     assert made.config.max_ctas == 8
 
