@@ -22,7 +22,10 @@ def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.
     encoded = _as_bytes(value)
     if handle is None:
         return [_value(encoded)]
-    lengths = _lengths(encoded, handle, device)
+    length = torch.tensor([encoded.numel()], device=device)
+    of_ranks = [torch.empty_like(length) for _ in range(dist.get_world_size(handle))]
+    dist.all_gather(of_ranks, length, group=handle)
+    lengths = torch.cat(of_ranks).tolist()
     mine = encoded.new_zeros(max(lengths))
     mine[: encoded.numel()] = encoded
     mine = mine.to(device)
@@ -82,13 +85,6 @@ def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGrou
     """Sends or receives a tensor as a batch of one, which NCCL requires in larger groups."""
     for work in dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, handle)]):
         work.wait()
-
-
-def _lengths(encoded: Tensor, handle: dist.ProcessGroup, device: torch.device) -> list[int]:
-    mine = torch.tensor([encoded.numel()], device=device)
-    lengths = [torch.empty_like(mine) for _ in range(dist.get_world_size(handle))]
-    dist.all_gather(lengths, mine, group=handle)
-    return torch.cat(lengths).tolist()
 
 
 def _as_bytes(value: Any) -> Tensor:

@@ -261,6 +261,9 @@ class SharedTransport:
     With `adds`, two ranks need no total: each adds the other's buffer to its own gradients, which
     saves memory traffic and one wait. `release` then posts that the buffer was read, after
     gradients were made of it that this rank did not have.
+
+    Args:
+        sizes: of the buckets; the last one has the flags behind its gradients.
     """
 
     fault: str | None = None
@@ -283,18 +286,6 @@ class SharedTransport:
         self.their_flags = last[-flags:]
         self.summed_flags = torch.empty_like(self.flags) if adds else self.their_flags
         self.step = 1
-
-    @classmethod
-    def open(
-        cls, sizes: Sequence[Size], flags: int, group: Group, elsewhere: bool
-    ) -> SharedTransport | None:
-        """Returns None if the ranks cannot share memory; collective."""
-        *others, (numel, dtype) = sizes
-        sizes = [*others, (numel + flags, dtype)]
-        needed = sum(map(_length, sizes)) * (group.size + 1) + 8 * group.size * len(sizes)
-        memory = open_memory(group, needed, signals=(0, 0))
-        adds = elsewhere and group.size == 2
-        return None if memory is None else cls(memory, sizes, flags, adds)
 
     def before(self) -> None:
         if self.adds and self.step > 1:
@@ -374,8 +365,12 @@ def open_transport(
 ) -> Transport:
     """Returns shared memory or the backend; collective. `elsewhere`: sums go to other tensors."""
     if hook is None and is_shared(group, members[0][0].device):
-        sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in members]
-        shared = SharedTransport.open(sizes, flags, group, elsewhere)
-        if shared is not None:
-            return shared
+        sizes = [
+            (sum(p.numel() for p in part) + flags * (part is members[-1]), part[0].dtype)
+            for part in members
+        ]
+        needed = sum(map(_length, sizes)) * (group.size + 1) + 8 * group.size * len(sizes)
+        memory = open_memory(group, needed, signals=(0, 0))
+        if memory is not None:
+            return SharedTransport(memory, sizes, flags, adds=elsewhere and group.size == 2)
     return BackendTransport(members, flags, group, hook)
