@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from parallel3d.simulated_device.device import TYPE
-from parallel3d.simulated_device.machine import Call
 from parallel3d.simulated_device.tensor import SimulatedTensor, launch, simulated
 
+aten = torch.ops.aten
 FLASH, FLASH_BACKWARD = "flash attention", "flash attention backward"
 
 
@@ -24,12 +24,11 @@ def register() -> torch.library.Library:
     return library
 
 
-def packed() -> dict[Any, Callable[..., Any]]:
-    """Returns the implementations of flash attention over packed sequences, by operator."""
-    aten = torch.ops.aten
+def flash() -> dict[Any, Callable[..., Any]]:
+    """Returns the implementations of flash attention by operator."""
     return {
-        aten._flash_attention_forward.default: _packed_forward,
-        aten._flash_attention_backward.default: _packed_backward,
+        aten._flash_attention_forward.default: _forward,
+        aten._flash_attention_backward.default: _backward,
     }
 
 
@@ -55,9 +54,13 @@ def _attention(
         if not torch.backends.cuda.math_sdp_enabled():
             raise RuntimeError("No available kernel. Aborting execution.")  # as torch
         how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **how)[0]
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return _Attention.apply(query, key, value, is_causal, scale)
+        return aten._scaled_dot_product_attention_math(query, key, value, **how)[0]
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    sizes = q.shape[1], k.shape[1]
+    found = aten._flash_attention_forward(
+        q, k, v, None, None, *sizes, 0.0, is_causal, False, scale=scale
+    )
+    return found[0].transpose(1, 2)
 
 
 def _is_supported(query: Tensor) -> bool:
@@ -69,53 +72,61 @@ def _is_supported(query: Tensor) -> bool:
     )
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: SimulatedTensor,
-        k: SimulatedTensor,
-        v: SimulatedTensor,
-        causal: bool,
-        scale: float,
-    ) -> SimulatedTensor:
-        b, heads, s, _ = q.shape
-        wide = torch.promote_types(q.dtype, torch.float32)
-        by_token = torch.empty(b, s, heads, v.shape[-1], dtype=q.dtype, device=q.device)
-        out = simulated(by_token.transpose(1, 2))
-        sums = simulated(torch.empty(b, heads, s, dtype=wide, device=q.device))
-        if not q.data_.is_meta:
-            scores, _, values = _scores(q.data_, k.data_, v.data_, causal, scale)
-            out.data_.copy_(scores.softmax(-1) @ values)
-            sums.data_.copy_(scores.logsumexp(-1))
-        call = (FLASH, [q.data_, k.data_], {"causal": causal}, None)
-        launch(FLASH, [q, k, v], [out, sums], call)
-        ctx.save_for_backward(q, k, v, out, sums)
-        ctx.how = causal, scale
-        return out
+def _forward(
+    _: Any, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor,
+    edges: SimulatedTensor | None, key_edges: SimulatedTensor | None, longest: int,
+    longest_keys: int, dropout: float, causal: bool, *rest: Any, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(…, tokens, heads, d) → the same, and the logarithms of the sums (…, heads, tokens).
 
-    @staticmethod
-    def backward(ctx: Any, grad: SimulatedTensor) -> tuple:
-        q, k, v, out, sums = ctx.saved_tensors
-        causal, scale = ctx.how
-        grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
-        if not q.data_.is_meta:
-            found = _gradients(
-                grad.data_, q.data_, k.data_, v.data_, sums.data_, causal, scale, out.data_
-            )
-            for to, value in zip(grads, found, strict=True):
-                to.data_.copy_(value)
-        call = (FLASH_BACKWARD, [q.data_, k.data_], {"causal": causal}, None)
-        launch(FLASH_BACKWARD, [grad, q, k, v, out, sums], grads, call)
-        return *grads, None, None
+    With edges sequences are packed, without heads at the front. A causal sequence's last query
+    reads its last key.
+    """
+    _check_packed(q, edges, longest)
+    _check_packed(k, key_edges, longest_keys)
+    out = simulated(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device))
+    of_sums = *q.shape[:-3], q.shape[-2], q.shape[-3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    sums = simulated(torch.empty(of_sums, dtype=wide, device=q.device))
+    for part, keys in _sequences(q, edges, key_edges):
+        whole = _swapped(q.data_[part]), _swapped(k.data_[keys]), _swapped(v.data_[keys])
+        scores, _, values = _scores(*whole, causal, scale)
+        out.data_[part] = _swapped(scores.softmax(-1) @ values).to(q.dtype)
+        sums.data_[..., part] = scores.logsumexp(-1)
+    _launch(FLASH, [q, k, v], [out, sums], edges, key_edges, causal)
+    unused = torch.empty(0, device=q.device)
+    return out, sums, unused, unused, unused
+
+
+def _backward(
+    _: Any, grad: SimulatedTensor, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor,
+    out: SimulatedTensor, sums: SimulatedTensor, edges: SimulatedTensor | None,
+    key_edges: SimulatedTensor | None, longest: int, longest_keys: int, dropout: float,
+    causal: bool, *rest: Any, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The result may be of more keys: `out` and `sums` are of all of them."""
+    _check_packed(q, edges, longest)
+    _check_packed(k, key_edges, longest_keys)
+    grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
+    for to in grads:
+        to.data_.zero_()  # as the kernel does where keys have no queries
+    for part, keys in _sequences(q, edges, key_edges):
+        of_q, of_out, attended = (_swapped(t.data_[part]) for t in (q, grad, out))
+        whole = of_q, _swapped(k.data_[keys]), _swapped(v.data_[keys])
+        found = _gradients(of_out, *whole, sums.data_[..., part], causal, scale, attended)
+        for to, place, value in zip(grads, (part, keys, keys), found, strict=True):
+            to.data_[place] = _swapped(value).to(to.dtype)
+    _launch(FLASH_BACKWARD, [q, k, v, grad, out, sums], grads, edges, key_edges, causal)
+    return tuple(grads)
 
 
 def _scores(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scores (b, heads, s, t), keys and values of every query head, in fp32 or better."""
-    wide, times = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
-    keys, values = (t.to(wide).repeat_interleave(times, 1) for t in (k, v))
+    """Returns scores (…, heads, s, t), keys and values of every query head, in fp32 or better."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    wide, times = torch.promote_types(q.dtype, torch.float32), q.shape[-3] // k.shape[-3]
+    keys, values = (t.to(wide).repeat_interleave(times, -3) for t in (k, v))
     scores = q.to(wide) @ keys.transpose(-2, -1) * scale
     if causal:
         queries, keys_of_all = scores.shape[-2:]
@@ -125,10 +136,11 @@ def _scores(
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, causal: bool, scale: float,
-    out: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, causal: bool,
+    scale: float | None, out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k and v (Dao et al. 2022, algorithm 4, in one block)."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores, keys, values = _scores(q, k, v, causal, scale)
     chances = torch.exp(scores - sums.unsqueeze(-1))
     grad = grad.to(chances.dtype)
@@ -137,64 +149,18 @@ def _gradients(
     of_scores = chances * (of_chances - along) * scale
     of_keys = of_scores.transpose(-2, -1) @ q.to(chances.dtype)
     of_values = chances.transpose(-2, -1) @ grad
-    shared = (k.shape[1], -1)
+    shared = (k.shape[-3], -1)
     return (
         of_scores @ keys,
-        of_keys.unflatten(1, shared).sum(2),
-        of_values.unflatten(1, shared).sum(2),
+        of_keys.unflatten(-3, shared).sum(-3),
+        of_values.unflatten(-3, shared).sum(-3),
     )
 
 
-def _packed_forward(
-    _: Any, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor, edges: SimulatedTensor,
-    key_edges: SimulatedTensor, longest: int, longest_keys: int, *how: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """(tokens, heads, d) → the same, and the logarithms of the sums (heads, tokens).
-
-    A causal sequence's last query reads its last key.
-    """
-    _check_packed(q, edges, longest)
-    _check_packed(k, key_edges, longest_keys)
-    out = simulated(torch.empty_like(q))
-    sums = simulated(torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device))
-    for part, keys in _sequences(edges, key_edges):
-        whole = _as_one(q.data_[part]), _as_one(k.data_[keys]), _as_one(v.data_[keys])
-        scale = 1.0 / math.sqrt(q.shape[-1])
-        scores, _, values = _scores(*whole, how[-2], scale)
-        out.data_[part] = _from_one(scores.softmax(-1) @ values).to(q.dtype)
-        sums.data_[:, part] = scores.logsumexp(-1)[0]
-    call = _packed_call(FLASH, q, k, edges, how[-2])
-    launch(FLASH, [q, k, v, edges, key_edges], [out, sums], call)
-    unused = torch.empty(0, device=q.device)
-    return out, sums, unused, unused, unused
-
-
-def _packed_backward(
-    _: Any, grad: SimulatedTensor, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor,
-    out: SimulatedTensor, sums: SimulatedTensor, edges: SimulatedTensor,
-    key_edges: SimulatedTensor, longest: int, longest_keys: int, dropout: float, causal: bool,
-    *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The result may be of more keys: `out` and `sums` are of all of them."""
-    _check_packed(q, edges, longest)
-    _check_packed(k, key_edges, longest_keys)
-    grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
-    for to in grads:
-        to.data_.zero_()  # as the kernel does where keys have no queries
-    for part, keys in _sequences(edges, key_edges):
-        of_q, of_out, attended = (_as_one(t.data_[part]) for t in (q, grad, out))
-        whole = of_q, _as_one(k.data_[keys]), _as_one(v.data_[keys])
-        scale, logs = 1.0 / math.sqrt(q.shape[-1]), sums.data_[None, :, part]
-        found = _gradients(of_out, *whole, logs, causal, scale, attended)
-        for to, place, value in zip(grads, (part, keys, keys), found, strict=True):
-            to.data_[place] = _from_one(value).to(to.dtype)
-    call = _packed_call(FLASH_BACKWARD, q, k, edges, causal)
-    launch(FLASH_BACKWARD, [grad, q, k, v, out, sums, edges, key_edges], grads, call)
-    return tuple(grads)
-
-
-def _check_packed(x: Tensor, edges: SimulatedTensor, longest: int) -> None:
+def _check_packed(x: Tensor, edges: SimulatedTensor | None, longest: int) -> None:
     """Raises the errors of the CUDA kernels."""
+    if edges is None:
+        return
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if x.shape[-1] % 8:
@@ -206,25 +172,37 @@ def _check_packed(x: Tensor, edges: SimulatedTensor, longest: int) -> None:
         raise RuntimeError("the edges are not those of the tokens")
 
 
-def _sequences(edges: SimulatedTensor, key_edges: SimulatedTensor) -> Iterator[tuple[slice, slice]]:
-    if edges.data_.is_meta:
+def _sequences(
+    q: SimulatedTensor, edges: SimulatedTensor | None, key_edges: SimulatedTensor | None
+) -> Iterator[tuple[slice, slice]]:
+    """Yields the tokens and keys of each packed sequence; all at once of others."""
+    if q.data_.is_meta:
+        return
+    if edges is None or key_edges is None:
+        yield slice(None), slice(None)
         return
     ends = (pairwise(e.data_.tolist()) for e in (edges, key_edges))
     for of_queries, of_keys in zip(*ends, strict=True):
         yield slice(*of_queries), slice(*of_keys)
 
 
-def _packed_call(name: str, q: Tensor, k: Tensor, edges: Tensor, causal: bool) -> Call:
-    """Describes the call for observers: queries and keys as sequences of equal length."""
-    count = len(edges) - 1
-    shapes = ((count, t.shape[1], len(t) // count, t.shape[2]) for t in (q, k))
+def _launch(
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    edges: Tensor | None,
+    key_edges: Tensor | None,
+    causal: bool,
+) -> None:
+    """Reports the kernel; observers get queries and keys as sequences of equal length."""
+    q, k = inputs[:2]
+    count = len(q) if edges is None else len(edges) - 1
+    shapes = ((count, t.shape[-2], math.prod(t.shape[:-2]) // count, t.shape[-1]) for t in (q, k))
     alike = [torch.empty(shape, dtype=q.dtype, device="meta") for shape in shapes]
-    return name, alike, {"causal": causal}, None
+    given = [*inputs, *(e for e in (edges, key_edges) if e is not None)]
+    launch(name, given, outputs, (name, alike, {"causal": causal}, None))
 
 
-def _as_one(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).unsqueeze(0)
-
-
-def _from_one(x: Tensor) -> Tensor:
-    return x[0].transpose(0, 1)
+def _swapped(x: Tensor) -> Tensor:
+    """Exchanges tokens and heads."""
+    return x.transpose(-3, -2)

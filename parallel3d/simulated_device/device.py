@@ -45,10 +45,6 @@ class SimulatedStream:
     def device(self) -> torch.device:
         return torch.device(TYPE, self.index)
 
-    @property
-    def stream_id(self) -> int:
-        return self.number
-
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
         event = SimulatedEvent() if event is None else event
         event.record(self)
@@ -162,10 +158,6 @@ class SimulatedModule:
         index = index_of(device)
         return SimulatedStream(index, number=self.machine.stream_of(index))
 
-    def default_stream(self, device: Any = None) -> SimulatedStream:
-        index = index_of(device)
-        return SimulatedStream(index, number=index)
-
     def set_stream(self, stream: SimulatedStream) -> None:
         self.machine.set_stream(stream.index, stream.number)
 
@@ -188,18 +180,8 @@ class SimulatedModule:
     def synchronize(self, device: Any = None) -> None:
         self.machine.wait_for_device("synchronize")
 
-    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
-        modes = ("default", "warn", "error")
-        if isinstance(debug_mode, str):
-            if debug_mode not in modes:
-                raise RuntimeError(
-                    "invalid value of debug_mode, expected one of `default`, `warn`, `error`"
-                )
-            debug_mode = modes.index(debug_mode)
-        self.machine.sync_debug_mode = debug_mode
-
-    def get_sync_debug_mode(self) -> int:
-        return self.machine.sync_debug_mode
+    def set_sync_debug_mode(self, debug_mode: str) -> None:
+        self.machine.warns_of_waits = {"default": False, "warn": True}[debug_mode]
 
     def manual_seed(self, seed: int) -> None:
         """Does nothing: this device makes no random numbers."""

@@ -29,7 +29,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     if hasattr(torch, TYPE):
         return this_machine()
     machine = SimulatedMachine(data, checks_races)
-    machine.special |= SPECIAL | nccl.functional() | attention.packed()
+    machine.special |= SPECIAL | nccl.functional() | attention.flash()
     module = SimulatedModule(machine)
     _setup_privateuseone_for_python_backend(TYPE, backend_module=module)
     torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one

@@ -18,9 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.cuda import _sanitizer as sanitizer
 
@@ -54,6 +52,11 @@ class Kernel:
     call: Call | None = None
     launches: int = 1
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it reads and writes."""
+        return sum(use.nbytes for use in (*self.reads, *self.writes))
+
 
 class Observer:
     """Does nothing when it is notified; to be overridden."""
@@ -70,35 +73,39 @@ class Observer:
     def allocated(self, block: StorageMemory) -> None:
         """Is called when memory was allocated."""
 
-    def freed(self, block: FreedMemory) -> None:
+    def freed(self, block: StorageMemory) -> None:
         """Is called when memory was freed."""
 
 
+@dataclass(eq=False)
 class StorageMemory:
-    """Holds the memory of a storage, to which it is attached, and frees it with the storage."""
+    """Describes the memory of a storage.
 
-    __slots__ = ("__weakref__", "device", "freed", "label", "memory", "nbytes", "used_on")
+    Attributes:
+        used_on: streams, by `record_stream`.
+        label: an observer's.
+    """
 
-    def __init__(
-        self, freed: deque[FreedMemory], memory: AllocatorBlock, nbytes: int, device: int
-    ) -> None:
-        self.freed, self.memory, self.nbytes, self.device = freed, memory, nbytes, device
-        self.used_on: set[int] = set()  # by record_stream
-        self.label: str | None = None
-
-    def __del__(self) -> None:
-        # Any thread may get here at any moment, so the rest is left to the next allocation.
-        self.freed.append(
-            FreedMemory(self.memory, self.nbytes, self.device, self.used_on, self.label)
-        )
-
-
-class FreedMemory(NamedTuple):
     memory: AllocatorBlock
     nbytes: int
     device: int
-    used_on: set[int]
-    label: str | None
+    used_on: set[int] = field(default_factory=set)
+    label: str | None = None
+    is_freed: bool = False
+
+
+class _Owner:
+    """Is attached to a storage, with which its memory is freed."""
+
+    __slots__ = ("block", "freed")
+
+    def __init__(self, block: StorageMemory, freed: deque[StorageMemory]) -> None:
+        self.block, self.freed = block, freed
+
+    def __del__(self) -> None:
+        # Any thread may get here at any moment, so the rest is left to the next allocation.
+        self.block.is_freed = True
+        self.freed.append(self.block)
 
 
 @dataclass
@@ -115,26 +122,27 @@ class PendingKernel:
 
 
 class FusedKernel:
-    """Collects the memory of several operators that count as one kernel."""
+    """Collects several kernels that count as one."""
 
     def __init__(self) -> None:
-        self.reads: dict[tuple[int, Range], Use] = {}
-        self.writes: dict[tuple[int, Range], tuple[ref[StorageMemory], Range, int]] = {}
-        self.own: set[int] = set()  # blocks first written inside, whose reads do not count
+        self.reads: dict[tuple[StorageMemory, Range], Use] = {}
+        self.writes: dict[tuple[StorageMemory, Range], Use] = {}
+        self.read: set[StorageMemory] = set()  # that were first read
+        self.own: set[StorageMemory] = set()  # that were first written; reads do not count
 
     def add(self, kernel: Kernel) -> None:
         for use in kernel.reads:
-            if id(use.block) not in self.own:
-                self.reads.setdefault((id(use.block), use.where), use)
+            if use.block not in self.own:
+                self.read.add(use.block)
+                self.reads.setdefault((use.block, use.where), use)
         for use in kernel.writes:
-            key = (id(use.block), use.where)
-            if not any(block == id(use.block) for block, _ in self.reads):
-                self.own.add(id(use.block))
-            self.writes[key] = (ref(use.block), use.where, use.nbytes)
+            if use.block not in self.read:
+                self.own.add(use.block)
+            self.writes[use.block, use.where] = use
 
     def kernel(self, name: str, stream: int) -> Kernel:
-        written = [(block(), where, nbytes) for block, where, nbytes in self.writes.values()]
-        writes = [Use(block, where, n) for block, where, n in written if block is not None]
+        """Returns them as one, which does not write what is freed already."""
+        writes = [use for use in self.writes.values() if not use.block.is_freed]
         return Kernel(name, stream, list(self.reads.values()), writes)
 
 
@@ -277,11 +285,9 @@ class Races:
         writes: list[tuple[AllocatorBlock, Range]],
     ) -> None:
         """Runs a kernel on `stream`. Raises Race if its accesses are not ordered with others."""
-        written = {cell for where in writes for cell in self._cells_of(*where)}
-        read = {cell for where in reads for cell in self._cells_of(*where)} - written
-        # Cutting a block for a later range makes a new cell of an earlier range, hence twice.
-        written |= {cell for where in writes for cell in self._cells_of(*where)}
-        read = {cell for where in reads for cell in self._cells_of(*where)} - written
+        for _ in range(2):  # cutting a block for a later range makes a new cell of an earlier one
+            written = {cell for where in writes for cell in self._cells_of(*where)}
+            read = {cell for where in reads for cell in self._cells_of(*where)} - written
         errors = self.handler._handle_kernel_launch(
             stream, read, written, set(), name, defaultdict(list)
         )
@@ -336,7 +342,7 @@ class SimulatedMachine:
     Attributes:
         touched: devices with a context of this process, which `set_device` or a stream makes.
         host_waits: how often the host waited for a device.
-        sync_debug_mode: of `torch.cuda.set_sync_debug_mode`: 0 is silent, 1 warns, 2 raises.
+        warns_of_waits: as after `torch.cuda.set_sync_debug_mode("warn")`.
         special: operator → implementation, for operators that are more than a kernel.
         libraries: of operators, which are unregistered when they are dropped.
     """
@@ -347,7 +353,7 @@ class SimulatedMachine:
     observers: list[Observer] = field(default_factory=list)
     touched: set[int] = field(default_factory=set)
     host_waits: int = 0
-    sync_debug_mode: int = 0
+    warns_of_waits: bool = False
     usage: list[Usage] = field(default_factory=lambda: [Usage() for _ in range(DEVICES)])
     special: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     libraries: list[Any] = field(default_factory=list)
@@ -356,7 +362,7 @@ class SimulatedMachine:
         self.lock = threading.RLock()
         self._main_device = 0
         self.thread = _Thread()
-        self._freed: deque[FreedMemory] = deque()
+        self._freed: deque[StorageMemory] = deque()
         self.dropped_events: deque[int] = deque()  # filled by whatever thread drops one
         self._pools: dict[tuple[int, int], list[AllocatorBlock]] = {}
         self._pending: list[PendingKernel] = []
@@ -422,11 +428,9 @@ class SimulatedMachine:
                 blocking copies and waits for streams, not those for events, devices and
                 collectives, nor those inside the driver.
         """
-        if is_detected and self.sync_debug_mode == 1:
+        if is_detected and self.warns_of_waits:
             # At the program's line, as C++ warns.
             warnings.warn_explicit(SYNCHRONIZING, UserWarning, *place())
-        elif is_detected and self.sync_debug_mode == 2:
-            raise RuntimeError(SYNCHRONIZING)
         with self.lock:
             self.races.syncs.all_streams_wait_for_stream(stream)
             self._waited(why)
@@ -466,39 +470,36 @@ class SimulatedMachine:
     # --- memory --------------------------------------------------------------------------------
 
     def block_of(self, data: Tensor, device: int | None = None) -> StorageMemory:
-        storage = data.untyped_storage()
-        block = getattr(storage, "block", None)
-        if block is None:
-            block = self._allocate(storage.nbytes(), self.device if device is None else device)
-            storage.block = block  # type: ignore[attr-defined]
-        return block
+        storage: Any = data.untyped_storage()
+        if getattr(storage, "owner", None) is None:
+            where = self.device if device is None else device
+            storage.owner = self._allocate(storage.nbytes(), where)
+        return storage.owner.block
 
-    def _allocate(self, nbytes: int, device: int) -> StorageMemory:
+    def _allocate(self, nbytes: int, device: int) -> _Owner:
         with self.lock:
             self.collect()
             stream = self.stream_of(device)
-            size = -(-nbytes // ROUNDING) * ROUNDING
+            size = _rounded(nbytes)
             pool = self._pools.get((stream, size))
             memory = pool.pop() if pool else self.races.memory(size, stream)
             if len(memory.cells) > 1:
                 self.races.tidy(memory)
-            block = StorageMemory(self._freed, memory, size, device)
+            block = StorageMemory(memory, size, device)
             usage = self.usage[device]
             usage.live += size
             usage.peak = max(usage.peak, usage.live)
             for observer in self.observers:
                 observer.allocated(block)
-        return block
+        return _Owner(block, self._freed)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def resized(self, storage: Any) -> None:
         """Frees or allocates the memory of a resized storage (FSDP2 frees parameters so)."""
-        block = getattr(storage, "block", None)
-        if block is None or block.nbytes == -(-storage.nbytes() // ROUNDING) * ROUNDING:
+        owner = getattr(storage, "owner", None)
+        if owner is None or owner.block.nbytes == _rounded(storage.nbytes()):
             return
-        # The old block is freed before the new one is allocated.
-        storage.block = block = None  # type: ignore[attr-defined]
-        new = self._allocate(storage.nbytes(), self.device)
-        storage.block = new  # type: ignore[attr-defined]
+        storage.owner = owner = None  # the old block is freed before the new one is allocated
+        storage.owner = self._allocate(storage.nbytes(), self.device)
 
     def collect(self) -> None:
         """Returns freed blocks to their pools, unless another stream may still use them."""
@@ -558,6 +559,10 @@ class SimulatedMachine:
         finally:
             self.thread.fused = None
         self.launch(parts.kernel(name, self.stream_of()))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ROUNDING) * ROUNDING
 
 
 def extent(data: Tensor) -> Range:

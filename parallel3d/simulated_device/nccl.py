@@ -289,7 +289,6 @@ class SimulatedNCCL(dist.ProcessGroup):
     """Makes and destroys a group, collectively, and runs operations on its stream."""
 
     supports_splitting = True
-    supports_coalescing = False
 
     def __init__(
         self,
@@ -341,12 +340,6 @@ class SimulatedNCCL(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
     def _get_backend(self, device: torch.device) -> SimulatedNCCL:  # type: ignore[override]
         return self
 
@@ -354,17 +347,11 @@ class SimulatedNCCL(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(TYPE)]
 
-    def _has_hooks(self) -> bool:
-        return False
-
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Does nothing: the group is connected when it is made."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Does nothing: operations are counted from the start."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
 
     def check_devices(self) -> None:
         if self.wire is None:

@@ -141,15 +141,15 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
     if "device" in named:
         named["device"] = torch.device(machine.data)
         named.pop("pin_memory", None)
-    if facts.waits:
+    if facts.name in _HOST_WAITS:
         machine.wait_for_stream(machine.stream_of(device_index), facts.name)
     is_known = machine.data != "meta" or operator not in WITHOUT_META
     out = operator(*data, **named) if is_known else None
-    if facts.in_place:
+    if facts.written:
         _check_sizes(facts, originals)
     if facts.launches:
         machine.launch(_kernel(machine, operator, facts, data, named, out, device_index))
-    elif not facts.in_place:
+    elif not facts.written:
         for t in _tensors(out):
             machine.block_of(t, device_index)
     return wrap(out, originals, device_index)
@@ -432,7 +432,7 @@ _OVERWRITING = frozenset(
      "_foreach_zero_")
 )  # fmt: skip
 # Operators whose result, or its size, the host waits for.
-HOST_WAITS = frozenset(
+_HOST_WAITS = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim",
      "bincount", "is_nonzero")
 )  # fmt: skip
@@ -445,11 +445,9 @@ class OverloadFacts(NamedTuple):
 
     name: str
     launches: bool
-    waits: bool
     written: frozenset[str]
     read: frozenset[str]
     arguments: tuple[str, ...]
-    in_place: bool
 
 
 @functools.cache
@@ -466,10 +464,7 @@ def facts_of(operator: Any) -> OverloadFacts:
     is_view = operator.is_view and not written
     names = tuple(argument.name for argument in schema.arguments)
     launches = not is_view and name not in _NO_KERNEL
-    in_place = bool(written)
-    return OverloadFacts(
-        name, launches, name in HOST_WAITS, frozenset(written), frozenset(read), names, in_place
-    )
+    return OverloadFacts(name, launches, frozenset(written), frozenset(read), names)
 
 
 def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> int:
@@ -486,17 +481,13 @@ def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> in
     return launches + (1 if facts.name == "_foreach_norm" else 0)
 
 
-def _bytes(t: Tensor) -> int:
-    return t.numel() * t.itemsize
-
-
 def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
     """Returns the bytes of arguments that are touched in part: rows of lookups and additions."""
     if table := _LOOKUPS.get(facts.name):
-        return {table: _bytes(out)}
+        return {table: out.nbytes}
     if rows := _ADDITIONS.get(facts.name):
         table = arguments["self"]
-        return {"self": min(_bytes(table), arguments[rows].numel() * table.itemsize)}
+        return {"self": min(table.nbytes, arguments[rows].numel() * table.itemsize)}
     return {}
 
 

@@ -27,7 +27,7 @@ def test_the_module_has_no_name_that_torch_cuda_lacks() -> None:
     for kind in ("Stream", "Event"):
         of_cuda = getattr(torch.cuda, kind)
         ours = {n for n in dir(getattr(SimulatedModule, kind)) if not n.startswith("_")}
-        in_c = {"device", "stream_id"}  # which a build without CUDA does not show
+        in_c = {"device"}  # which a build without CUDA does not show
         assert ours - in_c <= set(dir(of_cuda)), kind
 
 
@@ -153,10 +153,6 @@ def pytorch_warns_of_the_waits_that_it_sees() -> None:
     copies = (lambda: x.copy_(pageable, non_blocking=True), lambda: x + 1)
     for action in (*hidden, *copies, lambda: pageable.copy_(x, non_blocking=True)):
         assert warned(action) == []
-    module().set_sync_debug_mode("error")
-    raises(RuntimeError, "called a synchronizing CUDA operation", x.tolist)
-    assert module().get_sync_debug_mode() == 2
-    raises(RuntimeError, "invalid value of debug_mode", lambda: module().set_sync_debug_mode("no"))
     module().set_sync_debug_mode("default")
     assert warned(x.tolist) == []
 

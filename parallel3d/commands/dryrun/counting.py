@@ -42,7 +42,6 @@ from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import (
-    FreedMemory,
     Kernel,
     Observer,
     SimulatedMachine,
@@ -200,7 +199,7 @@ class StepCounter(Observer):
             self.live[kind] += block.nbytes
             self._compare()
 
-    def freed(self, block: FreedMemory) -> None:
+    def freed(self, block: StorageMemory) -> None:
         key = id(block.memory)
         if key not in self.known:  # of an earlier trainer
             return
@@ -250,7 +249,7 @@ class StepCounter(Observer):
         self._settle()
         if not self.counting:
             return
-        nbytes = sum(use.nbytes for use in (*kernel.reads, *kernel.writes))
+        nbytes = kernel.nbytes
         if kernel.name in COPIES and part_of_step() == OFFLOAD:  # on a stream of their own
             self.counts["copied", kernel.name] += nbytes
             return
