@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 OTHERS_WRITE = 0o022
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -105,6 +107,21 @@ def _status_of_new_file(folder: Path) -> os.stat_result | None:
 
 MAX_DEPTH = 50  # nested lists and objects; our own files have four
 MAX_SENTENCE = 400
+
+
+def lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Locks an open file for this process, until it is closed; `shared`: others may as well.
+
+    Returns False on a file system without locks (some NFS and Lustre mounts). Raises
+    BlockingIOError if another process has it.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 @contextmanager

@@ -7,8 +7,6 @@ last: so it never stands for half an entry. The kernel drops a builder's lock wh
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -25,6 +23,7 @@ from parallel3d.data.tokens import MAKE_ANEW, Proof, WatchedFile, prove, size_of
 from parallel3d.errors import UserError
 from parallel3d.files import (
     is_ours,
+    lock,
     no_link,
     others_may_write,
     parse_json,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _PAUSE_S = 0.02
 _LARGEST_FACTS = 1 << 20
 
@@ -135,11 +133,11 @@ def _build_lock(path: Path) -> Iterator[bool]:
     Without a lock two runs may both build; the renames still keep each file whole.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    told, locked = False, True
+    told = False
     try:
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = lock(descriptor)
                 break
             except BlockingIOError:
                 if not told:
@@ -147,12 +145,8 @@ def _build_lock(path: Path) -> Iterator[bool]:
                 told = True
                 # A watchdog takes a process blocked in a system call for one with a dead disk.
                 time.sleep(_PAUSE_S)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                _log.info(f"{path.parent} is on a file system without locks: another run may build")
-                locked = False
-                break
+        if not locked:
+            _log.info(f"{path.parent} is on a file system without locks: another run may build")
         yield locked
     finally:
         os.close(descriptor)  # unlocks; removing the file would race with other processes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -18,8 +17,8 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import REMOVED, RENAMED
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest_hint
-from parallel3d.files import flush_folder, is_ours, no_link, replace_durably
+from parallel3d.files import flush_folder, is_ours, lock, no_link, replace_durably
 
 # The configurations of a run's starts: each is written atomically and only once; the newest is the
 # one that runs.
@@ -165,7 +164,6 @@ def _schema() -> DictConfig:
 
 TEMPORARY = ".new-"
 LEFT_S = 86400.0  # age to remove one: its creator is dead
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
 HOW = ("run", "train.progress", "launch.", "logger.")  # keys of where and how a run is watched
@@ -241,7 +239,24 @@ def folder_in_run(config: Config, name: str) -> Path:
 
 
 def _make(config: Config, directory: Path) -> bool:
-    """Creates a run directory atomically; False if another start was faster. Raises OSError."""
+    """Creates a run directory; False if another start was faster. Raises OSError."""
+    try:
+        with filled_directory(config, directory, comment=_maker()):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def filled_directory(config: Config, directory: Path, comment: str = "") -> Iterator[Path]:
+    """Makes a run directory with its config.yaml, for a block that fills it.
+
+    It appears when the block, which flushes what it writes, ends; or not at all. Raises OSError,
+    and UserError if `runs_dir` is no folder.
+    """
     runs = directory.parent
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -250,18 +265,13 @@ def _make(config: Config, directory: Path) -> bool:
     remove_temporary(runs)
     fresh = new_folder(runs)
     try:
-        save_config(config, fresh, comment=_maker())
+        save_config(config, fresh, comment=comment)
+        yield fresh
         os.rename(fresh, directory)
-    except OSError as error:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        return False
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
     flush_folder(runs)
-    return True
 
 
 def _maker() -> str:
@@ -282,9 +292,9 @@ def take_run(config: Config, directory: Path) -> int | None:
     Returns the descriptor that holds the lock, None on a file system without locks. Raises
     UserError if another process has the run: two starts would overwrite each other.
     """
-    lock: int | None = None
+    held: int | None = None
     try:
-        lock = _locked(directory / CONFIG_FILE)
+        held = _locked(directory / CONFIG_FILE)
         keep_failures(directory)
         # An evaluation alone is no start of the run.
         if not config.train.eval_only and not is_newest(config, directory):
@@ -294,40 +304,39 @@ def take_run(config: Config, directory: Path) -> int | None:
             f"run={config.run} is running already: wait for it, or choose another run="
         ) from None
     except OSError as error:
-        if lock is not None:
+        if held is not None:
             with suppress(OSError):  # the descriptor is closed in any case
-                os.close(lock)
+                os.close(held)
         raise UserError(
             f"run={config.run}: {directory} cannot be written ({error.strerror}): make it "
             "writable, or choose another run="
         ) from None
-    return lock
+    return held
 
 
 def is_running(directory: Path) -> bool:
     """Returns whether a process on this host, or on this file system's others, has the run."""
     try:
-        lock = _locked(directory / CONFIG_FILE, os.O_RDONLY, fcntl.LOCK_SH)
+        held = _locked(directory / CONFIG_FILE, shared=True)
     except BlockingIOError:
         return True
     except OSError:
         return False
-    if lock is not None:
-        os.close(lock)
+    if held is not None:
+        os.close(held)
     return False
 
 
-def _locked(path: Path, flags: int = os.O_RDWR, how: int = fcntl.LOCK_EX) -> int | None:
+def _locked(path: Path, *, shared: bool = False) -> int | None:
     """Returns the descriptor of a locked file, None without locks. Raises BlockingIOError."""
-    lock = no_link(path, flags)
+    descriptor = no_link(path, os.O_RDONLY if shared else os.O_RDWR)
+    held = None
     try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        if error.errno not in _NO_LOCKS:
-            raise
-        return None
-    return lock
+        held = descriptor if lock(descriptor, shared=shared) else None
+    finally:
+        if held is None:
+            os.close(descriptor)
+    return held
 
 
 def keep_failures(directory: Path) -> None:
