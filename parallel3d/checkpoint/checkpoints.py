@@ -16,6 +16,7 @@ import torch
 
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
+    PARAMETER,
     DataFacts,
     Manifest,
     Share,
@@ -36,7 +37,7 @@ from parallel3d.checkpoint.saver import (
     remove_leftovers,
     set_aside,
 )
-from parallel3d.checkpoint.storage import chunks_by_name, read_state
+from parallel3d.checkpoint.storage import State, chunks_by_name, read_state
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
@@ -142,6 +143,18 @@ def facts_of(corpus: Corpus | Blend) -> DataFacts:
 
 
 # Restoring and saving
+
+
+def _to_read(trainer: Trainer, manifest: Manifest) -> State:
+    """Returns the trainer's chunks that the checkpoint holds; zeroes an optimizer's at step 0."""
+    state = chunks_by_name(trainer.parameter_slices(), shared=False)
+    if not manifest.has_weights_alone:
+        return {k: v for k, v in state.items() if manifest.has_ema or not k.startswith(f"{EMA}/")}
+    weights = {k: v for k, v in state.items() if k.startswith(f"{PARAMETER}/")}
+    for name in state.keys() - weights.keys():
+        for _, values in state[name].chunks:
+            values.zero_()
+    return weights
 
 
 class CheckpointFailure(RuntimeError):
@@ -328,10 +341,7 @@ class Checkpoints:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
             if compared.refusal is None:
-                state = chunks_by_name(trainer.parameter_slices(), shared=False)
-                if not manifest.has_ema:
-                    state = {k: v for k, v in state.items() if not k.startswith(f"{EMA}/")}
-                read_state(folder, state)
+                read_state(folder, _to_read(trainer, manifest))
             return manifest, compared
 
         found, damage = read_together(read, self._from_all_ranks)

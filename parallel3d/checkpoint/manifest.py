@@ -36,8 +36,8 @@ DAMAGED = "damaged-"
 CLAIM = ".claim"
 FORMAT = "parallel3d checkpoint"
 VERSION = 1
-# Kind of the tensors in a checkpoint that are meant by weights=…
-KINDS = {"model": "parameter", "ema": "ema"}
+PARAMETER = "parameter"  # kind of the weights in a checkpoint; other kinds are an optimizer's
+KINDS = {"model": PARAMETER, "ema": "ema"}  # that are meant by weights=…
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _LARGEST_MANIFEST = 16 << 20  # bytes: of a hundred thousand ranks
@@ -122,7 +122,13 @@ class Manifest:
     @property
     def has_ema(self) -> bool:
         """Whether it holds the average of the weights, kind "ema" (`optim.ema_decay`)."""
-        return self.config.get("optim", {}).get("ema_decay") is not None
+        decay = self.config.get("optim", {}).get("ema_decay")
+        return decay is not None and not self.has_weights_alone
+
+    @property
+    def has_weights_alone(self) -> bool:
+        """Whether it is of step 0, which an import or an average makes of weights."""
+        return self.step == 0
 
     @property
     def size(self) -> int:
@@ -133,13 +139,22 @@ def step_folder(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Returns the folders of a run's checkpoints, newest first, by their names alone."""
+def entries(run_dir: Path) -> list[Path]:
+    """Returns what lies in a run's folder of checkpoints, if it has one. Raises OSError."""
     try:
-        found = [p for p in (run_dir / CHECKPOINTS).iterdir() if _STEP_FOLDER.fullmatch(p.name)]
+        return sorted((run_dir / CHECKPOINTS).iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Returns the folders of a run's checkpoints, newest first, by their names alone."""
+    found = [path for path in entries(run_dir) if _STEP_FOLDER.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
+
+
+def list_damaged(run_dir: Path) -> list[Path]:
+    return [path for path in entries(run_dir) if path.name.startswith(DAMAGED)]
 
 
 def step_of(folder: Path) -> int:
@@ -153,13 +168,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     path = folder / f"manifest-{hashlib.sha256(text).hexdigest()}.json"
     write_durably(path, text)
     return path
-
-
-def list_damaged(run_dir: Path) -> list[Path]:
-    try:
-        return sorted(p for p in (run_dir / CHECKPOINTS).iterdir() if p.name.startswith(DAMAGED))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -10,8 +10,6 @@ training.
 from __future__ import annotations
 
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -22,7 +20,7 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +33,13 @@ from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     CLAIM,
     DAMAGED,
-    KINDS,
     LATEST,
+    PARAMETER,
     REMOVED,
     UNFINISHED,
     FileDigest,
     Manifest,
+    entries,
     list_checkpoints,
     reason,
     step_folder,
@@ -52,6 +51,7 @@ from parallel3d.comm.store import get_all, put
 from parallel3d.device import accelerator
 from parallel3d.files import (
     flush_folder,
+    lock,
     parse_json,
     plain,
     read_bounded,
@@ -65,12 +65,7 @@ if TYPE_CHECKING:
 
 # Who may write a run's checkpoints, which of them stay, and the removal of leftovers
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _LARGEST = 1 << 16  # bytes
-
-
-class Overtaken(Exception):
-    """Is raised with a sentence when another start has taken over this run."""
 
 
 class Lease:
@@ -111,12 +106,16 @@ class Lease:
             "is still running, it ends at its next save"
         ]
 
-    def check(self) -> None:
-        """Raises Overtaken if another start has the folder; an unreadable file proves nothing."""
+    def lost_to(self) -> str | None:
+        """Returns a sentence if another start has the folder, else claims it if that is left to do.
+
+        An unreadable file proves nothing.
+        """
         current = None if self.tried and not self.taken else self._current()
         if current is not None and current.get("session") != self.session:
-            raise Overtaken(f"{self.run_dir} was taken over by the start of {_who(current)}")
+            return f"{self.run_dir} was taken over by the start of {_who(current)}"
         self.take()
+        return None
 
     def _current(self) -> dict[str, object] | None:
         try:
@@ -133,12 +132,11 @@ def _who(claim: dict[str, object]) -> str:
 def _has_locks(path: Path) -> bool:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in _NO_LOCKS
+        return lock(descriptor)
+    except BlockingIOError:
+        return True
     finally:
         os.close(descriptor)
-    return True
 
 
 _LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}", f".{CLAIM}.")
@@ -153,12 +151,10 @@ def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Pa
 
 def remove_leftovers(run_dir: Path) -> list[str]:
     """Removes what killed saves and removals left; returns a sentence for each that stays."""
-    folder = run_dir / CHECKPOINTS
     try:
-        left = [p for p in folder.iterdir() if p.name.startswith(_LEFTOVERS)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        left = [path for path in entries(run_dir) if path.name.startswith(_LEFTOVERS)]
     except OSError as error:
+        folder = run_dir / CHECKPOINTS
         return [f"{folder} cannot be looked through for leftovers ({reason(error)})"]
     return remove_all(left)
 
@@ -203,35 +199,23 @@ def set_aside(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Describes how a save ended.
+    """Describes how a save, or a rank's part of it, ended.
 
     Attributes:
         problem: why there is no new checkpoint; None if there is one.
         is_bug: a bug, not an error of the disk.
         is_overtaken: another start has taken over the run.
         notes: sentences on other errors, which change nothing.
+        file: of a part, that the rank wrote, if it had to write any.
+        elements: of a part, how many of each kind are in the file.
     """
 
-    step: int
     problem: str | None = None
     is_bug: bool = False
     is_overtaken: bool = False
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """Describes what a rank wrote: its file, if any, and how many elements of each kind."""
-
-    file: FileDigest | None
-    elements: dict[str, int]
-    outcome: SaveResult
-
-    @classmethod
-    def from_json(cls, facts: dict[str, Any]) -> WrittenFile:
-        file = FileDigest(**facts["file"]) if facts["file"] else None
-        outcome = SaveResult(**facts["outcome"] | {"notes": tuple(facts["outcome"]["notes"])})
-        return cls(file, facts["elements"], outcome)
+    file: FileDigest | None = None
+    elements: dict[str, int] = field(default_factory=dict)
 
 
 def count_elements(state: State) -> dict[str, int]:
@@ -246,15 +230,15 @@ def is_complete(totals: Counter[str], elements: int) -> bool:
     """Whether each kind has all elements; Muon has momentum of some, AdamW's moments of others."""
     others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
     everywhere = all(n + totals[others.get(kind, "")] == elements for kind, n in totals.items())
-    return everywhere and totals[KINDS["model"]] == elements
+    return everywhere and totals[PARAMETER] == elements
 
 
-def failed(step: int, rank: int, error: Exception) -> SaveResult:
+def failed(rank: int, error: Exception) -> SaveResult:
     """Returns the result of a save that raised: an OSError in words, a bug with its traceback."""
     if isinstance(error, OSError):
-        return SaveResult(step, f"{error.strerror or error} (rank {rank})")
+        return SaveResult(f"{error.strerror or error} (rank {rank})")
     trace = "".join(traceback.format_exception(error))
-    return SaveResult(step, f"rank {rank}: {trace}", is_bug=True)
+    return SaveResult(f"rank {rank}: {trace}", is_bug=True)
 
 
 _ALIGNED = 64  # bytes: alignment of staged chunks
@@ -406,9 +390,9 @@ class Saver:
         """Begins a save; without `background` it has ended on this rank at the return.
 
         At the end `outcome` is set: on rank 0 of the whole save, elsewhere of this rank's part. In
-        the background the values may not change before `copied` is set: after the copy, or without
-        `copies` (for the end of a run) after the write. Must be called by the thread that computes
-        the values. Raises RuntimeError if another save is in flight.
+        the background the values may not change before `copied` is set; without `copies`, for the
+        end of a run, not before the end of the save. Must be called by the thread that computes the
+        values. Raises RuntimeError if another save is in flight.
         """
         if self.thread is not None:
             raise RuntimeError("a save is under way, and its copies are where this one's would be")
@@ -428,19 +412,6 @@ class Saver:
         self.thread = threading.Thread(target=work, name=name, daemon=True)
         self.thread.start()
 
-    def write(self, save: Save, parts: Iterable[State]) -> SaveResult:
-        """Writes a checkpoint of this process alone, now: a file for each of `parts` in turn.
-
-        Memory holds one of them. What `parts` raises, but for OSError, is raised here.
-        """
-        try:
-            written = [self._write(save, number, state) for number, state in enumerate(parts)]
-            return self._complete(save, written)
-        except OSError as error:
-            return failed(save.step, self.rank, error)
-        finally:
-            shutil.rmtree(self._unfinished(save), ignore_errors=True)  # gone if it is complete
-
     def join(self) -> SaveResult:
         if self.thread is not None:
             self.thread.join()
@@ -450,60 +421,55 @@ class Saver:
         return self.outcome
 
     def _work(self, save: Save, copy: Callable[[State], State] = lambda state: state) -> None:
-        part = self._part(save, copy)
-        outcome = part.outcome
+        outcome = self._part(save, copy)
         try:
             if self.rank == 0:
-                outcome = self._finish(save, part)
+                outcome = self._finish(save, outcome)
             else:
-                put(_store(), self._key(save, self.rank), dataclasses.asdict(part))
+                put(_store(), self._key(save, self.rank), dataclasses.asdict(outcome))
         except Exception as error:
-            outcome = failed(save.step, self.rank, error)
+            outcome = failed(self.rank, error)
         self.outcome = outcome
 
-    def _part(self, save: Save, copy: Callable[[State], State]) -> WrittenFile:
+    def _part(self, save: Save, copy: Callable[[State], State]) -> SaveResult:
         """Writes this rank's file of what `copy` makes of the values."""
         try:
             state = copy(save.state)
             self.copied.set()
-            return self._write(save, self.rank, state)
+            unfinished = self._unfinished(save)
+            for folder in (self.folder, unfinished):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            path = unfinished / f"rank-{self.rank:05d}.safetensors"
+            file = write_state(path, state) if state else None
+            return SaveResult(file=file, elements=count_elements(state))
         except Exception as error:
-            return WrittenFile(None, {}, failed(save.step, self.rank, error))
+            return failed(self.rank, error)
         finally:
             self.copied.set()
 
-    def _write(self, save: Save, number: int, state: State) -> WrittenFile:
-        unfinished = self._unfinished(save)
-        for folder in (self.folder, unfinished):
-            folder.mkdir(mode=0o700, exist_ok=True)
-        path = unfinished / f"rank-{number:05d}.safetensors"
-        file = write_state(path, state) if state else None
-        return WrittenFile(file, count_elements(state), SaveResult(save.step))
-
-    def _finish(self, save: Save, mine: WrittenFile) -> SaveResult:
+    def _finish(self, save: Save, mine: SaveResult) -> SaveResult:
         """Completes the checkpoint on rank 0 when all parts are there, or removes them."""
         try:
             parts = [mine, *self._parts_of_others(save)]
-            if self.lease is not None:
-                self.lease.check()  # first: the other start may have caused the failure
-            bad = [p.outcome for p in parts if p.outcome.problem is not None]
-            outcome = max(bad, key=lambda o: o.is_bug) if bad else self._complete(save, parts)
-        except Overtaken as other:
-            return SaveResult(save.step, str(other), is_overtaken=True)
+            # First: the other start may have caused a failure.
+            if self.lease is not None and (other := self.lease.lost_to()) is not None:
+                return SaveResult(other, is_overtaken=True)
+            bad = [part for part in parts if part.problem is not None]
+            outcome = max(bad, key=lambda p: p.is_bug) if bad else self._complete(save, parts)
         except Exception as error:
-            outcome = failed(save.step, self.rank, error)
+            outcome = failed(self.rank, error)
         left = remove_all([self._unfinished(save)])  # not there, if it succeeded
         return dataclasses.replace(outcome, notes=(*outcome.notes, *left))
 
-    def _complete(self, save: Save, parts: list[WrittenFile]) -> SaveResult:
+    def _complete(self, save: Save, parts: list[SaveResult]) -> SaveResult:
         """Makes the checkpoint of all parts. Raises OSError and RuntimeError if it cannot."""
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
         if not is_complete(totals, save.elements):
             raise RuntimeError(f"the ranks wrote {dict(totals)} elements, not {save.elements}")
         self._commit(save, [part.file for part in parts if part.file is not None])
-        return SaveResult(save.step, notes=tuple(self._clean_up(save)))
+        return SaveResult(notes=tuple(self._clean_up(save)))
 
-    def _parts_of_others(self, save: Save) -> list[WrittenFile]:
+    def _parts_of_others(self, save: Save) -> list[SaveResult]:
         others = [self._key(save, rank) for rank in range(1, self.world_size)]
         if not others:
             return []
@@ -513,7 +479,7 @@ class Saver:
                 raise TimeoutError(None, f"no word of every rank within {self.timeout_s:g} s")
             time.sleep(POLL_S)
         try:
-            parts = [WrittenFile.from_json(facts) for facts in get_all(store, others)]
+            parts = [_part_of(facts) for facts in get_all(store, others)]
         except ValueError as error:  # a message that no rank has signed
             raise OSError(None, str(error)) from None
         for key in others:
@@ -557,6 +523,11 @@ class Saver:
 
     def _key(self, save: Save, rank: int) -> str:
         return f"parallel3d/checkpoint/{self.session}/{save.number}/{rank}"
+
+
+def _part_of(facts: dict[str, Any]) -> SaveResult:
+    file = FileDigest(**facts["file"]) if facts["file"] else None
+    return SaveResult(**facts | {"file": file, "notes": tuple(facts["notes"])})
 
 
 def _store() -> dist.Store:

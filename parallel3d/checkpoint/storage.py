@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import os
-import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -47,8 +46,8 @@ if TYPE_CHECKING:
 # Ranks that hold equal values divide a slice by rows if each gets at least so many elements. A
 # smaller slice is written by one of them: with more, headers would outweigh values.
 SHARED_ELEMENTS = 4096
-_LENGTH = struct.Struct("<Q")
-_LARGEST_HEADER = 64 << 20  # bytes: of a quarter of a million chunks
+_LENGTH = 8  # bytes
+_LARGEST_HEADER = 64 << 20  # bytes, with its length: of a quarter of a million chunks
 _MOST = 1 << 60  # elements of a tensor
 _BLOCK = 4 << 20  # bytes: written while they are in the processor's cache from hashing
 _NAMES = {
@@ -156,7 +155,7 @@ def _header(
         header[name] = {"dtype": _NAMES[values.dtype], "shape": shape, "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return _LENGTH.pack(len(text)) + text
+    return len(text).to_bytes(_LENGTH, "little") + text
 
 
 def _write_chunk(descriptor: int, values: Tensor) -> str:
@@ -171,100 +170,92 @@ def _write_chunk(descriptor: int, values: Tensor) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class StoredChunk:
-    """Describes a chunk of a full tensor in a file.
+    """Describes a chunk of a full tensor in a file; in the order of the disk.
 
     Attributes:
-        file: that holds it.
+        path: of the file.
+        at: first byte in the file.
         name: `kind/name` of the tensor.
         full_shape, dtype: of the full tensor.
-        at: first byte in the file.
         digest: SHA-256 of its bytes, hexadecimal.
     """
 
-    file: TensorFile
+    path: Path
+    at: int
     name: str
     chunk: Chunk
     full_shape: tuple[int, ...]
     dtype: torch.dtype
-    at: int
     digest: str
 
     @property
     def nbytes(self) -> int:
         return self.chunk.elements * self.dtype.itemsize
 
-    def place(self) -> tuple[Path, int]:
-        """Returns what orders chunks as on the disk."""
-        return self.file.path, self.at
-
-
-class TensorFile:
-    """Reads a verified file of chunks. Raises DamagedCheckpoint, UnreadableCheckpoint."""
-
-    def __init__(self, folder: Path, expected: FileDigest) -> None:
-        self.path = folder / expected.name
+    def read(self, buffer: bytearray) -> Tensor:
+        """Returns the verified values in `buffer`, which must be large enough."""
+        file, view = _name(self.path), memoryview(buffer)[: self.nbytes]
         try:
-            with unreadable(self._name), open_regular(self.path) as descriptor:
-                header = self._header(descriptor, expected.size)
-            if hashlib.sha256(header).hexdigest() != expected.header:
-                raise self._damaged("has a header that was not written so")
-            self.chunks = list(self._chunks(parse_json(header[_LENGTH.size :]), len(header)))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise self._damaged(f"is no checkpoint file of parallel3d ({error!r})") from error
-        end = self.chunks[-1].at + self.chunks[-1].nbytes if self.chunks else len(header)
-        if end != expected.size:
-            raise self._damaged(f"holds chunks up to byte {end} and has {expected.size}")
-
-    def _header(self, descriptor: int, size: int) -> bytes:
-        length = bytearray(_LENGTH.size)
-        if read_into(descriptor, memoryview(length), 0) < len(length):
-            raise self._damaged("has no header")
-        header_size = _LENGTH.unpack(length)[0]
-        if header_size > min(_LARGEST_HEADER, size - _LENGTH.size):
-            raise self._damaged("has no header")
-        header = bytearray(_LENGTH.size + header_size)
-        read_into(descriptor, memoryview(header), 0)
-        return bytes(header)
-
-    def read(self, stored: StoredChunk, buffer: bytearray) -> Tensor:
-        """Returns the chunk's verified values in `buffer`, which must be large enough."""
-        view = memoryview(buffer)[: stored.nbytes]
-        try:
-            with unreadable(self._name), open_regular(self.path) as descriptor:
-                done = read_into(descriptor, view, stored.at)
+            with unreadable(file), open_regular(self.path) as descriptor:
+                done = read_into(descriptor, view, self.at)
         except ValueError as error:
-            raise self._damaged(f"is no file any more ({error})") from error
-        if done < len(view) or hashlib.sha256(view).hexdigest() != stored.digest:
-            raise self._damaged(f"{stored.name} at {stored.chunk.offsets} is not what was written")
-        flat = torch.frombuffer(buffer, dtype=stored.dtype, count=stored.chunk.elements)
-        return flat.view(stored.chunk.sizes)
+            raise DamagedCheckpoint(f"{file} is no file any more ({error})") from error
+        if done < len(view) or hashlib.sha256(view).hexdigest() != self.digest:
+            what = f"{self.name} at {self.chunk.offsets}"
+            raise DamagedCheckpoint(f"{file} {what} is not what was written")
+        flat = torch.frombuffer(buffer, dtype=self.dtype, count=self.chunk.elements)
+        return flat.view(self.chunk.sizes)
 
-    @property
-    def _name(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}"
 
-    def _damaged(self, what: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"{self._name} {what}")
+def _name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
-    def _chunks(self, header: dict[str, Any], start: int) -> Iterator[StoredChunk]:
-        ours = parse_json(header.pop("__metadata__")["parallel3d"].encode())
-        at = 0
-        for name, entry in header.items():
-            tensor, _, offsets = name.rpartition("/")
-            first = tuple(int(o) for o in offsets.split(","))
-            chunk = Chunk(first, tuple(int(n) for n in entry["shape"]))
-            full = tuple(int(n) for n in ours["full_shapes"][tensor])
-            fits = all(end <= n for end, n in zip(chunk.ends, full, strict=True))
-            if not fits or math.prod(full) > _MOST or min(first) < 0 or min(chunk.sizes) < 1:
-                raise ValueError(f"{name} is no chunk of {full}")
-            dtype = DTYPES[entry["dtype"]]
-            stored = StoredChunk(self, tensor, chunk, full, dtype, start + at, ours["sha256"][name])
-            if entry["data_offsets"] != [at, at + stored.nbytes]:
-                raise ValueError(f"{name} lies elsewhere")
-            yield stored
-            at += stored.nbytes
+
+def _chunks_in(path: Path, expected: FileDigest) -> list[StoredChunk]:
+    """Returns the chunks of a file, of its verified header; raises as `read_state`."""
+    file = _name(path)
+    try:
+        with unreadable(file), open_regular(path) as descriptor:
+            length = bytearray(_LENGTH)
+            read_into(descriptor, memoryview(length), 0)
+            size = _LENGTH + int.from_bytes(length, "little")
+            if size > min(_LARGEST_HEADER, expected.size):
+                raise ValueError("no header")
+            header = bytearray(size)
+            read_into(descriptor, memoryview(header), 0)
+        if hashlib.sha256(header).hexdigest() != expected.header:
+            raise DamagedCheckpoint(f"{file} has a header that was not written so")
+        return list(_parsed(bytes(header), path, expected.size))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise DamagedCheckpoint(
+            f"{file} is no checkpoint file of parallel3d ({error!r})"
+        ) from error
+
+
+def _parsed(header: bytes, path: Path, size: int) -> Iterator[StoredChunk]:
+    """Yields the chunks of a header; checks each value, as a digest proves no author."""
+    content = parse_json(header[_LENGTH:])
+    ours = parse_json(content.pop("__metadata__")["parallel3d"].encode())
+    at = len(header)
+    for key, entry in content.items():
+        name, _, offsets = key.rpartition("/")
+        first = tuple(int(o) for o in offsets.split(","))
+        chunk = Chunk(first, tuple(int(n) for n in entry["shape"]))
+        full = tuple(int(n) for n in ours["full_shapes"][name])
+        fits = all(end <= n for end, n in zip(chunk.ends, full, strict=True))
+        if not fits or math.prod(full) > _MOST or min(first) < 0 or min(chunk.sizes) < 1:
+            raise ValueError(f"{key} is no chunk of {full}")
+        stored = StoredChunk(
+            path, at, name, chunk, full, DTYPES[entry["dtype"]], ours["sha256"][key]
+        )
+        at += stored.nbytes
+        if entry["data_offsets"] != [stored.at - len(header), at - len(header)]:
+            raise ValueError(f"{key} lies elsewhere")
+        yield stored
+    if at != size:
+        raise ValueError(f"chunks up to byte {at}, and {size} bytes")
 
 
 def read_state(folder: Path, state: State) -> Manifest:
@@ -296,8 +287,8 @@ def read_state(folder: Path, state: State) -> Manifest:
         if left != 0:
             raise DamagedCheckpoint(f"the checkpoint does not hold all of {name} exactly once")
     buffer = bytearray(max((source.nbytes for source in wanted), default=0))
-    for source in sorted(wanted, key=StoredChunk.place):
-        read = source.file.read(source, buffer)
+    for source in sorted(wanted):
+        read = source.read(buffer)
         for values, chunk, both in wanted[source]:
             both.of(values, chunk.offsets).copy_(both.of(read, source.chunk.offsets))
     return manifest
@@ -325,8 +316,8 @@ def verify_checkpoint(folder: Path) -> Manifest:
     manifest, stored = _opened(folder)
     chunks = [chunk for some in stored.values() for chunk in some]
     buffer = bytearray(max((chunk.nbytes for chunk in chunks), default=0))
-    for chunk in sorted(chunks, key=StoredChunk.place):
-        chunk.file.read(chunk, buffer)
+    for chunk in sorted(chunks):
+        chunk.read(buffer)
     return manifest
 
 
@@ -335,7 +326,7 @@ def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
     manifest = read_manifest(folder)
     stored: dict[str, list[StoredChunk]] = defaultdict(list)
     for digest in manifest.files:
-        for chunk in TensorFile(folder, digest).chunks:
+        for chunk in _chunks_in(folder / digest.name, digest):
             stored[chunk.name].append(chunk)
     for name, chunks in stored.items():
         elements, shapes = sum(c.chunk.elements for c in chunks), {c.full_shape for c in chunks}

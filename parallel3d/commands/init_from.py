@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.checkpoint.manifest import (
+    PARAMETER,
     DamagedCheckpoint,
     Manifest,
     UnreadableCheckpoint,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.trainer import Trainer
 
-PARAMETER = "parameter"  # the kind of the weights in a checkpoint
 # Keys of the model that may be chosen anew; all others are given by its source.
 MAY_DIFFER = (
     *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
@@ -225,7 +225,7 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
 
 def _check_optimizer(config: Config, source: Source) -> None:
     """Raises UserError unless the source has the state of this optimizer."""
-    if source.manifest is None:
+    if source.manifest is None or source.manifest.has_weights_alone:
         raise UserError(
             f"init_optimizer=true: {source.title} has no state of an optimizer; the nearest is "
             "init_optimizer=false, or init_from a run"

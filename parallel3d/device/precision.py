@@ -25,6 +25,11 @@ def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     return COMPUTE[precision.name]
 
 
+def master_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Returns the type of master weights and of checkpoints."""
+    return torch.promote_types(compute_dtype(precision), torch.float32)
+
+
 def set_matmul_precision(precision: PrecisionConfig) -> None:
     """Lets fp32 GEMMs of this process run on tensor cores (tf32), or not."""
     torch.set_float32_matmul_precision("high" if precision.name == "tf32" else "highest")

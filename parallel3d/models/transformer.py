@@ -25,6 +25,7 @@ from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.fused import register
+from parallel3d.device.precision import master_dtype
 from parallel3d.estimate.balance import layers_of_stages
 from parallel3d.estimate.ops import offloading, recomputing
 from parallel3d.models.attention import (
@@ -430,8 +431,8 @@ class Blank(Initializer):
 
 def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> Stage:
     """Creates this rank's stage in fp32 (fp64 for a run of that precision), all zero."""
-    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
-    init, kernel = Blank(config.seed, dtype, device), choose_kernel(config, device)
+    init = Blank(config.seed, master_dtype(config.precision), device)
+    kernel = choose_kernel(config, device)
     cp, style = groups.cp, config.context_parallel.style
     context = BuildContext(
         init, groups.tp, sp=False, attention_kernel=kernel, cp=cp, cp_style=style

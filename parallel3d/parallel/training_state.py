@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     COUNTS,
+    PARAMETER,
     FileDigest,
     Manifest,
     list_checkpoints,
@@ -50,7 +51,6 @@ from parallel3d.parameters.sharding import Chunk, state_of
 from parallel3d.tensor_parallel.layers import dtensor_of
 
 T = TypeVar("T")
-PARAMETER = "parameter"  # the kind of the module's state; other kinds are keys of the optimizer's
 # How an optimizer computes, which is this script's choice and not the checkpoint's.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 Held = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values

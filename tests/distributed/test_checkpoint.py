@@ -20,8 +20,8 @@ import pytest
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
-from parallel3d.checkpoint.storage import read_full
-from parallel3d.commands.checkpoint.new_runs import branch
+from parallel3d.checkpoint.storage import read_full, stored_shapes
+from parallel3d.commands.checkpoint.new_runs import branch, save_first
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.directory import load_config, save_config
@@ -253,6 +253,38 @@ def test_a_branch_goes_on_as_the_run_that_it_left(
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(UserError, match="run=branch-0 exists already"):
         branch(tmp_path, "one-0", "branch-0")
+
+
+def train_twice_from_weights(
+    layout: str, problem: Problem, run_dir: Path
+) -> list[tuple[list[Step], Weights]]:
+    """On every rank: train from a checkpoint of weights alone, go back to it, and train again."""
+    groups = plain_groups(Layout(*LAYOUTS[layout][0]))
+    trainer = make_trainer(case_of(layout, problem, run_dir), groups)
+    weights = trainer.full_parameters()
+    if groups.rank == 0:
+        save_first(trainer.config, run_dir, weights.items())
+    checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+    found = []
+    for _ in range(2):
+        assert checkpoints.restore(trainer) == 1
+        steps = [Step(*trainer.train_step()[:5]) for _ in range(SAVED)]
+        found.append((steps, averaged(trainer)))
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize("problem", [TIED, UNTIED], ids=lambda problem: problem.optimizer)
+def test_an_optimizer_begins_anew_with_weights_alone(
+    problem: Problem, pool: Pool, references: References, tmp_path: Path
+) -> None:
+    """As of an import, also where a run goes back to its step 0."""
+    first, again = pool.run(2, train_twice_from_weights, "pp2-uneven", problem, tmp_path)[0]
+    assert differences(first[0], problem, references) == []
+    assert first[0] == again[0] and first[1].keys() == again[1].keys()
+    assert all(np.array_equal(first[1][name], again[1][name]) for name in first[1])
+    (folder,) = list_checkpoints(tmp_path)
+    assert {name.partition("/")[0] for name in stored_shapes(folder)} == {"parameter"}
 
 
 def test_a_branch_copies_where_files_cannot_be_linked(pool: Pool, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from parallel3d.checkpoint import manifest, saver
 from parallel3d.checkpoint.checkpoints import names_of_all
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
+    FileDigest,
     IncompleteCheckpoint,
     UnreadableCheckpoint,
     list_checkpoints,
@@ -28,11 +29,9 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.saver import (
     Lease,
-    Overtaken,
     Save,
     Saver,
     SaveResult,
-    WrittenFile,
     remove_leftovers,
 )
 from parallel3d.comm import store as job_store
@@ -148,7 +147,7 @@ def test_a_save_has_succeeded_with_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     saver = one_rank(tmp_path, keep=1)
-    assert save(saver, 3) == SaveResult(3)
+    assert save(saver, 3) == SaveResult()
     rename, module = os.rename, "parallel3d.checkpoint.saver"
     targets = {
         "replace": "os.replace",
@@ -170,7 +169,7 @@ def test_a_save_has_succeeded_with_its_rename(
     assert all("Operation not permitted" in note for note in outcome.notes)
     monkeypatch.undo()
     load(tmp_path / CHECKPOINTS / step_folder(6))
-    assert save(saver, 9) == SaveResult(9)
+    assert save(saver, 9) == SaveResult()
 
 
 def test_leftovers_that_stay_are_logged_and_stop_no_start(
@@ -193,10 +192,10 @@ def test_leftovers_that_stay_are_logged_and_stop_no_start(
 def test_a_save_of_a_step_that_is_there_leaves_the_one_there(tmp_path: Path) -> None:
     """Of a start that has not seen it: killed at any byte, it has replaced nothing."""
     first, second = one_rank(tmp_path), one_rank(tmp_path)
-    assert save(first, 3) == SaveResult(3)
+    assert save(first, 3) == SaveResult()
     (before,) = list_checkpoints(tmp_path)
     files = {path: path.stat().st_ino for path in before.iterdir()}
-    assert save(second, 3) == SaveResult(3)
+    assert save(second, 3) == SaveResult()
     assert {path: path.stat().st_ino for path in before.iterdir()} == files
     assert names(tmp_path) == ["latest", step_folder(3)]
     load(list_checkpoints(tmp_path)[0])
@@ -214,7 +213,7 @@ def test_a_full_disk_costs_a_checkpoint_and_is_one_line(
     assert outcome.problem == "No space left on device (rank 0)" and not outcome.is_bug
     assert "could not be removed (EIO" in outcome.notes[0]
     saver.start(Save(3, 4, whole(3), facts(3), ELEMENTS), background=False)
-    assert saver.join() == SaveResult(3)
+    assert saver.join() == SaveResult()
 
 
 def started(run_dir: Path, session: str) -> tuple[Saver, list[str]]:
@@ -228,12 +227,12 @@ def test_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOLCK))
     first, said = started(tmp_path, "a")
-    assert (save(first, 3), said) == (SaveResult(3), [])
+    assert (save(first, 3), said) == (SaveResult(), [])
     second, said = started(tmp_path, "b")
     assert len(said) == 1 and f"process {os.getpid()}" in said[0] and "without locks" in said[0]
     outcome = save(first, 6)
     assert outcome.is_overtaken and "was taken over by the start of" in outcome.problem
-    assert save(second, 6) == SaveResult(6)
+    assert save(second, 6) == SaveResult()
     load(tmp_path / CHECKPOINTS / step_folder(6))
     assert save(first, 9).is_overtaken
     assert {step_folder(3), step_folder(6)} == {p.name for p in list_checkpoints(tmp_path)}
@@ -248,7 +247,7 @@ def test_without_locks_a_second_start_before_a_first_checkpoint_is_logged(
     second, more = started(tmp_path, "b")
     assert said == [] and len(more) == 1 and "without locks" in more[0]
     assert save(first, 3).is_overtaken
-    assert save(second, 3) == SaveResult(3)
+    assert save(second, 3) == SaveResult()
 
 
 def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
@@ -258,7 +257,7 @@ def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
     store = HashStore()
     monkeypatch.setattr(saver, "_store", lambda: store)
     first = Saver(tmp_path, CheckpointConfig(), 0, 2, "session", 5)
-    part = WrittenFile(None, 0, SaveResult(3))
+    part = SaveResult(file=FileDigest("rank-00001.safetensors", 9, "0"), elements={"ema": 2})
     of_this_save = Save(3, 1, {}, facts(3), 0)
     job_store.put(store, first._key(of_this_save, 1), dataclasses.asdict(part))
     assert first._parts_of_others(of_this_save) == [part]
@@ -271,22 +270,21 @@ def test_with_locks_nothing_is_logged_and_a_claim_that_fails_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = started(tmp_path, "a")
-    assert save(first, 3) == SaveResult(3)
+    assert save(first, 3) == SaveResult()
     assert started(tmp_path, "b")[1] == []
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse(errno.ENOSPC))
         third, said = started(tmp_path, "c")
     assert "ENOSPC" in said[0]
-    assert save(third, 6) == SaveResult(6)
-    with pytest.raises(Overtaken):
-        Lease(tmp_path, "late").check()  # it saw no folder when it started
+    assert save(third, 6) == SaveResult()
+    assert Lease(tmp_path, "late").lost_to() is not None  # it saw no folder when it started
 
 
 def test_everything_of_a_checkpoint_is_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         saver, _ = started(tmp_path, "a")
-        assert save(saver, 3) == SaveResult(3)
+        assert save(saver, 3) == SaveResult()
     finally:
         os.umask(before)
     for path in (tmp_path / CHECKPOINTS, *(tmp_path / CHECKPOINTS).rglob("*")):

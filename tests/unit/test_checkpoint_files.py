@@ -270,8 +270,8 @@ def test_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
 
 def test_save_is_private_named_by_its_step_and_the_newest(tmp_path: Path) -> None:
     saver = one_rank(tmp_path)
-    assert save(saver, 3, background=True) == SaveResult(3)
-    assert save(saver, 6) == SaveResult(6)
+    assert save(saver, 3, background=True) == SaveResult()
+    assert save(saver, 6) == SaveResult()
     assert names(tmp_path) == ["latest", step_folder(3), step_folder(6)]
     assert (tmp_path / CHECKPOINTS / "latest").read_text() == f"{step_folder(6)}\n"
     for folder in list_checkpoints(tmp_path):
@@ -288,7 +288,7 @@ def test_kept_are_the_last_few_and_every_nth(tmp_path: Path) -> None:
     assert set(range(10, 101, 10)) - gone == {30, 60, 90, 100}
     saver = one_rank(tmp_path, keep=1, keep_every=4)
     for step in range(2, 11, 2):
-        assert save(saver, step) == SaveResult(step)
+        assert save(saver, step) == SaveResult()
     assert names(tmp_path) == ["latest", *(step_folder(step) for step in (4, 8, 10))]
 
 
@@ -297,7 +297,7 @@ def test_full_disk_leaves_the_old_checkpoint_and_nothing_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     saver = one_rank(tmp_path)
-    assert save(saver, 3) == SaveResult(3)
+    assert save(saver, 3) == SaveResult()
 
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -308,11 +308,11 @@ def test_full_disk_leaves_the_old_checkpoint_and_nothing_torn(
         monkeypatch.setattr(os, place, full_disk)
     background = place != "fsync"
     failed = save(saver, 6, background=background)
-    assert failed == SaveResult(6, "No space left on device (rank 0)")
+    assert failed == SaveResult("No space left on device (rank 0)")
     monkeypatch.undo()
     assert names(tmp_path) == ["latest", step_folder(3)]
     load(list_checkpoints(tmp_path)[0])
-    assert save(saver, 9) == SaveResult(9)
+    assert save(saver, 9) == SaveResult()
     assert names(tmp_path) == ["latest", step_folder(3), step_folder(9)]
 
 

@@ -300,15 +300,11 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
         ("rotary_percent", model.rotary_percent, (1.0,)),
     ]
     if kind == LLAMA:  # transformers refuses other sizes
-        return [*wanted, ("hidden_size", model.hidden_size, (_multiple(model),))]
+        multiple = max(1, model.hidden_size // heads) * heads
+        return [*wanted, ("hidden_size", model.hidden_size, (multiple,))]
     if kind == QWEN3:
         wanted.append(("attention_bias", model.attention_bias, (None, "none", "all")))
     return [*wanted, ("bias", model.bias, (False,))]
-
-
-def _multiple(model: ModelConfig) -> int:
-    heads = model.num_attention_heads
-    return max(1, model.hidden_size // heads) * heads
 
 
 def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:

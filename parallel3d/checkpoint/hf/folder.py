@@ -37,9 +37,10 @@ from parallel3d.checkpoint.hf.config import (
 )
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.data.tokenizer import read_json
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
-from parallel3d.files import flush_folder, open_regular, parse_json, plain, read_bounded
+from parallel3d.files import flush_folder, open_regular, plain
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION = "generation_config.json"
@@ -48,7 +49,6 @@ SHARD_BYTES = 5 * 10**9  # where transformers starts a new file as well
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
-LARGEST_JSON = 64 << 20  # bytes
 LARGEST_HEADER = 4 << 20  # bytes: some 40,000 tensors, of which 126 layers have 1,137
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 
@@ -170,18 +170,12 @@ class HFFolder:
 
 def read_hf_config(folder: Path) -> HFFolder:
     """Reads config.json. Raises UserError if it is unreadable or not supported."""
-    path = folder / CONFIG
-    try:
-        config = parse_json(read_bounded(path, LARGEST_JSON))
-    except OSError as error:
+    config = read_json(folder, CONFIG, f"from={folder}")
+    if not config:
         raise UserError(
-            f"from={folder} must be a folder with config.json and safetensors, as "
-            f"save_pretrained writes it: {path.name}: {error.strerror}"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"from={folder}: {path.name} is not JSON ({plain(str(error))})") from None
-    if not isinstance(config, dict):
-        raise UserError(f"from={folder}: {path.name} is not a JSON object")
+            f"from={folder} must be a folder with {CONFIG} and safetensors, as save_pretrained "
+            "writes it"
+        )
     try:
         kind, keys = from_hf(config)
         check_fields(dataclasses.replace(Config(), model=ModelConfig(**keys)))
@@ -190,7 +184,7 @@ def read_hf_config(folder: Path) -> HFFolder:
         raise UserError(f"from={folder}: {plain(str(error))}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UserError(  # a size that is no number, or 0
-            f"from={folder}: {path.name} has values that make no sense ({plain(str(error))})"
+            f"from={folder}: {CONFIG} has values that make no sense ({plain(str(error))})"
         ) from None
     untied = keys["tie_embeddings"] and _has_own_head(folder, kind)
     if untied:
@@ -301,12 +295,10 @@ def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
 
 
 def _indexed(folder: Path, paths: Mapping[str, Path]) -> list[Path]:
-    try:
-        index = parse_json(read_bounded(folder / INDEX, LARGEST_JSON))
-        named = sorted({str(name) for name in index["weight_map"].values()})
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        why = plain(repr(error))
-        raise UserError(f"from={folder}: {INDEX} cannot be read ({why})") from None
+    weight_map = read_json(folder, INDEX, f"from={folder}").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"from={folder}: {INDEX} has no weight_map")
+    named = sorted({str(name) for name in weight_map.values()})
     missing = [name for name in named if name not in paths]
     if missing:
         name = plain(missing[0])

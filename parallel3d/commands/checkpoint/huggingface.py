@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -58,7 +61,7 @@ from parallel3d.data.tokenizer import (
     read_json,
     tokenizer_of,
 )
-from parallel3d.device.precision import COMPUTE
+from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain, read_bounded, write_durably
@@ -158,19 +161,17 @@ def why_not(model: ModelConfig) -> str | None:
     if major.isdigit() and int(major) < OLDEST:
         return f"transformers {found} is older than {OLDEST}"
     needed = 2 * 4 * parameter_count(model) + 3 * 4 * LONGEST * model.vocab_size
-    free = _available_memory()
-    if free is not None and needed > free:
+    if needed > (free := _available_memory()):
         return f"it would take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
     return None
 
 
-def _available_memory() -> int | None:
-    try:
-        lines = MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+def _available_memory() -> float:
+    """Returns bytes; infinite where the system does not say."""
+    with suppress(OSError):
+        if found := re.search(r"^MemAvailable: +(\d+) kB", MEMINFO.read_text(), re.M):
+            return 1024.0 * int(found[1])
+    return math.inf
 
 
 def some_tokens(model: ModelConfig) -> Tensor:
@@ -279,6 +280,9 @@ def export_run(
             raise UserError(f"{where} {unknown} ({error!r})") from None
         check_layers(model, len(stored_shapes(folder)), where)
         tokenizer = tokenizer_to_export(manifest, runs_dir / run)
+        about = NO_TOKENIZER if tokenizer is None else BYTES
+        if isinstance(tokenizer, FileTokenizer):
+            about = f"its tokenizer is {tokenizer.name}"
         shapes, wide = full_shapes_of(model), COMPUTE[own]
 
         def read(names: Iterable[str]) -> dict[str, Tensor]:
@@ -297,11 +301,6 @@ def export_run(
             kept=read_kept(runs_dir / run, tokenizer),
             beside={} if tokenizer is None else tokenizer.files(),
         )
-    if tokenizer is None:
-        about = NO_TOKENIZER
-    else:
-        is_file = isinstance(tokenizer, FileTokenizer)
-        about = f"its tokenizer is {tokenizer.name}" if is_file else BYTES
     size = sum(path.stat().st_size for path in files)
     run = f"the average of {run}'s weights" if weights == "ema" else run
     print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {about}")
@@ -329,8 +328,7 @@ def import_run(
     if prove and unproven:
         raise UserError(f"prove=true: {unproven}")
     tokenizer = tokenizer_to_import(folder, config)
-    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
-    tensors = tensors_of(folder, config.model, source.kind, dtype=dtype)
+    tensors = tensors_of(folder, config.model, source.kind, dtype=master_dtype(config.precision))
     first = next(tensors)  # every name, shape and type has been checked
     with new_run(config) as run_dir:
         if isinstance(tokenizer, FileTokenizer):
@@ -352,8 +350,7 @@ def import_run(
 def _prove(folder: Path, config: Config, run_dir: Path) -> str:
     tokens = some_tokens(config.model)
     theirs = their_logits(folder, tokens)  # its model is freed before ours is made
-    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
-    stage = blank_model(config.model, dtype)
+    stage = blank_model(config.model, master_dtype(config.precision))
     read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))
     return compare(folder, our_logits(stage, config.model, tokens), theirs)
 

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -22,13 +23,20 @@ from torch import Tensor
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     COUNTS,
-    KINDS,
+    PARAMETER,
     Manifest,
     list_checkpoints,
+    step_folder,
     step_of,
+    write_manifest,
 )
-from parallel3d.checkpoint.saver import Save, Saver
-from parallel3d.checkpoint.storage import State, TensorChunks, read_state, stored_shapes
+from parallel3d.checkpoint.storage import (
+    State,
+    TensorChunks,
+    read_state,
+    stored_shapes,
+    write_state,
+)
 from parallel3d.commands.checkpoint.listing import (
     damage_refused,
     find_checkpoint,
@@ -40,48 +48,31 @@ from parallel3d.commands.checkpoint.listing import (
 from parallel3d.config.checks import check_run_name
 from parallel3d.config.schema import Config
 from parallel3d.data.tokenizer import FOLDER
-from parallel3d.device.precision import LossScale
+from parallel3d.device.precision import LossScale, master_dtype
 from parallel3d.errors import UserError, print_line
-from parallel3d.estimate.buckets import is_hidden
-from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import flush_folder, write_durably
 from parallel3d.metrics.jsonl import rows_of
 from parallel3d.metrics.provenance import versions
-from parallel3d.optim import EMA
-from parallel3d.run.directory import check_run, new_folder, save_config
+from parallel3d.run.directory import check_run, filled_directory
 
 METRICS = "metrics.jsonl"
 KEPT_FILE = "huggingface.json"  # what an import has kept, for an export
 USUAL_SHARE = 0.1  # of the steps so far, in the proposed cooldown
 AT_ONCE = 1 << 25  # elements of full tensors that are in memory together
-PARAMETER = f"{KINDS['model']}/"
 
 
 @contextmanager
 def new_run(config: Config) -> Iterator[Path]:
-    """Makes the folder of a run, which appears when it is complete, or not at all.
+    """Makes the folder of a run, for a block that writes files into it; see `filled_directory`.
 
-    Raises UserError for a name that is taken or is none, and if the folder cannot be made.
+    Raises OSError, and UserError for a name that is taken or is none.
     """
     check_run_name(config)
     check_run(config)
-    runs = Path(config.runs_dir)
-    final = runs / str(config.run)
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        fresh = new_folder(runs)
-    except OSError as error:
-        raise UserError(
-            f"runs_dir={config.runs_dir}: cannot make {final}: {error.strerror}"
-        ) from None
-    try:
-        save_config(config, fresh)
+    with filled_directory(config, Path(config.runs_dir, str(config.run))) as fresh:
         yield fresh
-        os.rename(fresh, final)
-    except BaseException:
-        shutil.rmtree(fresh)
-        raise
-    flush_folder(runs)
+        for folder, _, _ in os.walk(fresh):
+            flush_folder(Path(folder))
 
 
 def branch(runs_dir: Path, source: str, run: str) -> int:
@@ -159,8 +150,7 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
     config = _with_tokenizer(read_with_config(folders[-1])[1], old, runs_dir, to)
     with new_run(config) as fresh:
         _copy_tokenizer(old, fresh)
-        dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
-        save_first(config, fresh, _means(folders, dtype))
+        save_first(config, fresh, _means(folders, master_dtype(config.precision)))
     names = ", ".join(str(step_of(folder)) for folder in folders)
     print_line(f"run={to} has, at step 0, the mean of the weights of run={run} at steps {names}")
     return 0
@@ -185,7 +175,7 @@ def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tenso
     """Yields name and mean of each full parameter."""
     with damage_refused(title(folders[0])):
         found = stored_shapes(folders[0])
-    left = [(name, shape) for name, shape in found.items() if name.startswith(PARAMETER)]
+    left = [(name, shape) for name, shape in found.items() if name.startswith(f"{PARAMETER}/")]
     while left:
         some = dict([left.pop()])
         while left and sum(map(math.prod, (*some.values(), left[-1][1]))) <= AT_ONCE:
@@ -198,26 +188,14 @@ def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tenso
             for name, values in full.items():
                 total[name] += values
         for name, values in total.items():
-            yield name.removeprefix(PARAMETER), (values / len(folders)).to(dtype)
+            yield name.removeprefix(f"{PARAMETER}/"), (values / len(folders)).to(dtype)
 
 
-def _first_state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[State]:
-    """Yields full tensors, some at a time, with the optimizer's state before its first step."""
-    optim = config.optim
+def _some_at_a_time(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[State]:
     state: State = {}
     elements = 0
     for name, tensor in tensors:
-        kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-        if optim.name == "sgd" or (optim.name == "muon" and is_hidden(name, tensor.dim())):
-            kinds = ("momentum",) if optim.momentum or optim.name == "muon" else ()
-        # Zeros take no memory until they are written to.
-        dtype = torch.bfloat16 if optim.state == "bf16" else tensor.dtype
-        zeros = {kind: torch.zeros(tensor.shape, dtype=dtype) for kind in kinds}
-        values = {KINDS["model"]: tensor} | zeros
-        if optim.ema_decay is not None:
-            values[EMA] = tensor
-        for kind, full in values.items():
-            state[f"{kind}/{name}"] = TensorChunks.whole(full)
+        state[f"{PARAMETER}/{name}"] = TensorChunks.whole(tensor)
         elements += tensor.numel()
         if elements >= AT_ONCE:
             yield state
@@ -227,15 +205,17 @@ def _first_state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Itera
 
 
 def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes the checkpoint of step 0, of full tensors by name, some at a time.
-
-    Raises UserError if it cannot be written.
-    """
+    """Writes the checkpoint of step 0, of full tensors by name: weights alone. Raises OSError."""
+    folder = run_dir / CHECKPOINTS / step_folder(0)
+    for made in (folder.parent, folder):
+        made.mkdir(mode=0o700)
+    files = tuple(
+        write_state(folder / f"rank-{number:05d}.safetensors", state)
+        for number, state in enumerate(_some_at_a_time(tensors))
+    )
     scale = LossScale(config.precision).scale
     progress: dict[str, int | float | bool] = {**dict.fromkeys(COUNTS, 0), "loss_scale": scale}
-    facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions(), ())
-    saver = Saver(run_dir, config.checkpoint, 0, 1, "import", config.launch.timeout_s)
-    elements = parameter_count(config.model)
-    outcome = saver.write(Save(0, 1, {}, facts, elements), _first_state(config, tensors))
-    if outcome.problem is not None:
-        raise UserError(f"run={config.run} cannot be written: {outcome.problem}")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_manifest(
+        folder, Manifest(0, progress, dataclasses.asdict(config), {}, now, versions(), files)
+    )
