@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel3d.data.tokens import MAKE_ANEW, Proof, WatchedFile, prove, size_of, whole_digest
 from parallel3d.errors import UserError
@@ -40,12 +40,8 @@ _PAUSE_S = 0.02
 _LARGEST_FACTS = 1 << 20
 
 
-class Entry(NamedTuple):
-    """Open files of an entry by their ends, their digests, and the facts of its builder."""
-
-    files: dict[str, WatchedFile]
-    digests: dict[str, str]
-    facts: dict[str, Any]
+# Makes something of an entry's open files by their ends, and of the facts of its builder.
+Opened = Callable[[dict[str, WatchedFile], dict[str, Any]], T]
 
 
 def kept(
@@ -53,7 +49,7 @@ def kept(
     key: str,
     ends: Sequence[str],
     build: Callable[[Path], dict[str, Any]],
-    opened: Callable[[Entry], T],
+    opened: Opened[T],
 ) -> T:
     """Returns what `opened` makes of entry `key`, which is built if it is missing or damaged.
 
@@ -95,7 +91,7 @@ def _build(prefix: Path, ends: Sequence[str], build: Callable[[Path], dict[str, 
     replace_durably(prefix.with_suffix(".json"), content.encode())
 
 
-def _load(prefix: Path, ends: Sequence[str], opened: Callable[[Entry], T]) -> T | None:
+def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
     """Opens an entry; None without one of ours that is intact."""
     path, problem = prefix.with_suffix(".json"), "is damaged"
     if not path.exists():
@@ -111,14 +107,14 @@ def _load(prefix: Path, ends: Sequence[str], opened: Callable[[Entry], T]) -> T 
                     problem = "is not taken: others than you may write it"
                     raise ValueError
             content = parse_json(files.pop(".json").read(_LARGEST_FACTS))
-            watched, digests = {}, {}
+            watched = {}
             for end, file in files.items():
-                size, digests[end] = content["files"][end]
-                proof = partial(prove, file, digests[end])
-                watched[end] = WatchedFile(file, proof, MAKE_ANEW)
+                size, digest = content["files"][end]
+                proof = partial(prove, file, digest)
+                watched[end] = WatchedFile(file, proof, MAKE_ANEW, digest)
                 if size_of(file) != size or proof() is Proof.CHANGED:
                     raise ValueError
-            found = opened(Entry(watched, digests, content["facts"]))
+            found = opened(watched, content["facts"])
             stack.pop_all()  # the files stay open
             return found
         except (FileNotFoundError, ValueError, KeyError, TypeError):

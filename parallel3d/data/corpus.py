@@ -234,11 +234,11 @@ def open_corpus(
 
 def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     tokenizer, documents = _find_text(data, seq_length)
-    pair, digest, files = cached_text(folder, documents, tokenizer)
+    pair, files = cached_text(folder, documents, tokenizer)
     held_out = _held_out_tokens(len(pair), data, seq_length, origin(data))
     return Corpus.of(
         *(pair.tokens, held_out, tokenizer),
-        fingerprint=digest,
+        fingerprint=files[0].digest,
         tokenizer_name=data.tokenizer or BYTE,
         named=origin(data),
         files=files,
@@ -263,7 +263,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     Raises UserError for a row that is not a conversation.
     """
     chat = find_chat(data)
-    pair, digest, files = cached_pair(folder, chat.key, DTYPE, partial(write_chat, chat))
+    pair, files = cached_pair(folder, chat.key, DTYPE, partial(write_chat, chat))
     held_out = len(pair) if data.held_out else 0
     if 0.0 < data.held_out < 1.0:
         if pair.documents < 2:
@@ -276,7 +276,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         held_out = len(pair) - int(pair.begins(last, last)[0])
     corpus = Corpus.of(
         *(pair.tokens, held_out, chat.tokenizer),
-        fingerprint=digest,
+        fingerprint=files[0].digest,
         tokenizer_name=data.tokenizer,
         documents=pair,
         named=origin(data),

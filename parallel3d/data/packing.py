@@ -12,17 +12,17 @@ Truncations Improve Language Modeling", ICML 2024 (packing documents so).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from parallel3d.data import cache
 from parallel3d.data.sampler import Order, Sample
-from parallel3d.data.tokens import Tokens, size_of
+from parallel3d.data.tokens import Tokens, WatchedFile, size_of
 from parallel3d.files import replace_durably
 
 _log = logging.getLogger(__name__)
@@ -182,10 +182,12 @@ class Pieces(NamedTuple):
 class PackingPlan:
     """An open plan, read from its file on demand."""
 
-    def __init__(self, entry: cache.Entry, capacity: int) -> None:
+    def __init__(
+        self, files: Mapping[str, WatchedFile], facts: Mapping[str, Any], capacity: int
+    ) -> None:
         """Raises ValueError for a damaged plan."""
-        self.watched, self.digest = entry.files[".packs"], entry.digests[".packs"]
-        self.capacity, self.packs = capacity, int(entry.facts["packs"])
+        self.watched, self.capacity, self.packs = files[".packs"], capacity, int(facts["packs"])
+        self.digest = self.watched.digest
         file, starts_at = self.watched.file, 8 * (self.packs + 1)
         pieces, rest = divmod(size_of(file) - starts_at, 12)
         self._firsts = Tokens(file, 0, self.packs + 1, np.dtype("<i8"))

@@ -219,12 +219,8 @@ _VERSION = 2
 _BLOCK = 4 << 20  # bytes
 
 
-class CachedPair(NamedTuple):
-    """A pair in the cache, and the digest of its tokens."""
-
-    pair: IndexedCorpus
-    digest: str
-    files: tuple[WatchedFile, ...]
+# A pair in the cache, and its .bin and .idx.
+CachedPair = tuple[IndexedCorpus, tuple[WatchedFile, ...]]
 
 
 def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
@@ -280,10 +276,10 @@ def cached_pair(
             build(writer)
         return {}
 
-    def opened(entry: cache.Entry) -> CachedPair:
-        files = {file.file.name: file.file for file in entry.files.values()}
-        pair = IndexedCorpus(folder / key, opened=lambda path, _: files[path])
-        return CachedPair(pair, entry.digests[".bin"], tuple(entry.files.values()))
+    def opened(files: dict[str, WatchedFile], _: dict[str, Any]) -> CachedPair:
+        by_name = {watched.file.name: watched.file for watched in files.values()}
+        pair = IndexedCorpus(folder / key, opened=lambda path, _: by_name[path])
+        return pair, tuple(files.values())
 
     return cache.kept(folder, key, (".bin", ".idx"), write, opened)
 

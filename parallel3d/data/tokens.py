@@ -156,9 +156,12 @@ class Proof(Enum):
 class WatchedFile:
     """An open file and its mark at the last look."""
 
-    def __init__(self, file: File, prove: Callable[[], Proof], remedy: str) -> None:
-        """`prove` reads the file again; `remedy` tells the user what to do after a change."""
-        self.file, self.prove, self._remedy = file, prove, remedy
+    def __init__(
+        self, file: File, prove: Callable[[], Proof], remedy: str, digest: str = ""
+    ) -> None:
+        """`prove` reads the file again; `remedy` tells the user what to do after a change;
+        `digest`: of the file, if known."""
+        self.file, self.prove, self._remedy, self.digest = file, prove, remedy, digest
         self.mark = mark_of(file)
 
     def look(self) -> str | None:
