@@ -186,7 +186,8 @@ class Checkpoints:
         self.last_failed = False
         self.number = 0
         self.logged: set[str] = set()
-        self.before_save: Callable[[], object] = lambda: None
+        self.lines: tuple[str, ...] = ()  # of the manifest that the run resumes from
+        self.waiting: Callable[[], tuple[str, ...]] = tuple  # returns those of the next manifest
         self.device = torch.device("cpu")  # the trainer's, after `restore`
 
     @property
@@ -214,8 +215,8 @@ class Checkpoints:
             manifest = self._load(trainer, self.run_dir / CHECKPOINTS / name)
             if manifest is not None:
                 trainer.restore(manifest.progress)
-                self.saved_step, self.resumed = manifest.step, True
-                first_step = manifest.step + 1
+                self.saved_step, self.lines = manifest.step, manifest.lines
+                first_step, self.resumed = manifest.step + 1, True
                 break
         else:
             if names:
@@ -280,7 +281,6 @@ class Checkpoints:
         step = trainer.steps_done
         if step == self.saved_step:
             return written
-        self.before_save()
         # With zero=1 an all-gather in flight also writes this rank's own parameters.
         trainer.data_parallel.wait_for_all_gathers()
         state = chunks_by_name(trainer.parameter_slices(), shared=True)
@@ -400,6 +400,7 @@ class Checkpoints:
             saved_at="",
             versions=versions(),
             files=(),
+            lines=self.waiting(),
         )
 
     def _from_first_rank(self, make: Callable[[], Any]) -> Any:

@@ -109,6 +109,7 @@ class Manifest:
         saved_at: ISO 8601, UTC.
         versions: of parallel3d and torch.
         files: one for each rank that had something to write.
+        lines: of metrics.jsonl that were not on the disk by then.
     """
 
     step: int
@@ -118,6 +119,7 @@ class Manifest:
     saved_at: str
     versions: dict[str, str]
     files: tuple[FileDigest, ...]
+    lines: tuple[str, ...] = ()
 
     @property
     def has_ema(self) -> bool:
@@ -214,12 +216,12 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     if version != VERSION:
         raise ValueError(f"version {version}, this parallel3d reads {VERSION}")
     files = tuple(FileDigest(**file) for file in content.pop("files"))
-    content.pop("lines", None)  # of metrics.jsonl, in manifests of earlier versions
-    manifest = Manifest(**content | {"files": files})
+    manifest = Manifest(**content | {"files": files, "lines": tuple(content.get("lines", ()))})
     progress, config, data = manifest.progress, manifest.config, manifest.data
     sections, words = ("model", "data", "optim", "precision"), ("tokenizer", "blend", "files")
     fits = {
         **{file.name: _is_file(file) for file in files},
+        "lines": all(isinstance(line, str) for line in manifest.lines),
         **{f"progress.{name}": _is_count(progress[name]) for name in COUNTS},
         "progress.loss_scale": _is_number(progress["loss_scale"]),
         "step": progress["steps"] == manifest.step,

@@ -118,7 +118,7 @@ def train(config: Config, worker: Worker) -> None:
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
             facts = header_facts(trainer, corpus, sets) | weights
-            recorder.start(facts)
+            recorder.start(facts, checkpoints.lines)
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         peaks = all_gather_json(peak_memory(device), groups.world.handle, device)
@@ -216,7 +216,7 @@ def run_steps(
     """
     settings, steps = trainer.config.train, trainer.config.train_steps
     if recorder is not None:
-        checkpoints.before_save = recorder.flush
+        checkpoints.waiting = recorder.waiting
     health = Health(trainer, checkpoints, print_line)
     trainer.stop_requested = lambda: worker.stop.number is not None
     profiler = StepProfiler(trainer, worker)

@@ -83,7 +83,8 @@ class MetricsFile:
     of steps without a line, left by a run that died before they were on disk.
 
     A line that cannot be written, to a full disk, is logged once and kept for the next try; no line
-    is ever torn.
+    is ever torn. Lines that still wait (`waiting`) are saved in a checkpoint and come back as
+    `waited`, so that a resumed run has the lines of all earlier steps.
     """
 
     def __init__(
@@ -92,19 +93,20 @@ class MetricsFile:
         first_step: int = 1,
         seen: Callable[[dict[str, Any]], None] = lambda row: None,
         say: Callable[[str], None] = lambda sentence: None,
+        waited: Sequence[str] = (),
     ) -> None:
         """Opens the file; `seen` takes each line that stays, in order. Raises OSError."""
         self.path, self._say = path, say
-        _keep_before(path, first_step, seen, say)
-        self._waiting: list[str] = []
+        self.waiting = _keep_before(path, first_step, seen, say, waited)
         self._file = os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         flush_folder(path.parent)
         self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
         self._said = False
+        self._try(self._drain)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one line and hands it to the operating system: it survives SIGKILL."""
-        self._waiting.append(json.dumps(finite(row), allow_nan=False) + "\n")
+        self.waiting.append(json.dumps(finite(row), allow_nan=False) + "\n")
         self._try(self._drain)
 
     def flush(self) -> None:
@@ -118,18 +120,18 @@ class MetricsFile:
             return
         self.flush()
         self._try(self._file.close)  # it is closed even if this fails
-        if self._waiting:
-            self._say(f"{len(self._waiting)} lines of {self.path} could not be written")
+        if self.waiting:
+            self._say(f"{len(self.waiting)} lines of {self.path} could not be written")
 
     def _drain(self) -> None:
         descriptor = self._file.fileno()
-        while self._waiting:
-            line = self._waiting[0].encode()
+        while self.waiting:
+            line = self.waiting[0].encode()
             if os.fstat(descriptor).st_size != self._size:
                 os.ftruncate(descriptor, self._size)  # what a write that failed has left
             write_all(descriptor, memoryview(line))
             self._size += len(line)
-            del self._waiting[0]
+            del self.waiting[0]
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
@@ -191,34 +193,50 @@ def _keep_before(
     first_step: int,
     seen: Callable[[dict[str, Any]], None],
     say: Callable[[str], None],
-) -> None:
-    """Drops the lines from `first_step` on, keeping a copy of the old file if there were any."""
+    waited: Sequence[str],
+) -> list[str]:
+    """Drops the lines from `first_step` on, keeping a copy of the old file if there were any.
+
+    Returns those of `waited` that the file lacks: the last ones before the checkpoint.
+    """
+    late = list(waited)
     try:
         file = os.fdopen(no_link(path, os.O_RDONLY), "rb")
     except FileNotFoundError:
-        return
-    last = missing = dropped = damaged = 0
+        return late
+    last = missing = damaged = 0
+    drops = False
+
+    def stays(row: dict[str, Any]) -> None:
+        nonlocal last, missing
+        seen(row)
+        missing += max(0, row["step"] - last - 1)
+        last = max(last, row["step"])
+
     with file:
         for line in file:
             row = _row_before(line, first_step)
             if row is None:
-                dropped += 1
+                drops = True
                 damaged += _row(line) is None and line.endswith(b"\n") and not line.isspace()
                 continue
-            seen(row)
-            missing += max(0, row["step"] - last - 1)
-            last = max(last, row["step"])
+            stays(row)
+            if (text := line.decode()) in late:
+                late.remove(text)
+        for text in late:
+            stays(json.loads(text))
         if missing := missing + max(0, first_step - 1 - last):
             say(
                 f"{path} lacks {missing:,} of the steps before {first_step}: an earlier start "
                 "could not write them"
             )
-        if not dropped:
-            return
+        if not drops:
+            return late
         file.seek(0)
         old = _replace_by(path, (line for line in file if _row_before(line, first_step)))
     if damaged:
         say(f"{path} had {damaged} damaged lines: they are left out, {old.name} has all of it")
+    return late
 
 
 def _replace_by(path: Path, lines: Iterable[bytes]) -> Path:

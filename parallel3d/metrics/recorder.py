@@ -103,18 +103,19 @@ class Recorder:
     _error: str | None = None
     _summary: dict[str, Any] | None = None
 
-    def start(self, facts: Mapping[str, str]) -> None:
+    def start(self, facts: Mapping[str, str], waited: Sequence[str] = ()) -> None:
         """Opens everything and prints the header.
 
         `facts` are lines of the header, label to text, which replace or follow those of the
         configuration ("model", "layout", "batch", "data", "precision", "device", "peak per rank").
+        `waited`: the `waiting` lines of the start before, from its checkpoint.
         """
         config, run_dir = self.config, self.run_dir
         self._code = provenance()
         path = run_dir / "metrics.jsonl"
         self._tokens = self._tokens_of(self.first_step - 1)
         try:
-            file = MetricsFile(path, self.first_step, self._recall, self._say)
+            file = MetricsFile(path, self.first_step, self._recall, self._say, waited)
         except OSError as error:
             raise UserError(
                 f"run={config.run}: {path} cannot be written ({error.strerror}): free "
@@ -205,11 +206,12 @@ class Recorder:
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
 
-    def flush(self) -> None:
-        """Flushes metrics.jsonl to the disk, and loggers: a checkpoint is about to be written."""
+    def waiting(self) -> tuple[str, ...]:
+        """Flushes metrics.jsonl to the disk; returns the lines that a checkpoint must carry."""
         self._metrics.flush()
         for logger in self._loggers:
             logger.flush()
+        return tuple(self._metrics.waiting)
 
     def breakdown(
         self, ranks: Sequence[dict[str, Any]], memory: Sequence[dict[str, int]] = ()

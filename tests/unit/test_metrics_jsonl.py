@@ -273,3 +273,24 @@ def test_lines_that_are_lost_are_counted_though_the_file_cannot_be_closed(tmp_pa
         file.write({"step": 1})
     assert calls.counts["close"] >= 1
     assert len(said) == 2 and said[1].startswith("1 lines of ")
+
+
+@limits_are_lifted()
+def test_lines_that_waited_come_back_once_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    limited(40)  # in the middle of the second line
+    for step in (1, 2, 3):
+        file.write({"step": step, "tokens": 10 * step})
+    waited = tuple(file.waiting)
+    limited(None)
+    assert waited == tuple(rows(2, 3).decode().splitlines(keepends=True))
+    torn = path.read_bytes()
+    file.write({"step": 4, "tokens": 40})
+    assert file.waiting == []
+    for there in (torn, path.read_bytes(), rows(1)):
+        path.write_bytes(there)
+        stay: list[dict] = []
+        MetricsFile(path, 4, stay.append, pytest.fail, waited).close()
+        assert path.read_bytes() == rows(1, 2, 3)
+        assert [row["step"] for row in stay] == [1, 2, 3]

@@ -450,14 +450,17 @@ def test_a_cpu_run_says_nothing_of_memory(tmp_path: Path) -> None:
     assert "memory" not in screen.getvalue()
 
 
-def test_before_a_checkpoint_lines_are_flushed_to_the_disk(tmp_path: Path) -> None:
-    with FailingFiles(tmp_path / "metrics.jsonl") as calls:
+def test_before_a_checkpoint_lines_are_flushed_to_the_disk_or_go_along(tmp_path: Path) -> None:
+    fault, path = Fault("EIO", "kind"), tmp_path / "metrics.jsonl"
+    with FailingFiles(path, fault, ("write", 3)) as calls:
         recorder, _ = make_recorder(tmp_path, make_config(5))
         recorder.start({})
         run_steps(recorder, 1, 3)
         assert calls.counts["fsync"] == 0
-        recorder.flush()
+        assert recorder.waiting() == ()
         assert calls.counts["fsync"] == 1
+        run_steps(recorder, 4, 5)
+        assert [json.loads(line)["step"] for line in recorder.waiting()] == [4, 5]
 
 
 def test_a_full_disk_at_the_end_is_logged_and_no_failure(tmp_path: Path) -> None:
