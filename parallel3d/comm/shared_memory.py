@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -220,6 +219,7 @@ def _attach(path: str, identity: list[int]) -> int:
 SLOT_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20  # stays in a core's cache between its two passes
 SLOTS = 2
+MOST_VIEWS = 256  # kept
 
 # Writes a result from what the ranks bring to it, each (n,), in order of ranks.
 Finish = Callable[[Tensor, list[Tensor], int], None]
@@ -256,11 +256,13 @@ class SharedCollectives:
 
     Attributes:
         unread: has been written, and is to be read before the next is written.
+        views: the slots as tensors, of which making one costs as much as a small sum.
     """
 
     memory: SharedMemory
     operations: int = 0
     unread: SharedWork | None = None
+    views: dict[tuple[int, torch.Size, torch.dtype], list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -279,7 +281,6 @@ class SharedCollectives:
         count = self.size * SLOTS
         address = self.memory.data.data_ptr() + count * SLOT_BYTES
         self.sizes = (ctypes.c_int64 * count).from_address(address)
-        self.slots = lru_cache(maxsize=256)(self._slots)  # views cost as much as a small sum
 
     def all_reduce(self, tensor: Tensor) -> SharedWork:
         """Starts the sum over the ranks, in place."""
@@ -305,7 +306,7 @@ class SharedCollectives:
         """Writes this rank's slot and signals; returns what each rank has there for this one."""
         turn = self.operations % SLOTS
         self.operations += 1
-        slots = [*self.slots(turn, given.shape, given.dtype)]
+        slots = self._slots(turn, given.shape, given.dtype)
         slots[self.index].copy_(given)
         self.sizes[self.index * SLOTS + turn] = given.nbytes
         for peer in self.peers:
@@ -316,9 +317,14 @@ class SharedCollectives:
 
     def _slots(self, turn: int, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
         """Returns a slot of every rank as tensors of this shape."""
-        starts = range(turn * SLOT_BYTES, self.size * SLOTS * SLOT_BYTES, SLOTS * SLOT_BYTES)
-        length = shape.numel() * dtype.itemsize
-        return [self.memory.data[i : i + length].view(dtype).view(shape) for i in starts]
+        key = turn, shape, dtype
+        if key not in self.views:
+            if len(self.views) == MOST_VIEWS:
+                self.views.clear()
+            starts = range(turn * SLOT_BYTES, self.size * SLOTS * SLOT_BYTES, SLOTS * SLOT_BYTES)
+            length, data = shape.numel() * dtype.itemsize, self.memory.data
+            self.views[key] = [data[i : i + length].view(dtype).view(shape) for i in starts]
+        return self.views[key].copy()
 
     def wait_for_peers(self) -> None:
         """Waits until every peer has written its slot; RuntimeError if one has another size."""

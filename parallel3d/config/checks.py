@@ -205,11 +205,10 @@ def check_batch(config: Config, dp: int) -> None:
 def check_attention(config: Config) -> None:
     """Raises UserError for a kernel that device, type or mask exclude; `models.attention_kernel`
     checks the device itself."""
-    if config.tensor_parallel.attention == "gather_qk" and (config.compile or config.cp > 1):
-        other = "compile=true" if config.compile else f"cp={config.cp}"
+    if config.tensor_parallel.attention == "gather_qk" and config.compile:
         raise UserError(
-            f"tensor_parallel.attention=gather_qk is for comparison, without {other}; the nearest "
-            "is tensor_parallel.attention=heads."
+            "tensor_parallel.attention=gather_qk is for comparison and is not compiled; the "
+            "nearest is tensor_parallel.attention=heads, or compile=false."
         )
     kernel, precision = config.attention_kernel, config.precision.name
     if config.device == "cpu" and kernel in (CUDNN, *PACKAGES):
@@ -330,6 +329,11 @@ def check_context_parallel(config: Config) -> None:
     cp, style, model = config.cp, config.context_parallel.style, config.model
     if cp == 1:
         return
+    if config.tensor_parallel.attention == "gather_qk":
+        raise UserError(
+            f"tensor_parallel.attention=gather_qk reads whole sequences, and cp={cp} splits them; "
+            "the nearest is tensor_parallel.attention=heads."
+        )
     near = "the nearest is context_parallel.style=gather"
     if style == "ring" and model.dropout:
         raise UserError(

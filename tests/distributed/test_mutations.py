@@ -230,19 +230,19 @@ def shared_heads_apart() -> Iterator[None]:
 @contextmanager
 def shared_heads_counted_twice() -> Iterator[None]:
     """Every copy of a key-value head enters the gradient norm."""
-    sound = Segment.runs
+    sound = parallel3d.optim.tp_replicas_of
     with (
-        patch.object(Segment, "runs", lambda self: [(1, run) for _, run in sound(self)]),
+        patch.object(parallel3d.optim, "tp_replicas_of", lambda _: 1),
         patch.object(parallel3d.trainer, "all_reduce_shared_kv_grads", summed(sound)),
     ):
         yield
 
 
-def summed(runs: Callable[[Segment], Iterator[tuple[int, Segment]]]) -> Callable[..., None]:
-    """The sum over copies as it should be, whatever `Segment.runs` says by now."""
+def summed(tp_replicas_of: Callable[[ShardSpec], int]) -> Callable[..., None]:
+    """The sum over copies as it should be, whatever the optimizer counts by now."""
 
     def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
-        with patch.object(Segment, "runs", runs):
+        with patch.object(parallel3d.optim, "tp_replicas_of", tp_replicas_of):
             parallel3d.optim.all_reduce_shared_kv_grads(segments, tp)
 
     return all_reduce_shared_kv_grads

@@ -24,8 +24,9 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_fully_sharded import EVERY, ONCE
 
 
-def bytes_of_tensors() -> int:
-    """Of every tensor that this process holds and that is not frozen, each storage once."""
+def bytes_of_tensors(shared: torch.UntypedStorage | None = None) -> int:
+    """Of every tensor that this process holds and that is not frozen, each storage once, without
+    memory that ranks share."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():
@@ -35,6 +36,8 @@ def bytes_of_tensors() -> int:
             local = found.to_local() if hasattr(found, "to_local") else found
             storage = local.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
+    if shared is not None:
+        storages.pop(shared._cdata, None)
     return sum(storages.values())
 
 
@@ -50,7 +53,9 @@ def held(sizes: tuple[int, int, int], stage: int, precision: str) -> dict[str, f
         trainer.train_step()
     trainer.data_parallel.wait_for_all_gathers()
     numel = sum(p.numel() for p in trainer.parameters.values())
-    found = {"held": bytes_of_tensors() / (4 * numel)}
+    shared = groups.dp.shared
+    memory = None if shared is None else shared.memory.data.untyped_storage()
+    found = {"held": bytes_of_tensors(memory) / (4 * numel)}
     parameters = 0
     for slice_ in trainer.parameter_slices():
         parameters += slice_.values["parameter"].numel()

@@ -25,7 +25,7 @@ from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import make_console
 from tests.pace import in_time
-from tests.tools.failing_files import FailingFiles
+from tests.tools.failing_files import FailingFiles, Fault
 
 STEP_KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s"]
 PEAK = Peak(1e9, "a datasheet")

@@ -291,7 +291,7 @@ def test_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path:
 # and evaluates every 10. With `kill` it dies as its node would, with W&B's own process and the rows
 # in its buffers. They are forked from one process, which imports everything and starts nothing.
 SESSIONS = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 import torch, wandb
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
@@ -311,6 +311,11 @@ def session(run_dir, first, last, how):
             if step % 10 == 0:
                 recorder.evaluation(step, 5.0 / step)
         if how == "kill":
+            # Of three hundred rows W&B writes the first block of 32 KiB while they come.
+            files = run_dir.glob("wandb/offline-run-*/*.wandb")
+            while last - first > 100 and next(files).stat().st_size < 32768:
+                files = run_dir.glob("wandb/offline-run-*/*.wandb")
+                time.sleep(0.005)
             for task in Path("/proc/self/task").iterdir():
                 for child in (task / "children").read_text().split():
                     os.kill(int(child), 9)
