@@ -34,7 +34,7 @@ def session(
         recorder.step(step, loss, 0.5, 1e-3, 4096, 0.1, times={"forward": 0.04})
         if step % 5 == 0:
             recorder.evaluation(step, scale / step, {"code": 2.0, "web": None})
-    recorder.flush()
+    recorder.waiting()
     return recorder
 
 
