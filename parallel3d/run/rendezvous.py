@@ -82,13 +82,13 @@ def seen_key(key: str) -> str:
 
 
 def refuse(store: Store, rank: int, error: UserError) -> None:
-    """Answers launch rank 0, which waits for all processes, that this one does not come."""
+    """Tells rank 0 the error with which this rank refuses to start, in place of its host."""
     put(store, f"{PROCESS_KEY}/{rank}", {"refuses": str(error)})
     store.add(seen_key(RANKS_KEY), 1)
 
 
 def tell_rank_0(config: Config, place: RankAssignment, error: UserError) -> None:
-    """Does the same before this rank has a store, if rank 0's is there: it may refuse, too."""
+    """Tells rank 0 such an error before this rank has a store, unless rank 0 has refused, too."""
     place = place.with_port(config.launch.master_port)
 
     def is_there() -> bool:

@@ -1,4 +1,4 @@
-"""Runs one rank from the rendezvous to its exit code: the life of a rank."""
+"""Runs one rank from the rendezvous to its exit code."""
 
 from __future__ import annotations
 
