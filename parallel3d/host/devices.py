@@ -61,6 +61,8 @@ def _needs_order(config: Config) -> bool:
     return capability is None or capability < BLACKWELL
 
 
+# Several ranks on one GPU, by NCCL from 2.30 on: slow, for trying a layout where there is one GPU.
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 CPU = "cpu"
 SIMULATED = "simulated"  # parallel3d.simulated_device, an accelerator simulated on the CPU
 SIMULATED_DEVICES = 8
@@ -82,7 +84,7 @@ def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False
 
     `one_gpu_each`: the launcher shows every rank its own GPU only (Slurm's GPU binding), so seeing
     one is enough. Raises HostError if CUDA is requested but absent, too old, or has fewer GPUs than
-    ranks; device=auto takes the CPU then.
+    ranks, unless NCCL is told that ranks may share one; device=auto takes the CPU then.
     """
     if requested in (CPU, SIMULATED):
         return DeviceChoice(requested)
@@ -90,7 +92,8 @@ def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False
         gpus = gpu_count()
         if gpus == 0 and requested == "cuda":
             raise HostError(f"device=cuda, but {_why_no_gpu()}; give device=cpu or device=auto")
-        if 0 < gpus < ranks_here and not (one_gpu_each and gpus == 1):
+        enough = (one_gpu_each and gpus == 1) or os.environ.get(SHARED_GPUS) == "1"
+        if 0 < gpus < ranks_here and not enough:
             raise HostError(
                 f"{ranks_here} ranks need {ranks_here} GPUs, but host {socket.gethostname()} shows "
                 f"{gpus}: use a smaller tp × pp × dp, more hosts, or device=cpu"

@@ -55,6 +55,18 @@ def test_auto_takes_the_cpu_and_says_why_if_ranks_outnumber_gpus(one_gpu: None) 
         choose_device("cuda", 4)
 
 
+def test_ranks_share_a_gpu_if_nccl_is_told_so(
+    one_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert choose_device("cuda", 4) == DeviceChoice("cuda")
+    assert device_of_rank("cuda", 3) == "cuda:0"
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    with pytest.raises(HostError, match="4 ranks need 4 GPUs"):
+        choose_device("cuda", 4)
+
+
 def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> list[tuple]:
     """What the command line hands to the launcher, which is recorded instead of started."""
     started: list[tuple] = []
