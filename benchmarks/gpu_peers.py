@@ -138,7 +138,7 @@ def _titan(
         ffn_dim_multiplier=(model.ffn_size - 0.5) / int(8 * model.hidden_size / 3),
         multiple_of=model.ffn_size,
     )
-    with device:
+    with device, torch.no_grad():
         network = Transformer(args)
         network.init_weights()
     call = torch.compile(network) if compiled else network

@@ -249,7 +249,7 @@ class Optimizer:
             dampening=0.0,
             nesterov=False,
             maximize=False,
-            is_first_step=self.updates == 0,
+            is_first_step=self.updates == 0 and self.optim.momentum > 0,
             grad_scale=divisor,
         )
 

@@ -74,6 +74,11 @@ def _check_known(config: Config, kind: str, several: bool) -> None:
             "must be a file of parallel3d calibrate; the nearest is cluster=calibrated.yaml, which "
             "parallel3d calibrate makes here"
         )
+    elif config.cluster.gpu is None:
+        raise UserError(
+            f"layout=auto needs to know the GPUs: cluster={config.cluster.name} names none; the "
+            "nearest is cluster=local, this machine as nvidia-smi tells it"
+        )
 
 
 def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:

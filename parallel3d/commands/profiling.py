@@ -103,7 +103,8 @@ class StepProfiler:
                 os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             names = ("CPU", device.type.upper())
             kinds = [kind for kind in supported_activities() if kind.name in names]
-            self._profile = profile(activities=kinds)
+            # One cycle: without acc_events torch 2.11 warns that others would be lost.
+            self._profile = profile(activities=kinds, acc_events=True)
             self._profile.start()
         ranges = trainer.step_timer.ranges = Ranges(device)
         self._layers.enter_context(layers_shown(trainer.stages, ranges, trainer.config.compile))

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,6 +178,8 @@ def _prepare_accelerator(config: Config, device: torch.device) -> None:
     from parallel3d.device.accelerator import bus_id, make_current
 
     make_current(device)
+    # Autograd's own thread may begin with a matmul; cuBLAS then sets the context up, and says so.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current")
     for name, value in parse_nccl_env(config.cluster.nccl_env).items():
         os.environ.setdefault(name, value)
     if config.launch.numa_binding and (address := bus_id(device)):
