@@ -53,7 +53,7 @@ REFUSED = {
     "nothing measured": ("train", ("layout=auto", "cluster=laptop"),
                          "layout=auto needs to know .*nearest is cluster=calibrated.yaml"),
     "no GPU named": ("train", ("layout=auto", "cluster=laptop", "device=simulated"),
-                     "layout=auto needs .*: cluster=laptop names none; the nearest is cluster=local"),
+                     "layout=auto needs .*cluster=laptop names none; the nearest is cluster=local"),
     "heads": ("train", ("layout=auto", "model.hidden_size=100"), "hidden_size=100 .*nearest"),
     "a schedule": ("train", ("layout=auto", "schedule=auto"), "schedule=auto must be .*1f1b"),
     "ranks alone": ("train", ("launch.ranks=2",), "launch.ranks=2 must be left out .*is dp=2"),
