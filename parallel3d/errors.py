@@ -38,9 +38,14 @@ def _brief(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
+# PyTorch's, where a GPU's memory is full: a setting that GPU ranks have already.
+ALLOCATOR_ADVICE = re.compile(r" If reserved but unallocated memory is large.*")
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, or its kind where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ALLOCATOR_ADVICE.sub("", line)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -20,6 +20,7 @@ from parallel3d.host.devices import CPU, choose_device, device_name, gpu_count
 from parallel3d.host.memory import cores
 from parallel3d.run.launch import RankAssignment
 from parallel3d.topology.assumptions import chosen_keys
+from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.layout import DIMENSIONS
 
 
@@ -36,7 +37,7 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     here = place.local_world_size if place else ranks
     kind = choose_device(config.device, here, one_gpu_each=place is not None).kind
     _check_known(config, kind, several=here < ranks)
-    plan = searched(config, held(config, keys), ranks)
+    plan = searched(with_own_gpus(config, run_command), held(config, keys), ranks)
     first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:
         print_line(f"layout=auto: {_summary(plan, first)}")
@@ -74,7 +75,7 @@ def _check_known(config: Config, kind: str, several: bool) -> None:
             "must be a file of parallel3d calibrate; the nearest is cluster=calibrated.yaml, which "
             "parallel3d calibrate makes here"
         )
-    elif config.cluster.gpu is None:
+    elif config.cluster.gpu is None and config.cluster.source != "local":
         raise UserError(
             f"layout=auto needs to know the GPUs: cluster={config.cluster.name} names none; the "
             "nearest is cluster=local, this machine as nvidia-smi tells it"

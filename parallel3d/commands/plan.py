@@ -63,7 +63,13 @@ from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import RankWork, time_orders
 from parallel3d.text import aligned
-from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
+from parallel3d.topology.assumptions import (
+    assume_model,
+    check_free,
+    chosen_keys,
+    write,
+)
+from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.report import make_report, picture_of
 
 IN_LOG_S = 10.0  # seconds between progress messages: most searches end before the first
@@ -318,7 +324,7 @@ _STILL = 0.98  # of a rank's memory: if twice the nodes still need as much, the 
 
 def plan(config: Config, typed: Sequence[str]) -> int:
     """Prints the table. Returns the exit code, 0. Raises UserError for what cannot work."""
-    keys = chosen_keys(typed)
+    keys, config = chosen_keys(typed), with_own_gpus(config, run_command)
     check_free("plan.html", config.plan.html, MARK, MADE_BY)
     config, assumed = assume_model(config, typed)
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from parallel3d.config.schema import Config
-from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, print_line
+from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, first_line, print_line
 from parallel3d.files import read_bounded, replace_durably
 from parallel3d.run.directory import FAILURES, discard_unused
 from parallel3d.run.launch import Worker
@@ -45,6 +45,7 @@ PEER_GONE = re.compile(
 )
 # gloo adds the position in its own source, and advice.
 NOISE = re.compile(r"\[/\S+:\d+\] ?| This is typically caused by .*")
+OUT_OF_MEMORY = "OutOfMemoryError"  # torch's, which is not imported here
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
 
 
@@ -125,8 +126,10 @@ def of_rank(
 
 def from_exception(config: Config, worker: Worker, error: BaseException) -> RankFailure:
     """Describes an exception that reached this rank's top."""
-    lines = NOISE.sub("", str(error)).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
+    name, said = type(error).__name__, NOISE.sub("", first_line(error)).strip()
+    text = name if said in ("", name) else f"{name}: {said[:500]}"
+    if name == OUT_OF_MEMORY:
+        text = f"{text} {_needs_less_memory(config)}"
     awaited, divergence = worker.log.waiting, worker.log.divergence()
     kind: Kind = "error"
     if isinstance(error, UserError):
@@ -141,6 +144,17 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     text = text.encode("utf-8", "backslashreplace").decode()  # file names may be no UTF-8
     where, diverged = innermost_place(error.__traceback__), divergence is not None
     return of_rank(*(config, worker.rank, text, kind, worker.phase), where=where, diverged=diverged)
+
+
+def _needs_less_memory(config: Config) -> str:
+    """Returns the advice after a GPU's memory was too small for a step."""
+    size = config.micro_batch_size
+    smaller = max((n for n in range(1, size) if size % n == 0), default=None)
+    nearest = f"micro_batch_size={smaller}" if smaller else "recompute=full"
+    return (
+        f"The nearest that needs less is {nearest}; so do recompute, a larger tp or pp, zero, and "
+        "offload_layers: parallel3d dryrun counts their memory"
+    )
 
 
 def from_exit(config: Config, rank: int, exitcode: int) -> RankFailure:

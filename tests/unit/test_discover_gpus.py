@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.schema import ClusterConfig
+from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.discover import (
     GpuMatrix,
     discover,
     local_cluster,
     parse_gpu_matrix,
+    with_own_gpus,
 )
 from parallel3d.topology.cluster.parts import Cluster
 
@@ -195,3 +196,27 @@ def test_mangled_matrices_end_in_a_sentence_or_a_cluster(topo: str):
             ends["cluster"] += 1
             assert made.domain.size == made.rail_of.size == made.size
     assert min(ends.values()) > 50
+
+
+# --- the GPUs themselves ---------------------------------------------------------------------
+
+
+def own_gpus(printed: str, **keys: Any) -> ClusterConfig:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    answers = {tuple(query): printed}
+    config = Config(cluster=ClusterConfig(source="local", **keys))
+    return with_own_gpus(config, lambda command: answers[tuple(command)]).cluster
+
+
+def test_this_machines_gpus_are_those_of_its_driver() -> None:
+    found = own_gpus("NVIDIA H200, 143771\n" * 4)
+    assert (found.gpu, found.gpus_per_node, found.gpu_memory_gb_per_s) == ("NVIDIA H200", 4, 4800)
+    assert found.gpu_memory_gb == pytest.approx(150.75, abs=0.01)
+    assert own_gpus("NVIDIA Unheard Of, 1024\n").gpu_memory_gb_per_s is None
+    typed = own_gpus("NVIDIA H200, 143771\n", gpu="NVIDIA B200")
+    assert (typed.gpu, typed.gpu_memory_gb) == ("NVIDIA B200", None), "what is typed holds"
+
+
+def test_an_answer_without_gpus_is_refused() -> None:
+    with pytest.raises(UserError, match=r"printed '.*No devices found.*'; choose a preset such as"):
+        own_gpus("No devices found\n")

@@ -234,7 +234,7 @@ def test_the_time_is_the_sum_of_its_parts(facts) -> None:
         peak = 66.9e12 if name == "fp32" else 989.4e12
         assert found["seconds"] == pytest.approx(sum(p["seconds"] for p in found["parts"].values()))
         for part in found["parts"].values():
-            most = part["bytes"] / (3.35e12 * 4 / 4.8)
+            most = part["bytes"] / 2.5e12
             assert part["seconds"] <= most + part["flops"] / (peak * 0.3) + 1e-12
 
 

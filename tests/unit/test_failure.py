@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
 from parallel3d.config.schema import Config, ModelConfig
@@ -54,6 +55,22 @@ def test_echo_says_that_it_is_one() -> None:
     gloo = "[/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:7. This is typically caused by x"
     said = from_exception(CONFIG, worker(0), RuntimeError(gloo)).sentence()
     assert said.endswith("RuntimeError: Connection closed by peer [::1]:7; another rank went first")
+
+
+def test_out_of_memory_names_what_needs_less() -> None:
+    said = (
+        "CUDA out of memory. Tried to allocate 960.00 MiB. GPU 0 has a total capacity of 139.80 "
+        "GiB of which 709.12 MiB is free. If reserved but unallocated memory is large try setting "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+
+    def sentence(micro_batch: int) -> str:
+        config = dataclasses.replace(CONFIG, micro_batch_size=micro_batch)
+        return from_exception(config, worker(0), torch.OutOfMemoryError(said)).sentence()
+
+    assert "709.12 MiB is free. The nearest that needs less is micro_batch_size=4;" in sentence(8)
+    assert "needs less is recompute=full;" in sentence(1)
+    assert "expandable_segments" not in sentence(1)
 
 
 def test_first_of_equals_is_the_cause() -> None:

@@ -119,12 +119,13 @@ def test_an_exception_closes_everything_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_an_interruption_not_a_failure(tmp_path: Path) -> None:
-    recorder, _ = make_recorder(tmp_path, make_config())
+    recorder, screen = make_recorder(tmp_path, make_config())
     with pytest.raises(KeyboardInterrupt), recorder:
         recorder.start({})
         raise KeyboardInterrupt
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["loss"]) == ("interrupted", 0, None)
+    assert "loss" not in screen.getvalue() and "grad" not in screen.getvalue(), "no step was taken"
 
 
 def test_an_error_before_start_is_not_hidden_by_the_recorder(tmp_path: Path) -> None:

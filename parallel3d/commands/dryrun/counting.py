@@ -52,22 +52,20 @@ from parallel3d.topology.layout import layout_of
 from parallel3d.topology.tiling import RankMapping
 from parallel3d.trainer import Trainer
 
-# Achievable fractions of datasheets, assumed to be the same for all GPUs, by an H200 in bf16.
-_H200 = DEVICES["h200"]
+# Achievable fractions of datasheets, assumed to be the same for all GPUs: the kernels of a training
+# step of llama_1b on one H100, micro-batch 8, in bf16 (docs/gpu.md), where power bounds the clock.
+_H100 = DEVICES["h100"]
 SHARES = {
-    # A square GEMM of 8192 reaches 785 TFLOP/s. The layers' GEMMs are smaller and thinner; those of
-    # a vocabulary run in chunks of tokens.
-    "gemm_layers": 690 / _H200.peak["bf16"],
-    "gemm_head": 580 / _H200.peak["bf16"],
-    "optimizer": 690 / _H200.peak["bf16"],  # Muon's products are of the layers' sizes
+    "gemm_layers": 757 / _H100.peak["bf16"],  # a square GEMM of 8192, alone, reaches 795 TFLOP/s
+    "gemm_head": 771 / _H100.peak["bf16"],
+    "optimizer": 757 / _H100.peak["bf16"],  # Muon's products are of the layers' sizes
 }
-# Flash attention, of the FLOPs computed. H100, forward, no mask, 4k tokens (Shah et al. 2024,
-# figure 5): heads of 64: 321 (FlashAttention-2) and 408 TFLOP/s (cuDNN), of 128: 368 and 609;
-# backward and causal are slower.
+# Causal attention by cuDNN, forward and backward, of the FLOPs computed. Alone: 399 TFLOP/s with
+# heads of 64 and 507 with heads of 128, of which a step takes the same part.
 NARROW = 64
-ATTENTION_NARROW = 300 / _H200.peak["bf16"]  # heads up to 64
-ATTENTION_WIDE = 450 / _H200.peak["bf16"]
-BANDWIDTH = 4000 / _H200.memory_gb_s  # long element-wise kernels
+ATTENTION_NARROW = 333 / _H100.peak["bf16"]  # heads up to 64
+ATTENTION_WIDE = 333 * 507 / 399 / _H100.peak["bf16"]
+BANDWIDTH = 2500 / _H100.memory_gb_s  # element-wise kernels, all together
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from parallel3d.config.schema import ClusterConfig
+from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
+from parallel3d.estimate.devices import find_device
 from parallel3d.topology.cluster.parts import Cluster, cluster_from_config, cluster_of
 from parallel3d.topology.cluster.slurm import Run, shortened, slurm_cluster
 
@@ -220,3 +221,31 @@ def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
     if islands == tuple(gpu // size for gpu in range(len(islands))) and len(islands) % size == 0:
         return {"domain_gpus": size}
     return {"domain_gpus": len(islands), "local_domain": islands}
+
+
+GPUS = "nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits"
+
+
+def with_own_gpus(config: Config, run: Run) -> Config:
+    """Returns the configuration with this machine's GPUs where `cluster.source=local` asks for it.
+
+    `run`: runs a command, as `run_command` does. Raises UserError if nvidia-smi cannot tell.
+    """
+    cluster = config.cluster
+    if cluster.source != "local" or cluster.gpu is not None:
+        return config
+    rows = [line.rpartition(",") for line in run(GPUS.split()).splitlines() if line.strip()]
+    name, _, mib = rows[0] if rows else ("", "", "")
+    if not mib.strip().isdigit():
+        raise UserError(
+            f"`{GPUS}` printed {name + mib!r}; choose a preset such as cluster=dgx_h100"
+        )
+    known = find_device(name)
+    found = replace(
+        cluster,
+        gpu=name,
+        gpus_per_node=len(rows),
+        gpu_memory_gb=int(mib) * 2**20 / 1e9,
+        gpu_memory_gb_per_s=known.memory_gb_s if known else None,
+    )
+    return replace(config, cluster=found)
