@@ -11,8 +11,8 @@ calls, `--call 1` runs the first of them. A call starts nothing that would not e
 what remains; `--call 1 --missing` goes on with it, from the same --json.
 
 `--device cpu --size tiny` enters every line that a CPU has, `--device simulated` those of an
-accelerator; the suite does. No card has answered yet: times and shares are estimates from bytes and
-FLOPs.
+accelerator; the suite does. Times and shares are estimates from bytes and FLOPs; docs/gpu.md has
+what an H100 and an H200 answered.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LINES = {
     "train": Task(
         runs.train,
         60,
-        "1B, bf16, micro-batch 8: MFU ≥ 30 % of the datasheet, a peak of about 65 GB",
+        "1B, bf16, micro-batch 8: MFU ≥ 50 % of the datasheet, a peak of about 65 GB",
         by_command=True,
     ),
     "dryrun": Task(
@@ -103,7 +103,7 @@ LINES = {
     "train compile": Task(
         partial(runs.train, compiled=True),
         150,
-        "`train` with compile=true: MFU ≥ 40 %",
+        "`train` with compile=true: MFU ≥ 50 %",
         by_command=True,
     ),
 }

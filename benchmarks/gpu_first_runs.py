@@ -31,9 +31,8 @@ from benchmarks.gpu_tasks import NOTED, Given, Row, judged, noted
 from parallel3d.device import accelerator
 from parallel3d.device.fused import has_kernel_compiler
 
-# MFU of the datasheet that a 1B model should reach: the lower ends of estimates from bytes and
-# FLOPs for one H200, not measured.
-EXPECTED_MFU = {False: 0.30, True: 0.40}
+# MFU of the datasheet that a 1B model should reach; an H100 reached 0.588, eager.
+EXPECTED_MFU = 0.50
 BUSY = 0.90  # share of a step in which the card should have a kernel
 TOP_KERNELS = 15
 HOST_SYNCS = 1  # a step: the one that hands loss and norm to the host
@@ -63,7 +62,7 @@ def train(given: Given, compiled: bool = False) -> Row:
     figures = trained([*train_words(given, compiled), *run_words(given, run_dir)], run_dir)
     is_right = learns(figures["losses"])
     if given.is_timed:
-        is_right = is_right and figures["mfu"] >= EXPECTED_MFU[compiled]
+        is_right = is_right and figures["mfu"] >= EXPECTED_MFU
     return judged(is_right, speed_sentence(figures), figures)
 
 
