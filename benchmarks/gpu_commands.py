@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from benchmarks.gpu_process import ROOT, Ended, reason
 from benchmarks.gpu_tasks import Given, Row, judged, noted
 from parallel3d.device import accelerator
+from parallel3d.host.devices import SHARED_GPUS
 
 PEAK_OFF, SECONDS_OFF = 0.05, 0.20  # of a dryrun, relative to the run
 # A model for a CPU and seconds, of the text that is in every checkout.
@@ -73,9 +75,9 @@ def command_line_missing() -> Row | None:
     return None
 
 
-def devices_missing(given: Given, ranks: int) -> Row | None:
-    """The row of a task that wants a device for each of `ranks`."""
-    if not given.on_accelerator:
+def devices_missing(given: Given, ranks: int, may_share: bool = False) -> Row | None:
+    """The row of a task that wants a device for each of `ranks`; or one, where NCCL shares it."""
+    if not given.on_accelerator or (may_share and os.environ.get(SHARED_GPUS) == "1"):
         return None
     count = accelerator.module(given.device).device_count()
     return {"skipped": f"{count} device(s) here, {ranks} needed"} if count < ranks else None

@@ -56,13 +56,13 @@ def ranks_of(words: str) -> int:
     return math.prod(map(int, sizes.values()))
 
 
-def _missing(given: Given, words: str) -> Row | None:
-    return command_line_missing() or devices_missing(given, ranks_of(words))
+def _missing(given: Given, words: str, may_share: bool = False) -> Row | None:
+    return command_line_missing() or devices_missing(given, ranks_of(words), may_share)
 
 
 def verify(given: Given, words: str) -> Row:
     """`parallel3d verify` of a layout: one process gives the same losses, norms and weights."""
-    if (missing := _missing(given, words)) is not None:
+    if (missing := _missing(given, words, may_share=True)) is not None:
         return missing
     small = ["verify.steps=1"] if given.is_tiny else []
     batch, run_dir = ["micro_batch_size=2", "global_batch_size=16"], new_run(given, "verify")

@@ -108,6 +108,20 @@ def test_with_too_few_devices_a_line_is_skipped(
     assert found == {"skipped": "4 device(s) here, 8 needed"}
 
 
+def test_ranks_that_share_a_card_are_verified_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setattr(
+        gpu_node,
+        "parallel3d",
+        lambda *words: subprocess.CompletedProcess(words, 0, "", ""),
+    )
+    card = on_card(tmp_path, monkeypatch, 1)
+    assert gpu_node.verify(card, "dp=8 zero=3")["verdict"] == "PASS"
+    assert gpu_node.train(card, "dp=8 zero=3") == {"skipped": "1 device(s) here, 8 needed"}
+
+
 @pytest.mark.parametrize(
     ("times", "findings", "verdict"),
     [(1.4, [], "PASS"), (1.6, [], "DIFFERS"), (1.4, [{"rank": 3}], "DIFFERS")],
