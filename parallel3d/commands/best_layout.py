@@ -37,7 +37,7 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     here = place.local_world_size if place else ranks
     kind = choose_device(config.device, here, one_gpu_each=place is not None).kind
     _check_known(config, kind, several=here < ranks)
-    plan = searched(with_own_gpus(config, run_command), held(config, keys), ranks)
+    plan = searched(with_own_gpus(config, os.environ, run_command), held(config, keys), ranks)
     first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:
         print_line(f"layout=auto: {_summary(plan, first)}")

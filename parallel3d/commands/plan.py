@@ -6,6 +6,7 @@ Typed keys of a layout (LAYOUT) are fixed, the others searched. No torch.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,12 +64,7 @@ from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import RankWork, time_orders
 from parallel3d.text import aligned
-from parallel3d.topology.assumptions import (
-    assume_model,
-    check_free,
-    chosen_keys,
-    write,
-)
+from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.report import make_report, picture_of
 
@@ -324,7 +320,7 @@ _STILL = 0.98  # of a rank's memory: if twice the nodes still need as much, the 
 
 def plan(config: Config, typed: Sequence[str]) -> int:
     """Prints the table. Returns the exit code, 0. Raises UserError for what cannot work."""
-    keys, config = chosen_keys(typed), with_own_gpus(config, run_command)
+    keys, config = chosen_keys(typed), with_own_gpus(config, os.environ, run_command)
     check_free("plan.html", config.plan.html, MARK, MADE_BY)
     config, assumed = assume_model(config, typed)
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from parallel3d.config.schema import Config
+from parallel3d.config.values import spelled
 from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, first_line, print_line
 from parallel3d.files import read_bounded, replace_durably
 from parallel3d.run.directory import FAILURES, discard_unused
@@ -128,7 +129,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     """Describes an exception that reached this rank's top."""
     name, said = type(error).__name__, NOISE.sub("", first_line(error)).strip()
     text = name if said in ("", name) else f"{name}: {said[:500]}"
-    if name == OUT_OF_MEMORY:
+    if name == OUT_OF_MEMORY and worker.phase.startswith(("train", "verifying")):
         text = f"{text} {_needs_less_memory(config)}"
     awaited, divergence = worker.log.waiting, worker.log.divergence()
     kind: Kind = "error"
@@ -150,7 +151,8 @@ def _needs_less_memory(config: Config) -> str:
     """Returns the advice after a GPU's memory was too small for a step."""
     size = config.micro_batch_size
     smaller = max((n for n in range(1, size) if size % n == 0), default=None)
-    nearest = f"micro_batch_size={smaller}" if smaller else "recompute=full"
+    otherwise = "recompute=full" if spelled(config.recompute) != "full" else f"tp={2 * config.tp}"
+    nearest = f"micro_batch_size={smaller}" if smaller else otherwise
     return (
         f"The nearest that needs less is {nearest}; so do recompute, a larger tp or pp, zero, and "
         "offload_layers: parallel3d dryrun counts their memory"

@@ -178,7 +178,7 @@ def _prepare_accelerator(config: Config, device: torch.device) -> None:
     from parallel3d.device.accelerator import bus_id, make_current
 
     make_current(device)
-    # Autograd's own thread may begin with a matmul; cuBLAS then sets the context up, and says so.
+    # Autograd's own thread may begin with a matmul; cuBLAS then makes a CUDA context and warns.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current")
     for name, value in parse_nccl_env(config.cluster.nccl_env).items():
         os.environ.setdefault(name, value)

@@ -201,20 +201,30 @@ def test_mangled_matrices_end_in_a_sentence_or_a_cluster(topo: str):
 # --- the GPUs themselves ---------------------------------------------------------------------
 
 
-def own_gpus(printed: str, **keys: Any) -> ClusterConfig:
+def own_gpus(printed: str, visible: str | None = None, **keys: Any) -> ClusterConfig:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     answers = {tuple(query): printed}
-    config = Config(cluster=ClusterConfig(source="local", **keys))
-    return with_own_gpus(config, lambda command: answers[tuple(command)]).cluster
+    config = Config(cluster=ClusterConfig(**{"source": "local", "gpus_per_node": None} | keys))
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return with_own_gpus(config, environ, lambda command: answers[tuple(command)]).cluster
 
 
 def test_this_machines_gpus_are_those_of_its_driver() -> None:
     found = own_gpus("NVIDIA H200, 143771\n" * 4)
     assert (found.gpu, found.gpus_per_node, found.gpu_memory_gb_per_s) == ("NVIDIA H200", 4, 4800)
     assert found.gpu_memory_gb == pytest.approx(150.75, abs=0.01)
-    assert own_gpus("NVIDIA Unheard Of, 1024\n").gpu_memory_gb_per_s is None
-    typed = own_gpus("NVIDIA H200, 143771\n", gpu="NVIDIA B200")
-    assert (typed.gpu, typed.gpu_memory_gb) == ("NVIDIA B200", None), "what is typed holds"
+    for unknown in ("NVIDIA Unheard Of", "NVIDIA H100 PCIe"):  # this datasheet has no bandwidth
+        assert own_gpus(f"{unknown}, 1024\n").gpu_memory_gb_per_s is None
+    seen = own_gpus("NVIDIA A100, 81920\nNVIDIA H200, 143771\nNVIDIA H200, 143771\n", visible="2,1")
+    assert (seen.gpu, seen.gpus_per_node) == ("NVIDIA H200", 2)
+    assert own_gpus("one, 1\n", source="config").gpu is None
+
+
+def test_what_is_typed_of_the_gpus_holds() -> None:
+    typed = own_gpus("NVIDIA H200, 143771\n" * 4, gpu="NVIDIA B200")
+    assert (typed.gpu, typed.gpu_memory_gb) == ("NVIDIA B200", None)
+    typed = own_gpus("NVIDIA H200, 143771\n" * 4, gpus_per_node=2, gpu_memory_gb=100.0)
+    assert (typed.gpu, typed.gpus_per_node, typed.gpu_memory_gb) == ("NVIDIA H200", 2, 100.0)
 
 
 def test_an_answer_without_gpus_is_refused() -> None:

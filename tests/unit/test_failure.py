@@ -64,13 +64,16 @@ def test_out_of_memory_names_what_needs_less() -> None:
         "PYTORCH_ALLOC_CONF=expandable_segments:True"
     )
 
-    def sentence(micro_batch: int) -> str:
-        config = dataclasses.replace(CONFIG, micro_batch_size=micro_batch)
-        return from_exception(config, worker(0), torch.OutOfMemoryError(said)).sentence()
+    def sentence(micro_batch: int, phase: str = "train step 3", recompute: str = "none") -> str:
+        config = dataclasses.replace(CONFIG, micro_batch_size=micro_batch, recompute=recompute)
+        rank = dataclasses.replace(worker(0), phase=phase)
+        return from_exception(config, rank, torch.OutOfMemoryError(said)).sentence()
 
     assert "709.12 MiB is free. The nearest that needs less is micro_batch_size=4;" in sentence(8)
     assert "needs less is recompute=full;" in sentence(1)
+    assert f"needs less is tp={2 * CONFIG.tp};" in sentence(1, recompute="full")
     assert "expandable_segments" not in sentence(1)
+    assert "needs less" not in sentence(8, phase="generating"), "which has no micro-batches"
 
 
 def test_first_of_equals_is_the_cause() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -27,12 +28,7 @@ from parallel3d.schedules.choose import measure
 from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.schedules.walk import RankWork
 from parallel3d.text import byte_text, percent, si, three_digits
-from parallel3d.topology.assumptions import (
-    check_free,
-    chosen_keys,
-    preset,
-    write,
-)
+from parallel3d.topology.assumptions import check_free, chosen_keys, preset, write
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.cluster.parts import cluster_from_config
 from parallel3d.topology.layout import layout_of
@@ -59,7 +55,7 @@ def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
     """
     wanted = config.dryrun.json
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
-    config, assumed = assume_cluster(with_own_gpus(config, run_command), typed)
+    config, assumed = assume_cluster(with_own_gpus(config, os.environ, run_command), typed)
     facts = find_facts(config) | {"assumed": assumed}
     if wanted:
         text = json.dumps({"made_by": MADE_BY} | facts, indent=1, allow_nan=False)

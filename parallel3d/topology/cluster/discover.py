@@ -226,26 +226,33 @@ def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
 GPUS = "nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits"
 
 
-def with_own_gpus(config: Config, run: Run) -> Config:
-    """Returns the configuration with this machine's GPUs where `cluster.source=local` asks for it.
+def with_own_gpus(config: Config, environ: Mapping[str, str], run: Run) -> Config:
+    """Fills the cluster's keys of GPUs from nvidia-smi where `cluster.source=local` asks for it.
 
-    `run`: runs a command, as `run_command` does. Raises UserError if nvidia-smi cannot tell.
+    Only of those in CUDA_VISIBLE_DEVICES; keys that are set stay. `run`: as `run_command`.
+    Raises UserError if nvidia-smi cannot tell.
     """
     cluster = config.cluster
     if cluster.source != "local" or cluster.gpu is not None:
         return config
-    rows = [line.rpartition(",") for line in run(GPUS.split()).splitlines() if line.strip()]
-    name, _, mib = rows[0] if rows else ("", "", "")
-    if not mib.strip().isdigit():
+    text = run(GPUS.split())
+    rows = [line.rpartition(",") for line in text.splitlines() if line.strip()]
+    if not rows or not all(mib.strip().isdigit() for _, _, mib in rows):
         raise UserError(
-            f"`{GPUS}` printed {name + mib!r}; choose a preset such as cluster=dgx_h100"
+            f"`{GPUS}` printed {shortened(text)!r}; choose a preset such as cluster=dgx_h100"
         )
+    chosen = _visible(environ, len(rows))
+    name, _, mib = rows[chosen[0]]
     known = find_device(name)
+    bandwidth = known.memory_gb_s or None if known else None  # 0: not in the datasheet
     found = replace(
         cluster,
         gpu=name,
-        gpus_per_node=len(rows),
-        gpu_memory_gb=int(mib) * 2**20 / 1e9,
-        gpu_memory_gb_per_s=known.memory_gb_s if known else None,
+        gpus_per_node=cluster.gpus_per_node or len(chosen),
+        gpu_memory_gb=cluster.gpu_memory_gb or int(mib) * 2**20 / 1e9,
+        # A datasheet without it has 0.
+        gpu_memory_gb_per_s=cluster.gpu_memory_gb_per_s
+        or (known.memory_gb_s if known else 0)
+        or None,
     )
     return replace(config, cluster=found)
