@@ -250,9 +250,6 @@ def with_own_gpus(config: Config, environ: Mapping[str, str], run: Run) -> Confi
         gpu=name,
         gpus_per_node=cluster.gpus_per_node or len(chosen),
         gpu_memory_gb=cluster.gpu_memory_gb or int(mib) * 2**20 / 1e9,
-        # A datasheet without it has 0.
-        gpu_memory_gb_per_s=cluster.gpu_memory_gb_per_s
-        or (known.memory_gb_s if known else 0)
-        or None,
+        gpu_memory_gb_per_s=cluster.gpu_memory_gb_per_s or bandwidth,
     )
     return replace(config, cluster=found)
