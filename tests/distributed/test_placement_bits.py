@@ -25,6 +25,7 @@ from parallel3d.run import worker
 from parallel3d.run.launch import Worker
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
+from tests.ports import free_port
 
 STEPS = 2
 # What a step leaves behind, but for how long it took.
@@ -51,12 +52,6 @@ def train_as_placed(config: Config, run_dir: str, port: int) -> int:
     me = Worker(launch_rank, launch_rank, world, world, Path(run_dir), "local", "cpu")
     assert worker._work("train", config, me, store) == 0
     return me.rank
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def config_of(layout: str, optimizer: str, placement: str, folder: Path) -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from tests.e2e.command import Ended, Shell
 from tests.e2e.ready import ReadyPopen
 from tests.pace import PATIENCE
+from tests.ports import free_port
 
 AFTER_FAILURE_S = 20 * PATIENCE
 
@@ -67,9 +67,7 @@ class Forked:
 
     def add_world(self, size: int, *words: str) -> None:
         """The ranks of one run on this host."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
         rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         for rank in map(str, range(size)):

@@ -14,8 +14,9 @@ import pytest
 
 from parallel3d.metrics.jsonl import rows_of
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell, wait_for
-from tests.e2e.test_runs import free_port, slurm_environment
+from tests.e2e.test_runs import slurm_environment
 from tests.pace import in_time
+from tests.ports import free_port
 
 SECONDS = 10
 HOST = re.escape(socket.gethostname())

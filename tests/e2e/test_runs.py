@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import stat
 import subprocess
 import time
@@ -15,6 +14,7 @@ from safetensors import safe_open
 
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell
 from tests.e2e.watched import Watched
+from tests.ports import free_port
 
 FILES = {
     "config.yaml",
@@ -24,12 +24,6 @@ FILES = {
     "weights-initial.safetensors",
     "weights-final.safetensors",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def local(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:

@@ -20,6 +20,7 @@ from parallel3d.run import rendezvous
 from parallel3d.run.launch import RankAssignment, Worker
 from parallel3d.run.local_workers import _rank_environment, listen_here
 from parallel3d.run.rendezvous import RankZerosError, assign_rank, tell_rank_0
+from tests.ports import free_port
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -52,12 +53,6 @@ def address_of_the_network() -> str | None:
 
 def place(master: str, port: int, launcher: str = "slurm", hosts: int = 1) -> RankAssignment:
     return RankAssignment(launcher, 0, 0, 2 * hosts, 2, master, port, "7")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_store_of_a_local_run_is_not_reached_from_the_network() -> None:
