@@ -64,17 +64,11 @@ def slowest_rank(by_rank: Sequence[Sequence[float]]) -> float:
 
 @dataclass
 class CallCounts:
-    """Shares a time budget out over rows: how often each is called; at least one timed call.
+    """Shares a time budget out over rows: how often each is called; at least one timed call."""
 
-    Attributes:
-        estimates: seconds of one call of each row, in the order of the rows.
-        seconds: for all rows, from now on.
-        warmup, calls: of every row, as far as time allows.
-    """
-
-    estimates: Sequence[float]
-    seconds: float
-    warmup: int
+    estimates: Sequence[float]  # seconds of one call of each row
+    seconds: float  # for all rows, from now on
+    warmup: int  # of every row, as far as time allows; `calls` too
     calls: int
     row: int = 0
     spent: float = 0.0
@@ -112,15 +106,11 @@ class WrongResult(RuntimeError):
 
 
 class BenchOperation(NamedTuple):
-    """A collective, and whose code runs it.
+    """A collective, and whose code runs it."""
 
-    name: one of `network.OPERATIONS`. reduction: sum, avg, max, min, or None. own: training's own
-    path for CPU ranks (such as shared memory) instead of the backend's.
-    """
-
-    name: str
-    reduction: str | None = None
-    own: bool = False
+    name: str  # one of `network.OPERATIONS`
+    reduction: str | None = None  # sum, avg, max, min
+    own: bool = False  # training's path for CPU ranks, as shared memory, not the backend's
 
     @property
     def label(self) -> str:
@@ -136,27 +126,22 @@ def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
 
 def operations(dim: str) -> list[BenchOperation]:
     """Returns all operations, one per reduction, and training's own paths."""
-    found = []
-    for name in (*REDUCING, *PLAIN):
-        for reduction in REDUCTIONS if name in REDUCING else (None,):
-            found.append(BenchOperation(name, reduction))
-            if is_trainings(dim, name, reduction):
-                found.append(BenchOperation(name, reduction, own=True))
-    return found
+    return [
+        BenchOperation(name, reduction, own)
+        for name in (*REDUCING, *PLAIN)
+        for reduction in (REDUCTIONS if name in REDUCING else (None,))
+        for own in ((False, True) if is_trainings(dim, name, reduction) else (False,))
+    ]
 
 
 @dataclass(frozen=True)
 class Site:
-    """Group of this rank, its device, and the transport of its messages.
-
-    boxes: the pipeline's shared memory, if any. chain: send/receive goes from stage to stage
-    instead of round a ring.
-    """
+    """Group of this rank, its device, and the transport of its messages."""
 
     group: Group
     device: torch.device
-    boxes: SharedP2P | None = None
-    chain: bool = False
+    boxes: SharedP2P | None = None  # the pipeline's shared memory
+    chain: bool = False  # send/receive goes from stage to stage, not round a ring
 
     def close(self) -> None:
         """Frees the pipeline's shared memory."""
@@ -239,9 +224,8 @@ def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
             return Call(run, mine if me == 0 else None, expected)
         if name == "all_reduce":
             run = partial(dist.all_reduce, mine, op, handle)
-            return Call(
-                partial(collectives.all_reduce, mine, group) if own else run, mine, expected
-            )
+            run = partial(collectives.all_reduce, mine, group) if own else run
+            return Call(run, mine, expected)
         run = partial(_since_2_13("reduce_scatter"), part, mine, op=op, group=handle)
         run = partial(collectives.reduce_scatter, mine, group) if own else run
         return Call(run, part, expected.chunk(n)[me])
@@ -520,19 +504,12 @@ Progress = Callable[[str, int, int], None]  # (description, rows done, of rows)
 
 @dataclass
 class Measurement:
-    """Measures all rows on one rank: checks, then times within a budget; methods are collective.
+    """Measures all rows on one rank: checks, then times within a budget; methods are collective."""
 
-    Attributes:
-        rows: equal on every rank.
-        sites: this rank's groups.
-        warmup, calls: of each row, as far as `budget_s` from now allows.
-        progress: called before each row.
-    """
-
-    rows: list[BenchRow]
-    sites: dict[str, Site]
+    rows: list[BenchRow]  # equal on every rank
+    sites: dict[str, Site]  # this rank's groups
     where: Where
-    warmup: int
+    warmup: int  # of each row, as far as `budget_s` from now allows; `calls` too
     calls: int
     budget_s: float
     progress: Progress = lambda row, done, of: None
