@@ -20,14 +20,7 @@ import numpy as np
 
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.commands.checkpoint.listing import find_run
-from parallel3d.commands.html import (
-    bar_key,
-    colour,
-    html_table,
-    section,
-    stacked_bar,
-    whole_page,
-)
+from parallel3d.commands.html import bar_key, colour, html_table, section, stacked_bar, whole_page
 from parallel3d.config.fields import show, values_of
 from parallel3d.config.schema import Config
 from parallel3d.metrics.jsonl import rows_of, value
@@ -436,12 +429,9 @@ def _map(run: RunRecord) -> str:
 
 def _rank_name(run: RunRecord, number: int) -> str:
     place = run.ranks[number] if number < len(run.ranks) else {}
-    where = " ".join(f"{d}{place[d]}" for d in ("pp", "dp", "cp", "tp") if _is_used(run, d))
+    used = [d for d in ("pp", "dp", "cp", "tp") if any(rank[d] for rank in run.ranks)]
+    where = " ".join(f"{d}{place[d]}" for d in used)
     return f"rank {number}" + (f" · {where}" if where else "")
-
-
-def _is_used(run: RunRecord, dim: str) -> bool:
-    return any(rank[dim] for rank in run.ranks)
 
 
 def _cut(ranks: Sequence[Any], most: int) -> str:

@@ -24,12 +24,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.blend import Blended
 from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
 from parallel3d.data.loader import check_same_text, part_of
-from parallel3d.data.tokenizer import (
-    BYTE,
-    keep_tokenizer,
-    open_tokenizer,
-    with_own_tokenizer,
-)
+from parallel3d.data.tokenizer import BYTE, keep_tokenizer, open_tokenizer, with_own_tokenizer
 from parallel3d.data.tokens import look_at
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
@@ -173,10 +168,7 @@ def make_trainer(
         )
     files = [file for one in sets.values() for file in one.files]
     return Trainer(
-        *(config, groups, device, corpus),
-        valid_sets=sources,
-        token_bytes=sizes,
-        valid_files=files,
+        config, groups, device, corpus, valid_sets=sources, token_bytes=sizes, valid_files=files
     )
 
 
@@ -259,8 +251,8 @@ def run_steps(
             check_data(trainer, worker)  # before a metric or a checkpoint is written
         if recorder is not None and evaluated is not None:
             recorder.evaluation(step, *evaluated)
-        if recorder is not None and (due or last):
-            record_blend(trainer, recorder, step)
+        if recorder is not None and (due or last) and isinstance(trainer.train_source, Blended):
+            recorder.blend(step, trainer.train_source.read(trainer.consumed_samples))
         worker.phase = f"looking after step {step}"
         worker.log.boundary("looking")
         health.after_step(result)
@@ -336,12 +328,13 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
         return
     step, now = trainer.steps_done, datetime.datetime.now(datetime.UTC)
     row = evaluation_row(step, *found)
-    row["tokens"] = trainer.consumed_samples * config.model.seq_length
     row |= {
+        "tokens": trainer.consumed_samples * config.model.seq_length,
         "time": now.isoformat(timespec="seconds"),
         "layout": layout_row(config),
+        "eval_batches": config.train.eval_batches,
+        "precision": config.precision.name,
     }
-    row["eval_batches"], row["precision"] = config.train.eval_batches, config.precision.name
     path = worker.run_dir / EVALUATIONS
     append_line(path, row)
     for sentence in evaluation_lines(config, row):
@@ -359,11 +352,7 @@ def check_data(trainer: Trainer, worker: Worker) -> None:
 
 
 def record_step(
-    trainer: Trainer,
-    recorder: Recorder,
-    result: StepResult,
-    seconds: float,
-    is_profiled: bool,
+    trainer: Trainer, recorder: Recorder, result: StepResult, seconds: float, is_profiled: bool
 ) -> None:
     is_fp16 = trainer.config.precision.name == "fp16"
     noise = result.noise._asdict() if result.noise else None
@@ -378,12 +367,6 @@ def record_step(
         imbalance=trainer.train_batches.imbalance,
         profiled=is_profiled,
     )
-
-
-def record_blend(trainer: Trainer, recorder: Recorder, step: int) -> None:
-    source = trainer.train_source
-    if isinstance(source, Blended):
-        recorder.blend(step, source.read(trainer.consumed_samples))
 
 
 def leave_marker(
