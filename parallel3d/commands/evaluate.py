@@ -207,10 +207,7 @@ def _log_probabilities(
 
 
 def report(
-    config: Config,
-    step: int,
-    rows: Sequence[TaskRow],
-    scores: Sequence[Sequence[Likelihood]],
+    config: Config, step: int, rows: Sequence[TaskRow], scores: Sequence[Sequence[Likelihood]]
 ) -> None:
     """Prints a table and writes the result to `eval.to`, or to a new file in the run directory."""
     pairs = list(zip(rows, scores, strict=True))

@@ -18,23 +18,13 @@ from typing import Any, TextIO
 import numpy as np
 
 from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
-from parallel3d.config.checks import (
-    check_context_parallel,
-    check_model,
-    check_tensor_parallel,
-)
+from parallel3d.config.checks import check_context_parallel, check_model, check_tensor_parallel
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import host_memory, memories, peak_memory
 from parallel3d.estimate.balance import StageWeights
-from parallel3d.estimate.fitted_cost import (
-    StepTime,
-    breakdown,
-    load,
-    range_of_a_new_place,
-    step,
-)
+from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place, step
 from parallel3d.estimate.ops import flops_per_token
 from parallel3d.estimate.profiled_cost import (
     check_type,
@@ -474,11 +464,7 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
 
 
 def _nodes_that_fit(
-    config: Config,
-    sizes: Mapping[str, float],
-    fixed: Fixed,
-    nodes: int,
-    needed: float,
+    config: Config, sizes: Mapping[str, float], fixed: Fixed, nodes: int, needed: float
 ) -> str:
     """Returns the end of that message: the nodes, doubled until a layout fits that spares memory.
     `needed`: bytes of the best layout of `nodes`."""

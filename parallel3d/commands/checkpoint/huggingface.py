@@ -18,31 +18,11 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
-from parallel3d.checkpoint.hf.folder import (
-    check_layers,
-    export_hf,
-    read_hf_config,
-    tensors_of,
-)
-from parallel3d.checkpoint.manifest import (
-    CHECKPOINTS,
-    KINDS,
-    Manifest,
-    read_manifest,
-    step_folder,
-)
-from parallel3d.checkpoint.storage import (
-    TensorChunks,
-    read_state,
-    stored_shapes,
-)
+from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_manifest, step_folder
+from parallel3d.checkpoint.storage import TensorChunks, read_state, stored_shapes
 from parallel3d.comm.group import SINGLE
-from parallel3d.commands.checkpoint.listing import (
-    check_ema,
-    damage_refused,
-    find_checkpoint,
-    title,
-)
+from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, find_checkpoint, title
 from parallel3d.commands.checkpoint.new_runs import KEPT_FILE, new_run, save_first
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
@@ -249,12 +229,7 @@ UNTIED = (
 
 
 def export_run(
-    runs_dir: Path,
-    run: str,
-    to: Path,
-    step: int | None,
-    dtype: str | None,
-    weights: str = "model",
+    runs_dir: Path, run: str, to: Path, step: int | None, dtype: str | None, weights: str = "model"
 ) -> int:
     """Writes a checkpoint's model as a Hugging Face folder. Returns the exit code, 0.
 

@@ -41,12 +41,7 @@ from parallel3d.parameters.sharding import state_of
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
-from parallel3d.simulated_device.machine import (
-    Kernel,
-    Observer,
-    SimulatedMachine,
-    StorageMemory,
-)
+from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachine, StorageMemory
 from parallel3d.simulated_device.nccl import BACKEND
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.tiling import RankMapping
