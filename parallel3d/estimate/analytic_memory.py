@@ -209,6 +209,7 @@ def _temporary(
         found = {"backward": begins + layer.backward - received}
         if rank.fully_sharded:  # elsewhere a weight's gradient is added in place
             matmuls = (1 + 2 * sp) * whole - layer.inner
+            ends = stream - kept - head.kept * stage.last
             found |= {
                 "matmuls": begins + matmuls,
                 "attention": begins + layer.attention - received,
@@ -218,7 +219,9 @@ def _temporary(
                 "made": near + stream - before,
                 "reduction": near + stream - before,
                 "later": near + stream - min(2, layers) * before,
-                "ends": 2 * stream - kept,
+                "tied": ends,
+                "ends": ends,
+                "ends' shard": ends,
             }
     else:
         late = (layers - 1) * (layer.deferred - before)
@@ -240,7 +243,8 @@ def _temporary(
 # Moments of a layer's backward, and the weight whose gradient there is from then on.
 GRADIENTS = {"backward": "mlp.down", "matmuls": "mlp.up", "attention": "attention.out"}
 REDUCES = ("reduction", "later")  # of the layers; where gradients accumulate in the last backward
-BEHIND = (*REDUCES, "ends")  # after a backward's first gradients, as is each "next …"
+# After a backward's first gradients, as is each "next …".
+BEHIND = (*REDUCES, "tied", "ends", "ends' shard")
 
 
 def _cast_table(rank: PipelineRank) -> float:
@@ -289,7 +293,7 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
         "head": RankMemory(head, buffers=last, activations=2 * cast),
         "cast": RankMemory(head, buffers=last, activations=3 * cast),
     }
-    # Tied: two gradients, summed at the end.
+    # Tied: two gradients, of which the head's is kept; their sum is made before all are reduced.
     both = first and stage.last and all(p.name != TABLE for p in rank.ends)
     cast = 0.0 if both else cast
     of_layers = {"reduction": (whole, ahead + wide + sums), "made": (whole + own, ahead + own)}
@@ -305,15 +309,24 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
         found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
     model = config.model
     table = item * model.hidden_size * model.padded_vocab_size / rank.layout.tp * first
-    if config.zero == 2 and not once:  # the last micro-batch has freed the reduced gradients
-        found["look-up"] = RankMemory(whole + own, activations=table)
-        return found
     start = 0.0 if once else head
-    scattered, buffers = (reduced / dp, reduced) if ends else (0.0, 0.0)
-    # At the end autograd holds the gradients until its last node is done.
-    apart = not (first or (rank.first and rank.table.tied))
-    found["ends"] = RankMemory(
-        start, buffers=buffers + scattered * apart, activations=cast + (1 + both) * table
+    if both:
+        found["tied"] = RankMemory(
+            item * rank.end_numel if once else head,
+            buffers=0.0 if rank.accumulates else sums,
+            activations=2 * table,
+        )
+    if rank.accumulates:  # the last micro-batch has freed the reduced gradients
+        found["look-up"] = RankMemory(whole + own, activations=table)
+        found["ends"] = RankMemory(whole + own, activations=cast + table)
+        return found
+    found["ends"] = RankMemory(start, buffers=reduced * bool(ends), activations=cast + table)
+    # Autograd holds the gradient of its last node alone, or of all where the look-up is no node.
+    freed = float(_cast_table(rank)) * (rank.first and rank.table.tied)
+    if first:
+        freed = table * (len(rank.ends_read(stage)) > 1)
+    found["ends' shard"] = found["ends"].plus(
+        RankMemory(buffers=reduced / dp * bool(ends), activations=-freed)
     )
     return found
 

@@ -65,6 +65,14 @@ PLAYED = (
      "recompute": "full", "micro_batch_size": 2, "global_batch_size": 4},
     {"model": "llama3_8b", "layers": 12, "pp": 4, "dp": 1, "micro_batch_size": 1,
      "global_batch_size": 8, "offload_layers": [3]},
+    # The ends of FSDP2's backward: a tied table on one rank, gradients of several micro-batches,
+    # and a shard of a gradient beside it.
+    {"model": "gpt2_124m", "layers": 2, "dp": 8, "cp": 4, "style": "ring", "zero": 3,
+     "recompute": "full", "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "qwen2_5_0_5b", "layers": 4, "tp": 2, "pp": 2, "dp": 4, "cp": 2, "sp": True,
+     "zero": 2, "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "qwen3_8b", "layers": 2, "dp": 1, "cp": 2, "zero": 3, "recompute": "[mlp]",
+     "micro_batch_size": 2, "global_batch_size": 2},
 )  # fmt: skip
 
 
