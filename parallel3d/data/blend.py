@@ -21,12 +21,9 @@ import operator
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from parallel3d.data.sampler import DatasetOrder, Sample
-
-if TYPE_CHECKING:
-    pass
 
 
 def whole_weights(weights: Sequence[Fraction]) -> list[int]:
