@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -58,6 +59,26 @@ def replace_durably(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder that replaces `folder`, which must be empty or missing.
+
+    It is flushed and renamed at the end of the block, or removed if the block raises: `folder`
+    appears whole or not at all. Raises OSError.
+    """
+    partial = folder.parent / f".{folder.name[:100]}.{secrets.token_hex(4)}.partial"
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            flush(path)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    flush_folder(folder.parent)
 
 
 def flush_folder(folder: Path) -> None:

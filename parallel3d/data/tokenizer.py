@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +21,7 @@ import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError, nearest
-from parallel3d.files import flush_folder, parse_json, plain, read_bounded, write_durably
+from parallel3d.files import new_folder, parse_json, plain, read_bounded, write_durably
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
-GENERATION, MODEL = "generation_config.json", "config.json"
+GENERATION, CONFIG = "generation_config.json", "config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 BESIDE = (TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CHAT_TEMPLATE)
 LARGEST_BESIDE = 64 << 20  # bytes; configurations that list every added token are long
@@ -181,7 +179,7 @@ class FileTokenizer:
             token.content: number for number, token in added.items() if token.special
         }
         where = f"{key}={show(name)}"
-        names = (TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, MODEL) if folder is not None else ()
+        names = (TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CONFIG) if folder is not None else ()
         self.beside = {file: read_json(folder, file, where) for file in names if folder}
         end = self._end_of_text(vocabulary, where)
         if end is None:
@@ -237,7 +235,7 @@ class FileTokenizer:
                 f"of its {TOKENIZER}"
             )
         numbers = {number: token for token, number in vocabulary.items()}
-        told = (numbers.get(n) for file in (GENERATION, MODEL) for n in self._end_tokens(file)[:1])
+        told = (numbers.get(n) for file in (GENERATION, CONFIG) for n in self._end_tokens(file)[:1])
         usual = (token for token in USUAL_ENDS if token in self.special)
         alone = list(self.special) if len(self.special) == 1 else []
         return next((end for end in (named, *told, *usual, *alone) if end is not None), None)
@@ -371,17 +369,9 @@ class FileTokenizer:
         """Writes `files` to `folder`, whole or not at all, unless it exists. Raises OSError."""
         if folder.is_dir():
             return
-        partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
-        partial.mkdir(parents=True)
-        try:
+        with new_folder(folder) as partial:
             for name, content in self.files().items():
                 write_durably(partial / name, content)
-            flush_folder(partial)
-            os.rename(partial, folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        flush_folder(folder.parent)
 
 
 def _opened(content: bytes) -> Any:

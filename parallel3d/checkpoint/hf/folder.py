@@ -10,8 +10,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from math import prod
@@ -37,13 +35,12 @@ from parallel3d.checkpoint.hf.config import (
 )
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data.tokenizer import read_json
+from parallel3d.data.tokenizer import CONFIG, GENERATION, read_json
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
-from parallel3d.files import flush_folder, open_regular, plain
+from parallel3d.files import new_folder, open_regular, plain
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-GENERATION = "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # where transformers starts a new file as well
 # Masks and rotary tables in old checkpoints, which we compute.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
@@ -89,34 +86,22 @@ def export_hf(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
     shards = _shards(tensors, torch.finfo(COMPUTE[dtype]).bits // 8, shard_bytes)
-    made = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", dir=folder.parent))
-        partial = made / "partial"  # unlike `made` with the usual mode
-        partial.mkdir()
-        files: dict[str, str] = {}
-        for name, members in shards.items():
-            parts = read([part for tensor in members for part in tensor.parts])
-            content = {t.name: _written(t, parts, dtype) for t in members}
-            save_file(content, partial / name, metadata={"format": "pt"})
-            files |= dict.fromkeys(content, name)
-        if len(shards) > 1:
-            size = sum(prod(t.shape) for t in tensors) * torch.finfo(COMPUTE[dtype]).bits // 8
-            texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": files})
-        for name, text in texts.items():
-            (partial / name).write_bytes(text)
-        for path in partial.iterdir():
-            flush_folder(path)
-        flush_folder(partial)
-        partial.rename(folder)  # an empty folder of that name is replaced
-        flush_folder(folder.parent)
+        with new_folder(folder) as partial:
+            files: dict[str, str] = {}
+            for name, members in shards.items():
+                parts = read([part for tensor in members for part in tensor.parts])
+                content = {t.name: _written(t, parts, dtype) for t in members}
+                save_file(content, partial / name, metadata={"format": "pt"})
+                files |= dict.fromkeys(content, name)
+            if len(shards) > 1:
+                size = sum(prod(t.shape) for t in tensors) * torch.finfo(COMPUTE[dtype]).bits // 8
+                texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": files})
+            for name, text in texts.items():
+                (partial / name).write_bytes(text)
     except (OSError, SafetensorError) as error:  # a full disk, in Python or safetensors
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"to={folder} cannot be written: {reason}") from None
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
     return sorted(folder.iterdir())
 
 
