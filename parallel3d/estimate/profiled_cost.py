@@ -269,7 +269,8 @@ def passes(machine: MeasuredMachine, config: Config, piece: str) -> Passes:
 def stage_passes(machine: MeasuredMachine, config: Config, stage: LocalStage) -> Passes:
     """Returns the passes of a stage: its blocks, its ends, and the host's work per action."""
     block = passes(machine, config, "block")
-    again = sum(machine[f"recompute.{part}"](config.tp) for part in parts_of(config.recompute))
+    parts = sorted(parts_of(config.recompute))  # a sum in the same order in every process
+    again = sum(machine[f"recompute.{part}"](config.tp) for part in parts)
     found = len(stage.layers) * block + (0.0, stage.again * again * float(block[0]), 0.0)
     found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"]
     if stage.first:
