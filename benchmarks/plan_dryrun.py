@@ -61,6 +61,7 @@ def configured(keys: Keys) -> Config:
     config.context_parallel.style = keys.pop("style", "gather")
     config.optim.state = keys.pop("state", "fp32")
     config.optim.ema_decay = keys.pop("ema_decay", None)
+    config.ddp.reduce_every_microbatch = keys.pop("every", None)
     return check_config(dataclasses.replace(config, **keys), own_samples=True)
 
 
@@ -87,6 +88,8 @@ def sample(seed: int, layers: int) -> Iterator[Keys]:
             "global_batch_size": batch * dp * count,
             "rank": chance.choice((0, pp // 2, pp - 1)) * tp * cp * dp,
         }  # fmt: skip
+        if keys["zero"] > 1:
+            keys["every"] = chance.choice((None, True, False))  # ddp.reduce_every_microbatch
         try:
             configured(keys)
         except UserError:
@@ -126,7 +129,7 @@ def _row(keys: Keys) -> tuple[str, list[float]]:
     found = compare(keys)
     errors = [off(*found[name]) for name in NAMES]
     plain = {"sp": False, "vpp": 1, "zero": 0, "recompute": "none", "dp": 1, "rank": 0}
-    plain |= {"cp": 1, "style": "gather"}
+    plain |= {"cp": 1, "style": "gather", "every": None}
     words = [f"{k}={v}" for k, v in keys.items() if plain.get(k) != v and k != "model"]
     played = f"{found['memory'][0] / 1e9:.2f} | {found['launches'][0]:,.0f}"
     cells = " | ".join(f"{error:+.2f}" for error in errors)

@@ -209,7 +209,6 @@ def _temporary(
         found = {"backward": begins + layer.backward - received}
         if rank.fully_sharded:  # elsewhere a weight's gradient is added in place
             matmuls = (1 + 2 * sp) * whole - layer.inner
-            ends = stream - kept - head.kept * stage.last
             found |= {
                 "matmuls": begins + matmuls,
                 "attention": begins + layer.attention - received,
@@ -219,9 +218,7 @@ def _temporary(
                 "made": near + stream - before,
                 "reduction": near + stream - before,
                 "later": near + stream - min(2, layers) * before,
-                "tied": ends,
-                "ends": ends,
-                "ends' shard": ends,
+                **dict.fromkeys(ENDS, stream - kept - head.kept * stage.last),
             }
     else:
         late = (layers - 1) * (layer.deferred - before)
@@ -243,8 +240,11 @@ def _temporary(
 # Moments of a layer's backward, and the weight whose gradient there is from then on.
 GRADIENTS = {"backward": "mlp.down", "matmuls": "mlp.up", "attention": "attention.out"}
 REDUCES = ("reduction", "later")  # of the layers; where gradients accumulate in the last backward
+# Of the embedding and the head: the sum of a tied table's two gradients; the input of the
+# reduce-scatter of all, in fp32; and its result beside it.
+ENDS = ("tied", "ends", "ends' shard")
 # After a backward's first gradients, as is each "next …".
-BEHIND = (*REDUCES, "tied", "ends", "ends' shard")
+BEHIND = (*REDUCES, *ENDS)
 
 
 def _cast_table(rank: PipelineRank) -> float:
@@ -280,8 +280,10 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     }
     cast = float(_cast_table(rank) * stage.last)
     once = config.num_microbatches == 1
-    sums, reduced, own = float(WIDE * one), float(WIDE * (ends or one)), float(item * one)
+    sums, own = float(WIDE * one), float(item * one)
     gathered = own if config.zero == 3 else 0.0
+    # Stage 2 frees a layer after its last backward: the first ones reduce it while it is whole.
+    stays = own if config.zero == 2 and not once and not rank.accumulates else 0.0
     others = 0 if config.zero == 3 else one * (rank.layer_count - 1)
     whole = float(item * (others + rank.end_numel))
     ahead, late = gathered * (layers > 1), gathered * (layers > 2)
@@ -296,15 +298,19 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
     # Tied: two gradients, of which the head's is kept; their sum is made before all are reduced.
     both = first and stage.last and all(p.name != TABLE for p in rank.ends)
     cast = 0.0 if both else cast
-    of_layers = {"reduction": (whole, ahead + wide + sums), "made": (whole + own, ahead + own)}
+    of_layers = {
+        "reduction": (whole + stays, ahead + wide + sums),
+        "made": (whole + own, ahead + own),
+    }
     made = 0.0
     for moment, name in GRADIENTS.items():
         made += weights[name]
         of_layers[moment] = whole + own, ahead + made
         if layers > 1 and not rank.accumulates:  # while the layer before is reduced
-            of_layers[f"next {moment}"] = whole + gathered, late + made + sums
+            of_layers[f"next {moment}"] = whole + gathered + stays, late + made + sums
     if layers > 1:
-        of_layers["later"] = whole + gathered, late + wide + sums * (not rank.accumulates)
+        later = late + wide + sums * (not rank.accumulates)
+        of_layers["later"] = whole + gathered + stays, later
     for moment, (parameters, buffers) in of_layers.items():
         found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
     model = config.model
@@ -320,13 +326,15 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
         found["look-up"] = RankMemory(whole + own, activations=table)
         found["ends"] = RankMemory(whole + own, activations=cast + table)
         return found
-    found["ends"] = RankMemory(start, buffers=reduced * bool(ends), activations=cast + table)
-    # Autograd holds the gradient of its last node alone, or of all where the look-up is no node.
-    freed = float(_cast_table(rank)) * (rank.first and rank.table.tied)
+    found["ends"] = RankMemory(start, buffers=float(WIDE * ends), activations=cast + table)
+    # A gradient of the table is freed before the shard is allocated, unless the look-up is the
+    # only reader: autograd holds what its last node returned.
     if first:
         freed = table * (len(rank.ends_read(stage)) > 1)
+    else:
+        freed = float(_cast_table(rank)) * (rank.first and rank.table.tied)
     found["ends' shard"] = found["ends"].plus(
-        RankMemory(buffers=reduced / dp * bool(ends), activations=-freed)
+        RankMemory(buffers=WIDE * ends / dp, activations=-freed)
     )
     return found
 

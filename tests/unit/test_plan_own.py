@@ -71,6 +71,10 @@ PLAYED = (
      "recompute": "full", "micro_batch_size": 1, "global_batch_size": 8},
     {"model": "qwen2_5_0_5b", "layers": 4, "tp": 2, "pp": 2, "dp": 4, "cp": 2, "sp": True,
      "zero": 2, "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "llama_1b", "layers": 4, "pp": 2, "dp": 8, "zero": 3, "every": False,
+     "recompute": "full", "micro_batch_size": 1, "global_batch_size": 48},
+    {"model": "qwen2_5_0_5b", "layers": 8, "pp": 2, "dp": 8, "zero": 2, "every": True,
+     "recompute": "full", "micro_batch_size": 1, "global_batch_size": 16},
     {"model": "qwen3_8b", "layers": 2, "dp": 1, "cp": 2, "zero": 3, "recompute": "[mlp]",
      "micro_batch_size": 2, "global_batch_size": 2},
 )  # fmt: skip

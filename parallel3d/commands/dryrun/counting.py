@@ -457,8 +457,9 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
         return counter.end()
 
     counted(1 if more else few)
-    # Under zero=2 the second micro-batch casts the gradients to fp32; the others only add to them.
-    first = 2 if config.zero == 2 else 1
+    # Where FSDP2 accumulates gradients a step of several micro-batches casts them to fp32 once.
+    accumulates = config.zero > 1 and not config.ddp.reduces_every_microbatch(config.zero)
+    first = 1 + accumulates
     one, two = (counted(first), counted(first + 1)) if more else (Counts(), Counts())
     counts = counted(few)
     counts = Counts({key: n + more * (two[key] - one[key]) for key, n in counts.items()})
