@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 
@@ -20,6 +21,8 @@ def free_port() -> int:
         with socket.socket() as probe:
             try:
                 probe.bind(("", port := choice.randrange(LOWEST, HIGHEST)))
-            except OSError:
-                continue
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
             return port

@@ -75,7 +75,7 @@ def _can_defer(input: Tensor, weight: Tensor) -> bool:
         return False
     if weight._backward_hooks:  # autograd would not call them for a deferred gradient
         return False
-    # The recompute of a checkpointed forward runs outside of this mode and must save the same
+    # The recomputation of a checkpointed forward runs outside of this mode and must save the same
     # tensors as the first forward.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooked is not None or torch.compiler.is_compiling():

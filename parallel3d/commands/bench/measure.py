@@ -68,8 +68,8 @@ class CallCounts:
 
     estimates: Sequence[float]  # seconds of one call of each row
     seconds: float  # for all rows, from now on
-    warmup: int  # of every row, as far as time allows; `calls` too
-    calls: int
+    warmup: int  # calls of every row before those that are timed, as far as time allows
+    calls: int  # timed, of every row, as far as time allows
     row: int = 0
     spent: float = 0.0
     cut: int = 0  # rows that had fewer calls
@@ -110,7 +110,7 @@ class BenchOperation(NamedTuple):
 
     name: str  # one of `network.OPERATIONS`
     reduction: str | None = None  # sum, avg, max, min
-    own: bool = False  # training's path for CPU ranks, as shared memory, not the backend's
+    own: bool = False  # by training's own path for CPU ranks (shared memory), not the backend
 
     @property
     def label(self) -> str:
@@ -509,8 +509,8 @@ class Measurement:
     rows: list[BenchRow]  # equal on every rank
     sites: dict[str, Site]  # this rank's groups
     where: Where
-    warmup: int  # of each row, as far as `budget_s` from now allows; `calls` too
-    calls: int
+    warmup: int  # calls of each row before those that are timed
+    calls: int  # timed, of each row, as far as `budget_s` from now allows
     budget_s: float
     progress: Progress = lambda row, done, of: None
     rows_cut: int = 0
