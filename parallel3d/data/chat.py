@@ -149,7 +149,7 @@ def template_text(tokenizer: FileTokenizer) -> str:
         try:
             return read_bounded(folder / CHAT_TEMPLATE, LARGEST_BESIDE).decode()
         except FileNotFoundError:
-            pass
+            pass  # the tokenizer's own config may hold it
         except (OSError, ValueError) as error:
             raise UserError(f"{key} cannot be read ({plain(str(error))})") from None
         found = tokenizer.beside[TOKENIZER_CONFIG].get("chat_template")

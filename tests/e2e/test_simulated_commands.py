@@ -90,3 +90,8 @@ def test_it_runs(name: str, ended: dict[str, Ended]) -> None:
     found = ended[name]
     assert found.code == 0, found
     assert COMMANDS[name].says in found.out + found.err, found
+
+
+def test_calibrate_shows_progress_where_its_output_is_no_terminal(ended: dict[str, Ended]) -> None:
+    """One line from rank 0 at the start; the next follows only after many seconds."""
+    assert ended["calibrate"].err.count("parallel3d: calibrate: all_reduce over 2 ranks") == 1

@@ -62,6 +62,7 @@ Point = tuple[int, ...]
 TURNS = 3  # of blocks on several ranks at once; the fastest counts
 MEASURED_KEY = "parallel3d/calibrate/measured"
 LEAST = 1e-7
+LOG_EVERY_S = 15.0  # where a batch job's file is read rather than a terminal
 
 
 def calibrate(config: Config, worker: Worker) -> int:
@@ -102,14 +103,20 @@ def provenance(config: Config, device: torch.device) -> CalibrationSource:
 
 
 def _teller(worker: Worker) -> Callable[[str], None]:
-    """Returns a function that shows progress on rank 0's terminal."""
-    shown = worker.rank == 0 and sys.stderr.isatty()
+    """Returns a function that shows rank 0's progress: in place on a terminal, else as lines."""
+    terminal, logged = sys.stderr.isatty(), -LOG_EVERY_S
 
     def tell(what: str) -> None:
+        nonlocal logged
         worker.phase = f"calibrate: {what}"
-        if shown:
+        if worker.rank != 0:
+            return
+        if terminal:
             sys.stderr.write(f"\r\x1b[Kcalibrate: {what}")
             sys.stderr.flush()
+        elif (now := time.monotonic()) - logged >= LOG_EVERY_S:
+            logged = now
+            print_line(worker.phase)
 
     return tell
 
