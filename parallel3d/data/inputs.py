@@ -433,7 +433,7 @@ def _inputs_of(item: str, kind: str | None) -> list[Input]:
             info = None
         if info is not None and info["type"] == "file":
             return [_input(files, info, kind)]
-        below = files.find(path, detail=True) if info else _globbed(files, path)
+        below = _files_below(files, path) if info else _globbed(files, path)
         fixed = path if info else os.path.dirname(re.split(r"[*?[]", path, maxsplit=1)[0])
         infos = [below[name] for name in sorted(below) if not is_hidden(name[len(fixed) :])]
         if not infos:
@@ -446,7 +446,25 @@ def _globbed(files: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any
     """Returns matching files, and all files below matching folders."""
     found: dict[str, dict[str, Any]] = {}
     for name, info in files.glob(pattern, detail=True).items():
-        found |= files.find(name, detail=True) if info["type"] == "directory" else {name: info}
+        found |= _files_below(files, name) if info["type"] == "directory" else {name: info}
+    return found
+
+
+def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]]:
+    """Returns all files below a folder. Raises OSError for a folder that cannot be listed."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    if not isinstance(files, LocalFileSystem):  # object stores list all at once
+        return files.find(folder, detail=True)
+    found, waiting = {}, [folder]
+    while waiting:  # `find` leaves a folder out that cannot be listed
+        for info in files.ls(waiting.pop(), detail=True):
+            if is_hidden(os.path.basename(info["name"])):
+                continue
+            if info["type"] == "directory":
+                waiting.append(info["name"])
+            else:
+                found[info["name"]] = info
     return found
 
 

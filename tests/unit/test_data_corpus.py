@@ -20,6 +20,7 @@ from parallel3d import files
 from parallel3d.config.schema import DataConfig
 from parallel3d.data import cache
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
+from parallel3d.data.inputs import find_inputs
 from parallel3d.data.sources import find_documents
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError
@@ -527,7 +528,7 @@ def refused_as_ordinary_user(data: DataConfig, results: multiprocessing.Queue) -
         os.setgid(65534)
         os.setuid(65534)
     sentences = []
-    for ask in (check_data, open_corpus):
+    for ask in (check_data, open_corpus, lambda data, _: find_inputs(str(data.path))):
         try:
             ask(data, 20)
         except UserError as error:
@@ -543,12 +544,14 @@ def public_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "cache"])
+@pytest.mark.parametrize("what", ["file", "folder", "folder inside", "cache"])
 def test_unreadable_text_and_unwritable_cache_are_refused(public_path: Path, what: str) -> None:
     path = write(public_path / "t" / "a.txt", b"abc" * 100)
+    inside = write(public_path / "t" / "more" / "b.txt", b"abc" * 100).parent
     cache_dir = public_path / "cache"
     cache_dir.mkdir()
-    locked = {"file": path, "folder": path.parent, "cache": cache_dir}[what]
+    folders = {"folder": path.parent, "folder inside": inside, "cache": cache_dir}
+    locked = {"file": path, **folders}[what]
     locked.chmod(0o000)
     data = text(public_path, path.parent, cache_dir=str(cache_dir))
     results = SPAWN.Queue()
@@ -557,6 +560,9 @@ def test_unreadable_text_and_unwritable_cache_are_refused(public_path: Path, wha
     sentences = results.get(timeout=300)
     process.join(60)
     locked.chmod(0o755)
+    if "folder" in what:  # `data tokenize` lists them too
+        tokenized = sentences.pop()
+        assert f"input={public_path}/t cannot be read (Permission denied)" in tokenized
     key = f"data.cache_dir={cache_dir}" if what == "cache" else f"data.path={public_path}/t"
     assert len(sentences) == 2
     assert all(key in s and str(locked) in s for s in sentences)
