@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -187,8 +188,11 @@ class Pipeline(nn.Module):
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the full state dict of all modules on every rank; collective."""
-        if not self.gathers_state:
+        """Returns the full state dict of all modules on every rank; collective.
+
+        Raises UserError, on every rank alike, for a state that is no tensor.
+        """
+        if not self.gathers_state or self.group.size == 1:
             return super().state_dict(*args, **kwargs)
         own = super().state_dict(*args, **kwargs)
         return in_order_of_modules(dict(of_all_stages(own, self.group, self.device)))
@@ -440,14 +444,26 @@ def of_all_stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of all stages' state dicts, one after the other, on every rank.
 
-    Collective over `group`; each tensor is `own`'s or on `device`.
+    Collective over `group`; each tensor is `own`'s or on `device`. Raises UserError, on every rank
+    alike, for a state that is no tensor.
     """
-    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-    facts = [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
-    for index, theirs in enumerate(all_gather_json(facts, group.handle, device)):
+    facts = [
+        [name, list(v.shape), str(v.dtype)]
+        if isinstance(v, Tensor)
+        else [name, None, type(v).__name__]
+        for name, v in own.items()
+    ]
+    everyone = all_gather_json(facts, group.handle, device)
+    for name, shape, kind in chain.from_iterable(everyone):
+        if shape is None:
+            raise UserError(
+                f"the state {name} of a Pipeline is a {kind}, but must be a tensor to be sent to "
+                "other ranks; keep it in a buffer instead"
+            )
+    for index, theirs in enumerate(everyone):
         for name, shape, kind in theirs:
             if index == group.index:
-                value = tensors[name]
+                value = own[name]
                 sent = value.detach().to(device).contiguous()
             else:
                 value = sent = torch.empty(shape, dtype=dtype_of(kind), device=device)

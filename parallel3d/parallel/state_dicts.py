@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.group import Group
 from parallel3d.errors import UserError
 from parallel3d.parallel.pipeline import Pipeline, in_order_of_modules, of_all_stages
 from parallel3d.tensor_parallel.layers import ShardedModule
@@ -57,8 +53,9 @@ def full_state_dict(net: nn.Module) -> dict[str, Any]:
             found[name] = whole.detach().to("cpu", copy=True) if is_tensor else whole
     if sent:
         pp, device = inside[0].group, inside[0].device
-        _check_tensors(found, pp, device)
-        for name, value in of_all_stages(found, pp, device):
+        # What is no tensor is on rank 0 already if it is of rank 0's stages.
+        tensors = {name: v for name, v in found.items() if isinstance(v, Tensor)}
+        for name, value in of_all_stages(tensors if first else found, pp, device):
             if first:
                 found[name] = value.cpu()
         found = in_order_of_modules(found)
@@ -76,13 +73,3 @@ def _sharded(net: nn.Module) -> Iterator[None]:
     finally:
         for part in parts:
             part.gathers_state = True
-
-
-def _check_tensors(own: dict[str, Any], pp: Group, device: torch.device) -> None:
-    """Raises UserError, on every rank alike, for a state of another stage that is no tensor."""
-    others = [[name, type(v).__name__] for name, v in own.items() if not isinstance(v, Tensor)]
-    for name, kind in chain.from_iterable(all_gather_json(others, pp.handle, device)[1:]):
-        raise UserError(
-            f"full_state_dict: {name} is a {kind}, but must be a tensor to be sent to rank 0; "
-            "keep it in a buffer instead"
-        )

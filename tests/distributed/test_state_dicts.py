@@ -147,12 +147,16 @@ def refusals() -> list[str]:
     counting = p3d.Pipeline([nn.Linear(2, 2), Counting(2, 2)], group)
     inside = nn.Sequential(p3d.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], group))
     said = []
-    for module in (counting, inside):
+    counted = p3d.Pipeline([Counting(2, 2), nn.Linear(2, 2)], group)
+    for ask in (
+        lambda: p3d.full_state_dict(counting),
+        lambda: p3d.full_state_dict(inside),
+        counted.state_dict,
+    ):
         try:
-            p3d.full_state_dict(module)
+            ask()
         except p3d.UserError as error:
             said.append(str(error))
-    counted = p3d.Pipeline([Counting(2, 2), nn.Linear(2, 2)], group)
     full = p3d.full_state_dict(counted)
     if group.index == 0:
         assert full["0._extra_state"] == {"calls": 3}
@@ -162,8 +166,9 @@ def refusals() -> list[str]:
 def test_what_would_be_lost_is_refused_on_every_rank(pool: Pool) -> None:
     first, second = pool.run(2, refusals)
     assert first == second
-    state, inside = first
-    assert "1._extra_state is a dict, but must be a tensor" in state
+    second_stage, inside, first_stage = first
+    assert "1._extra_state of a Pipeline is a dict, but must be a tensor" in second_stage
+    assert "0._extra_state of a Pipeline is a dict, but must be a tensor" in first_stage
     assert "full_state_dict(Sequential) must get a Pipeline itself" in inside
 
 
