@@ -70,7 +70,7 @@ class LayoutChoice:
     cp: int = 1
 
 
-TYPES = ("bf16", "fp16", "fp8")
+TYPES = ("bf16", "fp16")
 
 
 def card_of(config: Config) -> tuple[str, Device]:
@@ -108,7 +108,7 @@ def sizes_of(config: Config) -> dict[str, float]:
     return {
         **sizes_of_model(model),
         "gpus_per_node": domain, "flash": 1, "dropout": 0, "overlap_tp": 1, "overlap_pp": 1,
-        "overlap_dp": 1, "scatter_gather": 1, "compiled": 1, "fp8": float(type == "fp8"),
+        "overlap_dp": 1, "scatter_gather": 1, "compiled": 1, "fp8": 0,
         "grad_bytes": 4,
         "peak": card.peak[type] * 1e12, "peak_attention": card.peak.get("bf16", 125.0) * 1e12,
         "memory_bytes": memory, "memory_rate": moved * 1e9, "units": card.units,

@@ -77,10 +77,10 @@ def check_free(name: str, wanted: str | None, mark: str | None, made_by: str) ->
         raise UserError(f"{key} is a folder; name a file in it.")
     if not path.parent.is_dir():
         raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     if not path.is_file():
-        raise UserError(f"{key} is no regular file; name one, or a new one.")
+        raise UserError(f"{key} is no regular file, nor a link to one; name one, or a new one.")
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             ours = mark is not None and mark in file.read(1000)

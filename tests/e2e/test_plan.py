@@ -30,7 +30,7 @@ def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture
 
 BAD = [
     (("cluster.gpu=H900",), "cluster.gpu=H900 must be one of .*the nearest is"),
-    (("precision=fp32",), "precision=fp32 must be one of bf16"),
+    (("precision=fp32",), "precision=fp32 must be one of bf16, fp16 on a GPU"),
     (("offload_layers=[3,1]",), r"must have 1 entry in a plan.*nearest is offload_layers=\[3\]"),
     (("tp=3",), "tp=3 must divide the 16 GPUs .*the nearest is 2"),
     (("pp=64", "cluster.nodes=64"), "pp=64 must be at most .*the nearest is 32"),
