@@ -1152,9 +1152,7 @@ class CalibrateConfig:
         minimum=1,
         maximum=1024,
     )
-    passes: int = key(
-        3, "how often each piece is measured, the others between; the best counts", minimum=1
-    )
+    passes: int = key(3, "how often each piece is measured, the others between", minimum=1)
 
 
 @dataclass

@@ -12,9 +12,10 @@ import dataclasses
 import datetime
 import os
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -290,15 +291,23 @@ class ModelPieces:
             found[key] = found.get(key, 0.0) + seconds / TOGETHER
         return found
 
-    def best(self) -> dict[str, float]:
-        """Returns the least of several runs, the first left out, and the elements updated."""
+    def runs(self) -> list[dict[str, float]]:
+        """Returns the seconds of several runs; the first, which warms up, is left out."""
         self.run()
-        begun, found = time.perf_counter(), self.run()
-        for _ in range(MOST_RUNS - 1):
-            if time.perf_counter() - begun > RUN_S:
-                break
-            found = {key: min(found[key], seconds) for key, seconds in self.run().items()}
-        return found | {"elements": self.elements}
+        begun, found = time.perf_counter(), [self.run()]
+        while len(found) < MOST_RUNS and time.perf_counter() - begun < RUN_S:
+            found.append(self.run())
+        return found
+
+
+def lower_quartile(seconds: Iterable[float]) -> float:
+    """Returns what a quarter of the runs are faster than.
+
+    A step is long: it is as fast as its parts usually are, and the least of many short runs is of a
+    moment at which the processor was faster than it stays. Neighbours disturb the slower half.
+    """
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 4]
 
 
 def pieces(
@@ -308,12 +317,11 @@ def pieces(
 
     Returns the tables, and seconds of the host between two actions.
     """
-    found: dict[str, dict[Point, float]] = {}
+    found: dict[str, dict[Point, list[float]]] = {}  # of every run
     sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
 
-    def keep(name: str, point: Point, seconds: float) -> None:
-        points = found.setdefault(name, {})
-        points[point] = max(min(seconds, points.get(point, seconds)), LEAST)
+    def keep(name: str, point: Point, seconds: Iterable[float]) -> None:
+        found.setdefault(name, {}).setdefault(point, []).extend(seconds)
 
     for number, tp in product(range(config.calibrate.passes), tensor_sizes(config.model, most)):
         shard = shard_of(config.model, tp)
@@ -321,27 +329,34 @@ def pieces(
         for place, size in enumerate(sizes):
             tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
             begun, at = time.perf_counter(), (tp, size * shard.seq_length)
-            times = ModelPieces(config, shard, size, device).best()
+            model = ModelPieces(config, shard, size, device)
+            runs = model.runs()
             for chunk, (name, count) in enumerate(
                 (("embedding", 1), ("block", blocks), ("head", 1))
             ):
                 for way, kind in zip(WAYS, "FIW", strict=True):
-                    keep(f"{name}.{way}", at, times[f"{kind}{chunk}"] / count)
-            keep("update", (int(times["elements"]),), times["update"])
-            keep("action", (), times["action"])
+                    keep(f"{name}.{way}", at, (run[f"{kind}{chunk}"] / count for run in runs))
+            keep("update", (model.elements,), (run["update"] for run in runs))
+            keep("action", (), (run["action"] for run in runs))
             long = time.perf_counter() - begun > LONG_S
             if number == 0 and tp == 1 and place and long:
                 sizes = sizes[: place + 1]
                 break
         tell(f"tp={tp}, recomputation, pass {number + 1}")
         ways = [(), *((part,) for part in PARTS)]
-        times = ModelPieces(config, shard, sizes[1], device, ways).best()
-        keep("update", (int(times["elements"]),), times["update"])
+        model = ModelPieces(config, shard, sizes[1], device, ways)
+        runs = model.runs()
+        keep("update", (model.elements,), (run["update"] for run in runs))
         for chunk, part in enumerate(PARTS, 2):
-            more = times[f"I{chunk}"] - times["I1"]
-            keep(f"recompute.{part}", (tp,), max(more / times["F1"], 1e-3))
-    action = found.pop("action")[()]
-    return {name: table_of(points) for name, points in found.items()}, action
+            more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
+            # The middle: a difference of two disturbed times may be far too small.
+            keep(f"recompute.{part}", (tp,), [max(statistics.median(more), 1e-3)])
+    typical = {
+        name: {point: max(lower_quartile(seconds), LEAST) for point, seconds in points.items()}
+        for name, points in found.items()
+    }
+    action = typical.pop("action")[()]
+    return {name: table_of(points) for name, points in typical.items()}, action
 
 
 def table_of(points: dict[Point, float]) -> Table:
@@ -384,8 +399,8 @@ def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, T
             run, seconds = prepare(BenchOperation(name, reduction, own=True), site, size).run, 0.0
             if groups.rank < count:
                 each = windows(run, device, CALLS, FEW_WINDOWS if shares else WINDOWS)
-                wall, work = (sorted(s) for s in zip(*each, strict=True))
-                seconds = work[len(work) // 4] if shares else wall[0]
+                wall, work = zip(*each, strict=True)
+                seconds = lower_quartile(work) if shares else min(wall)
             seconds = max(all_gather_json(seconds, dist.group.WORLD, device))
             if not shares and (shared := found.get(name + SHARED)):
                 seconds = min(seconds, MOST_WAIT * shared[count, size])
@@ -414,8 +429,8 @@ def slowing(config: Config, device: torch.device, tell: Tell) -> dict[str, Table
         tell(f"blocks on {count} ranks at once")
         dist.barrier()
         work = [s for _, s in windows(run, device, 1, 8)] if dist.get_rank() < count else []
-        seen = [sorted(w) for w in all_gather_json(work, dist.group.WORLD, device) if w]
-        seconds = sum(w[len(w) // 4] for w in seen) / len(seen)
+        seen = [lower_quartile(w) for w in all_gather_json(work, dist.group.WORLD, device) if w]
+        seconds = sum(seen) / len(seen)
         times[count,] = min(seconds, times[count,] if turn else seconds)
     slow: dict[Point, float] = {}
     for count in reversed(counts):  # more ranks never run faster: a smaller figure is noise
