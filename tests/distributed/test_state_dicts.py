@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import parallel3d as p3d
+from parallel3d.comm.group import SINGLE
 from tests.distributed.pool import Pool
 
 WORDS, WIDTH = 16, 12
@@ -227,3 +228,8 @@ def test_a_tied_table_counts_once_and_stays_tied(pool: Pool, tmp_path: Path) -> 
             assert norm == pytest.approx(wanted[0], rel=1e-12)
             assert rank > 0 or abs(full["words.weight"] - wanted[1]["words.weight"]).max() < 1e-12
             assert rank > 0 or (full["head.weight"] == full["words.weight"]).all()
+
+
+def test_a_pipeline_of_one_rank_keeps_states_that_are_no_tensors() -> None:
+    whole = p3d.Pipeline([Counting(2, 2)], SINGLE).state_dict()
+    assert whole["0._extra_state"] == {"calls": 3}
