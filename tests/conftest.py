@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.garbage import collect_seldom
+from tests.times import Times
 
 gc.disable()  # until all is collected that pytest collects
 
@@ -60,6 +61,12 @@ SECOND_PART = "tests/distributed/test_ex"  # of the tests of real ranks, from th
 WITHOUT_RANKS = "tests/e2e/test_topology.py"  # commands that whoever is free can take
 # Unit tests that compile: one process gets the compiler ready, which takes it seconds.
 COMPILE = ("compilation", "dropped_attention", "fused", "ops", "recompute")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Records the times of the tests, which the process in front of xdist's others collects."""
+    in_front = not hasattr(config, "workerinput")
+    config.pluginmanager.register(Times(getattr(config, "cache", None) if in_front else None))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
