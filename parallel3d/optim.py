@@ -437,8 +437,9 @@ def _replica(
 # Learning rate by step
 
 
-def learning_rate(optim: OptimConfig, train_steps: int, step: int) -> float:
-    """Returns the learning rate of `step`, counted from 1.
+def learning_rate(optim: OptimConfig, train_steps: int, step: float) -> float:
+    """Returns the learning rate of `step`, counted from 1; a fraction where a run has gone on with
+    another batch (`Length.place`).
 
     Linear warm-up reaches `lr` at the last warm-up step. Then: constant; linear or cosine
     (Loshchilov and Hutter 2016) down to `min_lr` at `lr_decay_steps`; inverse-square-root:

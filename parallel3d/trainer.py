@@ -22,6 +22,7 @@ from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks import check_config
+from parallel3d.config.length import Length, clock_of
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.documents import SequenceSplit
 from parallel3d.data.corpus import Blend, Corpus
@@ -125,7 +126,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
-        config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
+        goes_on = self.config.run is not None  # maybe: `restore` will know
+        size = self.groups.layout.world_size
+        config = check_config(self.config, size, own_samples=own_samples, goes_on=goes_on)
         config = with_style(config)
         self.step_timer = StepTimer(self.device)
         self.groups = self.groups.observed(timer=self.step_timer)
@@ -220,7 +223,9 @@ class Trainer:
             raise ValueError("a Trainer needs a corpus or a train_source")
         if self.config.train.epochs is not None:
             config = with_length(self.config, self.train_source)
-            self.config = check_config(config, own_samples=self.corpus is None)
+            goes_on = config.run is not None
+            self.config = check_config(config, own_samples=self.corpus is None, goes_on=goes_on)
+        self.length = Length.of_run(self.config)
         self.train_batches = self._batches(self.train_source, ahead=self.corpus is not None)
         self.held_out = None if self.valid_source is None else self._evaluated(self.valid_source)
         self.held_out_parts = {name: self._evaluated(part) for name, part in parts.items()}
@@ -299,7 +304,7 @@ class Trainer:
                 all_reduce_embedding_grads(table, self.groups.embedding)
         with self.step_timer.range("grad norm"):
             loss, grad_norm, stop = self._agree(loss_sum, tokens)
-        lr = learning_rate(self.config.optim, self.config.train_steps, step + 1)
+        lr = learning_rate(self.config.optim, self.length.end, self.length.place(step + 1))
         finite = loss is not None and math.isfinite(loss + grad_norm)
         self.before_update()
         if finite:
@@ -414,19 +419,26 @@ class Trainer:
         replicas = self.data_parallel.replicas
         return parameter_slices(self.optimizer, self.groups, replicas, two_tables)
 
-    def progress(self) -> dict[str, int | float]:
+    def progress(self) -> dict[str, Any]:
         return {
             "steps": self.steps_done,
             "consumed_samples": self.consumed_samples,
+            "clock": self.length.clock_at(self.steps_done, self.consumed_samples),
             "updates": self.optimizer.updates,
             **self.loss_scale.progress(),
             **self.noise.progress(),
         }
 
-    def restore(self, progress: dict[str, int | float]) -> None:
-        """Restores `progress`, after the caller has overwritten the `parameter_slices`."""
+    def restore(self, progress: Mapping[str, Any], there: Mapping[str, Any] = {}) -> None:
+        """Restores `progress`, after the caller has overwritten the `parameter_slices`.
+
+        `there`: the configuration beside it, of the start that saved it.
+        """
         self.steps_done = int(progress["steps"])
         self.consumed_samples = int(progress["consumed_samples"])
+        clock = clock_of(progress, there)
+        done = self.steps_done, self.consumed_samples
+        self.length = Length.of_run(self.config, *done, clock)
         self.optimizer.restore(int(progress["updates"]))
         self.loss_scale.restore(progress)
         self.noise.restore(progress)

@@ -43,6 +43,7 @@ from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config import identity
+from parallel3d.config.length import Length
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Blend, Corpus, history_until
 from parallel3d.data.tokenizer import BYTE
@@ -142,6 +143,20 @@ def facts_of(corpus: Corpus | Blend) -> DataFacts:
     return facts
 
 
+def to_go(config: Config, length: Length, steps: int, samples: int) -> str:
+    """Returns what a run that resumes has done and has to do, in the unit of its length."""
+    seq_length = config.model.seq_length
+    done = f"{steps:,} of {length.last_step:,} steps are done"
+    if config.budget is not None:
+        tokens = samples * seq_length, config.budget * seq_length
+        done = f"{tokens[0]:,} of {tokens[1]:,} tokens are done"
+    sizes = config.batch_sizes
+    batches = [sizes.at(samples), sizes.at(length.sizes.samples(max(steps, length.last_step - 1)))]
+    words = " to ".join(f"{size:,}" for size in dict.fromkeys(batches))
+    left = length.last_step - steps
+    return f"{done}, {left:,} step{'s' * (left != 1)} of {words} sequences to go"
+
+
 # Restoring and saving
 
 
@@ -188,7 +203,9 @@ class Checkpoints:
         self.logged: set[str] = set()
         self.lines: tuple[str, ...] = ()  # of the manifest that the run resumes from
         self.waiting: Callable[[], tuple[str, ...]] = tuple  # returns those of the next manifest
-        self.device = torch.device("cpu")  # the trainer's, after `restore`
+        # The trainer's, after `restore`.
+        self.device = torch.device("cpu")
+        self.length = Length.of_run(config)
 
     @property
     def is_first_rank(self) -> bool:
@@ -208,13 +225,17 @@ class Checkpoints:
         """
         if self.saver is not None:
             self._settle(wait=True)
-        self.device = trainer.device
+        self.device, self.length = trainer.device, trainer.length
         names = names_of_all(self.config.run, self.run_dir, self._from_all_ranks)
         first_step = 1
         for name in names:
             manifest = self._load(trainer, self.run_dir / CHECKPOINTS / name)
             if manifest is not None:
-                trainer.restore(manifest.progress)
+                trainer.restore(manifest.progress, manifest.config)
+                self.length = trainer.length
+                goes_on = manifest.step < self.length.last_step and not self.config.train.eval_only
+                if self.is_first_rank and goes_on:
+                    self._log_changes(manifest)
                 self.saved_step, self.lines = manifest.step, manifest.lines
                 first_step, self.resumed = manifest.step + 1, True
                 break
@@ -258,14 +279,14 @@ class Checkpoints:
 
     def _copies_ahead(self, step: int) -> bool:
         """Returns whether a save will be copied after `step`, so that memory is allocated now."""
-        settings, steps = self.config.checkpoint, self.config.train_steps
+        settings, steps = self.config.checkpoint, self.length.last_step
         if not (settings.async_save and settings.every):
             return False
         return (step // settings.every + 1) * settings.every < steps
 
     def is_due(self, step: int) -> bool:
         every = self.config.checkpoint.every
-        return bool(every) and (step % every == 0 or step == self.config.train_steps)
+        return bool(every) and (step % every == 0 or step == self.length.last_step)
 
     def after_step(self, trainer: Trainer) -> None:
         """Saves if a save is due. Raises CheckpointFailure if the last one failed by a bug."""
@@ -291,7 +312,7 @@ class Checkpoints:
         save = Save(step, self.number, state, self._facts(trainer), elements)
         self.step_in_flight = self.saved_step = step
         # After the last step the values do not change and need no copy.
-        copies = step < self.config.train_steps
+        copies = step < self.length.last_step
         self.saver.start(save, background=not wait, copies=copies)
         return self._settle(wait=True) if wait else True
 
@@ -356,9 +377,6 @@ class Checkpoints:
             trainer.optimizer.start_ema()
         if self.is_first_rank and compared.note is not None:
             self._log_once([compared.note])
-        goes_on = manifest.step < self.config.train_steps and not self.config.train.eval_only
-        if self.is_first_rank and goes_on:
-            self._log_changes(manifest)
         return manifest
 
     def _set_aside(self, folder: Path, damage: str | None) -> None:
@@ -385,6 +403,8 @@ class Checkpoints:
             if some:
                 shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
                 parts.append(f"{title}: {shown}")
+        samples = int(manifest.progress["consumed_samples"])
+        parts.append(to_go(self.config, self.length, manifest.step, samples))
         self.say(f"run={self.config.run} {'; '.join(parts)}")
         if manifest.has_ema and self.config.optim.ema_decay is None:
             self.say("optim.ema_decay=null: the average of the weights is dropped")

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
+from parallel3d.config.length import clock_of
 from parallel3d.errors import TrainingFailure
 from parallel3d.files import parse_json, plain, read_bounded, write_durably
 
@@ -113,7 +114,7 @@ class Manifest:
     """
 
     step: int
-    progress: dict[str, int | float | bool]
+    progress: dict[str, Any]
     config: dict[str, Any]
     data: DataFacts
     saved_at: str
@@ -224,6 +225,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         "lines": all(isinstance(line, str) for line in manifest.lines),
         **{f"progress.{name}": _is_count(progress[name]) for name in COUNTS},
         "progress.loss_scale": _is_number(progress["loss_scale"]),
+        "progress.clock": "clock" not in progress or _is_clock(progress),
         "step": progress["steps"] == manifest.step,
         **{f"config.{name}": isinstance(config.get(name, {}), dict) for name in sections},
         "data": not data
@@ -234,6 +236,14 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     if wrong := [name for name, is_right in fits.items() if not is_right]:
         raise ValueError(f"{wrong[0]!r} makes no sense")
     return manifest
+
+
+def _is_clock(progress: dict[str, Any]) -> bool:
+    try:
+        clock_of(progress, {})
+    except (ValueError, KeyError, TypeError):
+        return False
+    return True
 
 
 def _is_file(file: FileDigest) -> bool:

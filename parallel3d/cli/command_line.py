@@ -249,7 +249,7 @@ def _run_job(
         if app == CALIBRATE:
             config = calibrate_config(config, typed, world_size)
         elif app in NEED_DATA:
-            config = check_config(config, world_size)
+            config = check_config(config, world_size, goes_on=_goes_on(app, config))
         else:
             config = check_communication(config, world_size)
         if place is None:
@@ -273,8 +273,8 @@ def _with_earlier(
     """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
     a line to log of it."""
     directory = Path(config.runs_dir) / str(config.run)
+    goes_on = _goes_on(app, config)
     # A primary configuration of the user's own gives every key.
-    goes_on = app == TRAIN and config.run is not None and (directory / CONFIG_FILE).is_file()
     if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
         there = config_there(config, directory)
         if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
@@ -283,6 +283,12 @@ def _with_earlier(
     if config.init_from is not None and not goes_on:
         return begun_from(config, given.__contains__)
     return config, None
+
+
+def _goes_on(app: str, config: Config) -> bool:
+    """Returns whether `train` is given the name of a run that exists."""
+    file = Path(config.runs_dir, str(config.run), CONFIG_FILE)
+    return app == TRAIN and config.run is not None and file.is_file()
 
 
 def _start(app: str, config: Config, line: str | None) -> int:

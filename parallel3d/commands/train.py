@@ -19,6 +19,7 @@ from parallel3d.commands.bench.probe import preflight
 from parallel3d.commands.init_from import load_initial
 from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
+from parallel3d.config.checks import check_schedule_of_rate
 from parallel3d.config.fields import all_keys, spell
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.blend import Blended
@@ -90,6 +91,8 @@ def train(config: Config, worker: Worker) -> None:
         groups.close()
         watchdog.stop()
         return
+    # The steps that the schedule of the rate counts are known now.
+    check_schedule_of_rate(config, config.optim.lr_decay_steps or trainer.length.end)
     weights: dict[str, str] = {}
     if config.init_from is not None and not checkpoints.resumed:
         worker.phase = "reading the initial weights"
@@ -99,7 +102,7 @@ def train(config: Config, worker: Worker) -> None:
             from parallel3d.commands.checkpoint.huggingface import keep_keys  # and Hydra
 
             keep_keys(source, config, worker.run_dir)
-    if is_over(config, worker, first_step, length_key):
+    if is_over(trainer, worker, first_step, length_key):
         groups.close()
         watchdog.stop()
         return
@@ -189,12 +192,12 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
         )
 
 
-def is_over(config: Config, worker: Worker, first_step: int, length_key: str) -> bool:
+def is_over(trainer: Trainer, worker: Worker, first_step: int, length_key: str) -> bool:
     """Whether an earlier start has done all steps; rank 0 logs it."""
-    if first_step <= config.train_steps or status(worker.run_dir) != "finished":
+    if first_step <= trainer.length.last_step or status(worker.run_dir) != "finished":
         return False
     if worker.rank == 0:
-        done = f"run={config.run} is finished: {first_step - 1} steps are done"
+        done = f"run={trainer.config.run} is finished: {first_step - 1} steps are done"
         print_line(f"{done}; a larger train.{length_key} continues it")
     return True
 
@@ -206,7 +209,7 @@ def run_steps(
 
     `recorder` is on rank 0 alone.
     """
-    settings, steps = trainer.config.train, trainer.config.train_steps
+    settings, steps = trainer.config.train, trainer.length.last_step
     if recorder is not None:
         checkpoints.waiting = recorder.waiting
     health = Health(trainer, checkpoints, print_line)
@@ -337,7 +340,7 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
     }
     path = worker.run_dir / EVALUATIONS
     append_line(path, row)
-    for sentence in evaluation_lines(config, row):
+    for sentence in evaluation_lines(config, trainer.length.last_step, row):
         print_line(sentence)
     print_line(f"appended to {path}")
 
@@ -379,7 +382,7 @@ def leave_marker(
     """
     if recorder is None:
         return
-    step, steps = trainer.steps_done, trainer.config.train_steps
+    step, steps = trainer.steps_done, trainer.length.last_step
     recorder.finish("stopped")
     where = f"stopped by {worker.stop.name} after step {step} of {steps}"
     if not trainer.config.checkpoint.every:
@@ -401,7 +404,8 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
         override_tflops=config.launch.peak_tflops,
     )
     flops = flops_per_token(config.model, config.model.seq_length)
-    return Recorder(config, worker.run_dir, flops, peak, trainer.steps_done + 1)
+    first = trainer.steps_done + 1
+    return Recorder(config, worker.run_dir, flops, peak, first, trainer.length)
 
 
 def header_facts(
@@ -416,7 +420,8 @@ def header_facts(
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
     if accelerator.is_accelerator(device):
         where = accelerator.name(device)
-    length = length_words(config, getattr(trainer.train_source, "windows", None))  # None: a blend
+    windows = getattr(trainer.train_source, "windows", None)  # None: a blend
+    length = length_words(config, trainer.length, windows)
     facts = {"data": f"{name}: {sizes}", "length": length, "device": where}
     if sets:
         tokens = (f"{name} {one.valid_tokens:,} tokens" for name, one in sets.items())

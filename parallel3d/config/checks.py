@@ -54,6 +54,7 @@ def check_config(
     world_size: int | None = None,
     *,
     own_samples: bool = False,
+    goes_on: bool = False,
 ) -> Config:
     """Checks a whole configuration and returns it with derived values filled in.
 
@@ -61,7 +62,8 @@ def check_config(
     `model.ffn_hidden_size`, `model.max_position_embeddings`, `data.valid_fraction`, `train.steps`
     unless tokens or epochs are given; a list of `recompute` becomes text. The argument is not
     changed; a checked configuration passes unchanged. `own_samples`: the caller has samples, and
-    `data` is not checked.
+    `data` is not checked. `goes_on`: of a run that may have begun with another global batch, steps
+    that follow from `train.tokens` are not known yet: `check_schedule_of_rate` is called later.
 
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """
@@ -83,13 +85,13 @@ def check_config(
         check_samples(config)
     check_length(config)
     check_init(config)
-    check_learning_rate(config)
+    check_learning_rate(config, goes_on)
     check_treatment(config.optim, config.model)
     check_attention(config)
     check_precision(config)
     check_data_parallel(config, dp)
     is_known = world_size is not None or config.dp is not None
-    check_profile(config, config.replica_size * dp if is_known else None)
+    check_profile(config, config.replica_size * dp if is_known else None, goes_on)
     check_run_name(config)
     check_groups(config)
     values = {"dp": dp, "recompute": spelled(config.recompute)}
@@ -639,8 +641,9 @@ def check_validation(config: Config) -> None:
         )
 
 
-def check_learning_rate(config: Config) -> None:
-    """Checks rate, warm-up and decay against each other; raises UserError."""
+def check_learning_rate(config: Config, goes_on: bool = False) -> None:
+    """Checks rate, warm-up and decay against each other; `goes_on` as in `check_config`; raises
+    UserError."""
     optim = config.optim
     if optim.name == "muon" and optim.momentum == 0:
         raise UserError(
@@ -648,9 +651,17 @@ def check_learning_rate(config: Config) -> None:
             f"nearest is optim=muon, which sets 0.95."
         )
     _check_at_most(config, "optim.min_lr", "optim.lr")
-    if optim.lr_decay_steps is None and config.train.epochs is not None:
-        return  # checked when the data is open
-    steps = optim.lr_decay_steps or config.train_steps
+    train = config.train
+    is_open = train.epochs is not None or (goes_on and train.tokens is not None)
+    if optim.lr_decay_steps is None and is_open:
+        return  # checked when the data is open, or the run's place is known
+    check_schedule_of_rate(config, optim.lr_decay_steps or config.train_steps)
+
+
+def check_schedule_of_rate(config: Config, steps: int) -> None:
+    """Checks warm-up and decay against the `steps` of the learning rate's schedule; raises
+    UserError."""
+    optim = config.optim
     span = "optim.lr_decay_steps" if optim.lr_decay_steps else "train.steps"
     if optim.lr_warmup_steps >= steps:
         raise UserError(
@@ -705,10 +716,12 @@ def check_precision_of(device: str, precision: str) -> None:
         )
 
 
-def check_profile(config: Config, world_size: int | None) -> None:
-    """Checks steps and ranks to profile, ranks only if `world_size` is known; raises UserError."""
-    profile = config.profile
-    last_step = LAST_STEP if config.train.epochs is not None else config.train_steps
+def check_profile(config: Config, world_size: int | None, goes_on: bool = False) -> None:
+    """Checks steps and ranks to profile, ranks only if `world_size` is known; `goes_on` as in
+    `check_config`; raises UserError."""
+    profile, train = config.profile, config.train
+    is_open = train.epochs is not None or (goes_on and train.tokens is not None)
+    last_step = LAST_STEP if is_open else config.train_steps
     if not profile.steps:
         if profile.memory:
             raise UserError(

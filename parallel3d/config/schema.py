@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -1364,18 +1363,23 @@ class Config:
     def batch_sizes(self) -> BatchSizes:
         """The global batch by samples read, of a checked configuration."""
         schedule = self.train.batch_schedule or {0: self.global_batch_size}
-        # Keys are text in a manifest, and 1e9 is a float.
-        return BatchSizes(tuple((int(Fraction(str(k))), size) for k, size in schedule.items()))
+        return BatchSizes.of(schedule)
+
+    @property
+    def budget(self) -> int | None:
+        """Samples of `train.tokens`; None where another key gives the length."""
+        tokens = self.train.tokens
+        return None if tokens is None else -(-math.ceil(tokens) // self.model.seq_length)
 
     @property
     def train_steps(self) -> int:
-        """Steps of the run. Raises ValueError for epochs, before `loader.with_length`."""
-        train = self.train
-        if train.tokens is not None:
-            return self.batch_sizes.steps(-(-math.ceil(train.tokens) // self.model.seq_length))
-        if train.epochs is not None:
+        """Steps of a run that begins; `Length` has those of one that goes on. Raises ValueError for
+        epochs, before `loader.with_length`."""
+        if self.budget is not None:
+            return self.batch_sizes.steps(self.budget)
+        if self.train.epochs is not None:
             raise ValueError("the steps of train.epochs are known when the data is open")
-        return train.steps or DEFAULT_STEPS
+        return self.train.steps or DEFAULT_STEPS
 
 
 # The sections by name.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 
@@ -111,9 +112,13 @@ class BatchSizes(NamedTuple):
     Attributes:
         entries: (first, size) with growing `first`, the first one 0: a step before which at least
             `first` samples were read takes `size`.
+        steps_before, samples_before: done before these sizes hold: of a run that goes on with
+            others than it began with.
     """
 
     entries: tuple[tuple[int, int], ...]
+    steps_before: int = 0
+    samples_before: int = 0
 
     @property
     def sizes(self) -> list[int]:
@@ -123,9 +128,19 @@ class BatchSizes(NamedTuple):
         """Returns the size of the step before which `samples` were read."""
         return next(size for first, size in reversed(self.entries) if first <= samples)
 
+    @classmethod
+    def of(cls, schedule: Mapping[Any, int]) -> BatchSizes:
+        """Returns sizes by the samples before them, as `train.batch_schedule` has them."""
+        # Keys are text in a manifest, and 1e9 is a float.
+        return cls(tuple((int(Fraction(str(first))), size) for first, size in schedule.items()))
+
+    def after(self, steps: int, samples: int) -> BatchSizes:
+        """Returns these sizes for a run that has done `steps` steps of `samples` samples."""
+        return BatchSizes(self.entries, steps, samples)
+
     def steps(self, samples: int) -> int:
-        """Returns the least number of steps that read `samples` or more."""
-        steps = read = 0
+        """Returns the least number of steps, those before included, that read `samples` or more."""
+        steps, read = self.steps_before, self.samples_before
         for (_, size), end in self._until():
             last = samples if end is None else min(end, samples)
             count = max(0, -(-(last - read) // size))
@@ -133,12 +148,21 @@ class BatchSizes(NamedTuple):
         return steps
 
     def samples(self, steps: int) -> int:
-        """Returns the samples that the first `steps` steps read."""
-        read = 0
+        """Returns the samples that the first `steps` steps read, at least `steps_before`."""
+        steps, read = max(0, steps - self.steps_before), self.samples_before
         for (_, size), end in self._until():
             count = steps if end is None else min(steps, max(0, -(-(end - read) // size)))
             steps, read = steps - count, read + count * size
         return read
+
+    def place(self, samples: int) -> float:
+        """Returns the steps of these sizes that `samples` are, at least `samples_before`: a whole
+        number at the end of a step, a fraction within one."""
+        steps = self.steps(samples)
+        over = self.samples(steps) - samples
+        if over <= 0:
+            return steps
+        return steps - over / (self.samples(steps) - self.samples(steps - 1))
 
     def _until(self) -> list[tuple[tuple[int, int], int | None]]:
         """Returns each entry with the number of samples at which the next one begins."""

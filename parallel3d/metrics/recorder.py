@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from parallel3d.config.length import Length
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, first_line
 from parallel3d.estimate.ops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
@@ -77,6 +78,7 @@ class Recorder:
         run_dir: must exist.
         peak: one device's (`peak.device_peak_flops`).
         first_step: > 1 resumes: earlier lines of metrics.jsonl stay and count in the summary.
+        length: of the run, from where it goes on; None: as the configuration alone has it.
     """
 
     config: Config
@@ -84,6 +86,7 @@ class Recorder:
     flops_per_token: float
     peak: Peak
     first_step: int = 1
+    length: Length | None = None
     console: Console = field(default_factory=screen.make_console)
     _resources: ExitStack = field(default_factory=ExitStack)
     _loggers: list[TensorBoardLogger | WandbLogger] = field(default_factory=list)
@@ -112,8 +115,10 @@ class Recorder:
         """
         config, run_dir = self.config, self.run_dir
         self._code = provenance()
+        self._length = self.length or Length.of_run(config)
         path = run_dir / "metrics.jsonl"
-        self._tokens = self._tokens_of(self.first_step - 1)
+        samples = self._length.sizes.samples(self.first_step - 1)
+        self._tokens = samples * config.model.seq_length
         try:
             file = MetricsFile(path, self.first_step, self._recall, self._say, waited)
         except OSError as error:
@@ -129,12 +134,14 @@ class Recorder:
             if name == "tensorboard":
                 first = self.first_step
                 self._loggers.append(TensorBoardLogger(config, run_dir, first, self._say, earlier))
-        rows = screen.header_facts(config, self.peak) | dict(facts)
+        rows = screen.header_facts(config, self._length, self.peak) | dict(facts)
         rows |= {logger.label: logger.shown() for logger in self._loggers}
         rows["run directory"] = f"{run_dir}/"
         title = f"parallel3d {self._code['parallel3d'] or ''}".strip()
         screen.print_header(self.console, title, rows)
-        self._progress = screen.Progress(self.console, config, self.first_step)
+        self._progress = screen.Progress(
+            self.console, config, self.first_step, self._length.last_step
+        )
         self._resources.enter_context(self._progress)
         # Last: a failure above leaves nothing to summarise, and connecting to W&B is no training.
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -200,7 +207,7 @@ class Recorder:
         row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
         self._count(row)
         self._log(row)
-        for line in screen.evaluation_lines(self.config, row):
+        for line in screen.evaluation_lines(self.config, self._length.last_step, row):
             screen.print_styled(self.console, line, style="bold cyan")
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
@@ -257,9 +264,6 @@ class Recorder:
             self._error = f"{name}: {first_line(error)}" if str(error).strip() else name
             self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
-    def _tokens_of(self, steps: int) -> int:
-        return self.config.batch_sizes.samples(steps) * self.config.model.seq_length
-
     def _mfu(self, tokens_per_s: float) -> float:
         return tokens_per_s * self.flops_per_token / (self.config.world_size * self.peak.flops)
 
@@ -269,10 +273,8 @@ class Recorder:
             logger.log(line)
 
     def _recall(self, row: dict[str, Any]) -> None:
-        """Restores evaluations, counts and tokens from a line of an earlier session."""
+        """Restores evaluations and counts from a line of an earlier session."""
         if is_whole(row):
-            behind = self._tokens_of(self.first_step - 1) - self._tokens_of(row["step"])
-            self._tokens = row["tokens"] + behind
             self._count(row)
 
     def _count(self, row: Mapping[str, Any]) -> None:
@@ -288,7 +290,7 @@ class Recorder:
     def _add_start(self, path: Path) -> None:
         start = {
             "first_step": self.first_step,
-            "last_step": self.config.train_steps,
+            "last_step": self._length.last_step,
             "started": self._started_at,
             "host": self._code["hostname"],
             "layout": layout_row(self.config),

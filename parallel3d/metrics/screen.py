@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel3d.comm.step_timer import KINDS
+from parallel3d.config.length import Length
 from parallel3d.config.schema import Config
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.jsonl import value
@@ -50,9 +51,9 @@ class Progress:
     These are of the first, the last, every `train.log_every`-th and every not finite step.
     """
 
-    def __init__(self, console: Console, config: Config, first_step: int) -> None:
+    def __init__(self, console: Console, config: Config, first_step: int, last_step: int) -> None:
         self._console = console
-        self._first_step, self._last_step = first_step, config.train_steps
+        self._first_step, self._last_step = first_step, last_step
         self._every = config.train.log_every
         self._row: Mapping[str, Any] | None = None  # the last step's line
         self._skipped = 0
@@ -133,7 +134,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
     return found if noise is None else [*found, f"noise {noise:.3g}"]
 
 
-def header_facts(config: Config, peak: Peak) -> dict[str, str]:
+def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
     """Returns the header's rows from the configuration: label to text."""
     model, optim = config.model, config.optim
     dp, world_size = config.dp or 1, config.world_size
@@ -155,7 +156,7 @@ def header_facts(config: Config, peak: Peak) -> dict[str, str]:
         + (f" · sequences end in {padding} tokens of padding" if padding > 1 else "")
         + (" · sequences end in a token of padding" if padding == 1 else ""),
         "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens{before}",
-        "length": length_words(config),
+        "length": length_words(config, length),
         "data": config.data.path or config.data.name,
         "precision": f"{config.precision.name} · {optim.name}, lr {optim.lr:g} {decay}",
         "device": config.device,
@@ -163,12 +164,11 @@ def header_facts(config: Config, peak: Peak) -> dict[str, str]:
     }
 
 
-def length_words(config: Config, windows: int | None = None) -> str:
+def length_words(config: Config, length: Length, windows: int | None = None) -> str:
     """Returns the length of the run in steps and tokens, and epochs of `windows` samples."""
-    steps = config.train_steps
-    samples = config.batch_sizes.samples(steps)
+    samples = length.samples
     tokens = si(samples * config.model.seq_length).rstrip()  # without a prefix it ends in a blank
-    text = f"{steps:,} steps · {tokens} tokens"
+    text = f"{length.last_step:,} steps · {tokens} tokens"
     return text if windows is None else f"{text} · {samples / windows:.3g} epochs"
 
 
@@ -293,9 +293,10 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
     console.print(panel)
 
 
-def evaluation_lines(config: Config, row: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of an evaluation: held out, with some parts of a blend, and each set."""
-    steps, loss = config.train_steps, value(row, "eval_loss")
+def evaluation_lines(config: Config, steps: int, row: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of an evaluation in a run of `steps`: held out, with some parts of a blend,
+    and each set."""
+    loss = value(row, "eval_loss")
     begin = f"eval {row['step']:{len(str(steps))}d}/{steps}  "
     lines = [f"{begin}{name}: {_score_words(one)}" for name, one in row.get("valid", {}).items()]
     if lines and loss is None:
