@@ -143,6 +143,12 @@ def facts_of(corpus: Corpus | Blend) -> DataFacts:
     return facts
 
 
+def changed_keys(manifest: Manifest, config: Config) -> list[identity.ConfigChange]:
+    """Returns the keys that change the steps from a checkpoint on."""
+    found = identity.changes(manifest.config, config)
+    return [change for change in found if change.kind == "reported"]
+
+
 def to_go(config: Config, length: Length, steps: int, samples: int) -> str:
     """Returns what a run that resumes has done and has to do, in the unit of its length."""
     seq_length = config.model.seq_length
@@ -198,6 +204,7 @@ class Checkpoints:
         self.step_in_flight: int | None = None
         self.saved_step = 0  # the newest that is written or in flight
         self.resumed = False  # `restore` has found a checkpoint
+        self.changed = False  # whose steps had other keys, but for rounding
         self.last_failed = False
         self.number = 0
         self.logged: set[str] = set()
@@ -233,6 +240,7 @@ class Checkpoints:
             if manifest is not None:
                 trainer.restore(manifest.progress, manifest.config)
                 self.length = trainer.length
+                self.changed = bool(changed_keys(manifest, self.config))
                 goes_on = manifest.step < self.length.last_step and not self.config.train.eval_only
                 if self.is_first_rank and goes_on:
                     self._log_changes(manifest)
@@ -397,7 +405,7 @@ class Checkpoints:
         parts = [f"resumes at step {manifest.step + 1}"]
         groups = {
             "layout": [change for change in found if change.key in identity.LAYOUT],
-            "changed": [change for change in found if change.kind == "reported"],
+            "changed": changed_keys(manifest, self.config),
         }
         for title, some in groups.items():
             if some:

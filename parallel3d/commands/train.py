@@ -111,7 +111,11 @@ def train(config: Config, worker: Worker) -> None:
     if first_step == 1:
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"
-    with open_recorder(trainer, worker) if worker.rank == 0 else nullcontext() as recorder:
+    with (
+        open_recorder(trainer, worker, checkpoints.changed)
+        if worker.rank == 0
+        else nullcontext() as recorder
+    ):
         watchdog.go_on()
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
@@ -395,7 +399,7 @@ def leave_marker(
             write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})
 
 
-def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
+def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
     config = trainer.config
     peak = device_peak_flops(
         trainer.device,
@@ -405,7 +409,7 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
     )
     flops = flops_per_token(config.model, config.model.seq_length)
     first = trainer.steps_done + 1
-    return Recorder(config, worker.run_dir, flops, peak, first, trainer.length)
+    return Recorder(config, worker.run_dir, flops, peak, first, trainer.length, changed)
 
 
 def header_facts(

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from parallel3d.config.fields import all_keys, values_of
+from parallel3d.config.fields import all_keys, show, values_of
 from parallel3d.config.schema import Config
 
 # Sections of other commands than train.
@@ -100,6 +100,12 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
         or key.startswith("schedule.")
         or (_kind(key) != "free" and not key.startswith("data."))
     }
+
+
+def decisive(config: Config) -> dict[str, str]:
+    """Returns the keys that decide on the figures of a run's steps, with their values as typed."""
+    values = _in_effect(values_of(config), config)
+    return {key: show(value) for key, value in values.items() if _kind(key) != "free"}
 
 
 def first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> ConfigChange | None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import secrets
 import shlex
-import subprocess
-import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
 from parallel3d.config.schema import Config
-from parallel3d.files import replace_durably
 from parallel3d.metrics.jsonl import value
+from parallel3d.metrics.wandb_ledger import (
+    Beginning,
+    Ledger,
+    Row,
+    begin,
+    number_of_ids,
+    replaced,
+    session_name,
+)
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -143,59 +145,16 @@ class TensorBoardLogger:
             )
 
 
-# W&B. All sessions of a run are one W&B run without repeated steps. A resumed run repeats steps
-# after the checkpoint that W&B may have, and lacks rows that were lost when the run was killed. So
-# a session first adds the rows of metrics.jsonl that W&B lacks, then logs new ones.
+# W&B. All sessions of a run are one W&B run without repeated steps (`wandb_ledger`): a session
+# first adds the rows of metrics.jsonl that W&B lacks, then logs new ones.
 #
 # W&B's own `resume` and explicit steps cannot replace this: W&B ignores `resume` offline, so the
 # rows that a killed session lost stay lost or, if all are logged again, others are in the files
-# twice (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`).
+# twice (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`). Its `resume_from` and
+# `fork_from` need a server that has all rows.
 
 
-ID_FILE = "wandb-id"
-SESSIONS = "wandb/*run-*-*/run-*.wandb"
 ONLINE_TIMEOUT_S = 30  # then the run continues offline; W&B's default blocks a job for 90 s
-
-
-class Row(NamedTuple):
-    """Place of a logged row in the order of rows: a step's evaluation comes after the step."""
-
-    step: int
-    evaluation: bool
-
-
-def run_id(run_dir: Path) -> str:
-    """Returns W&B's id of a run: created once, kept in the run's folder. Raises OSError.
-
-    The first start takes WANDB_RUN_ID, which a sweep's agent sets. The run's name would not be
-    unique among folders and users of the project.
-    """
-    file = run_dir / ID_FILE
-    if not file.is_file():
-        made = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(8)
-        replace_durably(file, f"{made}\n".encode())
-    return file.read_text().strip()
-
-
-def last_row(run_dir: Path) -> Row | None:
-    """Returns the last row of earlier sessions in `run_dir`/wandb, as W&B's own tool reads it.
-
-    Raises OSError if there is a file that it cannot read.
-    """
-    # The newest session first: folders are named by their time.
-    sessions = sorted(run_dir.glob(SESSIONS), key=lambda path: path.parts[-2].split("-")[-2])
-    for path in reversed(sessions):
-        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tool:
-            assert tool.stdout is not None and tool.stderr is not None
-            rows = deque((line for line in tool.stdout if b'"type":"history"' in line), maxlen=1)
-            problem = tool.stderr.read().decode(errors="replace")
-        if tool.returncode:
-            raise OSError(f"{path} cannot be read: {problem.strip()}")
-        if rows:
-            items = json.loads(rows[0])["history"]["item"]
-            return Row(items["step"], "eval/loss" in items)
-    return None
 
 
 def has_credentials() -> bool:
@@ -237,13 +196,18 @@ class WandbLogger:
         self,
         config: Config,
         run_dir: Path,
+        first_step: int,
         code: Mapping[str, Any],
         say: Callable[[str], None],
         earlier: Iterable[Mapping[str, Any]],
+        changed: bool = False,
     ) -> None:
-        """`code`: versions; `earlier`: rows of metrics.jsonl from earlier sessions."""
-        self._say = say
+        """`code`: versions; `earlier`: rows of metrics.jsonl from earlier sessions; `changed`: keys
+        differ from those of the checkpoint."""
+        self._config, self._run_dir, self._code = config, run_dir, code
+        self._first_step, self._say = first_step, say
         self._last: Row | None = None  # the last row that W&B has
+        self._ledger: Ledger | None = None  # of a session that is open
         self.mode, why = resolve_mode(config.logger.mode), ""
         if self.mode == "offline" and config.logger.mode == "auto" and not has_credentials():
             why = ", as no key is at hand (`wandb login` takes one)"
@@ -254,11 +218,22 @@ class WandbLogger:
             self._say(f"connecting to W&B, for at most {ONLINE_TIMEOUT_S} s")
         if self.mode == "disabled":
             return
-        self._guard(lambda: self._open(config, run_dir, code))
+        beginning: Beginning | None = None
+
+        def look() -> None:
+            nonlocal beginning
+            beginning = begin(run_dir, first_step, config, os.environ, changed)
+
+        self._guard(look)
+        if (found := beginning) is None:
+            return
+        for line in found.lines:
+            self._say(line)
+        self._guard(lambda: self._open(found))
         if self._run is None and self.mode == "online":
             self.mode, why = "offline", ", as it could not be reached"
             self._guard(_forget)  # W&B still holds the id that it could not open
-            self._guard(lambda: self._open(config, run_dir, code))
+            self._guard(lambda: self._open(found))
         self._guard(lambda: self._catch_up(earlier))
         if self._run is not None:
             self.folder = Path(self._run.dir).parent
@@ -274,7 +249,9 @@ class WandbLogger:
             self._guard(lambda: run.log(row))
 
     def flush(self) -> None:
-        """Does nothing: a resumed run adds the rows that W&B lacks."""
+        """Notes what was sent: a resumed run adds the rows that W&B lacks."""
+        if (ledger := self._ledger) is not None and self._run is not None:
+            self._guard(lambda: ledger.sent(self._last))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Attaches the summary, without paths, and closes the run; online, waits for W&B."""
@@ -286,6 +263,8 @@ class WandbLogger:
             local = ("paths", "wandb", "breakdown", "memory")  # paths, and tables by rank
             run.summary.update({k: v for k, v in summary.items() if k not in local})
             run.finish(exit_code=exit_code)
+            if self._ledger is not None:
+                self._ledger.sent(self._last, closed=True)
 
         self._guard(close)
 
@@ -301,17 +280,38 @@ class WandbLogger:
         folder = str(self.folder) if self.folder else None
         return {"mode": self.mode, "url": self.url, "folder": folder}
 
-    def _open(self, config: Config, run_dir: Path, code: Mapping[str, Any]) -> None:
+    def _open(self, beginning: Beginning) -> None:
+        """Opens a session. Where the server has rows that are not those of this start, which it
+        says only now, it opens another under a new id."""
+        run = self._init(beginning.id)
+        self._last = beginning.last
+        if run.resumed and (step := run.summary.get("step")) is not None:
+            # The server has its last step, not whether the evaluation after it arrived.
+            there = Row(int(step), evaluation=True)
+            if beginning.changed and there.step >= self._first_step:
+                run.finish()
+                again = replaced(self._run_dir, beginning.id, self._first_step, there.step)
+                for line in again.lines:
+                    self._say(line)
+                self._open(again)
+                return
+            self._last = max(there, self._last or there)
+        self._ledger = Ledger(self._run_dir)
+        folder = Path(run.dir).parent.name
+        self._ledger.begin(beginning.id, folder, self._first_step, self._config)
+        self._run = run
+
+    def _init(self, id: str) -> Run:
         import wandb
 
-        # Read before this session's own file exists.
-        self._last = last_row(run_dir)
-        content = dataclasses.asdict(config) | {"code": code}
+        config, run_dir = self._config, self._run_dir
+        content = dataclasses.asdict(config) | {"code": self._code}
+        name = session_name(number_of_ids(run_dir, id), run_dir.name)
         run = wandb.init(
             # None lets W&B's own variables decide.
             project=config.logger.project or os.environ.get("WANDB_PROJECT") or "parallel3d",
-            id=run_id(run_dir),
-            name=os.environ.get("WANDB_NAME") or run_dir.name,
+            id=id,
+            name=os.environ.get("WANDB_NAME") or name,
             entity=config.logger.entity,
             group=config.logger.group,
             job_type=config.logger.job_type,
@@ -336,18 +336,11 @@ class WandbLogger:
         for axis in ("step", "tokens"):
             run.define_metric(axis, hidden=True)
         run.define_metric("*", step_metric="step")
-        self._run = run
+        return run
 
     def _catch_up(self, earlier: Iterable[Mapping[str, Any]]) -> None:
         """Adds rows of earlier sessions that were logged and lost."""
-        run, rows = self._run, iter(earlier)
-        if run is None or (first := next(rows, None)) is None:
-            return
-        if run.resumed and (step := run.summary.get("step")) is not None:
-            # Online the server has its last step, not whether the evaluation after it arrived.
-            there = Row(int(step), evaluation=True)
-            self._last = max(there, self._last or there)
-        for line in chain((first,), rows):
+        for line in earlier if self._run is not None else ():
             self.log(line)
 
     def _guard(self, action: Callable[[], None]) -> None:

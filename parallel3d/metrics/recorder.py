@@ -79,6 +79,7 @@ class Recorder:
         peak: one device's (`peak.device_peak_flops`).
         first_step: > 1 resumes: earlier lines of metrics.jsonl stay and count in the summary.
         length: of the run, from where it goes on; None: as the configuration alone has it.
+        changed: keys that change the steps differ from those of the checkpoint.
     """
 
     config: Config
@@ -87,6 +88,7 @@ class Recorder:
     peak: Peak
     first_step: int = 1
     length: Length | None = None
+    changed: bool = False
     console: Console = field(default_factory=screen.make_console)
     _resources: ExitStack = field(default_factory=ExitStack)
     _loggers: list[TensorBoardLogger | WandbLogger] = field(default_factory=list)
@@ -127,12 +129,16 @@ class Recorder:
                 "space there, or give another runs_dir="
             ) from None
         self._metrics = self._resources.enter_context(file)
+        first = self.first_step
         for name in config.logger.names:
             earlier = filter(is_whole, rows_of(path))
             if name == "wandb":
-                self._loggers.append(WandbLogger(config, run_dir, self._code, self._say, earlier))
+                self._loggers.append(
+                    WandbLogger(
+                        *(config, run_dir, first, self._code, self._say, earlier, self.changed)
+                    )
+                )
             if name == "tensorboard":
-                first = self.first_step
                 self._loggers.append(TensorBoardLogger(config, run_dir, first, self._say, earlier))
         rows = screen.header_facts(config, self._length, self.peak) | dict(facts)
         rows |= {logger.label: logger.shown() for logger in self._loggers}

@@ -35,7 +35,8 @@ def test_a_run_begins_from_another_and_goes_on_with_nothing_typed(
     took, goes_on = longer.errors[:2]
     assert took.startswith("parallel3d: run=new: what is not typed is as at its last start: ")
     assert "seed=9" in took and "init_from=old@2" in took
-    assert goes_on == "parallel3d: run=new resumes at step 3; changed: train.steps 2 → 3"
+    done = "2 of 3 steps are done, 1 step of 4 sequences to go"
+    assert goes_on == f"parallel3d: run=new resumes at step 3; changed: train.steps 2 → 3; {done}"
     manifest = next((runs / "new" / "checkpoints").glob("step-00000003/manifest-*.json"))
     config = json.loads(manifest.read_text())["config"]
     assert (config["model"]["hidden_size"], config["init_from"]) == (32, "old@2")

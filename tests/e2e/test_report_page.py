@@ -47,7 +47,7 @@ def runs(shell: Shell) -> Path:
     folder = shell.cwd / "runs"
     config = Config(runs_dir=str(folder), train=TrainConfig(steps=STEPS), tp=2, dp=1)
     config.cluster = ClusterConfig(**preset("cluster", "rails_3x2"))
-    config.model = ModelConfig(name="gpt_tiny")
+    config.model, config.global_batch_size = ModelConfig(name="gpt_tiny", seq_length=125), 8
     config.run, config.seed = "<whole>", 3
     _, whole = make_run_directory(config)
     recorder = begin(config, whole, 1)

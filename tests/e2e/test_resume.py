@@ -73,7 +73,10 @@ def test_run_goes_on(shell: Shell) -> None:
     assert half.code == 0, half
     rest = train(shell, "run=mine", *layout, f"train.steps={STEPS}")
     assert rest.code == 0, rest
-    assert rest.errors == ["parallel3d: run=mine resumes at step 4; changed: train.steps 3 → 6"]
+    said = (
+        "run=mine resumes at step 4; changed: train.steps 3 → 6; 3 of 6 steps are done, 3 steps of"
+    )
+    assert rest.errors == [f"parallel3d: {said} 8 to 4 sequences to go"]
     assert curve(runs / "mine") == curve(runs / "whole")
     assert final_weights(runs / "mine") == final_weights(runs / "whole")
     ours, theirs = evaluations(runs / "mine"), evaluations(runs / "whole")

@@ -16,9 +16,10 @@ import wandb
 
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.jsonl import rows_of
-from parallel3d.metrics.loggers import resolve_mode, run_id, sync_command
+from parallel3d.metrics.loggers import resolve_mode, sync_command
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.wandb_ledger import begin, kept_id
 from tests.wandb_records import wandb_records
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -32,7 +33,7 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     for name in (
         "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC",
-        "WANDB_PROJECT", "WANDB_NAME", "WANDB_TAGS", "WANDB_RUN_ID",
+        "WANDB_PROJECT", "WANDB_NAME", "WANDB_TAGS", "WANDB_RUN_ID", "WANDB_SWEEP_ID",
         "WANDB_ENTITY", "WANDB_NOTES", "WANDB_JOB_TYPE",
     ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
@@ -163,6 +164,7 @@ def test_the_id_that_a_sweeps_agent_gives_is_kept(
 ) -> None:
     """Else the run would go on as another one of W&B's outside of the agent."""
     monkeypatch.setenv("WANDB_RUN_ID", "agent01")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
     wandb.teardown()  # it reads its variables once a process
     run_dir = tmp_path / "e"
     run_dir.mkdir()
@@ -284,7 +286,11 @@ def test_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path:
     mine, theirs = tmp_path / "a" / "gpt tiny", tmp_path / "b" / "gpt tiny"
     for run_dir in (mine, theirs):
         run_dir.mkdir(parents=True)
-    assert run_id(mine) == run_id(mine) != run_id(theirs)
+
+    def made(run_dir: Path) -> str:
+        return begin(run_dir, 1, make_config(), {}).id
+
+    assert made(mine) == made(mine) != made(theirs)
 
 
 # Sessions `first-last-how`, one after another, each in a process of its own: it trains these steps
@@ -405,7 +411,7 @@ for asked in sys.argv[3:]:
 @pytest.mark.slow
 @pytest.mark.parametrize("logged", ["new", "all"])
 def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logged: str) -> None:
-    """Why `last_row` reads W&B's files. It may go if this fails."""
+    """Why `wandb_ledger` reads the files of killed sessions. It may stop if this fails."""
     own = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
     sessions = ("1-300-kill", "291-310-kill", "301-320-end")  # each from a checkpoint on
     command = (sys.executable, "-c", ONLY_WANDB, str(tmp_path), logged, *sessions)
@@ -427,7 +433,7 @@ def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     real = wandb.init
 
     def resumed(**options: Any) -> Any:
-        assert (options["id"], options["resume"]) == (run_id(run_dir), "allow")
+        assert (options["id"], options["resume"]) == (kept_id(run_dir), "allow")
         run = real(**options | {"mode": "offline", "resume": None})
         monkeypatch.setattr(type(run), "resumed", True)
         monkeypatch.setattr(run, "log", logged.append)
@@ -447,18 +453,19 @@ def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     assert [row["step"] for row in logged] == [3]
 
 
-def test_a_wandb_file_that_cannot_be_read_turns_wandb_off_rather_than_log_twice(
+def test_a_wandb_file_that_cannot_be_read_makes_a_run_of_its_own_rather_than_log_twice(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
     folder = run_dir / "wandb" / "offline-run-20260101_000000-run"
     folder.mkdir(parents=True)
     (folder / "run-run.wandb").write_bytes(b"another format")
+    (run_dir / "wandb-id").write_text("run\n")
     summary = train(make_config(), run_dir)
-    assert (summary["status"], summary["wandb"]["folder"]) == ("finished", None)
-    assert "cannot be read: Error: transactionlog: bad header" in capfd.readouterr().out.replace(
-        "\n", " "
-    )
+    assert summary["status"] == "finished" and summary["wandb"]["folder"] is not None
+    said = capfd.readouterr().out.replace("\n", " ")
+    assert "cannot be read: Error: transactionlog: bad header" in said
+    assert kept_id(run_dir) != "run" and f"a run of its own, {kept_id(run_dir)}" in said
     assert len([*rows_of(run_dir / "metrics.jsonl")]) == 4
 
 

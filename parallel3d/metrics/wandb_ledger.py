@@ -1,0 +1,323 @@
+"""What W&B has of a run: its id there, the sessions that sent rows, and the last row of each.
+
+All starts of a run are one W&B run without repeated steps. A start that resumes repeats steps after
+the checkpoint that W&B may have, and lacks rows that were lost when the run was killed. So every
+session has lines in the run's folder (LEDGER): before its first row, at each checkpoint, and when
+W&B has confirmed the last one. Only of a session that was killed it is not known what reached W&B's
+file, which is then read by W&B's own tool.
+
+W&B takes no row back. Where the rows that it has would not be those of the run that goes on, since
+keys changed, and where nobody can say which rows it has, the run goes on there under a new id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from parallel3d.config.identity import decisive
+from parallel3d.config.schema import Config
+from parallel3d.files import replace_durably
+from parallel3d.metrics.jsonl import append_line
+
+ID_FILE = "wandb-id"
+LEDGER = "wandb.jsonl"
+# W&B's folder of a session; an id may have dashes of its own.
+_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
+# Types of records that W&B's tool shows (0.31). Where it shows no row and others than these, its
+# output is another one than this reader knows.
+_TYPES = frozenset(
+    (
+        *("run", "history", "summary", "exit", "metric", "stats", "config", "files", "header"),
+        *("final", "footer", "telemetry", "output", "output_raw", "request", "environment"),
+        *("alert", "artifact", "use_artifact", "link_artifact", "preempting", "tbrecord"),
+    )
+)
+_HEADER_BYTES = 64  # a file without records is shorter
+
+
+class UnknownRows(Exception):
+    """Is raised with a clause where it is not known which rows W&B has."""
+
+
+class Row(NamedTuple):
+    """Place of a logged row in the order of rows: a step's evaluation comes after the step."""
+
+    step: int
+    evaluation: bool
+
+
+@dataclass
+class Session:
+    """One session of W&B as the ledger has it.
+
+    Attributes:
+        id: of the run in W&B.
+        home: the run's folder then, absolute.
+        folder: the session's in `wandb/`.
+        keys: the decisive keys, with their values as typed.
+        last: the last row that was sent, as far as it was noted.
+        closed: W&B has all that was sent.
+    """
+
+    id: str
+    home: str
+    folder: str
+    keys: Mapping[str, str]
+    last: Row | None = None
+    closed: bool = False
+
+
+def sessions_of(run_dir: Path) -> list[Session]:
+    """Returns the sessions of the ledger, oldest first; lines torn by a crash are left out."""
+    try:
+        lines = (run_dir / LEDGER).read_text("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found: dict[int, Session] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+            number = row["session"]
+            if "id" in row:
+                texts = (str(row[name]) for name in ("id", "home", "folder"))
+                found[number] = Session(*texts, dict(row["keys"]))
+            else:
+                found[number].last = Row(int(row["last_step"]), bool(row["evaluation"]))
+            found[number].closed |= bool(row.get("closed"))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return [found[number] for number in sorted(found)]
+
+
+class Ledger:
+    """Writes the lines of this session. Every method raises OSError."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LEDGER
+        self._home = str(run_dir.absolute())
+        self._number = len(sessions_of(run_dir)) + 1
+
+    def begin(self, id: str, folder: str, first_step: int, config: Config) -> None:
+        """Notes the session before its first row. `folder`: its name in `wandb/`."""
+        row = {"session": self._number, "id": id, "home": self._home, "folder": folder}
+        row |= {"first_step": first_step, "checkpoint": first_step - 1}
+        append_line(self._path, row | {"keys": decisive(config)})
+
+    def sent(self, last: Row | None, *, closed: bool = False) -> None:
+        """Notes the last row that was sent, and whether W&B has confirmed it."""
+        row: dict[str, Any] = {"session": self._number}
+        if last is not None:
+            row |= {"last_step": last.step, "evaluation": last.evaluation}
+        if last is not None or closed:
+            append_line(self._path, row | {"closed": closed})
+
+
+class Beginning(NamedTuple):
+    """How a session begins.
+
+    Attributes:
+        id: of the run in W&B.
+        last: the last row that W&B has of it.
+        changed: rows that W&B may have of `first_step` and later are not those of this start.
+        lines: to say.
+    """
+
+    id: str
+    last: Row | None
+    changed: bool
+    lines: tuple[str, ...] = ()
+
+
+def begin(
+    run_dir: Path,
+    first_step: int,
+    config: Config,
+    environ: Mapping[str, str],
+    changed: bool = False,
+) -> Beginning:
+    """Decides under which id a start from `first_step` goes on in W&B, and keeps it in ID_FILE.
+
+    `changed`: keys differ from those of the checkpoint, for a run whose ledger does not tell.
+    Raises OSError.
+    """
+    kept = kept_id(run_dir)
+    if kept is None:
+        made, lines = _first_id(run_dir, environ)
+        return Beginning(_keep(run_dir, made), None, False, lines)
+    if (source := _copied_from(run_dir, kept)) is not None:
+        line = f"W&B: this run is a copy of {source}, which keeps its run {kept} there"
+        return _anew(run_dir, line)
+    sessions = [session for session in sessions_of(run_dir) if session.id == kept]
+    if sessions:
+        # A key that came later had its default.
+        was = decisive(Config()) | dict(sessions[-1].keys)
+        changed = any(was[key] != value for key, value in decisive(config).items())
+    try:
+        last = last_row(run_dir, kept, sessions)
+    except UnknownRows as error:
+        return _anew(run_dir, f"W&B: it is not known which rows its run {kept} has ({error})")
+    if changed and last is not None and last.step >= first_step:
+        return replaced(run_dir, kept, first_step, last.step)
+    return Beginning(kept, last, changed)
+
+
+def replaced(run_dir: Path, kept: str, first_step: int, last_step: int) -> Beginning:
+    """Begins under a new id, as W&B's rows from `first_step` on are of a start with other keys."""
+    steps = f"steps {first_step:,} to {last_step:,}"
+    if first_step == last_step:
+        steps = f"step {first_step:,}"
+    is_one = "is" if first_step == last_step else "are"
+    line = f"W&B: {steps} of its run {kept} {is_one} of an earlier start, before keys changed"
+    return _anew(run_dir, line)
+
+
+def _anew(run_dir: Path, why: str) -> Beginning:
+    made = _keep(run_dir, secrets.token_hex(8))
+    return Beginning(made, None, False, (f"{why}: this start is a run of its own, {made}",))
+
+
+def kept_id(run_dir: Path) -> str | None:
+    """Returns the run's id in W&B; None before its first session. Raises OSError."""
+    try:
+        return (run_dir / ID_FILE).read_text("utf-8", "replace").strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def _keep(run_dir: Path, made: str) -> str:
+    replace_durably(run_dir / ID_FILE, f"{made}\n".encode())
+    return made
+
+
+def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Returns the id of a run that begins, and lines to say.
+
+    WANDB_RUN_ID is of this run where a sweep's agent sets it. A shell's would make one run in W&B
+    of all that are started there. A name of our own would not be unique in the project.
+    """
+    given, made = environ.get("WANDB_RUN_ID"), secrets.token_hex(8)
+    if not given:
+        return made, ()
+    kept = f"this run is {made} in W&B"
+    if not environ.get("WANDB_SWEEP_ID"):
+        why = "taken beside a sweep's agent alone, as all runs of this shell would be one there"
+        return made, (f"WANDB_RUN_ID={given} is {why}: {kept}",)
+    for other in run_dir.absolute().parent.glob(f"*/{ID_FILE}"):
+        if other.parent.name != run_dir.name and kept_id(other.parent) == given:
+            return made, (f"WANDB_RUN_ID={given} is run {other.parent.name} already: {kept}",)
+    return given, ()
+
+
+def _copied_from(run_dir: Path, kept: str) -> Path | None:
+    """Returns the folder of which `run_dir` is a copy: the ledger's, which still has the same id.
+
+    A folder that was moved leaves none behind. Without a ledger it is the folder of the run's name.
+    """
+    sessions = sessions_of(run_dir)
+    home = Path(sessions[-1].home) if sessions else _home_by_name(run_dir)
+    if home is None or not home.is_dir() or home.samefile(run_dir):
+        return None
+    return home if kept_id(home) == kept else None
+
+
+def _home_by_name(run_dir: Path) -> Path | None:
+    try:
+        name = OmegaConf.load(run_dir / "config.yaml").get("run")
+    except (OSError, OmegaConfBaseException, YAMLError, AttributeError):
+        return None  # a run without a configuration of ours has no name
+    return run_dir.absolute().parent / name if isinstance(name, str) and name else None
+
+
+def last_row(run_dir: Path, id: str, sessions: list[Session]) -> Row | None:
+    """Returns the last row that W&B has of its run `id`; None without one.
+
+    Raises UnknownRows, and OSError if W&B's tool cannot be started.
+    """
+    for session in reversed(sessions):
+        if not session.closed:
+            if (row := _row_in(run_dir / "wandb" / session.folder)) is not None:
+                return row
+        elif session.last is not None:
+            return session.last
+    known = {session.folder for session in sessions}
+    found = [
+        (match[1], folder)
+        for folder in run_dir.glob("wandb/*run-*")
+        if (match := _FOLDER.fullmatch(folder.name)) is not None and match[2] == id
+    ]
+    for _, folder in sorted(found, reverse=True):  # the newest first
+        if folder.name not in known and (row := _row_in(folder)) is not None:
+            return row
+    return None
+
+
+def _row_in(folder: Path) -> Row | None:
+    """Returns the last row in the file of a session that may have been killed."""
+    files = [*folder.glob("run-*.wandb")]
+    if len(files) != 1:
+        raise UnknownRows(f"{folder} has {len(files)} files of W&B instead of one")
+    return read_rows(files[0], _tool)
+
+
+def _tool(path: Path) -> Iterator[bytes]:
+    """Yields the lines of W&B's own reader of its files. Raises OSError, UnknownRows."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tool:
+        assert tool.stdout is not None and tool.stderr is not None
+        yield from tool.stdout
+        problem = tool.stderr.read().decode(errors="replace").strip()
+    if tool.returncode:
+        first = problem.splitlines()[0] if problem else f"code {tool.returncode}"
+        raise UnknownRows(f"{path} cannot be read: {first}")
+
+
+def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> Row | None:
+    """Returns the last row in a file of W&B; None for one in which no row arrived.
+
+    `inspect` gives its records, one of JSON a line. Raises UnknownRows for an output that this
+    does not know: that never means that there are no rows.
+    """
+    row, strange, records = None, "", 0
+    for line in inspect(path):
+        if not line.strip():
+            continue
+        records += 1
+        try:
+            record = json.loads(line)
+            kind = record["type"]
+            if kind == "history":
+                item = record["history"]["item"]
+                row = Row(int(item["step"]), "train/lr" not in item)
+            elif kind not in _TYPES:
+                strange = f"a record of type {kind!r}"
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnknownRows(f"W&B's tool shows {path} in another form: {error!r}") from None
+    if row is None and strange:
+        raise UnknownRows(f"W&B's tool shows {strange} in {path}, and no rows")
+    if not records and path.stat().st_size > _HEADER_BYTES:
+        raise UnknownRows(f"W&B's tool shows nothing of {path}")
+    return row
+
+
+def session_name(number: int, run: str) -> str:
+    """Returns the name in W&B of a run under its `number`-th id."""
+    return run if number == 1 else f"{run}-{number}"
+
+
+def number_of_ids(run_dir: Path, id: str) -> int:
+    """Returns which of this folder's ids `id` is, counted from 1."""
+    home = run_dir.absolute()
+    ids = [session.id for session in sessions_of(run_dir) if Path(session.home) == home]
+    return len(dict.fromkeys([*ids, id]))
