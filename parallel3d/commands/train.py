@@ -76,6 +76,10 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "opening the data"
     config, corpus = open_data(config, worker, groups, device)
     sets = open_sets(config.data, corpus, config.model.seq_length, config.model.vocab_size)
+    if worker.rank == 0:
+        for one in (corpus, *sets.values()):
+            for sentence in one.told:
+                print_line(sentence)
     for opened in sets.values():
         check_same_text(opened, groups.world, device)
     worker.phase = "building the model"

@@ -292,6 +292,13 @@ class DataConfig:
     cut_documents: bool = key(
         False, "best_fit, padded: cut documents longer than a sample; false: refuse them"
     )
+    skip_bad_rows: float = key(
+        0.0,
+        "chat: the largest share of rows that are left out as they are no conversations, such as "
+        "0.01; 0: the first such row ends the start",
+        minimum=0,
+        maximum=1,
+    )
     tokenizer: str | None = key(
         None,
         "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: the "

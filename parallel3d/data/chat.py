@@ -1,8 +1,4 @@
-"""Reads chat conversations: Hugging Face templates, their tokens, and which of them to learn.
-
-Templates run in jinja2's sandbox as in transformers, except that they see no clock: a template with
-today's date would make other tokens tomorrow.
-"""
+"""Reads chat conversations: their tokens by a Hugging Face template, and which of them to learn."""
 
 from __future__ import annotations
 
@@ -10,17 +6,19 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.data import cache
+from parallel3d.data.chat_rows import ASSISTANT, Refused, Told, parse, read_row, unread_of
+from parallel3d.data.chat_shown import Rendering, Shown
+from parallel3d.data.chat_template import ChatTemplate
 from parallel3d.data.indexed import IndexedWriter
 from parallel3d.data.inputs import LINES, PACKED
 from parallel3d.data.sampler import DatasetOrder, Sample
@@ -30,18 +28,9 @@ from parallel3d.data.sources import (
     check_unchanged,
     find_documents,
 )
-from parallel3d.data.tokenizer import (
-    CHAT_TEMPLATE,
-    LARGEST_BESIDE,
-    TOKENIZER_CONFIG,
-    FileTokenizer,
-    Placed,
-    Unencodable,
-    open_tokenizer,
-)
+from parallel3d.data.tokenizer import FileTokenizer, Placed, Unencodable, open_tokenizer
 from parallel3d.data.tokens import Tokens
-from parallel3d.errors import UserError, nearest
-from parallel3d.files import plain, read_bounded
+from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
@@ -49,143 +38,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-Message = Mapping[str, Any]
-
-
-class Refused(ValueError):
-    """Messages that a template does not accept, or a row that is not a conversation."""
-
-
-class ChatTemplate:
-    """The chat template of a tokenizer.
-
-    Attributes:
-        text: its source.
-        has_tags: whether `{% generation %}` tags mark the assistant's words.
-    """
-
-    def __init__(self, tokenizer: FileTokenizer) -> None:
-        """Raises UserError for a missing template, or one that does not parse."""
-        self.named = f"the chat template of {tokenizer.name}"
-        self.text = template_text(tokenizer)
-        names = {name: tokenizer.role(name) for name in ROLES}
-        self._names = {name: text for name, text in names.items() if text is not None}
-        self._names.setdefault("eos_token", tokenizer.eot_text)
-        self._names.setdefault("bos_token", "")
-        self.has_tags = False
-        self._around = ("", "")  # the text written for `{% generation %}` and its end
-        self._template = self._parsed()
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Any = None,
-        prompt: bool = False,
-        around: tuple[str, str] = ("", ""),
-    ) -> str:
-        """Returns the messages as text. Raises Refused.
-
-        Args:
-            prompt: ends the text with the opening of an assistant's message.
-            around: markers for begin and end of the assistant's words, if `has_tags`.
-        """
-        self._around = around
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self._names,
-            )
-        except Exception as error:  # expressions of a template raise anything
-            if isinstance(error, MemoryError):
-                raise
-            raise Refused(plain(" ".join(str(error).split()) or type(error).__name__)) from None
-
-    def _parsed(self) -> Any:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        template = self
-
-        class Generation(Extension):
-            """`{% generation %}`, with which some templates mark the assistant's words."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Any) -> nodes.Node:
-                template.has_tags = True
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return nodes.CallBlock(self.call_method("_within"), [], [], body).set_lineno(line)
-
-            def _within(self, caller: Any) -> str:
-                begin, end = template._around
-                return f"{begin}{caller()}{end}"
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
-        # As in transformers, without HTML escapes.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = _refuse
-        try:
-            return environment.from_string(self.text)
-        except (TemplateError, RecursionError) as error:
-            why = plain(" ".join(str(error).split()))
-            line = getattr(error, "lineno", None)
-            where = f" in line {line}" if line else ""
-            raise UserError(f"{self.named} cannot be read ({why}{where}): mend it") from None
-
-
-def template_text(tokenizer: FileTokenizer) -> str:
-    """Returns the chat template of a tokenizer. Raises UserError if there is none."""
-    folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"
-    if folder is not None:
-        try:
-            return read_bounded(folder / CHAT_TEMPLATE, LARGEST_BESIDE).decode()
-        except FileNotFoundError:
-            pass  # the tokenizer's own config may hold it
-        except (OSError, ValueError) as error:
-            raise UserError(f"{key} cannot be read ({plain(str(error))})") from None
-        found = tokenizer.beside[TOKENIZER_CONFIG].get("chat_template")
-        if isinstance(found, list):  # several, by name
-            named = [one for one in found if isinstance(one, dict)]
-            found = next((one.get("template") for one in named if one.get("name") == "default"), "")
-        if isinstance(found, str) and found:
-            return found
-    raise UserError(
-        f"data=chat needs a chat template, and {tokenizer.name} has none: write one into "
-        f"{CHAT_TEMPLATE}, or as chat_template into {TOKENIZER_CONFIG}, beside its tokenizer.json"
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise Refused(message)
-
-
 # Conversations as tokens
 
 
-ASSISTANT = "assistant"
-MESSAGES = "messages"
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 PRIVATE = range(0xE000, 0xF900)  # characters without a meaning in Unicode
 Turn = tuple[int, int]  # characters [begin, end) of the text that the assistant wrote
-# Four characters: around a special token that a message spells out, and around the text inside
-# `{% generation %}`.
+# Six characters: around a special token that a message spells out, around the text inside
+# `{% generation %}`, and around the number of an anchor.
 Marks = tuple[str, ...]
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
 
 class Conversation(NamedTuple):
-    """tokens (n,) int64; spoken (n,) bool: the assistant's tokens with their end token."""
+    """tokens (n,) int64; spoken (n,) bool: the assistant's tokens with their end token; unread:
+    keys of the row that nothing reads; drops_thoughts: whether the template leaves some out."""
 
     tokens: npt.NDArray[np.int64]
     spoken: npt.NDArray[np.bool_]
+    unread: frozenset[str] = frozenset()
+    drops_thoughts: bool = False
 
 
 class Reader:
@@ -193,7 +64,7 @@ class Reader:
 
     The whole conversation is rendered and encoded as one text, as in transformers, since tokens
     depend on the surrounding text. Private characters that do not occur in the row mark the special
-    tokens that messages spell out, and the text inside the template's own tags.
+    tokens that messages spell out, the text inside the template's own tags, and ends of messages.
     """
 
     def __init__(self, tokenizer: FileTokenizer, template: ChatTemplate) -> None:
@@ -204,29 +75,36 @@ class Reader:
 
     def read(self, row: Any) -> Conversation:
         """Reads a row. Raises Refused with the reason."""
-        messages, tools = _checked(row), row.get("tools")
-        held = set(self._template.text + json.dumps([messages, tools], ensure_ascii=False))
-        marks = _unused(held, 4)
+        asked = read_row(row)
+        template = self._template.of(asked.tools)
+        unread = unread_of(asked, template.reads)
+        given: list[Any] = [template.fitted(asked.messages), asked.tools, asked.documents]
+        given.append(asked.more)
+        held = set(template.text + json.dumps(given, ensure_ascii=False))
+        marks = _unused(held, 6)
         around = rf"{marks[0]}\g<0>{marks[1]}"
-        messages, tools = _changed(
-            [messages, tools], lambda text: re.sub(self._special, around, text)
-        )
-        whole = self._template.render(messages, tools=tools)
-        tagged = self._template.has_tags
-        turns = (self._tagged if tagged else self._untagged)(messages, tools, whole, marks)
+        marked = _changed(given, lambda text: re.sub(self._special, around, text))
+        rendering = Rendering(template, *marked)
+        whole = rendering.text()
+        if marked != given and _without(whole, marks[:2]) != Rendering(template, *given).text():
+            raise Refused(
+                "spells out special tokens that its chat template looks for: write thoughts and "
+                "calls at their own keys, reasoning_content and tool_calls"
+            )
+        shown = Shown(rendering, whole, marks, asked)
+        shown.check()
+        turns = (self._tagged if template.has_tags else self._untagged)(shown)
         made = self._encoded(whole, marks, held)
         spoken = np.zeros(made.tokens.size, np.bool_)
         for begin, end in turns:
             within = (made.begins < end) & (np.maximum(made.ends, made.begins + 1) > begin)
-            spoken |= within if tagged else self._until_its_end(made, within)
-        return Conversation(made.tokens, spoken)
+            spoken |= within if template.has_tags else self._until_its_end(made, within)
+        return Conversation(made.tokens, spoken, frozenset(unread), shown.drops_thoughts())
 
-    def _tagged(
-        self, messages: Sequence[Message], tools: Any, whole: str, marks: Marks
-    ) -> list[Turn]:
-        """Finds the turns inside the template's own tags."""
-        _, _, opening, closing = marks
-        marked = self._template.render(messages, tools=tools, around=(opening, closing))
+    def _tagged(self, shown: Shown) -> list[Turn]:
+        """Finds the learned turns inside the template's own tags."""
+        _, _, opening, closing, *_ = shown.marks
+        marked = shown.rendering.text(around=(opening, closing))
         pieces = re.split(f"([{opening}{closing}])", marked)
         at, begins, turns = 0, [], []
         for piece in pieces:
@@ -236,41 +114,64 @@ class Reader:
                 turns.append((begins.pop(), at))
             else:
                 at += len(piece)
-        if begins or whole != "".join(pieces[::2]):
+        if begins or shown.whole != "".join(pieces[::2]):
             raise Refused("has a template that changes what its {% generation %} tags enclose")
-        return turns
+        left = []
+        for turn in turns:
+            speakers = shown.speakers(turn)
+            for number in speakers:
+                self._check_speaks(shown, number, *turn)
+            if shown.all_learned:
+                left.append(turn)
+                continue
+            if not speakers:
+                raise Refused("has a template whose {% generation %} tags enclose no message alone")
+            if all(shown.row.learned[number] for number in speakers):
+                left.append(turn)
+            elif any(shown.row.learned[number] for number in speakers):
+                raise Refused(
+                    "has a template whose {% generation %} tags enclose a message to learn and one "
+                    "not to learn"
+                )
+        return left
 
-    def _untagged(
-        self, messages: Sequence[Message], tools: Any, whole: str, marks: Marks
-    ) -> list[Turn]:
-        """Finds the turns by rendering the messages before each of them.
+    def _untagged(self, shown: Shown) -> list[Turn]:
+        """Finds the learned turns by rendering the messages before each of them.
 
-        Some templates render a turn differently once it is not the last; such a turn ends with the
-        first special token after its words.
+        Some templates render a turn differently once it is not the last, or drop its thoughts. Then
+        its place is known by the end of the message before and by the end of its own words.
         """
         turns: list[Turn] = []
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
+        for number, message in enumerate(shown.row.messages):
+            if message["role"] != ASSISTANT or not shown.row.learned[number]:
                 continue
-            prompted = self._template.render(messages[:number], tools=tools, prompt=True)
-            answered = self._template.render(messages[: number + 1], tools=tools)
-            begin = len(prompted)
-            if not whole.startswith(prompted) or (turns and begin < turns[-1][1]):
-                raise Refused(
-                    f"the template spells what is before message {number + 1} otherwise when more "
-                    "follows: the assistant's words cannot be told from it"
-                )
-            if whole.startswith(answered) and len(answered) >= begin:
-                turns.append((begin, len(answered)))
-                continue
-            words = message["content"].strip()
-            at = whole.find(words, begin)
-            behind = self._specials(whole, marks, at + len(words)) if at >= 0 else iter(())
-            end = next((found.end() for found in behind if found["meant"]), None)
-            if end is None:
-                raise Refused(f"the template does not show the words of message {number + 1}")
+            begin = shown.begin(number)
+            end = shown.end(number, begin) or self._special_end(shown, number, begin)
+            if turns and begin < turns[-1][1]:
+                raise shown.unknown(number)
+            self._check_speaks(shown, number, begin, end)
             turns.append((begin, end))
         return turns
+
+    def _special_end(self, shown: Shown, number: int, begin: int) -> int:
+        """Returns the end of the first special token after a turn's words. Raises Refused."""
+        behind = self._specials(shown.whole, shown.marks, shown.words_end(number, begin))
+        end = next((found.end() for found in behind if found["meant"]), None)
+        if end is None:
+            raise shown.unknown(number)
+        return end
+
+    def _check_speaks(self, shown: Shown, number: int, begin: int, end: int) -> None:
+        """Raises Refused for a turn of which nothing but its end is spoken."""
+        text, at = "", begin
+        for found in self._specials(shown.whole, shown.marks, begin):
+            if found.start() >= end:
+                break
+            text += shown.whole[at : found.start()] + (found["spelled"] or "")
+            at = found.end()
+        text += shown.whole[at:end]
+        if not EMPTY_THOUGHT.sub("", text).strip():
+            raise shown.silent(number)
 
     def _until_its_end(self, made: Placed, within: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Drops what a template writes after the last special token of a turn, such as blanks."""
@@ -286,7 +187,7 @@ class Reader:
 
     def _encoded(self, whole: str, marks: Marks, held: set[str]) -> Placed:
         """Encodes a whole conversation; places of tokens refer to `whole`."""
-        plain = re.sub(f"[{marks[0]}{marks[1]}]", "", whole)
+        plain = _without(whole, marks[:2])
         try:
             plain.encode()
             if plain == whole:
@@ -336,6 +237,10 @@ class Reader:
         return Placed(made.tokens, source(made.begins), source(last) + 1)
 
 
+def _without(text: str, marks: Marks) -> str:
+    return re.sub(f"[{''.join(marks)}]", "", text)
+
+
 def _unused(held: set[str], count: int) -> tuple[str, ...]:
     """Returns private characters not in `held`. Raises Refused."""
     found = tuple(islice((c for c in map(chr, PRIVATE) if c not in held), count))
@@ -355,41 +260,11 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _checked(row: Any) -> list[Message]:
-    """Returns the messages of a row. Raises Refused."""
-    if not isinstance(row, dict):
-        raise Refused("is no object")
-    if MESSAGES not in row:
-        close = nearest(MESSAGES, row)
-        hint = f", the nearest is {show(close)}" if close else ""
-        raise Refused(f"has no {MESSAGES}{hint}")
-    messages = row[MESSAGES]
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise Refused(f"has {MESSAGES} that are no list of objects")
-    for number, message in enumerate(messages, 1):
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise Refused(f"has no text as {key} of message {number}")
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise Refused(f"has no message of role {ASSISTANT}, of which to learn")
-    return [_as_written(message) for message in messages]
-
-
-def _as_written(message: Message) -> Message:
-    """Returns a message as transformers passes it to a template: without nulls, its reasoning under
-    each name that templates use."""
-    message = {key: value for key, value in message.items() if value is not None}
-    thought = next((message[name] for name in THOUGHTS if name in message), None)
-    if thought is None:
-        return message
-    return {"thinking": thought, **message, "reasoning_content": thought}
-
-
 # Conversations of a run: a pair of marked tokens in the token cache. A marked token is the token,
 # plus SPOKEN where the assistant wrote it, so windows, packs and shuffles work as for documents.
 
 
-VERSION = 2
+VERSION = 3
 SPOKEN = 1 << 30
 TOKEN = SPOKEN - 1
 DTYPE = np.dtype("<i4")
@@ -403,12 +278,13 @@ class Chat(NamedTuple):
     documents: list[Document]
     tokenizer: FileTokenizer
     template: ChatTemplate
+    most_bad: float  # share of rows that may be left out
 
     @property
     def key(self) -> str:
         """A digest of all inputs: the cache's name."""
         made_of = cache_key(self.documents, self.tokenizer)
-        return cache.digest_of(["chat", VERSION, made_of, self.template.text])
+        return cache.digest_of(["chat", VERSION, made_of, self.template.texts, self.most_bad])
 
 
 def find_chat(data: DataConfig) -> Chat:
@@ -419,7 +295,7 @@ def find_chat(data: DataConfig) -> Chat:
             f"data=chat needs data.tokenizer, which is {show(data.tokenizer)}: give a folder with "
             "a tokenizer.json and a chat template, or run= of an imported model"
         )
-    return Chat(find_documents(data), tokenizer, ChatTemplate(tokenizer))
+    return Chat(find_documents(data), tokenizer, ChatTemplate(tokenizer), data.skip_bad_rows)
 
 
 def learned(
@@ -464,25 +340,60 @@ class ChatSamples:
         return Sample(tokens, sample.loss_mask & spoken[1:], sample.starts)
 
 
-def write_chat(chat: Chat, writer: IndexedWriter) -> None:
+JUDGED = 1000  # rows before the share of bad ones is checked, as in `data tokenize`
+
+
+def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
+    """Writes all conversations. Returns what a user must know of the rows, for the cache's facts.
+
+    Raises UserError for a row that is none, or for too many of them.
+    """
     _log.info(f"building the token cache: conversations of {len(chat.documents)} files")
-    reader = Reader(chat.tokenizer, chat.template)
-    for where, row in _rows(chat.documents):
+    reader, told = Reader(chat.tokenizer, chat.template), Told()
+    for where, line in _rows(chat.documents):
+        told.rows += 1
         try:
-            found = reader.read(row)
+            found = reader.read(_row_of(line))
+            if not found.spoken[1:].any():
+                raise Refused("has nothing that the assistant says and that is learned")
         except Refused as error:
-            raise UserError(f"data.path: {where} {error}; mend or remove it") from None
-        if not found.spoken[1:].any():
-            raise UserError(
-                f"data.path: {where} has nothing that the assistant says; mend or remove it"
-            )
+            told.bad += 1
+            told.first = told.first or f"{where} {error}"
+            _judge(chat, told, least=JUDGED)
+            continue
+        told.count(found.unread, found.drops_thoughts)
         writer.add(found.tokens | np.where(found.spoken, SPOKEN, 0))
+    _judge(chat, told, least=1)
     if not writer.documents:
         raise UserError("data.path holds no conversations: give jsonl, a row each")
+    return {"told": told.lines()}
 
 
-def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
-    """Yields each row with its location. Raises UserError."""
+def _judge(chat: Chat, told: Told, least: int) -> None:
+    """Raises UserError if more than the allowed share of at least `least` rows is bad."""
+    if not chat.most_bad and told.bad:
+        raise UserError(
+            f"data.path: {told.first}; mend or remove it, or give data.skip_bad_rows=0.01 to leave "
+            "out such rows, up to 1 % of all"
+        )
+    if told.rows >= least and told.bad > chat.most_bad * told.rows:
+        raise UserError(
+            f"data.path: {told.bad:,} of the first {told.rows:,} rows are no conversations, more "
+            f"than data.skip_bad_rows={chat.most_bad:g} of them; the first is {told.first}; mend "
+            "them, or give a larger data.skip_bad_rows"
+        )
+
+
+def _row_of(line: bytes) -> Any:
+    """Returns the row of a line. Raises Refused."""
+    if len(line) > LONGEST:
+        raise Refused(f"has more than {LONGEST:,} bytes, which is no conversation")
+    return parse(line)
+
+
+def _rows(documents: list[Document]) -> Iterator[tuple[str, bytes]]:
+    """Yields each line that is not blank with its location, without its end if it is longer than
+    LONGEST. Raises UserError."""
     # Imported here, as fsspec loads slowly.
     from parallel3d.data.inputs import Input, of_input, opened
 
@@ -490,20 +401,11 @@ def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
         packed = next((end for end in PACKED if document.path.endswith(end)), "")
         source = Input(f"file://{Path(document.path).absolute()}", LINES, packed, document.size, "")
         with of_input(document.path, "data.path"), opened(source) as (content, _):
-            lines = iter(lambda: content.readline(LONGEST + 1), b"")
-            for number, line in enumerate(lines, 1):
-                if len(line) > LONGEST:
-                    raise UserError(
-                        f"data.path: {document.name}:{number} has more than {LONGEST:,} bytes, "
-                        "which is no conversation; mend or remove it"
-                    )
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    raise UserError(
-                        f"data.path: {document.name}:{number} is no JSON; mend or remove it"
-                    ) from None
-                yield f"{document.name}:{number}", row
+            number = 0
+            while line := content.readline(LONGEST + 1):
+                number += 1
+                if line.strip():
+                    yield f"{document.name}:{number}", line
+                while len(line) > LONGEST and not line.endswith(b"\n"):
+                    line = content.readline(LONGEST + 1)
         check_unchanged(document, os.stat(document.path))

@@ -78,7 +78,7 @@ class Corpus:
     tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
     begin; None: after each `eot`. plans: packs of both parts, None of an empty one. name: of a
     pair, its prefix. named: what errors call it. marked: tokens carry marks of what is learned
-    (`chat`). files: all open files.
+    (`chat`). told: what a user must know of it, a sentence each. files: all open files.
     """
 
     train: Tokens
@@ -93,6 +93,7 @@ class Corpus:
     name: str = ""
     named: str = ""
     marked: bool = False
+    told: tuple[str, ...] = ()
     files: tuple[WatchedFile, ...] = ()
 
     @classmethod
@@ -171,6 +172,10 @@ class Blend:
         return next((c.tokenizer_name for c in self.corpora if c.tokenizer_name), None)
 
     @property
+    def told(self) -> tuple[str, ...]:
+        return tuple(sentence for corpus in self.corpora for sentence in corpus.told)
+
+    @property
     def watched(self) -> dict[str, WatchedFile]:
         return {key: file for one in self.corpora for key, file in one.watched.items()}
 
@@ -234,7 +239,7 @@ def open_corpus(
 
 def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     tokenizer, documents = _find_text(data, seq_length)
-    pair, files = cached_text(folder, documents, tokenizer)
+    pair, files, _ = cached_text(folder, documents, tokenizer)
     held_out = _held_out_tokens(len(pair), data, seq_length, origin(data))
     return Corpus.of(
         *(pair.tokens, held_out, tokenizer),
@@ -263,7 +268,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     Raises UserError for a row that is not a conversation.
     """
     chat = find_chat(data)
-    pair, files = cached_pair(folder, chat.key, DTYPE, partial(write_chat, chat))
+    pair, files, facts = cached_pair(folder, chat.key, DTYPE, partial(write_chat, chat))
     held_out = len(pair) if data.held_out else 0
     if 0.0 < data.held_out < 1.0:
         if pair.documents < 2:
@@ -281,6 +286,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         documents=pair,
         named=origin(data),
         marked=True,
+        told=tuple(f"{origin(data)}: {line}" for line in facts.get("told", ())),
         files=files,
     )
     if data.packing == "concat" and data.held_out < 1.0:

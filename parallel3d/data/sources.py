@@ -219,8 +219,12 @@ _VERSION = 2
 _BLOCK = 4 << 20  # bytes
 
 
-# A pair in the cache, and its .bin and .idx.
-CachedPair = tuple[IndexedCorpus, tuple[WatchedFile, ...]]
+class CachedPair(NamedTuple):
+    """A pair in the cache, its .bin and .idx, and what its builder knew of it."""
+
+    pair: IndexedCorpus
+    files: tuple[WatchedFile, ...]
+    facts: dict[str, Any]
 
 
 def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
@@ -241,7 +245,7 @@ def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenize
     tokens are bytes. Raises UserError if the folder or a document cannot be used.
     """
 
-    def build(writer: IndexedWriter) -> None:
+    def build(writer: IndexedWriter) -> dict[str, Any]:
         size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
         through = "" if isinstance(tokenizer, ByteTokenizer) else f" through {tokenizer.name}"
         _log.info(f"building the token cache: {size} of text{through}")
@@ -250,7 +254,7 @@ def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenize
                 for text in blocks_of(document):
                     writer.add(tokenizer.encode(text))
                 writer.add(np.array([tokenizer.eot]))
-            return
+            return {}
         for found, tokens in encoded(tokenizer, map(_whole, documents)):
             if isinstance(tokens, Unencodable):
                 raise UserError(
@@ -258,6 +262,7 @@ def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenize
                     f"({tokens.why}): remove or mend it, or give another tokenizer"
                 )
             writer.add(np.append(tokens, tokens.dtype.type(tokenizer.eot)))
+        return {}
 
     key, dtype = cache_key(documents, tokenizer), token_type(tokenizer.vocab_size)
     return cached_pair(folder, key, dtype, build)
@@ -267,19 +272,19 @@ def cached_pair(
     folder: Path,
     key: str,
     dtype: np.dtype,
-    build: Callable[[IndexedWriter], None],
+    build: Callable[[IndexedWriter], dict[str, Any]],
 ) -> CachedPair:
-    """Returns the pair `key` in `folder`; `build` writes it if it is missing."""
+    """Returns the pair `key` in `folder`; `build` writes it if it is missing, and returns facts
+    that are kept with it."""
 
     def write(prefix: Path) -> dict[str, Any]:
         with IndexedWriter(prefix, dtype) as writer:
-            build(writer)
-        return {}
+            return build(writer)
 
-    def opened(files: dict[str, WatchedFile], _: dict[str, Any]) -> CachedPair:
+    def opened(files: dict[str, WatchedFile], facts: dict[str, Any]) -> CachedPair:
         by_name = {watched.file.name: watched.file for watched in files.values()}
         pair = IndexedCorpus(folder / key, opened=lambda path, _: by_name[path])
-        return pair, tuple(files.values())
+        return CachedPair(pair, tuple(files.values()), facts)
 
     return cache.kept(folder, key, (".bin", ".idx"), write, opened)
 

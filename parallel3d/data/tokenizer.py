@@ -31,7 +31,12 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 GENERATION, CONFIG = "generation_config.json", "config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-BESIDE = (TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CHAT_TEMPLATE)
+# Of processors, and a folder of templates by name.
+PROCESSORS_TEMPLATE, MORE_TEMPLATES = "chat_template.json", "additional_chat_templates"
+BESIDE = (
+    *(TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
+    f"{MORE_TEMPLATES}/*.jinja",
+)
 LARGEST_BESIDE = 64 << 20  # bytes; configurations that list every added token are long
 # End-of-text tokens of widespread model families, for tokenizers without configuration.
 USUAL_ENDS = (
@@ -356,7 +361,8 @@ class FileTokenizer:
         """Returns file name → content of a folder for this tokenizer, also for transformers."""
         found = {TOKENIZER: self._content}
         folder, config = self.folder, dict(self.beside.get(TOKENIZER_CONFIG, {}))
-        for name in (SPECIAL_MAP, GENERATION, CHAT_TEMPLATE):
+        own = [] if folder is None else template_files(folder).values()
+        for name in (SPECIAL_MAP, GENERATION, PROCESSORS_TEMPLATE, *own):
             if folder is not None and (folder / name).is_file():
                 found[name] = read_bounded(folder / name, LARGEST_BESIDE)
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
@@ -371,6 +377,7 @@ class FileTokenizer:
             return
         with new_folder(folder) as partial:
             for name, content in self.files().items():
+                (partial / name).parent.mkdir(exist_ok=True)
                 write_durably(partial / name, content)
 
 
@@ -415,6 +422,13 @@ def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{key}: {folder / name} must hold an object, not {type(content).__name__}")
     return content
+
+
+def template_files(folder: Path) -> dict[str, str]:
+    """Returns the files of a tokenizer's folder that are chat templates, by their names."""
+    found = {"default": CHAT_TEMPLATE} if (folder / CHAT_TEMPLATE).is_file() else {}
+    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    return found | {path.stem: f"{MORE_TEMPLATES}/{path.name}" for path in more}
 
 
 # Tokenizers on the Hugging Face hub

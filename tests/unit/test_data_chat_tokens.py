@@ -155,7 +155,9 @@ def conversations(seed: int, spelled: list[str] = []) -> Iterator[dict[str, Any]
 
     while True:
         roles = ["system"] * draw.randrange(2) + ["user", "assistant"] * draw.randint(1, 3)
-        yield {"messages": [{"role": role, "content": text()} for role in roles]}
+        said = [(role, text()) for role in roles]  # an empty answer is refused
+        talk = [(role, what if what.strip() or role != "assistant" else "a") for role, what in said]
+        yield {"messages": [{"role": role, "content": what} for role, what in talk]}
 
 
 class Peer:

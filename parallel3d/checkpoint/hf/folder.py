@@ -98,6 +98,7 @@ def export_hf(
                 size = sum(prod(t.shape) for t in tensors) * torch.finfo(COMPUTE[dtype]).bits // 8
                 texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": files})
             for name, text in texts.items():
+                (partial / name).parent.mkdir(exist_ok=True)
                 (partial / name).write_bytes(text)
     except (OSError, SafetensorError) as error:  # a full disk, in Python or safetensors
         reason = getattr(error, "strerror", None) or error

@@ -1,0 +1,559 @@
+"""Reads rows of conversations key by key: each key is used, counted as not read, or refused.
+
+Two layouts are known: messages with role and content (OpenAI, TRL, axolotl, ms-swift), and
+ShareGPT's turns with from and value. What decides on the shown text or on what is learned is never
+left out: it is obeyed or the row is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from parallel3d.config.fields import show
+from parallel3d.errors import nearest
+from parallel3d.files import plain
+
+SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION = (
+    *("system", "developer", "user", "assistant", "tool", "function"),
+)
+MESSAGES = "messages"
+# Of several, the first is read: others are earlier states of the same conversation.
+LISTS = (MESSAGES, "conversations", "conversation")
+SYSTEMS = ("system", "system_prompt")
+TOOLS, FUNCTIONS, DOCUMENTS, KWARGS = "tools", "functions", "documents", "chat_template_kwargs"
+FROM, VALUE = "from", "value"
+# The first is the one that templates read; transformers fills it from the others.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+DETAILS = "reasoning_details"
+CALLS, CALL_OF_2023 = "tool_calls", "function_call"
+# ShareGPT's names of roles.
+SPEAKERS = {
+    "human": USER,
+    "user": USER,
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "system": SYSTEM,
+    "tool": TOOL,
+}
+# Roles by names of other formats, which a template would show as they are, or drop.
+OTHER_ROLES = {
+    **dict.fromkeys(("human", "prompter", "customer", "instruction", "question"), USER),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model", "answer", "output"), ASSISTANT),
+    **dict.fromkeys(("observation", "tool_response", "tool_result", "function_response"), TOOL),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant with tool_calls"),
+}
+ROLES = (SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION)
+# What tells whether a message is learned: OpenAI's weight, axolotl's train and training, ms-swift's
+# loss. Values that are true or 1 keep a message, those that are false or 0 do not.
+LEARNED = ("weight", "train", "training", "loss")
+FLAGS: tuple[tuple[Any, bool], ...] = ((False, False), (True, True), (0, False), (1, True))
+
+# Keys that would change what is shown or learned, and are not read. Empty values are as none.
+_NOT_TEXT = "image images video videos audio audios file files attachments"
+_LEARNING = (
+    "weights loss_weight loss_scale loss_mask mask masked mask_loss trainable train_detail "
+    "training_detail train_on_input train_on_inputs train_on_turn should_train assistant_masks"
+)
+_OPTIONS = "enable_thinking reasoning_effort thinking_budget thinking_mode add_generation_prompt"
+_OTHER_THOUGHTS = "thought thoughts think cot chain_of_thought rationale reasoning_text"
+
+
+def _each(names: str, why: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), why)
+
+
+_LEARN_BY = f"what is learned is told by {', '.join(LEARNED[:-1])} or {LEARNED[-1]} of a message"
+REFUSED_OF_ROWS = {
+    **_each(_NOT_TEXT, "conversations are learned from as text alone"),
+    **_each(_LEARNING, _LEARN_BY),
+    **_each(_OPTIONS, f"what a template is to be told stands in {KWARGS}"),
+    "continue_final_message": "an answer that is to be continued cannot be learned",
+    "chat_template": "the template is the tokenizer's",
+    "history": f"earlier turns stand in {MESSAGES}",
+}
+REFUSED_OF_MESSAGES = {
+    **_each(_NOT_TEXT, "conversations are learned from as text alone"),
+    **_each(_LEARNING, _LEARN_BY),
+    **_each(_OTHER_THOUGHTS, f"thoughts stand in {THOUGHTS[0]}"),
+    **_each("prefix partial", "an answer that is to be continued cannot be learned"),
+    **_each("tools functions documents", "they stand beside the messages"),
+    "refusal": "words that are to be learned stand in content",
+    **_each("channel recipient end_turn", "the chat template does not read it"),
+}
+# What `chat_template_kwargs` may not hold, as the row has it elsewhere or tokens are made by it.
+_ARGUMENTS = (
+    "messages conversation tools documents chat_template add_generation_prompt tokenize "
+    "continue_final_message return_dict return_tensors return_assistant_tokens_mask padding "
+    "truncation max_length sanitize_control_tokens tokenizer_kwargs"
+)
+RESERVED = frozenset(_ARGUMENTS.split())
+CLOSE = 0.88  # of difflib: one letter of eight
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+# Options that are off where they are false; of what is learned, false may say a lot.
+SWITCHES = ("prefix", "partial", "end_turn", "continue_final_message", "add_generation_prompt")
+
+Message = Mapping[str, Any]
+
+
+class Refused(ValueError):
+    """Messages that a template does not accept, or a row that is not a conversation."""
+
+
+class Row(NamedTuple):
+    """A row as a template gets it.
+
+    messages: role and, unless null, content: text, or parts of text. names: what errors call each.
+    learned: whether each is learned if the assistant says it. tools: objects. more: further names
+    for the template. optional: keys of messages, and names of `more`, that are read only if the
+    template does so. unread: keys that nothing reads.
+    """
+
+    messages: list[Message]
+    names: list[str]
+    learned: list[bool]
+    tools: list[Any] | None
+    documents: list[Any] | None
+    more: dict[str, Any]
+    optional: frozenset[str]
+    unread: frozenset[str]
+
+
+# JSON text
+
+
+def parse(text: str | bytes) -> Any:
+    """Returns what JSON text spells. Raises Refused, also for a key that stands there twice."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise Refused("is no JSON") from None
+    except Refused:
+        raise
+    except ValueError:
+        raise Refused("is no JSON") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Refused(f"has the key {show(plain(twice))} twice")
+    return found
+
+
+def _spelled(value: Any, kind: type, what: str) -> Any:
+    """Returns a value of `kind`, or what it spells as JSON text. Raises Refused about `what`."""
+    if isinstance(value, str):
+        try:
+            value = parse(value)
+        except Refused as error:
+            raise Refused(f"has {what} as text that {error}") from None
+    if not isinstance(value, kind):
+        named = "an object" if kind is dict else "a list of objects"
+        raise Refused(f"has {what} that are not {named}, nor the JSON text of it")
+    return value
+
+
+def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
+    """Returns a list of objects: given as such, as one object, or either as JSON text; each object
+    may be JSON text too. None for null and empty text. Raises Refused."""
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        try:
+            value = parse(value)
+        except Refused as error:
+            raise Refused(f"has {what} as text that {error}") from None
+    if value is None:
+        return None
+    items = [value] if isinstance(value, dict) else value
+    if not isinstance(items, list):
+        raise Refused(f"has {what} that are no list of objects, nor the JSON text of one")
+    return [_spelled(item, dict, what) for item in items]
+
+
+# Rows
+
+
+def read_row(row: Any) -> Row:
+    """Reads a row. Raises Refused with the reason, after "a row" …"""
+    if not isinstance(row, dict):
+        raise Refused("is no object")
+    listed = [name for name in LISTS if row.get(name) is not None]
+    if not listed:
+        raise Refused(_without_messages(row))
+    turns, tools, unread = row[listed[0]], _tools(row), set(listed[1:])
+    if not isinstance(turns, list) or not all(isinstance(m, dict) for m in turns):
+        raise Refused(f"has {listed[0]} that are no list of objects")
+    known = {*LISTS, *SYSTEMS, TOOLS, FUNCTIONS, DOCUMENTS, KWARGS, *LEARNED}
+    for key, value in row.items():
+        if key in known or _is_empty(key, value):
+            continue
+        if key in REFUSED_OF_ROWS:
+            raise Refused(f"has {key}, which is not read: {REFUSED_OF_ROWS[key]}")
+        _check_not_close(key, known, "")
+        unread.add(plain(key))
+    for key in LEARNED:
+        if _flag(row.get(key), key, "") is False:
+            raise Refused(f"has {key}={show(row[key])} of all of it, so nothing is learned")
+    optional: set[str] = set()
+    messages, learned = [], []
+    for number, turn in enumerate(turns, 1):
+        message, is_learned = _message(turn, number, optional)
+        messages.append(message)
+        learned.append(is_learned)
+    more = {} if row.get(KWARGS) in EMPTY else _spelled(row[KWARGS], dict, KWARGS)
+    if taken := RESERVED & more.keys():
+        raise Refused(f"has {min(taken)} in {KWARGS}, where it cannot be given")
+    names = [f"message {number} of role {plain(m['role'])}" for number, m in enumerate(messages, 1)]
+    first = _system(row, messages)
+    if first is not None:
+        messages.insert(0, {"role": SYSTEM, "content": first})
+        learned.insert(0, True)
+        names.insert(0, "its system text")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise Refused(f"has no message of role {ASSISTANT}, of which to learn")
+    documents = _objects(row.get(DOCUMENTS), DOCUMENTS)
+    return Row(
+        *(messages, names, learned, tools, documents, more),
+        frozenset((*optional, *more)),
+        frozenset(unread),
+    )
+
+
+def _without_messages(row: Mapping[str, Any]) -> str:
+    close = nearest(MESSAGES, row)
+    if close:
+        return f"has no {MESSAGES}, the nearest is {show(plain(close))}"
+    keys = ", ".join(plain(key) for key in list(row)[:5]) or "none"
+    return (
+        f"has no {MESSAGES}, and its keys are {keys}: write a list of objects with role and content"
+    )
+
+
+def _is_empty(key: str, value: Any) -> bool:
+    return value in EMPTY or (value is False and key in SWITCHES)
+
+
+def _check_not_close(key: str, known: Iterable[str], of: str) -> None:
+    """Raises Refused for a key that is most likely meant to be another one, which is read."""
+    import difflib
+
+    bare = {_bare(name): name for name in known}
+    meant = bare.get(_bare(key)) or next(
+        iter(difflib.get_close_matches(key, list(known), n=1, cutoff=CLOSE)), None
+    )
+    if meant is not None:
+        raise Refused(f"has {show(plain(key))}{of}, which is not read: {meant} is")
+
+
+def _bare(key: str) -> str:
+    return "".join(letter for letter in key.lower() if letter.isalnum())
+
+
+def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the tools of a row, as objects with a name; functions of 2023's format as tools."""
+    tools = _objects(row.get(TOOLS), TOOLS)
+    functions = _objects(row.get(FUNCTIONS), FUNCTIONS)
+    if tools and functions:
+        raise Refused(f"has {TOOLS} and {FUNCTIONS}: give one of them")
+    for key, some in ((TOOLS, tools), (FUNCTIONS, functions)):
+        for number, tool in enumerate(some or (), 1):
+            if not name_of(tool):
+                raise Refused(f"has {key} of which number {number} has no name")
+    if functions:
+        return [{"type": FUNCTION, FUNCTION: one} for one in functions]
+    return tools
+
+
+def name_of(called: Mapping[str, Any]) -> str:
+    """Returns the name of a tool or of a call; "" without one."""
+    function = called.get(FUNCTION, called)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
+    """Returns the text that a row has for a first message of role system. Raises Refused."""
+    given = {key: row[key] for key in SYSTEMS if row.get(key) not in EMPTY}
+    for key, text in given.items():
+        if not isinstance(text, str):
+            raise Refused(f"has {key} that is no text")
+    if not given:
+        return None
+    key, text = next(iter(given.items()))
+    if len(set(given.values())) > 1:
+        raise Refused(f"has {' and '.join(given)} with different texts")
+    own = [message for message in messages if message["role"] in (SYSTEM, DEVELOPER)]
+    if not own:
+        return text
+    if own[0].get("content") != text or own[0] is not messages[0]:
+        raise Refused(f"has {key} beside a message of role {own[0]['role']}: give one of them")
+    return None
+
+
+# Messages
+
+
+def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[Message, bool]:
+    """Returns a message, and whether it is learned. Adds its keys that only some templates read.
+
+    Nulls count as left out, as in transformers. Raises Refused.
+    """
+    given = {key: value for key, value in turn.items() if value is not None}
+    of = f" of message {number}"
+    if FROM in given or VALUE in given:
+        if "role" in given or "content" in given:
+            raise Refused(f"has role and content beside {FROM} and {VALUE}{of}")
+        given = {"role": _speaker(given, number), **given}
+        given.pop(FROM)
+        if VALUE in given:
+            given["content"] = given.pop(VALUE)
+    role = given.get("role")
+    if not isinstance(role, str) or not role:
+        raise Refused(f"has no text as role{of}")
+    meant = OTHER_ROLES.get(role) or next((r for r in ROLES if _bare(r) == _bare(role)), role)
+    if meant != role:
+        raise Refused(f"has the role {show(plain(role))}{of}, which is called {meant}")
+    flags = {key: _flag(given.pop(key, None), key, of) for key in LEARNED}
+    told = {flag for flag in flags.values() if flag is not None}
+    if len(told) > 1:
+        raise Refused(f"is told to learn and not to learn message {number}")
+    if True in told and role != ASSISTANT:
+        raise Refused(f"is to learn message {number} of role {plain(role)}: only {ASSISTANT}'s are")
+    _put_calls(given, role, number)
+    _put_thoughts(given, number)
+    given["content"] = _content(given, number)
+    if given["content"] is None:
+        del given["content"]
+    read = ("role", "content", CALLS, *THOUGHTS)
+    for key, value in given.items():
+        if key in read:
+            continue
+        if key not in REFUSED_OF_MESSAGES:
+            _check_not_close(key, (*read, CALL_OF_2023, *LEARNED), of)
+        elif _is_empty(key, value):
+            continue
+        optional.add(key)
+    return given, False not in told
+
+
+def _speaker(given: Mapping[str, Any], number: int) -> str:
+    """Returns the role of a turn of ShareGPT's. Raises Refused."""
+    who = given.get(FROM)
+    if isinstance(who, str) and who in SPEAKERS:
+        return SPEAKERS[who]
+    if isinstance(who, str) and who in OTHER_ROLES:
+        raise Refused(
+            f"has a turn from {who} as message {number}: write {MESSAGES} with role and content, "
+            f"it is a message of role {OTHER_ROLES[who]}"
+        )
+    close = nearest(who, SPEAKERS) if isinstance(who, str) else None
+    hint = f"; the nearest is {close}" if close else ""
+    raise Refused(
+        f"has {FROM}={show(who)} of message {number}: it must be {', '.join(SPEAKERS)}{hint}"
+    )
+
+
+def _flag(value: Any, key: str, of: str) -> bool | None:
+    """Returns what a flag tells; None without one. Raises Refused for other values."""
+    if value is None:
+        return None
+    for flag, learned in FLAGS:
+        if type(value) in (bool, int, float) and value == flag:
+            return learned
+    raise Refused(f"has {key}={_short(value)}{of}: it must be 0 or 1, or true or false")
+
+
+def _short(value: Any) -> str:
+    text = show(value)
+    return plain(text if len(text) <= 40 else f"{text[:40]}…")
+
+
+def _put_thoughts(given: dict[str, Any], number: int) -> None:
+    """Gives thoughts the names that templates read, as transformers does. Raises Refused."""
+    details = given.pop(DETAILS, None)
+    if details not in EMPTY:
+        parts = _objects(details, DETAILS) or []
+        texts = [part.get("text") for part in parts if part.get("type") == "reasoning.text"]
+        words = [text for text in texts if isinstance(text, str)]
+        if not any(given.get(name) for name in THOUGHTS):
+            if len(words) < len(parts):
+                raise Refused(
+                    f"has {DETAILS} of message {number} that are not text alone: write its "
+                    f"thoughts as {THOUGHTS[0]}, or remove them"
+                )
+            given[THOUGHTS[0]] = "".join(words)
+    found = {name: given[name] for name in THOUGHTS if name in given}
+    for name, text in found.items():
+        if not isinstance(text, str):
+            raise Refused(f"has {name} of message {number} that is no text")
+    if len(set(found.values())) > 1:
+        raise Refused(f"has different thoughts as {' and '.join(found)} of message {number}")
+    if found:
+        thought = next(iter(found.values()))
+        given |= {"thinking": thought, "reasoning_content": thought}
+
+
+def _content(given: Mapping[str, Any], number: int) -> Any:
+    """Returns the content of a message, text or a list of parts of text; None: left out. Raises
+    Refused."""
+    content, role = given.get("content"), given["role"]
+    if isinstance(content, str):
+        return content
+    if content is None or content == []:
+        if role == ASSISTANT and (given.get(CALLS) or given.get(CALL_OF_2023)):
+            return None
+        called = f" nor {CALLS}" if role == ASSISTANT else ""
+        raise Refused(f"has no text as content{called} of message {number}, of role {plain(role)}")
+    if not isinstance(content, list):
+        raise Refused(
+            f"has no text as content of message {number}, of role {plain(role)}: write it as text"
+        )
+    return [_part(part, number) for part in content]
+
+
+def _part(part: Any, number: int) -> dict[str, Any]:
+    """Returns a part of a content, which is text. Raises Refused."""
+    if not isinstance(part, dict):
+        raise Refused(f"has a part of message {number} that is no object with type and text")
+    part = {key: value for key, value in part.items() if value is not None}
+    kind, text = part.get("type"), part.get("text")
+    if kind != "text":
+        raise Refused(
+            f"has a part of type {_short(kind)} in message {number}: only parts of type text are "
+            "learned from"
+        )
+    if not isinstance(text, str):
+        raise Refused(f"has a part of message {number} without text")
+    more = [key for key in part if key not in ("type", "text", "cache_control", "annotations")]
+    if any(part[key] not in EMPTY for key in more):
+        raise Refused(f"has {plain(more[0])} in a part of message {number}, which is not read")
+    return {"type": "text", "text": text}
+
+
+def _put_calls(given: dict[str, Any], role: str, number: int) -> None:
+    """Writes the calls of a message as a list of objects. Raises Refused."""
+    for key in (CALLS, CALL_OF_2023):
+        if key in given and given[key] in EMPTY:
+            del given[key]
+    if CALLS in given and CALL_OF_2023 in given:
+        raise Refused(f"has {CALLS} and {CALL_OF_2023} in message {number}: give one of them")
+    key = CALLS if CALLS in given else CALL_OF_2023
+    if key not in given:
+        return
+    if role != ASSISTANT:
+        raise Refused(f"has {key} in message {number} of role {plain(role)}")
+    what = f"{key} of message {number}"
+    calls = [_call(call, what) for call in _objects(given[key], what) or ()]
+    if not calls or (key == CALL_OF_2023 and len(calls) > 1):
+        raise Refused(f"has {what} that is not one call")
+    given[key] = calls if key == CALLS else calls[0]
+
+
+def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Returns a call with a name and arguments. Raises Refused."""
+    call = {key: value for key, value in call.items() if value is not None}
+    if call.get("type", FUNCTION) != FUNCTION:
+        raise Refused(f"has {what} of type {_short(call['type'])}: only functions are called")
+    if not name_of(call):
+        raise Refused(f"has {what} without a name")
+    if FUNCTION not in call:
+        return call | {"arguments": _arguments(call, f"arguments in {what}")}
+    function = call[FUNCTION]
+    return call | {FUNCTION: function | {"arguments": _arguments(function, f"arguments in {what}")}}
+
+
+def _arguments(function: Mapping[str, Any], what: str) -> Any:
+    """Returns the arguments of a call, an object or its JSON text. Raises Refused."""
+    given = function.get("arguments")
+    if given is None:
+        raise Refused(f"has no {what}: write {{}} for a call without any")
+    if given == "":
+        return {}
+    _spelled(given, dict, what)
+    return given
+
+
+def as_of_today(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages of 2023's format, with calls as `tool_calls` and results of role tool."""
+    if not any(CALL_OF_2023 in message for message in messages):
+        return list(messages)
+    return [_of_today(message) for message in messages]
+
+
+def _of_today(message: Message) -> Message:
+    given = dict(message)
+    if CALL_OF_2023 in given:
+        given[CALLS] = [{"type": FUNCTION, FUNCTION: given.pop(CALL_OF_2023)}]
+    return given | ({"role": TOOL} if given["role"] == FUNCTION else {})
+
+
+# What a line at the start says of rows
+
+
+class Told:
+    """Counts rows, those that are left out, and keys that nothing reads."""
+
+    def __init__(self) -> None:
+        self.rows, self.bad = 0, 0
+        self.first = ""  # reason of the first row that is left out
+        self._unread: dict[str, int] = {}
+        self._thoughts = 0  # rows
+
+    def count(self, unread: Iterable[str], dropped_thoughts: bool) -> None:
+        for key in unread:
+            self._unread[key] = self._unread.get(key, 0) + 1
+        self._thoughts += dropped_thoughts
+
+    def lines(self) -> list[str]:
+        """Returns what a user must know of the rows, a sentence each."""
+        found = []
+        if self._unread:
+            many = sorted(self._unread.items(), key=lambda item: (-item[1], item[0]))
+            keys = ", ".join(f"{key} ({_rows(count)})" for key, count in many[:SHOWN])
+            more = f" and {len(many) - SHOWN:,} others" if len(many) > SHOWN else ""
+            found.append(f"keys not read: {keys}{more}")
+        if self._thoughts:
+            found.append(
+                f"{_rows(self._thoughts)} with thoughts of turns that the chat template leaves out"
+            )
+        if self.bad:
+            found.append(
+                f"{self.bad:,} of {self.rows:,} rows are left out by data.skip_bad_rows; the first "
+                f"is {self.first}"
+            )
+        return found
+
+
+SHOWN = 12  # keys
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
+
+
+Reads = Callable[[str], bool]
+
+
+def unread_of(row: Row, reads: Reads) -> set[str]:
+    """Returns the keys of a row that nothing reads; `reads`: whether a template reads a name.
+
+    Raises Refused for a key that would change what is shown.
+    """
+    found = set(row.unread)
+    for key in row.optional:
+        if reads(key):
+            continue
+        pairs = zip(row.names, row.messages, strict=True)
+        name = next((name for name, message in pairs if key in message), None)
+        if name is not None and key in REFUSED_OF_MESSAGES:
+            raise Refused(f"has {key} in {name}, which is not read: {REFUSED_OF_MESSAGES[key]}")
+        found.add(f"{plain(key)} of {KWARGS if name is None else 'messages'}")
+    if row.documents and not reads(DOCUMENTS):
+        raise Refused(f"has {DOCUMENTS}, which the chat template does not show: remove them")
+    return found

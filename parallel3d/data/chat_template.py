@@ -1,0 +1,302 @@
+"""Finds and renders the chat templates of a tokenizer as transformers does.
+
+Templates run in jinja2's sandbox as in transformers, except that they see no clock: a template with
+today's date would make other tokens tomorrow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NoReturn
+
+from parallel3d.data.chat_rows import (
+    ASSISTANT,
+    CALL_OF_2023,
+    CALLS,
+    FUNCTION,
+    THOUGHTS,
+    USER,
+    Message,
+    Refused,
+    as_of_today,
+)
+from parallel3d.data.tokenizer import (
+    CHAT_TEMPLATE,
+    LARGEST_BESIDE,
+    PROCESSORS_TEMPLATE,
+    TOKENIZER_CONFIG,
+    FileTokenizer,
+    read_json,
+    template_files,
+)
+from parallel3d.errors import UserError
+from parallel3d.files import plain, read_bounded
+
+ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+
+
+class ChatTemplate:
+    """The chat templates of a tokenizer: one, or several by name.
+
+    Attributes:
+        texts: name → source.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        """Raises UserError for a missing template, or one that does not parse."""
+        self.named = f"the chat template of {tokenizer.name}"
+        self.texts = templates_of(tokenizer)
+        names = {name: tokenizer.role(name) for name in ROLES}
+        tokens = {name: text for name, text in names.items() if text is not None}
+        tokens.setdefault("eos_token", tokenizer.eot_text)
+        tokens.setdefault("bos_token", "")
+        used = {name: self.texts[name] for name in (DEFAULT, WITH_TOOLS) if name in self.texts}
+        if not used:
+            raise UserError(
+                f"{self.named} has several names, {plain(', '.join(self.texts))}, and none is "
+                f"{DEFAULT}: call one of them so"
+            )
+        self._by_name = {name: Template(text, self.named, tokens) for name, text in used.items()}
+
+    @property
+    def text(self) -> str:
+        """The source of the default template."""
+        return self.texts[DEFAULT]
+
+    def of(self, tools: Any) -> Template:
+        """Returns the template for rows with these tools. Raises Refused if there is none."""
+        name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._by_name else DEFAULT
+        if name not in self._by_name:
+            raise Refused(f"has no tools, and {self.named} none for rows without tools")
+        return self._by_name[name]
+
+
+class Template:
+    """A chat template.
+
+    Attributes:
+        text: its source.
+        has_tags: whether `{% generation %}` tags mark the assistant's words.
+    """
+
+    def __init__(self, text: str, named: str, tokens: Mapping[str, str]) -> None:
+        """`tokens`: special tokens by role. Raises UserError if it does not parse."""
+        self.text, self._tokens = text, dict(tokens)
+        self.has_tags = False
+        self._around = ("", "")  # the text written for `{% generation %}` and its end
+        self._names: set[str] = set()  # those in its code
+        self._template = self._parsed(named)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Any = None,
+        documents: Any = None,
+        more: Mapping[str, Any] | None = None,
+        prompt: bool = False,
+        around: tuple[str, str] = ("", ""),
+    ) -> str:
+        """Returns the messages as text. Raises Refused.
+
+        Args:
+            more: further names for the template, which go before those of special tokens.
+            prompt: ends the text with the opening of an assistant's message.
+            around: markers for begin and end of the assistant's words, if `has_tags`.
+        """
+        self._around = around
+        names = {
+            **self._tokens,
+            **(more or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": prompt,
+        }
+        try:
+            return self._template.render(names)
+        except Exception as error:  # expressions of a template raise anything
+            if isinstance(error, MemoryError):
+                raise
+            why = plain(" ".join(str(error).split()) or type(error).__name__)
+            raise Refused(f"is refused by its chat template ({why})") from None
+
+    def reads(self, name: str) -> bool:
+        """Returns whether the template's code has a name, as a variable, attribute or key."""
+        return name in self._names
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the template reads thoughts that stand at a key of their own."""
+        return any(map(self.reads, THOUGHTS))
+
+    # Some templates want text where others want parts or objects. Which, small rows tell.
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether contents that are lists of parts are shown as their texts."""
+        words = ("onlyasked", "onlytold")
+        roles = zip((USER, ASSISTANT), words, strict=True)
+        rows = [{"role": role, "content": [{"type": "text", "text": word}]} for role, word in roles]
+        found = self._tried(rows, None)
+        return found is not None and all(
+            found.count(word) == 1 and not re.search(rf"text['\"]: ['\"]{word}", found)
+            for word in words
+        )
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether arguments of calls may be objects, which are then shown as JSON or XML."""
+        found = self._called({"onlykey": "only value"})
+        return found is not None and "only value" in found and "'onlykey'" not in found
+
+    @cached_property
+    def takes_text(self) -> bool:
+        """Whether arguments of calls may be JSON text, which is then shown as it is."""
+        text = '{"onlykey": "only value"}'
+        found = self._called(text)
+        return found is not None and text in found
+
+    def _called(self, arguments: Any) -> str | None:
+        """Returns a call with `arguments` as text; None if the template shows none."""
+        function = {"name": "onlycalled", "arguments": arguments}
+        call = {"id": "onlycalls", "type": FUNCTION, FUNCTION: function}
+        schema = {"type": "object", "properties": {}}
+        tool = {"name": "onlycalled", "description": "", "parameters": schema}
+        for tools in ([{"type": FUNCTION, FUNCTION: tool}], None):
+            for content in ({"content": ""}, {}, {"content": "a"}):
+                asked = {"role": USER, "content": "a"}
+                said = {"role": ASSISTANT, **content, CALLS: [call]}
+                found = self._tried([asked, said], tools)
+                if found is not None and "onlyvalue" in found.replace(" ", ""):
+                    return found
+        return None
+
+    def _tried(self, messages: Sequence[Message], tools: Any) -> str | None:
+        try:
+            return self.render(messages, tools=tools)
+        except Refused:
+            return None
+
+    def fitted(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages in the spelling that the template takes."""
+        if not self.reads(CALL_OF_2023):
+            messages = as_of_today(messages)
+        return [self._fitted(message) for message in messages]
+
+    def _fitted(self, message: Message) -> Message:
+        given = dict(message)
+        content = given.get("content")
+        if isinstance(content, list) and not self.takes_parts:
+            given["content"] = "".join(part["text"] for part in content)
+        if CALLS in given:
+            given[CALLS] = [self._spelled(call) for call in given[CALLS]]
+        return given
+
+    def _spelled(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        if FUNCTION in call:
+            return {**call, FUNCTION: self._spelled(call[FUNCTION])}
+        arguments = call["arguments"]
+        is_text = isinstance(arguments, str)
+        if is_text and not self.takes_text:
+            arguments = json.loads(arguments)
+        elif not is_text and self.takes_text and not self.takes_objects:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "arguments": arguments}
+
+    def _parsed(self, named: str) -> Any:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        template = self
+
+        class Generation(Extension):
+            """`{% generation %}`, with which some templates mark the assistant's words."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> nodes.Node:
+                template.has_tags = True
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.CallBlock(self.call_method("_within"), [], [], body).set_lineno(line)
+
+            def _within(self, caller: Any) -> str:
+                begin, end = template._around
+                return f"{begin}{caller()}{end}"
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        # As in transformers, without HTML escapes.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            tree = environment.parse(self.text)
+            self._names = {
+                *(node.name for node in tree.find_all(nodes.Name)),
+                *(node.attr for node in tree.find_all(nodes.Getattr)),
+                *(node.value for node in tree.find_all(nodes.Const) if type(node.value) is str),
+            }
+            return environment.from_string(self.text)
+        except (TemplateError, RecursionError) as error:
+            why = plain(" ".join(str(error).split()))
+            line = getattr(error, "lineno", None)
+            where = f" in line {line}" if line else ""
+            raise UserError(f"{named} cannot be read ({why}{where}): mend it") from None
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Refused(message)
+
+
+def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
+    """Returns the chat templates of a tokenizer by name. Raises UserError if there is none.
+
+    As in transformers, files of their own replace what tokenizer_config.json holds. A processor's
+    template counts where there is no other.
+    """
+    folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"
+    if folder is not None:
+        try:
+            found = {
+                name: read_bounded(folder / file, LARGEST_BESIDE).decode()
+                for name, file in template_files(folder).items()
+            }
+        except (OSError, ValueError) as error:
+            raise UserError(f"{key} cannot be read ({plain(str(error))})") from None
+        for file in (TOKENIZER_CONFIG, PROCESSORS_TEMPLATE):
+            found = found or _listed(read_json(folder, file, key), file, key)
+        if found:
+            return found
+    raise UserError(
+        f"data=chat needs a chat template, and {tokenizer.name} has none: write one into "
+        f"{CHAT_TEMPLATE}, or as chat_template into {TOKENIZER_CONFIG}, beside its tokenizer.json"
+    )
+
+
+def _listed(config: Mapping[str, Any], file: str, key: str) -> dict[str, str]:
+    """Returns the templates of chat_template: one text, a list with names, or an object by name.
+    Raises UserError."""
+    given = config.get("chat_template")
+    if not given:
+        return {}
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(given, dict):
+        pairs = given.items()
+    elif isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        pairs = [(one.get("name"), one.get("template")) for one in given]
+    found = dict(pairs)
+    if not found or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise UserError(
+            f"{key} cannot be read: chat_template in {file} must be text, or a list of objects "
+            "with name and template"
+        )
+    return found
