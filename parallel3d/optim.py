@@ -25,6 +25,15 @@ from parallel3d.parameters.sharding import (
     ShardSpec,
     tp_replicas_of,
 )
+from parallel3d.private_names import (
+    foreach_add_,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_norm,
+    fused_adamw_,
+    fused_sgd_,
+)
 from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
 EMA = "ema"  # kind of state: the average of the masters, in their type
@@ -149,10 +158,10 @@ class Optimizer:
         if factor != 1.0 and self.segments:
             divisor = self._divisor(factor)
             if divisor is None:
-                torch._foreach_mul_([s.grad for s in self.segments], factor)
+                foreach_mul_([s.grad for s in self.segments], factor)
         for group in self.trained:
             rate = learning_rate * group.treated.lr_mult
-            torch._foreach_add_(group.steps, 1)
+            foreach_add_(group.steps, 1)
             for some in self._rounded_pieces(group) if self.pieces else (group,):
                 if self.muon is not None and "momentum" in group.state:
                     self._nesterov(some, divisor)
@@ -164,7 +173,7 @@ class Optimizer:
             self._muon(self.muon, learning_rate)
         if self.optim.ema_decay is not None:
             for group in self.groups:
-                torch._foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
+                foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
         self.updates += 1
 
     def _rounded_pieces(self, group: FlatGroup) -> Iterator[FlatGroup]:
@@ -220,7 +229,7 @@ class Optimizer:
 
     def _adamw(self, group: FlatGroup, learning_rate: float, divisor: Tensor | None) -> None:
         """Steps by AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
-        torch._fused_adamw_(
+        fused_adamw_(
             group.masters,
             group.grads,
             group.state["exp_avg"],
@@ -239,7 +248,7 @@ class Optimizer:
 
     def _sgd(self, group: FlatGroup, learning_rate: float, divisor: Tensor | None) -> None:
         """Steps by SGD; the momentum buffer starts as the first gradient, as in torch.optim.SGD."""
-        torch._fused_sgd_(
+        fused_sgd_(
             group.masters,
             group.grads,
             group.state.get("momentum", []),
@@ -257,9 +266,9 @@ class Optimizer:
         """Updates Muon's momentum; the updates, not orthogonal yet, take the gradients' memory."""
         beta = self.optim.momentum
         if divisor is not None:
-            torch._foreach_div_(group.grads, divisor)
-        torch._foreach_lerp_(group.state["momentum"], group.grads, 1 - beta)
-        torch._foreach_lerp_(group.grads, group.state["momentum"], beta)
+            foreach_div_(group.grads, divisor)
+        foreach_lerp_(group.state["momentum"], group.grads, 1 - beta)
+        foreach_lerp_(group.grads, group.state["momentum"], beta)
 
     def _muon(self, muon: Muon, learning_rate: float) -> None:
         """Steps hidden matrices by their orthogonal updates, with decoupled decay; collective."""
@@ -267,8 +276,8 @@ class Optimizer:
         muon.orthogonalize([s for group in groups for s in group.segments])
         for group in groups:
             rate = learning_rate * group.treated.lr_mult
-            torch._foreach_mul_(group.masters, 1 - rate * group.weight_decay)
-            torch._foreach_add_(group.masters, group.grads, alpha=-rate)
+            foreach_mul_(group.masters, 1 - rate * group.weight_decay)
+            foreach_add_(group.masters, group.grads, alpha=-rate)
 
 
 def _by_treatment(optim: OptimConfig, segments: list[Segment]) -> dict[Treatment, list[Segment]]:
@@ -323,9 +332,9 @@ def sum_of_powers(grads: list[Tensor], device: torch.device, norm_type: float = 
         grads = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
     half = [g for g in grads if g.dtype.itemsize < 4]
     wide = [g for g in grads if g.dtype.itemsize >= 4]
-    norms = [*torch._foreach_norm(wide, norm_type)] if wide else []
+    norms = [*foreach_norm(wide, norm_type)] if wide else []
     if half:
-        norms += torch._foreach_norm(half, norm_type, dtype=torch.float32)
+        norms += foreach_norm(half, norm_type, dtype=torch.float32)
     all_norms = torch.stack(norms).double()
     return all_norms.amax() if math.isinf(norm_type) else all_norms.pow(norm_type).sum()
 

@@ -58,6 +58,7 @@ from parallel3d.files import (
     replace_durably,
 )
 from parallel3d.parameters.sharding import Chunk
+from parallel3d.private_names import default_store, foreach_copy_
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import CheckpointConfig
@@ -308,7 +309,7 @@ class Staging:
             self._copy_on_stream(pairs, device_of(state), ready)
         elif pairs:
             targets, sources = zip(*pairs, strict=True)
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
         return copied
 
     def _copy_on_stream(
@@ -531,4 +532,4 @@ def _part_of(facts: dict[str, Any]) -> SaveResult:
 
 
 def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+    return default_store()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -20,6 +19,7 @@ from omegaconf import DictConfig, open_dict
 from parallel3d.config.overrides import VERSION, check_overrides, compose_tree
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.errors import USER_ERROR, UserError, print_line
+from parallel3d.private_names import hydra_arguments
 
 # Typed → key. `tokenizer` is the spelling of `parallel3d data`; a dataclass cannot have a field
 # `async`, and `Config.num_microbatches` is derived from the batch.
@@ -84,7 +84,7 @@ def order_arguments(arguments: list[str]) -> tuple[list[str], Path | None]:
 
     Raises UserError for an unknown flag, and for overrides that Hydra would take without an effect.
     """
-    parser = get_args_parser()
+    parser = hydra_arguments()
     parser.error = _raise_argument_error  # type: ignore[method-assign]
     known, rest = parser.parse_known_args(arguments)
     if known.config_path and not Path(known.config_path).is_absolute():

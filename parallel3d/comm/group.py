@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.errors import UserError
+from parallel3d.private_names import root_of_mesh
 
 if TYPE_CHECKING:
     from parallel3d.comm.operation_log import OperationLog
@@ -82,8 +83,7 @@ def set_groups_of_mesh(mesh: DeviceMesh, by_dim: dict[str, Group]) -> None:
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
     """Returns our group of a mesh of one dimension, or None if the mesh was made elsewhere."""
-    # A slice knows the mesh that it was cut out of; its name is private to PyTorch.
-    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    root = root_of_mesh(mesh)  # a slice knows the mesh that it was cut out of
     names = mesh.mesh_dim_names or ("",)
     by_dim: dict[str, Group] = getattr(root, "parallel3d_groups", {})
     return by_dim.get(names[0]) if len(names) == 1 else None

@@ -21,16 +21,16 @@ from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import two_levels
+from parallel3d.private_names import backend_for, set_devices, set_timeout
 from parallel3d.topology.cluster.parts import natural
 from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
 from parallel3d.topology.tiling import RankMapping
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend
-
     from parallel3d.comm.operation_log import OperationLog
     from parallel3d.comm.step_timer import StepTimer
     from parallel3d.config.schema import Config
+    from parallel3d.private_names import Backend
 
 
 DEFAULTS = (False, ())  # `nccl_settings` of a group that leaves everything to the backend
@@ -253,7 +253,7 @@ class _Maker:
     def __post_init__(self) -> None:
         if accelerator.is_accelerator(self.device):
             assert dist.group.WORLD is not None  # initialised before the groups
-            backend = dist.group.WORLD._get_backend(self.device)
+            backend = backend_for(dist.group.WORLD, self.device)
             self.splits = backend if backend.supports_splitting else None
 
     def group(self, kind: str, all_ranks: Ranks) -> Group:
@@ -393,9 +393,11 @@ class Interfaces:
 def gloo_on(interface: str, timeout: datetime.timedelta) -> Any:
     if not hasattr(dist.Backend, GLOO_ON.upper()):  # torch knows it once per process
         dist.Backend.register_backend(GLOO_ON, _create_gloo, extended_api=True, devices=["cpu"])
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-    options._timeout = timeout
+    from parallel3d.private_names import GlooOptions
+
+    options = GlooOptions()
+    set_devices(options, [dist.ProcessGroupGloo.create_device(interface=interface)])
+    set_timeout(options, timeout)
     return options
 
 
@@ -412,7 +414,7 @@ def nccl_options(
     """
     options_class: Any = type(backend.options)
     options = options_class()
-    options._timeout = timeout
+    set_timeout(options, timeout)
     options.is_high_priority_stream, fields = nccl_settings(kind, launch)
     for name, value in fields:
         if not hasattr(getattr(options, "config", None), name):

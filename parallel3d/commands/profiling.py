@@ -18,6 +18,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 from parallel3d.errors import print_line
 from parallel3d.models.transformer import Stage, TransformerBlock
+from parallel3d.private_names import memory_history
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import Trainer
 
@@ -51,9 +52,7 @@ class StepProfiler:
         self._layers = ExitStack()
         device = trainer.device
         self._api: Any = accelerator.module(device) if accelerator.is_accelerator(device) else None
-        memory = getattr(self._api, "memory", None)
-        has_history = keys.memory and hasattr(memory, "_record_memory_history")
-        self._memory: Any = memory if has_history else None
+        self._history = memory_history(self._api) if keys.memory else None
         if keys.steps and not self.steps and worker.rank == 0:
             print_line(
                 f"profile.steps=[{first},{last}] are done: this run goes on with step {next_step}, "
@@ -94,8 +93,9 @@ class StepProfiler:
     def _start(self) -> Ranges:
         trainer, device = self.trainer, self.trainer.device
         accelerator.synchronize(device)  # excludes the step before
-        if self._memory is not None:
-            self._memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
+        if self._history is not None:
+            record, _ = self._history
+            record(stacks="python", max_entries=MOST_ENTRIES)
         if NSYS in os.environ and hasattr(self._api, "profiler"):
             self._api.profiler.start()
         else:
@@ -123,9 +123,10 @@ class StepProfiler:
         name = f"rank{self.worker.rank}-steps{self.steps[0]}-{self.steps[-1]}"
         if self._profile is not None:
             _write(folder / f"{name}.json.gz", self._profile.export_chrome_trace)
-        if self._memory is not None:
-            _write(folder / f"{name}-memory.pickle", self._memory._dump_snapshot)
-            self._memory._record_memory_history(enabled=None)
+        if self._history is not None:
+            record, dump = self._history
+            _write(folder / f"{name}-memory.pickle", dump)
+            record(enabled=None)
         elif self.wants_memory and self.reports:
             print_line("profile.memory=true: no snapshot is written, which needs a GPU")
         if self.reports and self._profile is not None:

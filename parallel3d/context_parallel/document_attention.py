@@ -25,6 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from parallel3d.config.values import CUDNN, FLASH, MATH
 from parallel3d.context_parallel.documents import AttentionBlocks
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.private_names import (
+    cpu_flash_backward,
+    cpu_flash_forward,
+    flash_backward,
+    flash_forward,
+)
 
 aten = torch.ops.aten
 ROWS = 256  # rows of scores that a backward without a kernel computes at a time
@@ -159,7 +165,7 @@ def attend_only_block(
         return out, sums
     ((_, _, of_call),) = block.sequences
     parts = map(_concatenated, (q, k, v))
-    found = aten._flash_attention_forward(*parts, *of_call, 0.0, True, False)
+    found = flash_forward(*parts, *of_call, 0.0, True, False)
     sums = found[1].unflatten(1, (len(q), -1)).transpose(0, 1)
     return _as_batch(found[0], len(q)), sums
 
@@ -201,7 +207,7 @@ def attend_block(
         put = _write if block.is_first else merge
         for rows, span, of_call in block.sequences:
             parts = q[rows], k[span], v[span]
-            found = aten._flash_attention_forward(*parts, *of_call, 0.0, block.is_first, False)
+            found = flash_forward(*parts, *of_call, 0.0, block.is_first, False)
             put(out[rows], sums[rows], found[0], found[1].T)
         return
     attended = _plain_alone if block.is_only else _plain_attended
@@ -264,14 +270,14 @@ def _uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
 
 def _cpu_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     k, v = (repeated(x, q.shape[1]) for x in (k, v))
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return cpu_flash_forward(q, k, v, 0.0, causal)
 
 
 def _cpu_gradients(
     causal: bool, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_all = (grad, q, *(repeated(x, q.shape[1]) for x in (k, v)), out, sums)
-    dq, *of_keys = aten._scaled_dot_product_flash_attention_for_cpu_backward(*of_all, 0.0, causal)
+    dq, *of_keys = cpu_flash_backward(*of_all, 0.0, causal)
     if k.shape[1] < q.shape[1]:
         of_keys = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in of_keys]
     return dq, of_keys[0], of_keys[1]
@@ -290,7 +296,7 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) 
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
         edges = torch.arange(3, device=device).int()
-        aten._flash_attention_forward(x, x, x, edges, edges, 1, 1, 0.0, True, False)
+        flash_forward(x, x, x, edges, edges, 1, 1, 0.0, True, False)
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -323,7 +329,7 @@ def _flash_backward(parts: tuple[Tensor, ...], *sequences: Any) -> tuple[Tensor,
     q, (*of_sequences, causal) = parts[1], sequences
     # The kernel wants a generator state although nothing is dropped.
     state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
-    return aten._flash_attention_backward(*parts, *of_sequences, 0.0, causal, state, unused)
+    return flash_backward(*parts, *of_sequences, 0.0, causal, state, unused)
 
 
 # Elsewhere: the device's kernel forward, and the formula backward in blocks of rows.

@@ -17,6 +17,7 @@ from parallel3d.data_parallel.transport import SHARED_CAP_MIB, is_shared, open_t
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_accelerator, moved
 from parallel3d.estimate.buckets import assign
+from parallel3d.private_names import execution_engine, foreach_copy_, post_accumulate_grad_hooks
 
 
 @dataclass
@@ -111,7 +112,7 @@ class _Watch:
 def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> None:
     """Raises ValueError for a parameter of two wrappers if one keeps gradients in buckets."""
     for name, parameter in named:
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        for hook in (post_accumulate_grad_hooks(parameter) or {}).values():
             other = hook.averager() if isinstance(hook, _Watch) else None
             # The first one to send a bucket would scale the gradient that the other has yet to
             # read.
@@ -235,7 +236,7 @@ class GradientAverager:
             return
         self.errors.check()
         # Called at the end of the outermost backward, not of one that recomputes a layer.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        execution_engine.queue_callback(self._end)
         self._reset()
         silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())
         for number in silent:
@@ -360,7 +361,7 @@ class GradientAverager:
                     grads.append(grad)
                     means.append(mean)
             if grads:
-                torch._foreach_copy_(grads, means)
+                foreach_copy_(grads, means)
         if lacking:
             somewhere = self.transport.summed_flags.tolist()
             for number, mean in lacking:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group, GroupLike, group_of
@@ -31,6 +30,15 @@ from parallel3d.data_parallel.transport import (
     broadcast_all,
 )
 from parallel3d.estimate.buckets import MIB
+from parallel3d.private_names import (
+    IGNORED_BY_DDP,
+    current_graph_task_id,
+    is_joining,
+    steps_in_backward,
+    tables_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 PREFIX = "module."
 NOT_COPIED = (  # by `copy.deepcopy` and pickle
@@ -112,6 +120,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         overlap: bool = True,
     ) -> None:
@@ -124,11 +133,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             mixed_precision=(mixed_precision, None),
             skip_all_reduce_unused_params=(skip_all_reduce_unused_params, False),
             batched_grad_copy=(batched_grad_copy, False),
+            lazy_bucket_allocation=(lazy_bucket_allocation, False),
         )
         _check_caps(bucket_cap_mb_list)
         _warn_of_deprecated(broadcast_buffers, forward_sync_buffers, check_reduction)
         self.group = _group_of(device_ids, process_group, device_mesh)
-        self.parameters_to_ignore = frozenset(getattr(module, IGNORED, ()))
+        self.parameters_to_ignore = frozenset(getattr(module, IGNORED_BY_DDP, ()))
         some = next(module.parameters(), None)
         if init_sync:
             device = torch.device("cpu") if some is None else some.device
@@ -203,13 +213,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     def _before_forward(self, averager: GradientAverager) -> None:
-        if averager.running and torch._C._current_graph_task_id() < 0:
+        if averager.running and current_graph_task_id() < 0:
             averager.running = False  # the last backward raised
         if not averager.began:
             check_optimizers(list(zip(averager.names, averager.parameters, strict=True)))
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._check_contents()
-        joining = self._join_config.enable
+        joining = is_joining(self)
         if joining:
             self._notify_join(averager)
         if self.will_sync_buffers():
@@ -519,7 +529,6 @@ def unused_parameters(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, 
 
 
 T = TypeVar("T", bound=Tensor)
-IGNORED = "_ddp_params_and_buffers_to_ignore"  # PyTorch's name
 
 
 def left(named: Iterable[tuple[str, T]], ignored: Set[str]) -> list[tuple[str, T]]:
@@ -560,7 +569,7 @@ def verify_params_across_ranks(
 
 def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
     for name, parameter in trained:
-        if hasattr(parameter, "_in_backward_optimizers"):
+        if steps_in_backward(parameter):
             raise ValueError(
                 f"parameter {name} has an optimizer that steps in the backward "
                 "(_apply_optimizer_in_backward), with this rank's gradient alone; step it after "
@@ -602,7 +611,7 @@ class Contents:
 
     def __init__(self, module: nn.Module) -> None:
         # Keeps the dicts: walking the tree in each forward takes six times as long.
-        self._places = [d for m in module.modules() for d in (m._parameters, m._modules)]
+        self._places = [d for m in module.modules() for d in tables_of(m)]
         self._there = self._now()
 
     def changed(self) -> bool:

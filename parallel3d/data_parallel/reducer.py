@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import Group
+from parallel3d.private_names import is_dense
 
 
 class Reducer:
@@ -78,7 +78,7 @@ def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     views, start = [], 0
     for p in parameters:
         part = flat[start : start + p.numel()]
-        if is_non_overlapping_and_dense_or_false(p):
+        if is_dense(p):
             views.append(part.as_strided(p.shape, p.stride()))
         else:
             views.append(part.view(p.shape))

@@ -15,6 +15,14 @@ from parallel3d.comm.group import EXTERNAL, Group
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.data_parallel.reducer import CommHook, GradBucket, all_reduce
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.private_names import (
+    Future,
+    backend_for,
+    buffers_of,
+    foreach_copy_,
+    timeout_of_options,
+    unsafe_preserve_version_counter,
+)
 
 DEFAULT_TIMEOUT_S = 1800.0  # of torch.distributed
 MESSAGE_BYTES = 64 << 20
@@ -35,8 +43,8 @@ def open_memory(group: Group, size: int, signals: Sequence[int] = (0,)) -> Share
     if group.shared is not None:
         timeout_s = group.shared.memory.timeout_s
     else:
-        options = getattr(group.handle._get_backend(torch.device("cpu")), "options", None)
-        timeout = getattr(options, "_timeout", None)
+        options = getattr(backend_for(group.handle, torch.device("cpu")), "options", None)
+        timeout = None if options is None else timeout_of_options(options)
         timeout_s = timeout.total_seconds() if timeout else DEFAULT_TIMEOUT_S
     return open_shared_memory(group.handle, group.index, group.size, size, timeout_s, signals)
 
@@ -72,8 +80,8 @@ def packed(tensors: Sequence[Tensor], data: Tensor) -> list[Tensor]:
 
 def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies sources to targets without bumping versions: a forward's graph may have saved them."""
-    with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
-        torch._foreach_copy_(list(targets), list(sources))
+    with unsafe_preserve_version_counter(tuple(targets)):
+        foreach_copy_(list(targets), list(sources))
 
 
 @torch.no_grad()
@@ -102,11 +110,11 @@ class BufferSync:
         seen: set[int] = set()
         self.places = []
         for prefix, part in module.named_modules():
-            for name, buffer in part._buffers.items():
+            for name, buffer in buffers_of(part).items():
                 whole = f"{prefix}.{name}" if prefix else name
                 if buffer is not None and id(buffer) not in seen and whole not in ignored:
                     seen.add(id(buffer))
-                    self.places.append((part._buffers, name))
+                    self.places.append((buffers_of(part), name))
         self.memory: SharedMemory | None = None
         self.rounds = 0
         found = self.current()
@@ -133,7 +141,7 @@ class BufferSync:
         for peer in peers if self.rounds else ():
             self.memory.wait(peer)
         self.rounds += 1
-        torch._foreach_copy_(self.views, buffers)
+        foreach_copy_(self.views, buffers)
         for peer in peers:
             self.memory.post(peer)
 
@@ -196,7 +204,7 @@ class BackendTransport:
     def start(self, index: int) -> None:
         buffer = self.sent[index]
         on_cpu = not is_accelerator(buffer.device)
-        if on_cpu and self.pending and isinstance(self.pending[-1], torch._C.Future):
+        if on_cpu and self.pending and isinstance(self.pending[-1], Future):
             self.pending[-1].wait()
         bucket = GradBucket(index, index == len(self.sent) - 1, buffer, self.members[index])
         if self.hook is None:

@@ -153,7 +153,7 @@ def fuses(device: torch.device) -> bool:
 @functools.cache
 def has_kernel_compiler() -> bool:
     """Returns whether TorchInductor can compile kernels here: with Triton and a C compiler."""
-    from torch.utils._triton import has_triton
+    from parallel3d.private_names import has_triton
 
     compilers = (os.environ.get("CC"), "gcc", "clang")
     return has_triton() and any(shutil.which(name) for name in compilers if name)
@@ -182,7 +182,7 @@ class _Fused(Generic[*Ts, T]):
         return self._run_compiled(*args)
 
     def _run_compiled(self, *args: *Ts) -> T:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+        from parallel3d.private_names import DynamoError, RecompileLimit
 
         # Detached, or training and evaluation would be two kernels.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in args]
@@ -190,7 +190,7 @@ class _Fused(Generic[*Ts, T]):
         try:
             with torch.no_grad():
                 return kernel(*plain)
-        except (FailOnRecompileLimitHit, TorchDynamoException) as error:
+        except (RecompileLimit, DynamoError) as error:
             # Raised before anything ran. The plain function is slower and gives the same.
             self._warn(first_line(error))
             self.compiles = False

@@ -63,4 +63,7 @@ def _takes_onednn(x: Tensor, other: Tensor, outputs: int) -> bool:
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Computes `linear` of fp32 CPU tensors without gradient; `weight` may be a transposed view."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    # A build without oneDNN has no such operator.
+    from parallel3d.private_names import linear_pointwise
+
+    return linear_pointwise(x, weight, bias, "none", [], "")

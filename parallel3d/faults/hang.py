@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
+from parallel3d.private_names import flight_records
 
 # The device's queue of operations, from the flight recorder of torch's NCCL groups. A handle of
 # NCCL's only orders streams and the host waits somewhere later, so it cannot tell which collective
@@ -41,18 +42,12 @@ class Record(NamedTuple):
     ranks: dict[str, tuple[int, ...]]
 
 
-def take_flight_record() -> str | None:
-    """Returns the recorder's content as JSON, of all groups of this process; None without one."""
-    from torch._C import _distributed_c10d as c10d
-
-    # The second is that of other groups than NCCL's, which every build has.
-    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-    dump = next((found for name in names if (found := getattr(c10d, name, None))), None)
-    if dump is None:
-        return None
-    # Finished ones too: a rank that sent less than the others may have got past.
-    trace = dump(includeCollectives=True, onlyActive=False)
-    return trace.decode() if isinstance(trace, bytes) else trace
+def take_flight_record() -> str:
+    """Returns the recorder's content as JSON, of all groups of this process."""
+    # Finished operations too: a rank that sent less than the others may have got past.
+    records = flight_records()
+    used = (text for text in records if json.loads(text).get("entries"))
+    return next(used, records[0])
 
 
 def read_flight_record(text: str, known: Mapping[str, tuple[int, ...]]) -> Record:

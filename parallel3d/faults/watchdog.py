@@ -26,6 +26,7 @@ from parallel3d.errors import print_line
 from parallel3d.faults import hang
 from parallel3d.files import no_link, replace_durably
 from parallel3d.host.processes import born, kill, of_this_job, why_silent
+from parallel3d.private_names import BACKWARD_FRAME
 from parallel3d.run import failure
 from parallel3d.run.failure import EXIT_ALREADY_REPORTED, place_in
 from parallel3d.run.launch import Worker, started, until, within
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 
 Stack = list[tuple[str, int, str]]  # (file, line, function), outermost first
-# The main thread's innermost frame while a backward runs.
-BACKWARD = "_engine_run_backward"
 
 
 def dump_stacks(path: Path) -> None:
@@ -48,7 +47,7 @@ def work_stack() -> Stack:
     """Returns the main thread's stack, continued by autograd's thread during a backward."""
     frames = sys._current_frames()
     main = _stack(frames.get(threading.main_thread().ident or 0))
-    if not main or main[-1][2] != BACKWARD:
+    if not main or main[-1][2] != BACKWARD_FRAME:
         return main
     # A dummy is of another library, which Python saw make a call.
     dummy = threading._DummyThread

@@ -75,7 +75,7 @@ def shared_inductor(
         saves_operands: deferred weight gradients keep operands of linear layers after the graph has
             run (`parameters.gradients`), so buffers that an operator has read must not be reused.
     """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from parallel3d.private_names import compile_fx, compile_fx_inner
 
     def one_at_a_time(graph: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
         with _lock(graph, inputs):
@@ -99,11 +99,11 @@ def without_inplace_reuse(graph: GraphModule, inputs: Sequence[Any]) -> Callable
 
 @contextmanager
 def _lock(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
-    from torch._inductor.runtime.runtime_utils import cache_dir
+    from parallel3d.private_names import inductor_cache
 
     kinds = [(x.dtype, x.shape) if isinstance(x, torch.Tensor) else type(x) for x in inputs]
     name = hashlib.sha256(f"{graph.code}{kinds}".encode()).hexdigest()[:16]
-    folder = Path(cache_dir())
+    folder = Path(inductor_cache())
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"parallel3d-{name}.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -17,6 +17,7 @@ from parallel3d.device.accelerator import device_of_world
 from parallel3d.errors import UserError
 from parallel3d.optim import norm_share
 from parallel3d.parameters.sharding import ParameterState, state_of
+from parallel3d.private_names import backward_hooks, foreach_mul_, is_of_fsdp1
 from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 
@@ -86,7 +87,7 @@ def clip_grad_norm_(
     for local in (g.local for g in gradients if g.local is not None):
         kinds.setdefault((local.device, local.dtype), []).append(local)
     for (device, dtype), alike in kinds.items():
-        torch._foreach_mul_(alike, factor.to(device, torch.promote_types(dtype, torch.float32)))
+        foreach_mul_(alike, factor.to(device, torch.promote_types(dtype, torch.float32)))
     return total
 
 
@@ -105,8 +106,7 @@ def _distinct(parameters: Tensor | Iterable[Tensor], has_groups: bool) -> list[T
                 "clip_grad_norm_ got parameters of a Trainer, which must clip their gradients "
                 "itself; give optim.clip_grad instead"
             )
-        # PyTorch's marks, for both values of use_orig_params.
-        if getattr(parameter, "_is_flat_param", False) or hasattr(parameter, "_fsdp_flattened"):
+        if is_of_fsdp1(parameter):
             raise UserError(
                 "clip_grad_norm_ got parameters of FullyShardedDataParallel (FSDP1), which must "
                 "clip their gradients itself; call its clip_grad_norm_, or use fully_shard instead"
@@ -145,7 +145,8 @@ class _Gradient:
         if hasattr(parameter, "placements"):
             # Imported here: DTensor takes a second, and who has none need not wait for it.
             from torch.distributed.tensor import DTensor, Replicate
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            from parallel3d.private_names import local_shape_and_offset
 
             placed = parameter if grad is None else grad
             assert isinstance(placed, DTensor)
@@ -157,9 +158,7 @@ class _Gradient:
             for dim, placement in enumerate(placed.placements):
                 if not placement.is_replicate():
                     shards.append(group_of(placed.device_mesh.get_group(dim)))
-            _, offset = compute_local_shape_and_global_offset(
-                placed.shape, placed.device_mesh, placed.placements
-            )
+            _, offset = local_shape_and_offset(placed.shape, placed.device_mesh, placed.placements)
             start = sum(i * stride for i, stride in zip(offset, placed.stride(), strict=True))
         groups = [*(group for group in shards if group.size > 1), state.pp]
         return cls(local, whole, start, groups, state, parameter.device)
@@ -320,7 +319,7 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
                 "gradients past hooks; sum parameter.grad.to_local() over the group after the last "
                 "backward instead"
             )
-        if any(isinstance(hook, _Sum) for hook in (parameter._backward_hooks or {}).values()):
+        if any(isinstance(hook, _Sum) for hook in (backward_hooks(parameter) or {}).values()):
             raise UserError(
                 f"sum_gradients_over: {name} is summed over a group already; call it once for each "
                 "module"

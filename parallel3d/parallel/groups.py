@@ -178,7 +178,9 @@ class ScriptEnd:
             leave(self.code)
         if self.has_exited and is_accelerator(self.groups.device):
             # The exit may have been caught, so the exit code is left to the interpreter.
-            dist.distributed_c10d._abort_process_group()
+            from parallel3d.private_names import abort_process_group
+
+            abort_process_group()
             return
         self.groups.close()
         dist.destroy_process_group()

@@ -24,6 +24,7 @@ from parallel3d.parallel.split_backward import SplitBackward
 from parallel3d.parameters.sharding import state_of
 from parallel3d.pipeline.executor import Executor, StageFailure
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
+from parallel3d.private_names import tables_of
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
 
@@ -201,7 +202,8 @@ class Pipeline(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads this rank's modules from a state dict of all."""
-        others = {str(i) for i in range(self.num_modules)} - set(self._modules)
+        _, own_modules = tables_of(self)
+        others = {str(i) for i in range(self.num_modules)} - set(own_modules)
         own = {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
         return super().load_state_dict(own, strict, assign)
 

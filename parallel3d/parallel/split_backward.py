@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from parallel3d.comm.group import SINGLE
 from parallel3d.parameters.gradients import add_gradient, deferred_queue
 from parallel3d.parameters.sharding import state_of
+from parallel3d.private_names import backward_hooks, top_saved_tensors_hooks
 from parallel3d.tensor_parallel.linear_ops import linear_node
 
 
@@ -73,11 +74,11 @@ def _can_defer(input: Tensor, weight: Tensor) -> bool:
     """Returns whether weight is a stage's parameter in the type of its input."""
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return False
-    if weight._backward_hooks:  # autograd would not call them for a deferred gradient
+    if backward_hooks(weight):  # autograd would not call them for a deferred gradient
         return False
     # The recomputation of a checkpointed forward runs outside of this mode and must save the same
     # tensors as the first forward.
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooked = top_saved_tensors_hooks(True)
     if hooked is not None or torch.compiler.is_compiling():
         return False
     if state_of(weight).weight_gradients is None or torch.is_autocast_enabled(input.device.type):

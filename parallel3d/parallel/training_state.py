@@ -246,12 +246,11 @@ def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
         offsets = (0,) * len(shape)
         if hasattr(local, "placements"):
             from torch.distributed.tensor import DTensor
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            from parallel3d.private_names import local_shape_and_offset
 
             assert isinstance(local, DTensor)
-            _, offsets = compute_local_shape_and_global_offset(
-                local.shape, local.device_mesh, local.placements
-            )
+            _, offsets = local_shape_and_offset(local.shape, local.device_mesh, local.placements)
             local = local.to_local()
         if local.dtype not in DTYPES.values():
             raise UserError(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from parallel3d.device import accelerator
+from parallel3d.private_names import storage_address
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
 
 Place = tuple[int, int]  # micro-batch and chunk
@@ -167,14 +168,15 @@ class ActivationOffload:
                 return tensor
             if not resident:  # not before: FSDP2 gathers parameters inside
                 tensors = (*module.parameters(), *_tensors_of(shared))
-                resident.update(t.untyped_storage()._cdata for t in tensors)
-            if storage._cdata in resident:
+                resident.update(storage_address(t.untyped_storage()) for t in tensors)
+            address = storage_address(storage)
+            if address in resident:
                 return tensor
-            stored = layer.storages.get(storage._cdata)
+            stored = layer.storages.get(address)
             if stored is None:
                 count = storage.nbytes() // tensor.itemsize
                 flat = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
-                stored = layer.storages[storage._cdata] = _Stored(flat)
+                stored = layer.storages[address] = _Stored(flat)
             stored.saved += tensor.nbytes
             how = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             return _View(layer, stored, tensor.dtype, *how)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.private_names import flash_backward, flash_forward, math_attention
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.tensor import SimulatedTensor, launch, simulated
 
@@ -27,8 +28,8 @@ def register() -> torch.library.Library:
 def flash() -> dict[Any, Callable[..., Any]]:
     """Returns the implementations of flash attention by operator."""
     return {
-        aten._flash_attention_forward.default: _forward,
-        aten._flash_attention_backward.default: _backward,
+        flash_forward.default: _forward,
+        flash_backward.default: _backward,
     }
 
 
@@ -54,12 +55,10 @@ def _attention(
         if not torch.backends.cuda.math_sdp_enabled():
             raise RuntimeError("No available kernel. Aborting execution.")  # as torch
         how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return aten._scaled_dot_product_attention_math(query, key, value, **how)[0]
+        return math_attention(query, key, value, **how)[0]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     sizes = q.shape[1], k.shape[1]
-    found = aten._flash_attention_forward(
-        q, k, v, None, None, *sizes, 0.0, is_causal, False, scale=scale
-    )
+    found = flash_forward(q, k, v, None, None, *sizes, 0.0, is_causal, False, scale=scale)
     return found[0].transpose(1, 2)
 
 

@@ -14,6 +14,7 @@ from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
 
 TYPE = "simulated"
 NAME = "simulated accelerator"
+PRIVATE_USE = 20  # number of the device type, c10::DeviceType::PrivateUse1
 MEMORY = 80_000_000_000  # bytes of a device
 
 
@@ -44,6 +45,24 @@ class SimulatedStream:
     @property
     def device(self) -> torch.device:
         return torch.device(TYPE, self.index)
+
+    # FSDP2 of torch 2.15 hands a stream on by these three.
+
+    @property
+    def stream_id(self) -> int:
+        return self.number
+
+    @property
+    def device_index(self) -> int:
+        return self.index
+
+    @property
+    def device_type(self) -> int:
+        return PRIVATE_USE
+
+    def is_capturing(self) -> bool:
+        """Returns False: no graph of kernels is captured here, which torch's optimizers ask."""
+        return False
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
         event = SimulatedEvent() if event is None else event

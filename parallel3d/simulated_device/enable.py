@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from parallel3d.private_names import setup_python_backend
 from parallel3d.simulated_device import attention, nccl
 from parallel3d.simulated_device.device import TYPE, SimulatedModule, this_machine
 from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
@@ -31,7 +31,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     machine = SimulatedMachine(data, checks_races)
     machine.special |= SPECIAL | nccl.functional() | attention.flash()
     module = SimulatedModule(machine)
-    _setup_privateuseone_for_python_backend(TYPE, backend_module=module)
+    setup_python_backend(TYPE, backend_module=module)
     torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one
     torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
     library = torch.library.Library("_", "IMPL")

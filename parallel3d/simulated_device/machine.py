@@ -20,7 +20,8 @@ from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.cuda import _sanitizer as sanitizer
+
+from parallel3d.private_names import TensorsAccessed, handle_kernel_launch, sanitizer
 
 # An overload, its arguments and its result, in terms of the data behind the tensors.
 Call = tuple[Any, Sequence[Any], dict[str, Any], Any]
@@ -173,7 +174,7 @@ def _program_frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
         frame = frame.f_back
 
 
-class _Accesses(sanitizer._TensorsAccessed):
+class _Accesses(TensorsAccessed):
     """Keeps the last read of each stream alone: what is ordered behind it is behind all."""
 
     def add_read(self, data_ptr: int, access: Any) -> None:
@@ -288,8 +289,8 @@ class Races:
         for _ in range(2):  # cutting a block for a later range makes a new cell of an earlier one
             written = {cell for where in writes for cell in self._cells_of(*where)}
             read = {cell for where in reads for cell in self._cells_of(*where)} - written
-        errors = self.handler._handle_kernel_launch(
-            stream, read, written, set(), name, defaultdict(list)
+        errors = handle_kernel_launch(
+            self.handler, stream, read, written, set(), name, defaultdict(list)
         )
         if errors:
             raise Race(_sentence(errors[0]))

@@ -32,6 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.private_names import (
+    functional_collectives,
+    simulated_backend_is_a_group,
+    storage_address,
+    world_state,
+)
 from parallel3d.simulated_device.device import TYPE, SimulatedStream, this_machine
 from parallel3d.simulated_device.machine import extent
 from parallel3d.simulated_device.tensor import SimulatedTensor, launch, poison
@@ -485,7 +491,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         """Raises RuntimeError for a part inside the whole at another place than the rank's own."""
         if not (isinstance(whole, SimulatedTensor) and isinstance(part, SimulatedTensor)):
             return  # refused by `_check`
-        if whole.untyped_storage()._cdata != part.untyped_storage()._cdata:
+        if storage_address(whole.untyped_storage()) != storage_address(part.untyped_storage()):
             return
         (first, end), (at, stop) = extent(whole.data_), extent(part.data_)
         if at < end and first < stop and at != first + self._rank * (stop - at):
@@ -602,6 +608,7 @@ def register() -> None:
     """Registers the backend with torch.distributed, and makes batches of messages one operation."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[TYPE])
     dist.Backend.default_device_backend_map[TYPE] = BACKEND
+    simulated_backend_is_a_group(BACKEND, SimulatedNCCL)
     plain = dist.batch_isend_irecv
 
     def batched(operations: list[dist.P2POp]) -> list[Any]:
@@ -618,7 +625,7 @@ def register() -> None:
 
 def functional() -> dict[Any, Callable[..., Any]]:
     """Returns DTensor's collectives, whose group C++ finds by name; they wait at once."""
-    ops = torch.ops._c10d_functional
+    ops = functional_collectives
 
     def all_gather(_: Any, tensor: Tensor, size: int, name: str) -> Tensor:
         group = _group_by_name(name)
@@ -641,7 +648,7 @@ def functional() -> dict[Any, Callable[..., Any]]:
 
 
 def _group_by_name(name: str) -> SimulatedNCCL:
-    names = dist.distributed_c10d._world.pg_names
+    names = world_state.pg_names
     group = next(group for group, known in names.items() if known == name)
     assert isinstance(group, SimulatedNCCL)
     return group

@@ -13,11 +13,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel3d.private_names import (
+    FOREACH_NORM,
+    OF_MANY_TENSORS,
+    OF_UNKNOWN_SIZE,
+    OVERWRITING,
+    WITHOUT_A_KERNEL,
+    TensorBase,
+    aten_foreach_copy_,
+    aten_fused_sgd_,
+    disabled_torch_function,
+    local_scalar_dense,
+    make_wrapper_subclass,
+    schema_of,
+    storage_address,
+    to_copy,
+)
 from parallel3d.simulated_device.device import TYPE, SimulatedStream, this_machine
 from parallel3d.simulated_device.machine import Call, Kernel, SimulatedMachine, Use
 
 # In-place operators without a kernel for meta tensors, which are skipped there.
-WITHOUT_META = frozenset((torch.ops.aten._fused_sgd_.default,))
+WITHOUT_META = frozenset((aten_fused_sgd_.default,))
 
 
 class SimulatedTensor(torch.Tensor):
@@ -27,11 +43,11 @@ class SimulatedTensor(torch.Tensor):
     device_index: int
 
     # Nothing is overridden above the dispatcher; the default implementation would be slower.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, data: Tensor, device_index: int) -> SimulatedTensor:
-        made = torch.Tensor._make_wrapper_subclass(
+        made = make_wrapper_subclass(
             cls,
             data.shape,
             strides=data.stride(),
@@ -60,7 +76,7 @@ class SimulatedTensor(torch.Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        torch._C.TensorBase.data.__set__(self, new)  # type: ignore[attr-defined]
+        TensorBase.data.__set__(self, new)
         self.data_, self.device_index = simulated(new).data_, simulated(new).device_index
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -71,7 +87,7 @@ class SimulatedTensor(torch.Tensor):
         if self.data_.device.type != "meta":
             return self.data_.data_ptr()
         offset = self.data_.storage_offset() * self.data_.itemsize
-        return self.data_.untyped_storage()._cdata + offset
+        return storage_address(self.data_.untyped_storage()) + offset
 
     def tolist(self) -> Any:
         machine = this_machine()
@@ -411,9 +427,9 @@ def _flipped(tensor: SimulatedTensor) -> SimulatedTensor:
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy,
-    aten._foreach_copy_.default: _foreach_copy,
-    aten._to_copy.default: _to,
-    aten._local_scalar_dense.default: _scalar,
+    aten_foreach_copy_.default: _foreach_copy,
+    to_copy.default: _to,
+    local_scalar_dense.default: _scalar,
     aten.index_add_.default: _index_add,
     aten.addmm.dtype: _addmm,
     aten.addmm.dtype_out: _addmm,
@@ -423,17 +439,16 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
 # Operators without a kernel: they make a tensor without filling it, or read its metadata.
 _NO_KERNEL = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "detach",
-     "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "set_", "sym_size",
+     "alias", "lift_fresh", "lift", *WITHOUT_A_KERNEL, "set_", "sym_size",
      "sym_stride", "sym_numel", "sym_storage_offset", "is_same_size")
 )  # fmt: skip
 # In-place operators that write without reading.
 _OVERWRITING = frozenset(
-    ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "_foreach_copy_",
-     "_foreach_zero_")
+    ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", *OVERWRITING)
 )  # fmt: skip
 # Operators whose result, or its size, the host waits for.
 _HOST_WAITS = frozenset(
-    ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim",
+    (*OF_UNKNOWN_SIZE, "nonzero", "masked_select", "equal", "unique_dim",
      "bincount", "is_nonzero")
 )  # fmt: skip
 # Tensors per launch of PyTorch's multi-tensor kernels, by the number of lists.
@@ -452,7 +467,7 @@ class OverloadFacts(NamedTuple):
 
 @functools.cache
 def facts_of(operator: Any) -> OverloadFacts:
-    schema = operator._schema
+    schema = schema_of(operator)
     name = schema.name.partition("::")[2]
     written, read = set(), set()
     for argument in schema.arguments:
@@ -468,7 +483,7 @@ def facts_of(operator: Any) -> OverloadFacts:
 
 
 def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> int:
-    if not facts.name.startswith(("_foreach_", "_fused_adam")):
+    if not facts.name.startswith(OF_MANY_TENSORS):
         return 1
     lists = [t for t in tensors if t]
     if not lists:
@@ -478,7 +493,7 @@ def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> in
     # Large tensors are cut into chunks of 64 Ki elements, 320 per launch.
     chunks = sum(-(-t.numel() // 65536) for t in max(lists, key=len))
     launches = max(-(-count // a_launch), -(-chunks // 320))
-    return launches + (1 if facts.name == "_foreach_norm" else 0)
+    return launches + (1 if facts.name == FOREACH_NORM else 0)
 
 
 def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:

@@ -23,6 +23,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group, GroupLike, group_of, mesh_of_group
 from parallel3d.errors import UserError, closest
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, state_of
+from parallel3d.private_names import tables_of
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.linear_ops import linear_node
 from parallel3d.tensor_parallel.mappings import (
@@ -100,8 +101,9 @@ class ShardedModule(nn.Module, ABC):
         return self
 
     def _describe(self) -> None:
+        parameters, _ = tables_of(self)
         for key, spec in self._held(self.group.index).items():
-            parameter = self._parameters.get(key)
+            parameter = parameters.get(key)
             if parameter is not None:
                 state = state_of(parameter)
                 state.tp, state.spec = self.group, spec

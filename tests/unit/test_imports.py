@@ -145,9 +145,9 @@ def closure_of(module: str, root: Path = ROOT) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "files", "lines"),
     [
-        ("ColumnParallelLinear", 25, 4000),
-        ("VocabParallelEmbedding", 25, 4000),
-        ("DistributedDataParallel", 30, 4500),
+        ("ColumnParallelLinear", 25, 4300),
+        ("VocabParallelEmbedding", 25, 4300),
+        ("DistributedDataParallel", 30, 4800),
     ],
 )
 def test_a_part_of_the_library_needs_little_of_the_package(

@@ -101,7 +101,7 @@ def test_an_accelerators_kernels_unscale_and_clip(name: str, norm: float, scale:
     updated = {}
     for divides in (False, True):
         param, optimizer = one_segment(gradient.clone(), name=name, clip_grad=1.0, lr=0.1)
-        with patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as multiply:
+        with patch.object(optimizer_module, "foreach_mul_", wraps=torch._foreach_mul_) as multiply:
             if divides:
                 with on_an_accelerator():
                     optimizer.step(0.1, norm, scale)
@@ -125,7 +125,7 @@ def test_gradients_in_fp64_are_not_divided_by_an_fp32_number() -> None:
 def test_an_accelerators_norm_takes_each_run_whole() -> None:
     grad = torch.randn(5 * optimizer_module.NORM_PIECE, dtype=torch.float64)
     _, optimizer = one_segment(grad)
-    with patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as norms:
+    with patch.object(optimizer_module, "foreach_norm", wraps=torch._foreach_norm) as norms:
         in_pieces = optimizer.squared_norm()
         with on_an_accelerator():
             whole = optimizer.squared_norm()
@@ -141,7 +141,7 @@ def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
     with (
         on_an_accelerator(),
         patch.object(engine, "is_accelerator", lambda device: True),
-        patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as norms,
+        patch.object(optimizer_module, "foreach_norm", wraps=torch._foreach_norm) as norms,
     ):
         made = build_buckets(list(stage.named_parameters()), None, torch.bfloat16)
         optimizer = Optimizer(OptimConfig(), [s for b in made for s in b.segments], SINGLE)

@@ -1,0 +1,101 @@
+"""Tells which versions of other packages parallel3d was tried with, without importing them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import NamedTuple
+
+from parallel3d.errors import UserError
+
+
+class Tried(NamedTuple):
+    """A range of versions: `oldest` as in pyproject.toml (None: not known), `newest` with all of
+    its patch releases."""
+
+    oldest: str | None
+    newest: str
+
+
+# A newer one is not refused: most work, and whoever needs a new GPU needs a new torch.
+TRIED = {
+    "torch": Tried("2.11", "2.15"),
+    "hydra-core": Tried("1.3.2", "1.3"),
+    "omegaconf": Tried("2.3", "2.3"),
+    "tokenizers": Tried(None, "0.23"),
+    "transformers": Tried(None, "5.24"),
+    "wandb": Tried("0.31", "0.31"),
+}
+BELOW_A_RUN = ("torch", "hydra-core", "omegaconf", "tokenizers")
+
+
+@functools.cache
+def installed(package: str) -> str | None:
+    """Returns the installed version of a package as pip names it, or None without one."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def parts(version: str) -> tuple[int, ...]:
+    """Returns (2, 15, 0) of "2.15.0a0+git12"; () for a version that begins with no number."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def check_versions(packages: Iterable[str]) -> None:
+    """Raises UserError if one of the packages is older than the oldest that was tried."""
+    for package in packages:
+        oldest, version = TRIED[package].oldest, installed(package)
+        if oldest is None or version is None:
+            continue
+        if parts(version) and parts(version) < parts(oldest):
+            raise UserError(
+                f"{package} {version} is older than {oldest}, the oldest that parallel3d works "
+                f"with: pip install -U '{package}>={oldest}'"
+            )
+
+
+def newer(packages: Iterable[str]) -> str | None:
+    """Returns a sentence that names the packages which are newer than any that was tried, or whose
+    version cannot be read; None without one."""
+    found = [
+        (package, version, TRIED[package].newest)
+        for package in packages
+        if (version := installed(package)) is not None
+        and not _within(parts(version), parts(TRIED[package].newest))
+    ]
+    if not found:
+        return None
+    one = len(found) == 1
+    names = _listed([f"{package} {version}" for package, version, _ in found])
+    newest = _listed([newest for _, _, newest in found])
+    return (
+        f"{names} {'is' if one else 'are'} newer than {newest}, the newest that parallel3d was "
+        "tried with"
+    )
+
+
+def _within(version: tuple[int, ...], newest: tuple[int, ...]) -> bool:
+    return bool(version) and version[: len(newest)] <= newest
+
+
+def tried(package: str) -> str:
+    """Returns "torch 2.11 to 2.15"."""
+    oldest, newest = TRIED[package]
+    return f"{package} {newest}" if oldest is None else f"{package} {oldest} to {newest}"
+
+
+def within(package: str) -> str:
+    """Returns the range as pip wants it: ">=2.11,<2.16"."""
+    oldest, newest = TRIED[package]
+    *first, last = parts(newest)
+    below = ".".join(map(str, (*first, last + 1)))
+    return f"<{below}" if oldest is None else f">={oldest},<{below}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
