@@ -935,11 +935,11 @@ def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
 def parse_nccl_env(settings: list[str]) -> dict[str, str]:
     """Returns values by variable of each `NCCL_CROSS_NIC:0`; a value may contain colons.
 
-    Also accepts torch's TORCH_NCCL_… and TORCH_FR_…. Raises UserError for other text.
+    Also accepts torch's TORCH_NCCL_…, TORCH_FR_… and TORCH_DIST_…. Raises UserError for other text.
     """
     variables = {}
     for item in settings:
-        match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR)_[A-Z0-9_]+):(.+)", item)
+        match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR|TORCH_DIST)_[A-Z0-9_]+):(.+)", item)
         if match is None:
             raise UserError(
                 f"cluster.nccl_env={show(item)} must be a variable of NCCL and its value; the "

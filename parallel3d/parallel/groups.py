@@ -20,7 +20,7 @@ from parallel3d.config.fields import check_value
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, device_of_world, is_accelerator, make_current
 from parallel3d.errors import UserError, closest
-from parallel3d.host.devices import choose_device, device_of_rank
+from parallel3d.host.devices import NEW_NCCL, choose_device, device_of_rank
 from parallel3d.run.failure import leave
 from parallel3d.run.launch import detect
 from parallel3d.run.rendezvous import rendezvous
@@ -77,6 +77,8 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
     begin_on(kind)
     device = torch.device(device_of_rank(kind, 0 if place is None else place.local_rank))
     make_current(device)
+    if is_accelerator(device):
+        os.environ.setdefault(NEW_NCCL, "0")
     dist.init_process_group(
         backend_of(device),
         store=dist.HashStore()

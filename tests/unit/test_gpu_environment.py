@@ -12,6 +12,9 @@ from parallel3d.host import devices
 from parallel3d.host import devices as gpu_environment
 
 
+OLD_NCCL = "TORCH_DIST_USE_NCCL2"  # 0: groups of the class that torch before 2.15 made
+
+
 @pytest.fixture
 def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: True)
@@ -26,13 +29,17 @@ def test_ranks_on_gpus_get_variables_that_the_user_has_not_set(nvidia: None) -> 
     assert variables(Config()) == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_FR_BUFFER_SIZE": "20000",
+        "TORCH_DIST_USE_NCCL2": "0",
     }
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert set(variables(Config(), **{name: ""})) == {"TORCH_FR_BUFFER_SIZE"}
+        assert set(variables(Config(), **{name: ""})) == {"TORCH_FR_BUFFER_SIZE", OLD_NCCL}
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        assert set(variables(Config(), **{name: "9"})) == {"PYTORCH_ALLOC_CONF"}
+        assert set(variables(Config(), **{name: "9"})) == {"PYTORCH_ALLOC_CONF", OLD_NCCL}
     of_cluster = Config(cluster=ClusterConfig(nccl_env=["TORCH_FR_BUFFER_SIZE:9"]))
-    assert set(variables(of_cluster)) == {"PYTORCH_ALLOC_CONF"}
+    assert set(variables(of_cluster)) == {"PYTORCH_ALLOC_CONF", OLD_NCCL}
+    assert OLD_NCCL not in variables(Config(), **{OLD_NCCL: "1"})
+    of_cluster = Config(cluster=ClusterConfig(nccl_env=[f"{OLD_NCCL}:1"]))
+    assert OLD_NCCL not in variables(of_cluster)
 
 
 def test_ranks_on_the_cpu_and_other_builds_get_none(

@@ -309,12 +309,13 @@ def test_a_group_of_two_names_is_destroyed_once_and_the_world_never(
 
 def test_nccl_variables_of_the_cluster_file_are_read_and_others_refused() -> None:
     words = ["NCCL_CROSS_NIC:0", "NCCL_IB_HCA:mlx5_0:1", "TORCH_NCCL_TRACE_BUFFER_SIZE:2000"]
-    words += ["TORCH_FR_BUFFER_SIZE:5000"]
+    words += ["TORCH_FR_BUFFER_SIZE:5000", "TORCH_DIST_USE_NCCL2:1"]
     assert parse_nccl_env(words) == {
         "NCCL_CROSS_NIC": "0",
         "NCCL_IB_HCA": "mlx5_0:1",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_FR_BUFFER_SIZE": "5000",
+        "TORCH_DIST_USE_NCCL2": "1",
     }
     for wrong in ("PATH:/tmp", "NCCL_CROSS_NIC", "NCCL_CROSS_NIC:", "LD_PRELOAD:NCCL_X"):
         with pytest.raises(UserError, match="must be a variable of NCCL and its value"):
