@@ -100,6 +100,9 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from parallel3d.versions import OF_A_SCRIPT, check_versions
+
+    check_versions(OF_A_SCRIPT)
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value  # found there from now on
     return value

@@ -104,7 +104,7 @@ OVERRIDDEN = {
     "torch.nn.Module": ("_apply", "_load_from_state_dict", "_save_to_state_dict"),
     "torch.distributed.ProcessGroup": (
         "_allgather_base", "_device_types", "_get_backend", "_reduce_scatter_base",
-        "_set_group_desc", "_set_group_name", "_set_sequence_number_for_group",
+        "_set_group_desc", "_set_group_name", "_set_sequence_number_for_group",  # till 2.14
     ),
     "torch.cuda._sanitizer.StreamSynchronizations": ("_state_wait_for_other",),
 }  # fmt: skip
@@ -185,7 +185,7 @@ def is_of_fsdp1(parameter: Tensor) -> bool:
     if not hasattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel"):
         return False
     flat = find("torch.distributed.fsdp._flat_param:FlatParameter")
-    mark = find("torch.distributed.fsdp._flat_param:FSDP_FLATTENED")
+    mark = find("torch.distributed.fsdp._common_utils:FSDP_FLATTENED")
     return isinstance(parameter, flat) or hasattr(parameter, mark)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 from typing import NamedTuple
 
 from parallel3d.errors import UserError
@@ -28,12 +27,15 @@ TRIED = {
     "transformers": Tried(None, "5.24"),
     "wandb": Tried("0.31", "0.31"),
 }
-BELOW_A_RUN = ("torch", "hydra-core", "omegaconf", "tokenizers")
+OF_A_RUN = ("torch", "hydra-core", "omegaconf", "tokenizers")
+OF_A_SCRIPT = ("torch",)
 
 
 @functools.cache
 def installed(package: str) -> str | None:
     """Returns the installed version of a package as pip names it, or None without one."""
+    from importlib import metadata  # which takes longer to import than all of this
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -70,13 +72,12 @@ def newer(packages: Iterable[str]) -> str | None:
     ]
     if not found:
         return None
-    one = len(found) == 1
     names = _listed([f"{package} {version}" for package, version, _ in found])
     newest = _listed([newest for _, _, newest in found])
-    return (
-        f"{names} {'is' if one else 'are'} newer than {newest}, the newest that parallel3d was "
-        "tried with"
-    )
+    how = "is newer than" if len(found) == 1 else "are newer than"
+    if not all(parts(version) for _, version, _ in found):
+        how = "cannot be compared with"
+    return f"{names} {how} {newest}, the newest that parallel3d was tried with"
 
 
 def _within(version: tuple[int, ...], newest: tuple[int, ...]) -> bool:

@@ -74,6 +74,7 @@ from parallel3d.run.launch import RankAssignment, detect, or_end
 from parallel3d.run.local_workers import listen_here, run_here
 from parallel3d.run.rendezvous import CAN_GO_ON, tell_rank_0
 from parallel3d.run.worker import APPS, run_joined
+from parallel3d.versions import OF_A_RUN, check_versions, newer
 
 FAILED = 1
 INTERRUPTED = 130
@@ -89,6 +90,7 @@ ALONE = {
     "plan": "parallel3d.commands.plan",
     "dryrun": "parallel3d.commands.dryrun.command",
 }
+WITHOUT_TORCH = ("topology", "schedule", "plan")
 # Subcommands that Hydra has no part in, with their verbs; report has keys of its own.
 FAMILIES: dict[str, tuple[Callable[[Sequence[str]], int], Mapping[str, Verb]]] = {
     "checkpoint": (checkpoint_command.checkpoint, checkpoint_command.VERBS),
@@ -212,10 +214,11 @@ def _run_job(
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)  # the schema's class
         place = detect(os.environ)
+        first = place is None or place.rank == 0
+        _check_versions(app, config, first)
         typed = HydraConfig.get().overrides.task
         config = typed_alternatives(config, typed)
         # Under srun every task gets here with the same configuration.
-        first = place is None or place.rank == 0
         world_size = place.world_size if place else None
         if app in FROM_RUNS:
             if app == GENERATE and place is not None:
@@ -339,6 +342,16 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
     if device.note and place.local_rank == 0:
         print_line(device.note)
     return device.kind
+
+
+def _check_versions(app: str, config: Config, first: bool) -> None:
+    """Raises UserError for packages that are too old; the `first` rank names those too new."""
+    if app in WITHOUT_TORCH:
+        return
+    used = [*OF_A_RUN, "wandb"] if app == TRAIN and "wandb" in config.logger.names else OF_A_RUN
+    check_versions(used)
+    if first and (sentence := newer(used)):
+        print_line(sentence)
 
 
 def _check_data(app: str, config: Config, first: bool = True) -> None:

@@ -25,7 +25,7 @@ RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # Collectives and messages that NCCL's flight recorder keeps, at about a kilobyte of host memory
 # each. A step of 32 layers with tp and 16 micro-batches has some 5,000, torch's default is 2,000.
 RECORDED = 20_000
-# torch ≥ 2.15 makes groups of another class for "nccl", unless this is 0 when the first one is made.
+# From 2.15 on torch's "nccl" is another class of groups, unless this is 0 when the first is made.
 # parallel3d's groups, diagnosis of hangs and ends of runs were tried with the old class alone.
 NEW_NCCL = "TORCH_DIST_USE_NCCL2"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

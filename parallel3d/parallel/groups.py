@@ -19,13 +19,14 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import check_value
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, device_of_world, is_accelerator, make_current
-from parallel3d.errors import UserError, closest
+from parallel3d.errors import UserError, closest, print_line
 from parallel3d.host.devices import NEW_NCCL, choose_device, device_of_rank
 from parallel3d.run.failure import leave
 from parallel3d.run.launch import detect
 from parallel3d.run.rendezvous import rendezvous
 from parallel3d.run.worker import begin_on
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
+from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
 
 
 def init(
@@ -58,10 +59,13 @@ def init(
             a launcher's variables that contradict each other; no such device.
     """
     own = not dist.is_initialized()
+    check_versions(OF_A_SCRIPT)
     here = _join_world(device, timeout_s) if own else device_of_world()
     layout = _agreed_layout({"pp": pp, "tp": tp, "cp": cp, "dp": dp}, order, here)
     launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
     groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
+    if groups.rank == 0 and (sentence := newer(OF_A_SCRIPT)):
+        print_line(sentence)
     if own:
         ScriptEnd(groups)
     return groups

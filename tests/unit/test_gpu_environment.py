@@ -11,7 +11,6 @@ from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.host import devices
 from parallel3d.host import devices as gpu_environment
 
-
 OLD_NCCL = "TORCH_DIST_USE_NCCL2"  # 0: groups of the class that torch before 2.15 made
 
 
