@@ -32,7 +32,6 @@ from parallel3d.private_names import (
     flash_forward,
 )
 
-aten = torch.ops.aten
 ROWS = 256  # rows of scores that a backward without a kernel computes at a time
 NOT_CUDNN = "not cudnn"  # replaces `attention_kernel=auto` where cuDNN's results are wrong
 BACKENDS = {
@@ -293,11 +292,19 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 @functools.cache
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Returns whether the kernel runs on this device, by running it once.
+
+    Raises what says nothing of that: memory that is full, a device in error, other arguments.
+    """
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
         edges = torch.arange(3, device=device).int()
         flash_forward(x, x, x, edges, edges, 1, 1, 0.0, True, False)
-    except (RuntimeError, NotImplementedError):
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # tells nothing of the kernel, and what is raised is not kept
+    except RuntimeError as error:  # NotImplementedError too
+        if "Declaration:" in str(error):  # torch's operator takes other arguments
+            raise
         return False
     return True
 

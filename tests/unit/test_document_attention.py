@@ -136,3 +136,31 @@ def test_gradients_may_come_in_any_layout() -> None:
     spread = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
     whole = torch.autograd.grad(out, inputs, torch.ones_like(out).contiguous())
     assert all(torch.equal(a, b) for a, b in zip(spread, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "has"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"), None),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), None),
+        (RuntimeError("failed to match any schema: … Declaration: aten::_flash_attention"), None),
+        (RuntimeError("FlashAttention only supports Ampere GPUs or newer."), False),
+        (NotImplementedError("Could not run 'aten::_flash_attention_forward'"), False),
+    ],
+)
+def test_only_what_tells_of_the_kernel_is_kept(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, has: bool | None
+) -> None:
+    def kernel(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(document_attention, "flash_forward", kernel)
+    document_attention._has_varlen_kernel.cache_clear()
+    of = torch.device("cpu"), torch.float16, 64
+    if has is None:
+        with pytest.raises(type(error)):
+            document_attention._has_varlen_kernel(*of)
+    else:
+        assert document_attention._has_varlen_kernel(*of) is has
+    assert document_attention._has_varlen_kernel.cache_info().currsize == (has is not None)
+    document_attention._has_varlen_kernel.cache_clear()

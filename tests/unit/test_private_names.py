@@ -290,7 +290,8 @@ BEHAVIOUR: dict[str, Callable[[], Any]] = {
     "DynamoError": lambda: issubclass(names.DynamoError, RuntimeError),
     "has_triton": lambda: names.has_triton() in (True, False),
     "setup_python_backend": lambda: (
-        [*inspect.signature(names.setup_python_backend).parameters][:2] == ["rename", "backend_module"]
+        [*inspect.signature(names.setup_python_backend).parameters][:2]
+        == ["rename", "backend_module"]
     ),
     "sanitizer": lambda: callable(names.sanitizer.StreamSynchronizations().is_ordered_after),
     "TensorsAccessed": kernels_race,
