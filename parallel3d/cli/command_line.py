@@ -70,12 +70,19 @@ from parallel3d.run.directory import (
     take_run,
 )
 from parallel3d.run.failure import full_stop
-from parallel3d.run.launch import RankAssignment, detect, or_end
+from parallel3d.run.launch import or_end
+from parallel3d.run.launcher_environment import (
+    RankAssignment,
+    detect,
+    prints_for_all,
+    refuse_lost_variables,
+)
 from parallel3d.run.local_workers import listen_here, run_here
-from parallel3d.run.rendezvous import CAN_GO_ON, tell_rank_0
-from parallel3d.run.worker import APPS, run_joined
+from parallel3d.run.rendezvous import CAN_GO_ON, OtherStart, tell_rank_0
+from parallel3d.run.worker import APPS, count_ranks_here, run_joined
 from parallel3d.versions import OF_A_RUN, check_versions, newer
 
+CGROUPS = Path("/proc/self/cgroup")
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
@@ -213,12 +220,13 @@ def _run_job(
     try:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)  # the schema's class
-        place = detect(os.environ)
-        first = place is None or place.rank == 0
+        if app not in ALONE:
+            place = _place(app, config)
+        # Under srun every task gets here with the same configuration.
+        first = place.rank == 0 if place else prints_for_all(os.environ)
         _check_versions(app, config, first)
         typed = HydraConfig.get().overrides.task
         config = typed_alternatives(config, typed)
-        # Under srun every task gets here with the same configuration.
         world_size = place.world_size if place else None
         if app in FROM_RUNS:
             if app == GENERATE and place is not None:
@@ -230,7 +238,10 @@ def _run_job(
             config = config_from_run(app, config, typed, world_size)
             if place is None:
                 return run_on_checkpoint(app, config)
-            return run_joined(app, config, place, _checked_here(app, config, place))
+            store = None
+            if not place.local_world_size:
+                place, store = count_ranks_here(config, place)
+            return run_joined(app, config, place, _checked_here(app, config, place), store)
         config = numbered(config)
         if app == TRAIN or config.init_from is not None:
             check_fields(config)
@@ -244,10 +255,13 @@ def _run_job(
                 return _reader_gone()
         if app in NEED_DATA:
             check_filled(config, typed, own)
+        store = None
         if app == TRAIN and config.layout == "auto":
             # Here, because the planner would take a tenth of a second of every command's start.
             from parallel3d.commands.best_layout import take_layout
 
+            if place is not None and not place.local_world_size:
+                place, store = count_ranks_here(config, place)
             config = take_layout(config, typed, place)
         if app == CALIBRATE:
             config = calibrate_config(config, typed, world_size)
@@ -257,10 +271,12 @@ def _run_job(
             config = check_communication(config, world_size)
         if place is None:
             return _start(app, config, line)
+        if not place.local_world_size:
+            place, store = count_ranks_here(config, place)
         kind = _checked_here(app, config, place)
         if first and line is not None:
             print_line(line)
-        return run_joined(app, config, place, kind)
+        return run_joined(app, config, place, kind, store)
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
@@ -268,6 +284,24 @@ def _run_job(
         arguments = OmegaConf.to_container(HydraConfig.get().overrides.task)
         assert isinstance(arguments, list)
         return _refuse(composing_error(error, arguments), place)
+
+
+def _place(app: str, config: Config) -> RankAssignment | None:
+    """Returns the place that a launcher gave this process; None if it starts the ranks itself."""
+    launch = config.launch
+    # `generate` asks nobody else, wherever it is typed.
+    addr, needs_all = launch.master_addr, app != GENERATE
+    place = detect(os.environ, addr, launch.master_port, needs_all)
+    if place is not None:
+        return place
+    if addr is not None:
+        raise UserError(
+            f"launch.master_addr={addr} is for ranks that srun or mpirun starts, and this process "
+            "starts its own: leave it out, or put srun before parallel3d"
+        )
+    if needs_all and CGROUPS.is_file():
+        refuse_lost_variables(os.environ, CGROUPS.read_text())
+    return None
 
 
 def _with_earlier(
@@ -329,8 +363,8 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
     """
     try:
         os.environ.update(gpu_environment(config, config.device, os.environ))
-        slurm = place.launcher == "slurm"
-        device = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
+        here, bound = place.local_world_size, place.may_bind_gpus
+        device = choose_device(config.device, here, one_gpu_each=bound)
         check_precision_of(device.kind, config.precision.name)
         _check_data(app, config, place.rank == 0)
     except UserError as error:
@@ -375,7 +409,8 @@ def _check_data(app: str, config: Config, first: bool = True) -> None:
 def _refuse(error: UserError, place: RankAssignment | None = None) -> int:
     """Logs a user error, which all ranks find, once (a HostError once a host); returns the code."""
     first_of_host = place is not None and place.local_rank == 0
-    if place is None or place.rank == 0 or (isinstance(error, HostError) and first_of_host):
+    of_host = isinstance(error, HostError) and first_of_host
+    if place is None or place.rank == 0 or of_host or isinstance(error, OtherStart):
         print_line(readable(full_stop(str(error))))
     return USER_ERROR
 

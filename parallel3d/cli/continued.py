@@ -25,7 +25,7 @@ SIZES = ("tp", "pp", "cp")
 # Keys of a single start. A section ends with a dot.
 OF_A_START = (
     *("run", "runs_dir", "prompt", "layout", "checkpoint.load", "train.eval_only", "profile."),
-    *("launch.ranks", *OF_COMMANDS),
+    *("launch.ranks", "launch.master_addr", *OF_COMMANDS),
 )
 OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # of the same pp alone
 OF_RANKS = ("placement", "rank_file")  # of the same sizes alone

@@ -18,7 +18,7 @@ from parallel3d.estimate.profiled_cost import check_device, read
 from parallel3d.estimate.search import best, configure, reason
 from parallel3d.host.devices import CPU, choose_device, device_name, gpu_count
 from parallel3d.host.memory import cores
-from parallel3d.run.launch import RankAssignment
+from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.topology.assumptions import chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.layout import DIMENSIONS

@@ -984,6 +984,10 @@ class LaunchConfig:
         minimum=0,
         maximum=65535,
     )
+    master_addr: str | None = key(
+        None,
+        "address of the host of rank 0, for ranks of srun or mpirun; null: as the launcher says",
+    )
     ranks: int | None = key(
         None,
         "layout=auto: ranks to start on this host; null: one a GPU or core",

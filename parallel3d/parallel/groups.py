@@ -22,8 +22,8 @@ from parallel3d.device.accelerator import backend_of, device_of_world, is_accele
 from parallel3d.errors import UserError, closest, print_line
 from parallel3d.host.devices import NEW_NCCL, choose_device, device_of_rank
 from parallel3d.run.failure import leave
-from parallel3d.run.launch import detect
-from parallel3d.run.rendezvous import rendezvous
+from parallel3d.run.launcher_environment import detect
+from parallel3d.run.rendezvous import counted, rendezvous
 from parallel3d.run.worker import begin_on
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
@@ -75,9 +75,16 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
     """Runs the rendezvous, initialises torch.distributed and returns this rank's device."""
     check_value("device", requested)
     place = detect(os.environ)
+    config = Config(launch=LaunchConfig(timeout_s=timeout_s))
+    store: dist.Store | None = None
+    if place is None:
+        store = dist.HashStore()
+    elif not place.local_world_size:
+        store = rendezvous(config, place)
+        place = counted(store, place)
     ranks_here = 1 if place is None else place.local_world_size
-    srun = place is not None and place.launcher == "slurm"
-    kind = choose_device(requested, ranks_here, one_gpu_each=srun).kind
+    bound = place is not None and place.may_bind_gpus
+    kind = choose_device(requested, ranks_here, one_gpu_each=bound).kind
     begin_on(kind)
     device = torch.device(device_of_rank(kind, 0 if place is None else place.local_rank))
     make_current(device)
@@ -85,9 +92,7 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
         os.environ.setdefault(NEW_NCCL, "0")
     dist.init_process_group(
         backend_of(device),
-        store=dist.HashStore()
-        if place is None
-        else rendezvous(Config(launch=LaunchConfig(timeout_s=timeout_s)), place),
+        store=rendezvous(config, place) if store is None and place is not None else store,
         rank=0 if place is None else place.rank,
         world_size=1 if place is None else place.world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -24,7 +24,7 @@ from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, first_line
 from parallel3d.files import read_bounded, replace_durably
 from parallel3d.run.directory import FAILURES, discard_unused
 from parallel3d.run.launch import Worker
-from parallel3d.run.rendezvous import RankZerosError
+from parallel3d.run.rendezvous import OtherStart, RankZerosError
 from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Our launcher's signal to end ranks at once, as no scheduler or terminal sends it: others ask them
 # to save and stop.
-END_SIGNAL = signal.SIGUSR2
+END_SIGNAL = signal.SIGALRM
 RECORD_BYTES = 1 << 20  # maximum of a failure's record
 PACKAGE = Path(__file__).parents[1]  # as frames name its files
 
@@ -305,6 +305,8 @@ def report_failure(config: Config, worker: Worker, error: Exception, store: Stor
 
 
 def _is_first_to_log(worker: Worker, error: Exception, store: Store | None) -> bool:
+    if isinstance(error, OtherStart):  # a UserError of this rank, which no peer knows
+        return True
     if store is None or isinstance(error, RankZerosError):
         return worker.rank == 0
     try:

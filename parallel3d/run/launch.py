@@ -1,4 +1,4 @@
-"""A process as its launcher sees it: its rank by torchrun or Slurm, signals that ask it to stop."""
+"""A process as its launcher sees it: its place among the ranks, signals that ask it to stop."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from parallel3d.comm.operation_log import OperationLog
-from parallel3d.errors import UserError, print_line
-from parallel3d.topology.cluster.slurm import (
-    FIRST_SPECIAL_STEP,
-    expand_hostlist,
-    expand_tasks_per_node,
-)
+from parallel3d.errors import print_line
+from parallel3d.run.launcher_environment import Launcher, RankAssignment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,6 +43,45 @@ def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 
     started(run).join(seconds)
     return answers[0] if answers else otherwise
+
+
+@contextmanager
+def ending_on_signals(
+    waiting: Callable[[], str],
+    first: Callable[[], object] = lambda: None,
+    noted: StopSignals | None = None,
+) -> Iterator[None]:
+    """Ends the process on a signal, with a sentence, while the block waits for other ranks.
+
+    torch waits in C++, which goes on after a signal and prints its stack. So the signals stay
+    pending, and a thread looks for them. There is nothing to save yet.
+
+    Args:
+        waiting: returns what the process does, for the sentence.
+        first: called before the end.
+        noted: signals that came before the block.
+    """
+    numbers = {number for number in STOPPING if not is_nohup(number)}
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            came = numbers & signal.sigpending()
+            if noted is not None and noted.number is not None:
+                came |= {noted.number}
+            for number in sorted(came):
+                first()
+                name = signal.Signals(number).name
+                print_line(f"{name} ended this process in {waiting()}; there was nothing to save.")
+                os._exit(128 + number)
+
+    with blocked_signals(tuple(numbers)):
+        thread = started(watch)
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 @contextmanager
@@ -86,8 +121,9 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 # all-reduce over the world carries whether a rank was asked, and all ranks see it after the same
 # step (`Trainer.train_step`). The loop then saves and ends.
 
-# Sent by a scheduler before it takes the machine away; users send SIGINT.
-PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
+# Sent by a scheduler before it takes the machine away (SIGUSR2 by LSF, SGE and submitit); users
+# send SIGINT.
+PREEMPTION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOPPING = (*PREEMPTION, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal has gone
 
 
@@ -158,13 +194,6 @@ def blocked_signals(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# The rank of this process. Contradicting variables of a launcher are a UserError that names the
-# variable, never a hang. No torch.
-
-
-Launcher = Literal["local", "torchrun", "slurm"]
-
-
 class ProgressWatch(Protocol):
     """Interface of `faults.watchdog.Watchdog` for the code that runs a rank."""
 
@@ -214,121 +243,3 @@ class Worker:
     def at(cls, place: RankAssignment, run_dir: Path, launcher: Launcher) -> Worker:
         sizes = place.world_size, place.local_world_size
         return cls(place.rank, place.local_rank, *sizes, run_dir, launcher)
-
-
-@dataclass(frozen=True)
-class RankAssignment:
-    """The rank that a launcher assigned to this process, and the address of rank 0."""
-
-    launcher: Launcher
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    master_addr: str
-    master_port: int
-    job_id: str | None = None
-
-    def with_port(self, chosen: int) -> RankAssignment:
-        """Returns it with `launch.master_port`, unless that is 0 or torchrun has its own port."""
-        if self.launcher != "slurm" or chosen == 0:
-            return self
-        return replace(self, master_port=chosen)
-
-
-def detect(environ: Mapping[str, str]) -> RankAssignment | None:
-    """Returns this process's rank by torchrun's or Slurm's variables; None without them.
-
-    torchrun comes first, since it may itself run inside a Slurm step. Raises UserError if a
-    variable is missing, is no number or contradicts another.
-    """
-    # MASTER_ADDR or LOCAL_RANK alone do not count: some platforms set them for any process.
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _from_torchrun(environ)
-    if _in_slurm_step(environ):
-        return _from_slurm(environ)
-    return None
-
-
-def _from_torchrun(environ: Mapping[str, str]) -> RankAssignment:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    if missing := [name for name in names if not environ.get(name)]:
-        there = "RANK" if "RANK" in environ and missing[0] != "RANK" else "WORLD_SIZE"
-        raise UserError(
-            f"{there}={environ.get(there)} is set but {missing[0]} is not: start with torchrun, "
-            f"set all of {', '.join(names)}, or unset {there}."
-        )
-    world_size = _number(environ, "WORLD_SIZE", 1)
-    world = f"WORLD_SIZE={world_size}"
-    here = world_size
-    if "LOCAL_WORLD_SIZE" in environ:
-        here = _number(environ, "LOCAL_WORLD_SIZE", 1, world_size, world)
-    return RankAssignment(
-        "torchrun",
-        _number(environ, "RANK", 0, world_size - 1, world),
-        _number(environ, "LOCAL_RANK", 0, here - 1, f"LOCAL_WORLD_SIZE={here}"),
-        world_size,
-        here,
-        environ["MASTER_ADDR"],
-        _number(environ, "MASTER_PORT", 1, 65535, "the range of ports"),
-    )
-
-
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Returns whether srun started this process as one of several tasks (no batch script)."""
-    if not environ.get("SLURM_STEP_ID") or "SLURM_PROCID" not in environ:
-        return False
-    if _number(environ, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
-        return False
-    return _number(environ, _slurm_tasks(environ), 1) > 1
-
-
-def _slurm_tasks(environ: Mapping[str, str]) -> str:
-    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-
-
-def _from_slurm(environ: Mapping[str, str]) -> RankAssignment:
-    tasks = _slurm_tasks(environ)
-    world_size = _number(environ, tasks, 1)
-    job = _number(environ, "SLURM_JOB_ID")
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise UserError("SLURM_PROCID is set but SLURM_STEP_NODELIST is not: start with srun")
-    per_node = "SLURM_STEP_TASKS_PER_NODE"
-    if not environ.get(per_node):
-        per_node = "SLURM_TASKS_PER_NODE"
-    here = world_size
-    if given := environ.get(per_node):
-        counts = expand_tasks_per_node(given, per_node)
-        here = counts[_number(environ, "SLURM_NODEID", 0, len(counts) - 1, f"{per_node}={given}")]
-    return RankAssignment(
-        "slurm",
-        _number(environ, "SLURM_PROCID", 0, world_size - 1, f"{tasks}={world_size}"),
-        _number(environ, "SLURM_LOCALID", 0, here - 1, f"{here} tasks of its node"),
-        world_size,
-        here,
-        expand_hostlist(nodes)[0],
-        20000 + job % 20000,  # two jobs that share a node need different ports
-        str(job),
-    )
-
-
-def _number(
-    environ: Mapping[str, str], name: str, least: int = 0, most: int | None = None, of: str = ""
-) -> int:
-    """Parses the whole number in variable `name`, from `least` to `most`, which follows from `of`.
-
-    Raises UserError.
-    """
-    text = environ.get(name)
-    if text is None:
-        raise UserError(f"{name} is not set, but the other variables of its launcher are")
-    try:
-        value = int(text)
-    except ValueError:
-        raise UserError(f"{name}={text!r} is no number: it must be a whole number") from None
-    if value < least:
-        raise UserError(f"{name}={value} is too small: it must be at least {least}")
-    if most is not None and value > most:
-        raise UserError(f"{name}={value} contradicts {of}: it must be in {least} … {most}")
-    return value

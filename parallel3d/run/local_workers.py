@@ -92,7 +92,7 @@ class Restarts:
 GRACE_S = 3
 LAST_WORDS_S = 2.0  # a waiting rank tests once a second whether its peer lives
 POLL_S = 0.1
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (*STOPPING, signal.SIGQUIT)
 FORK = multiprocessing.get_context("fork")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.comm.store import (
+    SECRET,
     behind_secret,
     get,
     get_all,
@@ -26,7 +28,7 @@ from parallel3d.config import identity
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
-from parallel3d.host.devices import device_of_rank
+from parallel3d.host.devices import HostError, device_of_rank
 from parallel3d.host.memory import nothing_collected
 from parallel3d.run.directory import (
     PLACEMENT_FILE,
@@ -34,7 +36,8 @@ from parallel3d.run.directory import (
     make_run_directory,
     take_run,
 )
-from parallel3d.run.launch import RankAssignment, Worker, until
+from parallel3d.run.launch import Worker, ending_on_signals, until
+from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.topology import placed_ranks
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
@@ -51,6 +54,10 @@ RANKS_KEY = "parallel3d/ranks"
 
 class RankZerosError(UserError):
     """An error that rank 0 logs for all ranks; its store may end with it."""
+
+
+class OtherStart(UserError):
+    """This rank has met ranks of another start, and ends alone: theirs must not hear of it."""
 
 
 def from_rank_0(
@@ -97,10 +104,11 @@ def tell_rank_0(config: Config, place: RankAssignment, error: UserError) -> None
             return True
         return False
 
-    until(is_there, TELL_S)
-    with suppress(RuntimeError):  # it has gone since
-        if is_there():
-            refuse(rendezvous(config, place), place.rank, error)
+    with ending_on_signals(lambda: "telling rank 0 of an error"):
+        until(is_there, TELL_S)
+        with suppress(RuntimeError, OtherStart):  # it has gone since, or never was ours
+            if is_there():
+                refuse(rendezvous(config, place), place.rank, error)
 
 
 def assign_rank(
@@ -170,11 +178,18 @@ READ_S = 5.0  # for which rank 0 keeps the store, so that the others can read wh
 # ProcessGroupNCCL.hpp): a rank that finds it waits TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC and aborts. All
 # its other keys, such as remote_error, have the group's prefix and so the attempt's.
 NCCL_DUMP_KEY = "exception_dump"
+START_KEY = "parallel3d/start"  # what rank 0 says of its start, for all who reach its store
+HOST_KEY = "parallel3d/host"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+HINT_S = 30.0  # after which a rank says that it waits for rank 0
 CLEARED_KEY = "parallel3d/cleared"
 
 
 def rendezvous(config: Config, place: RankAssignment) -> PrefixStore:
-    """Connects to the store of rank 0 or torchrun's agent; UserError if rank 0's port is taken."""
+    """Connects to the store of rank 0 or torchrun's agent.
+
+    Raises UserError if rank 0's port is taken, and OtherStart if the store is that of other ranks.
+    """
     with nothing_collected():
         import torch.distributed as dist
 
@@ -184,6 +199,7 @@ def rendezvous(config: Config, place: RankAssignment) -> PrefixStore:
         if place.rank == 0 and not agent_listens:
             store = _listening_store(place, timeout)
         else:
+            _wait_for_listener(place, config.launch.timeout_s)
             store = dist.TCPStore(
                 place.master_addr,
                 place.master_port,
@@ -194,19 +210,102 @@ def rendezvous(config: Config, place: RankAssignment) -> PrefixStore:
     except OSError as error:  # torch's DistNetworkError is none
         if error.errno != errno.EADDRINUSE:
             raise
-        key = "launch.master_port" if place.launcher == "slurm" else "MASTER_PORT"
+        key = "MASTER_PORT" if place.launcher == "torchrun" else "launch.master_port"
         raise UserError(
             f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
         ) from None
     # The agent's store outlives the ranks: keys of an earlier attempt are not for these.
     attempt = _attempt() if agent_listens else 0
-    own = dist.PrefixStore(f"attempt{attempt}", behind_secret(store))
+    _check_start(store, config, place, attempt)
+    own = dist.PrefixStore(f"{place.prefix}/attempt{attempt}", behind_secret(store))
     if attempt and place.rank == 0:
         store.delete_key(NCCL_DUMP_KEY)
         own.set(CLEARED_KEY, "")
     elif attempt:
         own.wait([CLEARED_KEY])  # NCCL watches the other key from the start of its first group
     return own
+
+
+def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
+    """Waits until somebody listens at rank 0's address; torch's own wait prints its stack."""
+    begin, hinted = time.monotonic(), place.local_rank > 0
+    where = f"{place.master_addr}:{place.master_port}"
+    mend = "MASTER_ADDR" if place.launcher == "torchrun" else "launch.master_addr"
+    while True:
+        try:
+            socket.create_connection((place.master_addr, place.master_port), seconds).close()
+            return
+        except OSError as error:
+            waited, why = time.monotonic() - begin, error.strerror or str(error)
+        if waited > seconds:
+            raise TimeoutError(
+                f"nobody listens at {where} ({why}) after launch.timeout_s={seconds:g}: if rank 0 "
+                f"is on another host, give {mend}"
+            )
+        if waited > HINT_S and not hinted:
+            print_line(
+                f"rank {place.rank} has waited {waited:.0f} s for rank 0 at {where} ({why}); if "
+                f"rank 0 is on another host, give {mend}"
+            )
+            hinted = True
+        time.sleep(0.1)
+
+
+def _check_start(store: Store, config: Config, place: RankAssignment, attempt: int) -> None:
+    """Compares this rank's start with that of rank 0, whose store it has reached.
+
+    Two steps of a job, or two jobs, may meet at one port, and a rank of one must not train among
+    those of the other. Raises OtherStart, on this rank alone.
+    """
+    key = f"{START_KEY}/{attempt}"
+    mine = {"start": place.start, "ranks": place.world_size, "run": config.run}
+    if place.rank == 0:
+        put(store, key, mine)
+        return
+    where = f"the store at {place.master_addr}:{place.master_port} is that of other ranks"
+    mend = "give each start a port of its own"
+    try:
+        theirs = get(store, key)
+    except ValueError:
+        raise OtherStart(
+            f"{where}, with another {SECRET}: {mend}, or all ranks one secret"
+        ) from None
+    named = theirs["start"], theirs["ranks"]
+    if named != (place.start, place.world_size):
+        words = [
+            f"{start or 'a start'} of {ranks} ranks"
+            for start, ranks in (named, (mine["start"], mine["ranks"]))
+        ]
+        raise OtherStart(f"{where}, {words[0]}; this is {words[1]}: {mend} (launch.master_port)")
+    if not place.start and theirs["run"] != config.run:  # else `agree_on_run` tells rank 0 as well
+        raise OtherStart(
+            f"{where}, with run={show(theirs['run'])}; here it is run={show(config.run)}: {mend}, "
+            "or all ranks the same line"
+        )
+
+
+def counted(store: Store, place: RankAssignment) -> RankAssignment:
+    """Returns it with the ranks of this host, counted by the names and boots of all ranks' hosts.
+
+    Collective over the world. Raises UserError if the launcher's number on the host cannot be.
+    """
+    put(store, f"{HOST_KEY}/{place.rank}", [socket.gethostname(), _boot_id()])
+    hosts = get_all(store, [f"{HOST_KEY}/{rank}" for rank in range(place.world_size)])
+    here = hosts.count(hosts[place.rank])
+    if place.local_rank >= here:
+        raise HostError(
+            f"LOCAL_RANK={place.local_rank}, but host {socket.gethostname()} has {here} of the "
+            f"ranks: export LOCAL_WORLD_SIZE, the number of ranks of this host"
+        )
+    return dataclasses.replace(place, local_world_size=here)
+
+
+def _boot_id() -> str:
+    """Returns what tells this boot of the machine from all others; "" where the kernel does not."""
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def keeps_store(environ: Mapping[str, str]) -> bool:
@@ -216,7 +315,7 @@ def keeps_store(environ: Mapping[str, str]) -> bool:
 
 def _listening_store(place: RankAssignment, timeout: timedelta) -> TCPStore:
     """Returns rank 0's store, on MASTER_ADDR's address only; on all if it is not this machine's."""
-    one_host = place.launcher == "slurm" and place.world_size == place.local_world_size
+    one_host = place.launcher != "torchrun" and place.on_one_host
     loopback = one_host or is_loopback(place.master_addr)
     listening = listen_at(place.master_addr, place.master_port, loopback)
     if listening is None:
@@ -262,6 +361,7 @@ def agree_on_run(
             "device": kind,
             "init_from": named.init_from,
             "keys": identity.of_all_ranks(named),
+            "typed_run": config.run,
         }
 
     message = from_rank_0(store, RUN_KEY, place, decide)
@@ -281,6 +381,11 @@ def _as_on_rank_0(
         raise UserError(
             f"device={config.device}: rank 0 computes on {message['device']}, rank {place.rank} "
             f"would on {kind}; give device=cpu or device=cuda"
+        )
+    if message["typed_run"] != config.run:
+        raise UserError(
+            f"run is {show(message['typed_run'])} on rank 0 and {show(config.run)} on rank "
+            f"{place.rank}, host {socket.gethostname()}: give all ranks the same line"
         )
     worker.device = device_of_rank(kind, place.local_rank)
     # The newest checkpoint of a run that is still training may be another one by now.

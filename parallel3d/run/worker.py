@@ -25,6 +25,7 @@ from parallel3d.host.memory import (
 )
 from parallel3d.host.processes import die_with_parent, drop_failed_output
 from parallel3d.run import failure
+from parallel3d.run.directory import discard_unused
 from parallel3d.run.failure import (
     END_SIGNAL,
     EXIT_COMMAND_RESULT,
@@ -35,13 +36,20 @@ from parallel3d.run.failure import (
     report_failure,
     report_hang,
 )
-from parallel3d.run.launch import RankAssignment, Worker, blocked_signals, detect, kept_handlers
-from parallel3d.run.rendezvous import agree_on_run, assign_rank, keeps_store, rendezvous
+from parallel3d.run.launch import Worker, blocked_signals, ending_on_signals, kept_handlers
+from parallel3d.run.launcher_environment import RankAssignment, detect
+from parallel3d.run.rendezvous import (
+    agree_on_run,
+    assign_rank,
+    counted,
+    keeps_store,
+    rendezvous,
+)
 from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed import PrefixStore, Store
 
 # Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
 APPS = {
@@ -66,7 +74,8 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
             worker.stop.install()
         try:
             worker.device = device_of_rank(kind, worker.local_rank)
-            return _after(worker, _work(app, config, worker, HashStore()))
+            _join(app, config, worker, HashStore())
+            return _after(worker, _work(app, config, worker))
         except Exception as error:
             failed = failure.from_exception(config, worker, error)
             return report_end(failure.write(failed, error, run_dir), run_dir)
@@ -87,11 +96,25 @@ def _after(worker: Worker, code: int) -> int:
     return code
 
 
-def run_joined(app: str, config: Config, place: RankAssignment, kind: str) -> int:
-    """Runs this process's rank among those that torchrun or srun started, on a device of `kind`.
+def count_ranks_here(config: Config, place: RankAssignment) -> tuple[RankAssignment, PrefixStore]:
+    """Returns the place with the ranks of this host, which no variable told, and the ranks' store.
 
-    Rank 0 creates the run directory and sends its name through the store. Every failing rank logs
-    its own line; a UserError is logged by one rank. Returns the exit code.
+    Collective over the world.
+    """
+    place = place.with_port(config.launch.master_port)
+    with ending_on_signals(lambda: "counting the ranks of each host"):
+        store = rendezvous(config, place)
+        return counted(store, place), store
+
+
+def run_joined(
+    app: str, config: Config, place: RankAssignment, kind: str, store: PrefixStore | None = None
+) -> int:
+    """Runs this process's rank among those that a launcher started, on a device of `kind`.
+
+    Rank 0 creates the run directory and sends its name through the store, which may be there
+    already. Until all ranks have met, a signal ends this process. Every failing rank logs its own
+    line; a UserError is logged by one rank. Returns the exit code.
     """
     if keeps_store(os.environ):  # if that agent dies, nothing could be saved any more
         die_with_parent()
@@ -100,17 +123,25 @@ def run_joined(app: str, config: Config, place: RankAssignment, kind: str) -> in
     place = place.with_port(config.launch.master_port)
     worker = Worker.at(place, Path(), place.launcher)
     worker.phase = f"connecting to rank 0 at {place.master_addr}:{place.master_port}"
-    store: Store | None = None
     if has_steps(app, config):
         worker.stop.install()
     try:
-        store = rendezvous(config, place)
-        config = agree_on_run(app, config, place, worker, store, kind)
-        return _after(worker, _work(app, config, worker, store))
+        with ending_on_signals(lambda: worker.phase, lambda: _give_up(worker), worker.stop):
+            store = store or rendezvous(config, place)
+            worker.phase = "agreeing on the run"
+            config = agree_on_run(app, config, place, worker, store, kind)
+            _join(app, config, worker, store)
+        return _after(worker, _work(app, config, worker))
     except Exception as error:
         report_hang(worker, error)
         report_failure(config, worker, error, store)
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
+
+
+def _give_up(worker: Worker) -> None:
+    """Removes the directory of a run that has not begun."""
+    if worker.rank == 0 and worker.run_dir != Path():
+        discard_unused(worker.run_dir)
 
 
 def local_worker_main(
@@ -129,7 +160,8 @@ def local_worker_main(
         worker.stop.install()
     try:
         worker.device = device_of_rank(kind, place.local_rank)
-        code = _work(app, config, worker, rendezvous(config, place))
+        _join(app, config, worker, rendezvous(config, place))
+        code = _work(app, config, worker)
         return EXIT_COMMAND_RESULT + code if code else 0
     except Exception as error:
         report_hang(worker, error)
@@ -137,8 +169,8 @@ def local_worker_main(
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
-def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
-    """Initialises torch.distributed, runs the subcommand and closes. Returns its exit code."""
+def _join(app: str, config: Config, worker: Worker, store: Store) -> None:
+    """Gives the worker its place in the layout, and initialises torch.distributed."""
     import torch
     import torch.distributed as dist
 
@@ -162,6 +194,12 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
         device_id=device if is_accelerator(device) else None,
     )
     worker.phase = "start"
+
+
+def _work(app: str, config: Config, worker: Worker) -> int:
+    """Runs the subcommand and closes. Returns its exit code."""
+    import torch.distributed as dist
+
     module, name = APPS[app]
     code = getattr(importlib.import_module(module), name)(config, worker) or 0
     worker.phase = "closing"

@@ -50,7 +50,8 @@ def train_as_placed(config: Config, run_dir: str, port: int) -> int:
         "localhost", port, world, is_master=launch_rank == 0, wait_for_workers=True
     )
     me = Worker(launch_rank, launch_rank, world, world, Path(run_dir), "local", "cpu")
-    assert worker._work("train", config, me, store) == 0
+    worker._join("train", config, me, store)
+    assert worker._work("train", config, me) == 0
     return me.rank
 
 

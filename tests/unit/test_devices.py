@@ -25,7 +25,8 @@ from parallel3d.host import devices as gpu_environment
 from parallel3d.host.devices import DeviceChoice, HostError, choose_device, device_of_rank
 from parallel3d.parallel.groups import init
 from parallel3d.run import local_workers, rendezvous, worker
-from parallel3d.run.launch import RankAssignment, Worker
+from parallel3d.run.launch import Worker
+from parallel3d.run.launcher_environment import RankAssignment
 
 HOST = socket.gethostname()
 CUDA_BUILD = {"cuda": "13.0", "hip": None, "__version__": "2.13.0+cu130"}
@@ -263,7 +264,7 @@ def test_rank_on_a_gpu_makes_it_current_and_tells_nccl_which(
     rank = Worker(11, 3, 16, 8, tmp_path, "torchrun", device_of_rank("cuda", 3))
     config = Config(dp=16, cluster=ClusterConfig(nccl_env=["NCCL_CROSS_NIC:0"]))
     with pytest.raises(Started):
-        worker._work("train", config, rank, dist.HashStore())
+        worker._join("train", config, rank, dist.HashStore())
     module.set_device.assert_called_once_with(torch.device("cuda:3"))
     assert recorded_start["backend"] == "nccl"
     assert recorded_start["device_id"] == torch.device("cuda:3")
@@ -288,7 +289,7 @@ def test_rank_on_the_cpu_starts_gloo_without_a_device(
 ) -> None:
     monkeypatch.setattr(worker, "keep_freed_memory", lambda: None)
     with pytest.raises(Started):
-        worker._work("train", Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), dist.HashStore())
+        worker._join("train", Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), dist.HashStore())
     assert (recorded_start["backend"], recorded_start["device_id"]) == ("gloo", None)
 
 

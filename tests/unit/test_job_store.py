@@ -17,7 +17,8 @@ from parallel3d.comm.store import SECRET, behind_secret, get, listen_at, put
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run import rendezvous
-from parallel3d.run.launch import RankAssignment, Worker
+from parallel3d.run.launch import Worker
+from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run.local_workers import _rank_environment, listen_here
 from parallel3d.run.rendezvous import RankZerosError, assign_rank, tell_rank_0
 from tests.ports import free_port

@@ -30,7 +30,8 @@ from parallel3d.run.directory import (
     take_run,
 )
 from parallel3d.run.failure import report_failure
-from parallel3d.run.launch import RankAssignment, Worker
+from parallel3d.run.launch import Worker
+from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run.rendezvous import RUN_KEY, agree_on_run, seen_key
 
 # Of a trainer after four steps, as a manifest has it.

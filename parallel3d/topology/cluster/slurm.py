@@ -92,6 +92,55 @@ def expand_tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list
     return [tasks for tasks, repeats in parts for _ in range(repeats)]
 
 
+ARBITRARY = "arbitrary"
+
+
+def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> str:
+    """Returns the node of rank 0 of a step of srun.
+
+    It is the first of the step's nodes, which are sorted, except where srun was told the places of
+    the tasks (`-m arbitrary`, SLURM_HOSTFILE) or joined components of a job, whose order counts.
+
+    `read` returns the text of a file; raises OSError. Raises UserError if nothing says the node.
+    """
+    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not listed:
+        raise UserError("SLURM_PROCID is set but SLURM_STEP_NODELIST is not: start with srun")
+    nodes = expand_hostlist(listed)
+    if len(nodes) == 1:
+        return nodes[0]
+    how = environ.get("SLURM_DISTRIBUTION", ARBITRARY if environ.get("SLURM_HOSTFILE") else "")
+    if how.startswith(ARBITRARY):
+        return _first_of_hostfile(environ.get("SLURM_HOSTFILE"), nodes, read)
+    size = environ.get("SLURM_HET_SIZE", "")
+    for group in range(int(size) if size.isdecimal() and int(size) <= MOST_NODES else 0):
+        of_group = environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
+        for node in expand_hostlist(of_group) if of_group else ():
+            if node in nodes:
+                return node
+    return nodes[0]
+
+
+def _first_of_hostfile(path: str | None, nodes: list[str], read: Callable[[str], str]) -> str:
+    """Returns the first node of a hostfile, a node a line, which may be followed by `*tasks`."""
+    mend = "give launch.master_addr, the node of rank 0"
+    if path is None:
+        raise UserError(f"srun -m arbitrary without SLURM_HOSTFILE hides where rank 0 is: {mend}")
+    try:
+        lines = [line.partition("#")[0].strip() for line in read(path).splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"SLURM_HOSTFILE={path} says where rank 0 is and cannot be read here ({error}): {mend}"
+        ) from None
+    first = next((line for line in lines if line), "")
+    node = expand_hostlist(first.partition("*")[0], "first line of SLURM_HOSTFILE")[0]
+    if node not in nodes:
+        raise UserError(
+            f"SLURM_HOSTFILE={path} begins with {node}, which is no node of this step: {mend}"
+        )
+    return node
+
+
 # Formats: SchedMD/slurm doc/man/man5/topology.conf.5, src/plugins/topology/{tree,block}.
 # topology/tree names leaf switches; topology/block names blocks, the NVLink domains of multi-node
 # NVLink systems.

@@ -1,0 +1,713 @@
+"""The rank of this process, by the environment of the launcher that started it. No torch.
+
+Each launcher that is known here has a row: its marks, the variables of its numbers, and what names
+the start. All that an environment says must agree: sets of variables that contradict each other, or
+marks of a launcher without its numbers, are refused, since a guess would start n whole runs, or
+one rank of a run that needs n.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from parallel3d.errors import UserError
+from parallel3d.topology.cluster.slurm import (
+    FIRST_SPECIAL_STEP,
+    expand_hostlist,
+    expand_tasks_per_node,
+    host_of_rank_0,
+)
+
+Launcher = Literal["local", "torchrun", "slurm", "mpi"]
+Read = Callable[[str], str]
+LOOPBACK = "127.0.0.1"
+# Below Linux's range of ports for outgoing connections.
+FIRST_PORT, PORTS = 20000, 12768
+NUMBER = re.compile(r"-?[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """The rank that a launcher assigned to this process, and the address of rank 0.
+
+    Attributes:
+        local_world_size: ranks of this host; 0 where no variable says it: the ranks count them.
+        job_id: Slurm's number of the job, for names.
+        start: names this start of the ranks, alike on all of them; "" where nothing does.
+    """
+
+    launcher: Launcher
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    job_id: str | None = None
+    start: str = ""
+
+    def with_port(self, chosen: int) -> RankAssignment:
+        """Returns it with `launch.master_port`, unless that is 0 or torchrun has its own port."""
+        if self.launcher == "torchrun" or chosen == 0:
+            return self
+        return replace(self, master_port=chosen)
+
+    @property
+    def prefix(self) -> str:
+        """Returns the prefix of this start's keys in the ranks' store."""
+        return f"{self.start or 'start'} of {self.world_size} ranks"
+
+    @property
+    def on_one_host(self) -> bool:
+        return self.world_size == self.local_world_size
+
+    @property
+    def may_bind_gpus(self) -> bool:
+        """Returns whether the launcher may show each rank its own GPU alone."""
+        return self.launcher in ("slurm", "mpi")
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A launcher that gives each process its number and theirs; names in the order of trust.
+
+    Attributes:
+        jobs: variables one of which names the start; without any there is no port.
+        hosts: a variable with the number of hosts, where none has the ranks of one.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    jobs: tuple[str, ...] = ()
+    hosts: str = ""
+
+
+MPI = (
+    Numbered(
+        "Open MPI's mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Numbered(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        ("JSM_NAMESPACE_LOCAL_RANK",),
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE",),
+    ),
+    Numbered(
+        "MVAPICH's mpirun",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Numbered(
+        "mpiexec",  # of MPICH, Intel MPI and PALS
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+        ("PALS_APID", "PMI_JOBID"),
+    ),
+    Numbered(
+        "flux",
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        ("FLUX_TASK_LOCAL_ID",),
+        (),
+        ("FLUX_JOB_ID",),
+        "FLUX_JOB_NNODES",
+    ),
+    Numbered(
+        "horovodrun",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        ("HOROVOD_LOCAL_RANK",),
+        ("HOROVOD_LOCAL_SIZE",),
+    ),
+)
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# torchrun's, and deepspeed's, which counts the ranks of a host in the second.
+TORCH_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+# Set by any agent of torch, and by our own launcher for its ranks, which nothing may outvote.
+AGENTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+RANKS_OF_A_HOST = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")  # Kubeflow's and DLC's, for torchrun
+# Rank 0's host as Azure names it for its MPI jobs, with a port of its own.
+AZURE_MASTERS = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Numbers that one set of variables gives this process; None: it does not say."""
+
+    words: str
+    launcher: Launcher
+    rank: int | None = None
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    start: str = ""
+
+    def difference(self, other: Claim) -> str | None:
+        """Returns the first number that both say, and differently, in words."""
+        mine = (self.size, self.rank, self.local_size, self.local_rank)
+        theirs = (other.size, other.rank, other.local_size, other.local_rank)
+        names = ("{} and {} ranks", "rank {} and {}", "{} and {} ranks of this host")
+        for name, a, b in zip((*names, "rank {} and {} of this host"), mine, theirs, strict=True):
+            if a is not None and b is not None and a != b:
+                return name.format(a, b)
+        return None
+
+
+def _text_of(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
+
+
+def detect(
+    environ: Mapping[str, str],
+    master_addr: str | None = None,
+    master_port: int = 0,
+    needs_all: bool = True,
+    read: Read = _text_of,
+) -> RankAssignment | None:
+    """Returns this process's rank by its launcher's variables; None where it starts its own ranks.
+
+    That is where no launcher is known, or one that started a single process.
+
+    Args:
+        environ: variables; empty ones do not count.
+        master_addr: launch.master_addr, the address of rank 0 where the launcher's is wrong.
+        master_port: launch.master_port, or 0.
+        needs_all: refuse a start that leaves out other tasks or hosts that its user has asked for.
+        read: returns the text of a file; raises OSError.
+
+    Raises:
+        UserError: a variable is missing, is no number or contradicts another; a launcher's marks
+            are there and its numbers are not; nothing tells where rank 0 is.
+    """
+    given = {name: value for name, value in environ.items() if value}
+    if any(name in given for name in AGENTS) and {"RANK", "WORLD_SIZE"} & given.keys():
+        return _of_agent(given, master_addr)
+    step = _slurm_step(given)
+    torch = _torch(given)
+    claims = [claim for claim in (step, torch, *_mpi(given), _pmix(given)) if claim is not None]
+    claims = _without_outer(step, claims, given)
+    for place, claim in enumerate(claims):
+        for other in claims[:place]:
+            if (difference := other.difference(claim)) is not None:
+                raise UserError(
+                    f"{other.words} and {claim.words} contradict each other ({difference}): unset "
+                    "those of the launcher that did not start this process"
+                )
+    if _first(claim.size for claim in claims) == 1:
+        # An image may set WORLD_SIZE=1 for whatever starts in it.
+        if needs_all and all(claim is torch for claim in claims):
+            _refuse_left_out(given)
+        return None
+    if not claims:
+        if needs_all:
+            _refuse_left_out(given)
+        return None
+    return _assigned(
+        given, claims, step if step in claims else None, master_addr, master_port, read
+    )
+
+
+def prints_for_all(environ: Mapping[str, str]) -> bool:
+    """Returns whether this process prints for all that were started like it: rank 0, or alone."""
+    names = ("RANK", "SLURM_PROCID", "PMIX_RANK", *(row.rank for row in MPI))
+    return not any(NUMBER.fullmatch(environ.get(n, "")) and int(environ[n]) > 0 for n in names)
+
+
+def _first(values: Iterable[int | None]) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _of_agent(given: Mapping[str, str], master_addr: str | None) -> RankAssignment:
+    """Returns the place that torchrun, or the local launcher, gives its rank."""
+    torch = _torch(given)
+    _check_torch(given, TORCH)
+    assert torch is not None and torch.rank is not None and torch.size is not None
+    assert torch.local_rank is not None
+    if master_addr not in (None, given["MASTER_ADDR"]) and "TORCHELASTIC_RUN_ID" in given:
+        raise UserError(
+            f"launch.master_addr={master_addr} is for ranks of srun and mpirun; those of torchrun "
+            f"meet at its own {given['MASTER_ADDR']}: give torchrun --master-addr={master_addr}"
+        )
+    name = given.get("TORCHELASTIC_RUN_ID", "none")
+    return RankAssignment(
+        "torchrun",
+        torch.rank,
+        torch.local_rank,
+        torch.size,
+        torch.local_size or 0,
+        given["MASTER_ADDR"],
+        _number(given, "MASTER_PORT", 1, 65535, "the range of ports"),
+        start="" if name == "none" else f"torchrun's run {name}",
+    )
+
+
+# Sets of variables
+
+
+def _torch(given: Mapping[str, str]) -> Claim | None:
+    """Returns what RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say, with some missing."""
+    if not {"RANK", "WORLD_SIZE"} & given.keys():
+        return None  # LOCAL_RANK and MASTER_ADDR alone: some platforms set them for any process
+    size = _number(given, "WORLD_SIZE", 1) if "WORLD_SIZE" in given else None
+    world = f"WORLD_SIZE={size}"
+    most = None if size is None else size - 1
+    rank = _number(given, "RANK", 0, most, world) if "RANK" in given else None
+    local_size, here = None, world
+    if named := next((name for name in TORCH_LOCAL_SIZE if name in given), None):
+        local_size = _number(given, named, 1, size, world)
+        most, here = local_size - 1, f"{named}={local_size}"
+    local_rank = _number(given, "LOCAL_RANK", 0, most, here) if "LOCAL_RANK" in given else None
+    words = " ".join(f"{name}={given[name]}" for name in TORCH[:2] if name in given)
+    return Claim(words, "torchrun", rank, size, local_rank, local_size)
+
+
+def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
+    """Raises UserError unless RANK, WORLD_SIZE and what else is needed beside them are there."""
+    missing = [name for name in needed if name not in given]
+    if not missing:
+        return
+    if missing[0] == "LOCAL_RANK":
+        raise UserError(
+            f"RANK={given['RANK']} and WORLD_SIZE={given['WORLD_SIZE']} are set but LOCAL_RANK is "
+            "not, as where they count hosts (Kubeflow, DLC): start with torchrun "
+            "--nnodes=$WORLD_SIZE --node-rank=$RANK --nproc-per-node=8 --master-addr=$MASTER_ADDR "
+            "--master-port=$MASTER_PORT -m parallel3d …; if they count ranks, export LOCAL_RANK "
+            "and LOCAL_WORLD_SIZE, too"
+        )
+    there = "RANK" if "RANK" in given else "WORLD_SIZE"
+    raise UserError(
+        f"{there}={given[there]} is set but {missing[0]} is not: start with torchrun, "
+        f"set all of {', '.join(TORCH)}, or unset {there}"
+    )
+
+
+def _check_not_hosts(given: Mapping[str, str], torch: Claim) -> None:
+    """Raises UserError where RANK and WORLD_SIZE count hosts, though LOCAL_RANK is there."""
+    assert torch.rank is not None and torch.size is not None and torch.local_rank is not None
+    for name in RANKS_OF_A_HOST:
+        if not given.get(name, "").isdecimal() or torch.local_size is not None:
+            continue
+        ranks = int(given[name])
+        if ranks > 1 and (torch.size % ranks or torch.rank % ranks != torch.local_rank):
+            raise UserError(
+                f"{name}={ranks} contradicts {torch.words} LOCAL_RANK={torch.local_rank}, which "
+                "seem to count hosts: start with torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK "
+                f"--nproc-per-node=${name}, or export LOCAL_WORLD_SIZE, too"
+            )
+
+
+def _mpi(given: Mapping[str, str]) -> list[Claim]:
+    """Returns what the launchers of MPI and their like say."""
+    return [claim for row in MPI if (claim := _numbered(given, row)) is not None]
+
+
+def _numbered(given: Mapping[str, str], row: Numbered) -> Claim | None:
+    names = (row.rank, row.size, *row.local_rank, *row.local_size)
+    marks = [name for name in names if name in given]
+    if not marks or marks == ["FLUX_JOB_SIZE"]:
+        return None
+    missing = [name for name in (row.rank, row.size) if name not in given]
+    if missing:
+        raise UserError(
+            f"{marks[0]}={given[marks[0]]} is set, as by {row.name}, but {missing[0]} is not: have "
+            f"the variables of {row.name} reach this process, or unset {marks[0]}"
+        )
+    size = _number(given, row.size, 1)
+    world = f"{row.size}={size}"
+    local_size, here = None, world
+    if named := next((name for name in row.local_size if name in given), None):
+        local_size = _number(given, named, 1, size, world)
+        here = f"{named}={local_size}"
+    elif row.hosts and given.get(row.hosts) == "1":
+        local_size = size
+    local_rank = None
+    if named := next((name for name in row.local_rank if name in given), None):
+        local_rank = _number(given, named, 0, (local_size or size) - 1, here)
+    rank = _number(given, row.rank, 0, size - 1, world)
+    job = next((given[name] for name in row.jobs if name in given), "")
+    words = f"{row.rank}={rank} {row.size}={size}"
+    start = f"{row.name}, {job}" if job else ""
+    return Claim(words, "mpi", rank, size, local_rank, local_size, start)
+
+
+def _pmix(given: Mapping[str, str]) -> Claim | None:
+    """Returns the number of a process of PMIx, which tells it no others by its environment."""
+    if "PMIX_RANK" not in given:
+        return None
+    return Claim(f"PMIX_RANK={given['PMIX_RANK']}", "mpi", rank=_number(given, "PMIX_RANK", 0))
+
+
+# Slurm
+
+
+def _slurm_step(given: Mapping[str, str]) -> Claim | None:
+    """Returns what srun says to one of its tasks; None in a batch script or a shell of salloc."""
+    step_names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+    number = _named(given, "SLURM_STEP_ID", "SLURM_STEPID")
+    if number is None and not any(name in given for name in step_names):
+        procid = given.get("SLURM_PROCID", "0")
+        if procid == "0" or not procid.isdecimal():
+            return None
+        raise UserError(
+            f"SLURM_PROCID={procid} is set but SLURM_STEP_ID is not: have all variables of srun "
+            "reach this process (a container may drop them), or unset SLURM_PROCID"
+        )
+    if number is not None and _number(given, number) >= FIRST_SPECIAL_STEP:
+        return None
+    tasks = _named(given, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if tasks is None:
+        raise _not_reached(given, "SLURM_STEP_NUM_TASKS")
+    size = _number(given, tasks, 1)
+    words = f"{tasks}={size}"
+    if size == 1:
+        return Claim(words, "slurm", 0, 1)
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        if name not in given:
+            raise _not_reached(given, name)
+    if number is None:
+        raise _not_reached(given, "SLURM_STEP_ID")
+    job = _named(given, "SLURM_JOB_ID", "SLURM_JOBID")
+    if job is None:
+        raise _not_reached(given, "SLURM_JOB_ID")
+    local_size = _slurm_tasks_here(given, size)
+    here = words if local_size is None else f"{local_size} tasks of its node"
+    rank = _number(given, "SLURM_PROCID", 0, size - 1, words)
+    again = given.get("SLURM_RESTART_COUNT", "0")
+    return Claim(
+        f"SLURM_PROCID={rank} {words}",
+        "slurm",
+        rank,
+        size,
+        _number(given, "SLURM_LOCALID", 0, (local_size or size) - 1, here),
+        local_size,
+        f"step {_number(given, number)} of Slurm job {_number(given, job)}"
+        + (f" after {again} restarts" if again != "0" else ""),
+    )
+
+
+def _not_reached(given: Mapping[str, str], missing: str) -> UserError:
+    there = next(name for name in given if name.startswith("SLURM_STEP") or name == "SLURM_PROCID")
+    return UserError(
+        f"{missing} is not set, but {there} is: have all variables of srun reach this process (a "
+        "container may drop them), or unset those of SLURM_*"
+    )
+
+
+def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
+    """Returns the tasks of this node; None where Slurm does not say."""
+    listed = given.get("SLURM_STEP_NODELIST")
+    names = [] if listed is None else expand_hostlist(listed)
+    per_node = "SLURM_STEP_TASKS_PER_NODE"
+    if per_node not in given:
+        per_node = "SLURM_TASKS_PER_NODE"
+    if per_node not in given:
+        return size if len(names) == 1 else None
+    counts = expand_tasks_per_node(given[per_node], per_node)
+    if sum(counts) != size:
+        if per_node == "SLURM_TASKS_PER_NODE":  # of the job, of which this step is a part
+            return size if len(names) == 1 else None
+        raise UserError(
+            f"{per_node}={given[per_node]} makes {sum(counts)} tasks and contradicts the step's "
+            f"{size}: have srun's own variables reach this process"
+        )
+    # By the name: in a step of several components of a job, SLURM_NODEID counts in another order.
+    if given.get("SLURMD_NODENAME") in names and len(names) == len(counts):
+        return counts[names.index(given["SLURMD_NODENAME"])]
+    if len(counts) == 1 or len(set(counts)) == 1:
+        return counts[0]
+    if "SLURM_NODEID" not in given:
+        return None
+    place = _number(given, "SLURM_NODEID", 0, len(counts) - 1, f"{per_node}={given[per_node]}")
+    return counts[place]
+
+
+def _without_outer(
+    step: Claim | None, claims: list[Claim], given: Mapping[str, str]
+) -> list[Claim]:
+    """Returns the claims without that of a step whose tasks, one a host, are launchers themselves.
+
+    mpirun starts its daemons so, a loop over RANK in a batch script its ranks.
+    """
+    if step is None or step.size is None:
+        return claims
+    starts_more = any(c.size is not None and c.size > step.size for c in claims)
+    if starts_more and (step.size == 1 or _one_task_a_node(given)):
+        return [claim for claim in claims if claim is not step]
+    return claims
+
+
+def _one_task_a_node(given: Mapping[str, str]) -> bool:
+    counts = given.get("SLURM_STEP_TASKS_PER_NODE") or given.get("SLURM_TASKS_PER_NODE")
+    return counts is not None and set(expand_tasks_per_node(counts)) == {1}
+
+
+# Where rank 0 is
+
+
+def _assigned(
+    given: Mapping[str, str],
+    claims: list[Claim],
+    step: Claim | None,
+    master_addr: str | None,
+    master_port: int,
+    read: Read,
+) -> RankAssignment:
+    """Returns the place on which all claims agree, with the address of rank 0."""
+    torch = next((claim for claim in claims if claim.launcher == "torchrun"), None)
+    others = [claim for claim in claims if claim is not torch]
+    by_torch = torch is not None and torch.local_rank is not None and torch.rank is not None
+    if torch is not None and not others:
+        where = () if master_addr else ("MASTER_ADDR",)
+        port = () if master_port else ("MASTER_PORT",)
+        _check_torch(given, (*TORCH[:3], *where, *port))
+    if torch is not None and by_torch and torch.size is not None and step is None:
+        _check_not_hosts(given, torch)
+    rank, size = _first(c.rank for c in claims), _first(c.size for c in claims)
+    local_rank = _first(c.local_rank for c in claims)
+    if rank is None or size is None:
+        raise UserError(
+            f"{' and '.join(c.words for c in claims)} come from a launcher that does not say how "
+            f"many ranks there are: start with srun or torchrun, or export {', '.join(TORCH)}"
+        )
+    local_size = _first(c.local_size for c in claims)
+    if local_rank is None:
+        row = next(row for row in MPI if row.rank in claims[0].words)
+        raise UserError(
+            f"{claims[0].words} are set, but {row.local_rank[0]} is not, the number of this "
+            f"process on its host: export it, or start with torchrun"
+        )
+    start = next((c.start for c in claims if c.start), "")
+    addr, from_environment = master_addr, False
+    if addr is None and (by_torch or step is None) and "MASTER_ADDR" in given:
+        addr, from_environment = given["MASTER_ADDR"], True
+    if step is not None:
+        first_host = None if master_addr else host_of_rank_0(given, read)
+        if from_environment:
+            _check_is_first_host(given, str(first_host))
+        addr = addr or first_host
+        _check_own_host(given, rank, first_host)
+    elif addr is None:
+        azure = next((given[name] for name in AZURE_MASTERS if name in given), None)
+        addr = LOOPBACK if local_size == size else azure and azure.partition(":")[0]
+    if not addr:
+        raise UserError(
+            f"{claims[0].words} come from a launcher that does not say where rank 0 is: export "
+            "MASTER_ADDR, the host of rank 0, or give it as launch.master_addr"
+        )
+    if local_size is None and addr in (LOOPBACK, "localhost", "::1"):
+        local_size = size
+    port = _port(given, step, start, by_torch, master_port, claims[0])
+    launcher: Launcher = "slurm" if step else others[0].launcher if others else "torchrun"
+    job = _named(given, "SLURM_JOB_ID", "SLURM_JOBID") if step else None
+    job_id = given[job] if job else None
+    return RankAssignment(
+        launcher, rank, local_rank, size, local_size or 0, addr, port, job_id, start
+    )
+
+
+def _port(
+    given: Mapping[str, str],
+    step: Claim | None,
+    start: str,
+    by_torch: bool,
+    master_port: int,
+    claim: Claim,
+) -> int:
+    """Returns the port where the ranks meet: the one given, or one by the name of the start."""
+    if "MASTER_PORT" in given and (by_torch or step is None):
+        return _number(given, "MASTER_PORT", 1, 65535, "the range of ports")
+    if step is not None:
+        job = _named(given, "SLURM_JOB_ID", "SLURM_JOBID")
+        number = _named(given, "SLURM_STEP_ID", "SLURM_STEPID")
+        assert job is not None and number is not None  # the step has been read
+        # Steps of a job differ always; jobs by a hash, as their numbers repeat in any range.
+        return FIRST_PORT + (zlib.crc32(given[job].encode()) + int(given[number])) % PORTS
+    if start:
+        return FIRST_PORT + zlib.crc32(start.encode()) % PORTS
+    if master_port:
+        return master_port
+    raise UserError(
+        f"{claim.words} come from a launcher that does not tell one start from another: export "
+        "MASTER_PORT, a free port of the host of rank 0, or give it as launch.master_port"
+    )
+
+
+def _check_is_first_host(given: Mapping[str, str], first_host: str) -> None:
+    """Raises UserError if MASTER_ADDR names a node of the step that is not rank 0's."""
+    addr, listed = given["MASTER_ADDR"], given.get("SLURM_STEP_NODELIST", "")
+    if addr != first_host and listed and addr in expand_hostlist(listed):
+        raise UserError(
+            f"MASTER_ADDR={addr} is a node of this step, but rank 0 is on {first_host}: unset "
+            f"MASTER_ADDR, or give launch.master_addr={first_host}"
+        )
+
+
+def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None) -> None:
+    """Raises UserError if rank 0 runs where the others would not look for it."""
+    own = given.get("SLURMD_NODENAME")
+    if rank == 0 and own is not None and first_host is not None and own != first_host:
+        raise UserError(
+            f"rank 0 runs on {own}, but the others look for it on {first_host}, as Slurm's "
+            f"variables say: give all ranks launch.master_addr={own}"
+        )
+
+
+# Processes that a launcher should have started, and did not
+
+
+def _refuse_left_out(given: Mapping[str, str]) -> None:
+    """Raises UserError where this process would train alone though more was asked for."""
+    _refuse_batch_script(given)
+    for name, hosts in _host_counts(given).items():
+        if hosts > 1:
+            raise UserError(
+                f"{name} tells of {hosts} hosts, and this process would train on its own alone: "
+                f"start torchrun on each (torchrun --nnodes={hosts} --node-rank=… "
+                "--nproc-per-node=… --master-addr=… --master-port=… -m parallel3d …)"
+            )
+
+
+def _refuse_batch_script(given: Mapping[str, str]) -> None:
+    """Raises UserError in a batch script or shell of a Slurm job of several tasks."""
+    if _named(given, "SLURM_JOB_ID", "SLURM_JOBID") is None:
+        return
+    nodes = _count(given, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    asked = _count(given, "SLURM_NTASKS", "SLURM_NPROCS")
+    components = _count(given, "SLURM_HET_SIZE")
+    per_node = _count(given, "SLURM_NTASKS_PER_NODE")
+    tasks = asked or per_node * max(1, nodes) or _tasks_asked_for(given)
+    if max(nodes, tasks, components) <= 1:
+        return
+    job = (
+        f"{components} components"
+        if components > 1
+        else f"{max(nodes, tasks)} tasks"
+        if tasks >= nodes
+        else f"{nodes} nodes"
+    )
+    alone = "--nodes=1 --ntasks=1"
+    raise UserError(
+        f"this Slurm job has {job}, and only this process would train: put srun before "
+        f"parallel3d, or submit with {alone} to have it start the ranks of its host by itself"
+    )
+
+
+def _tasks_asked_for(given: Mapping[str, str]) -> int:
+    """Returns the tasks of all nodes; 0 where nobody has asked for a number of them.
+
+    Slurm fills in as many as CPUs where a job did not ask, as `sbatch --exclusive` does not.
+    """
+    tasks, cpus = given.get("SLURM_TASKS_PER_NODE"), given.get("SLURM_JOB_CPUS_PER_NODE")
+    if tasks is None:
+        return 0
+    counts = expand_tasks_per_node(tasks)
+    if cpus is not None:
+        each = max(1, _count(given, "SLURM_CPUS_PER_TASK"))
+        filled_in = [max(1, n // each) for n in expand_tasks_per_node(cpus)]
+        if counts == filled_in:
+            return len(counts)
+    return sum(counts)
+
+
+# Variables with the number of hosts, by platforms that leave the launcher to the user, each with
+# one that must be beside it, as its own name may be anybody's.
+HOSTS = (
+    ("PET_NNODES", "PET_NNODES"),
+    ("SKYPILOT_NUM_NODES", "SKYPILOT_NUM_NODES"),
+    ("PBS_NUM_NODES", "PBS_JOBID"),
+    ("FLUX_JOB_NNODES", "FLUX_JOB_ID"),
+    ("NHOSTS", "PE_HOSTFILE"),
+    ("NUM_NODES", "NODE_RANK"),
+    ("NNODES", "NODE_RANK"),
+)
+
+
+def _host_counts(given: Mapping[str, str]) -> dict[str, int]:
+    """Returns the number of hosts by the variable that tells it."""
+    found = {name: _count(given, name) for name, beside in HOSTS if beside in given}
+    if "LSB_MCPU_HOSTS" in given:  # host slots host slots …
+        found["LSB_MCPU_HOSTS"] = len(set(given["LSB_MCPU_HOSTS"].split()[::2]))
+    if "SM_HOSTS" in given:
+        found["SM_HOSTS"] = _entries(given["SM_HOSTS"])
+    return found
+
+
+def _entries(text: str) -> int:
+    """Returns the number of entries of a list in JSON; 0 for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return 0
+    return len(value) if isinstance(value, list) else 0
+
+
+def task_of_cgroups(text: str) -> tuple[str, int] | None:
+    """Returns (step, task) of Slurm by the text of /proc/self/cgroup; None outside of a step.
+
+    The kernel tells it, too, where a container, sudo or ssh has dropped all variables.
+    """
+    match = re.search(r"/job_([0-9]+)/step_([0-9]+)/(?:user/)?task_([0-9]+)", text)
+    return (f"step {match[2]} of Slurm job {match[1]}", int(match[3])) if match else None
+
+
+def refuse_lost_variables(environ: Mapping[str, str], cgroups: str) -> None:
+    """Raises UserError in a task of srun, not its first, that has lost all of srun's variables."""
+    task = task_of_cgroups(cgroups)
+    if task is not None and task[1] > 0 and "SLURM_PROCID" not in environ:
+        raise UserError(
+            f"this is task {task[1]} of {task[0]}, but srun's variables do not reach it, so that "
+            "each task would start a run of its own: let them through (apptainer without "
+            "--cleanenv, sudo -E)"
+        )
+
+
+# Numbers
+
+
+def _named(given: Mapping[str, str], *names: str) -> str | None:
+    """Returns the first of these names that is set."""
+    return next((name for name in names if name in given), None)
+
+
+def _count(given: Mapping[str, str], *names: str) -> int:
+    """Returns the number in the first of these that is set and is one; 0 without."""
+    name = _named(given, *names)
+    return int(given[name]) if name is not None and given[name].isdecimal() else 0
+
+
+def _number(
+    given: Mapping[str, str], name: str, least: int = 0, most: int | None = None, of: str = ""
+) -> int:
+    """Parses the whole number in variable `name`, from `least` to `most`, which follows from `of`.
+
+    Raises UserError.
+    """
+    text = given[name]
+    if not NUMBER.fullmatch(text):
+        raise UserError(f"{name}={text!r} is no number: it must be a whole number")
+    value = int(text)
+    if value < least:
+        raise UserError(f"{name}={value} is too small: it must be at least {least}")
+    if most is not None and value > most:
+        raise UserError(f"{name}={value} contradicts {of}: it must be in {least} … {most}")
+    return value
