@@ -117,10 +117,12 @@ class Reader:
         if begins or shown.whole != "".join(pieces[::2]):
             raise Refused("has a template that changes what its {% generation %} tags enclose")
         left = []
-        for turn in turns:
-            speakers = shown.speakers(turn)
+        own = [n for n, message in enumerate(shown.row.messages) if message["role"] == ASSISTANT]
+        for at, turn in enumerate(turns):
+            speakers = {own[at]} if len(own) == len(turns) else shown.speakers(turn)
             for number in speakers:
-                self._check_speaks(shown, number, *turn)
+                if shown.row.learned[number]:
+                    self._check_speaks(shown, number, *turn)
             if shown.all_learned:
                 left.append(turn)
                 continue

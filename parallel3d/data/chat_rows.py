@@ -65,6 +65,7 @@ def _each(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
+NOT_LEARNED_BY = frozenset(_LEARNING.split())
 _LEARN_BY = f"what is learned is told by {', '.join(LEARNED[:-1])} or {LEARNED[-1]} of a message"
 REFUSED_OF_ROWS = {
     **_each(_NOT_TEXT, "conversations are learned from as text alone"),
@@ -76,7 +77,6 @@ REFUSED_OF_ROWS = {
 }
 REFUSED_OF_MESSAGES = {
     **_each(_NOT_TEXT, "conversations are learned from as text alone"),
-    **_each(_LEARNING, _LEARN_BY),
     **_each(_OTHER_THOUGHTS, f"thoughts stand in {THOUGHTS[0]}"),
     **_each("prefix partial", "an answer that is to be continued cannot be learned"),
     **_each("tools functions documents", "they stand beside the messages"),
@@ -330,12 +330,14 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
     given["content"] = _content(given, number)
     if given["content"] is None:
         del given["content"]
-    read = ("role", "content", CALLS, *THOUGHTS)
+    read = ("role", "content", CALLS, CALL_OF_2023, *THOUGHTS)
     for key, value in given.items():
         if key in read:
             continue
+        if key in NOT_LEARNED_BY:
+            raise Refused(f"has {key} in message {number}, which is not read: {_LEARN_BY}")
         if key not in REFUSED_OF_MESSAGES:
-            _check_not_close(key, (*read, CALL_OF_2023, *LEARNED), of)
+            _check_not_close(key, (*read, *LEARNED), of)
         elif _is_empty(key, value):
             continue
         optional.add(key)

@@ -1,0 +1,496 @@
+"""Rows as they stand in public sets of conversations: what they are taken for, or the sentence.
+
+Each is read by ten templates with the rules of published families, beside transformers: the tokens
+are equal, and what is learned is what the assistant says; or the row is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import transformers
+
+from parallel3d.data.chat import ChatTemplate, Conversation, Reader, Refused
+from parallel3d.data.tokenizer import FileTokenizer, open_tokenizer
+from tests.chat_templates import CHATML, CONTENT, QWEN2, TEMPLATES, dumps, given, home, said
+from tests.tokenizers import END, folder
+
+Json = Any
+
+
+def user(content: Json, **more: Json) -> Json:
+    return {"role": "user", "content": content, **more}
+
+
+def assistant(content: Json, **more: Json) -> Json:
+    return {"role": "assistant", "content": content, **more}
+
+
+def system(content: Json, **more: Json) -> Json:
+    return {"role": "system", "content": content, **more}
+
+
+ARGUMENTS = {"city": "Rome", "days": 3}
+FUNCTION = {
+    "name": "weather",
+    "description": "tells the weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "weather", "arguments": ARGUMENTS},
+}
+TEXT_CALL = {**CALL, "function": {"name": "weather", "arguments": dumps(ARGUMENTS)}}
+OLD_CALL = {"name": "weather", "arguments": dumps(ARGUMENTS)}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"degrees": 20}'}
+CALLED = assistant("", tool_calls=[CALL])
+TALK = [user("hi"), assistant("ho")]
+TWO = [*TALK, user("and?"), assistant("that too")]
+AGENT = [user("weather?"), CALLED, RESULT, assistant("sunny")]
+PARTS = [{"type": "text", "text": "ho"}]
+THOUGHT = "<think>\nmm\n</think>\n\n"
+
+
+class Right(NamedTuple):
+    """What a row is: messages and tools as the newest formats spell them."""
+
+    messages: list[Json]
+    tools: list[Json] | None = None
+    more: dict[str, Json] = {}  # noqa: RUF012
+    learned: list[bool] | None = None
+    only: tuple[str, ...] = tuple(TEMPLATES)  # templates that are asked
+
+
+def row(*messages: Json, **more: Json) -> Json:
+    return {"messages": list(messages), **more}
+
+
+def without(message: Json, *keys: str) -> Json:
+    return {key: value for key, value in message.items() if key not in keys}
+
+
+# A row, and what it is.
+ROWS: dict[str, tuple[Json, Right]] = {
+    "plain": (row(*TALK), Right(TALK)),
+    "two turns": (row(*TWO), Right(TWO)),
+    "system": (row(system("be brief"), *TWO), Right([system("be brief"), *TWO])),
+    "ends with a question": (row(*TALK, user("and?")), Right([*TALK, user("and?")])),
+    "blanks": (
+        row(user(" hi\n"), assistant(" ho\n")),
+        Right([user(" hi\n"), assistant(" ho\n")]),
+    ),
+    "answers alike": (row(user("ho"), assistant("ho")), Right([user("ho"), assistant("ho")])),
+    # tools
+    "tools": (row(*AGENT, tools=[TOOL]), Right(AGENT, [TOOL])),
+    "tools as text": (row(*AGENT, tools=dumps([TOOL])), Right(AGENT, [TOOL])),
+    "tools as indented text": (
+        row(*AGENT, tools=json.dumps([TOOL], indent=1)),
+        Right(AGENT, [TOOL]),
+    ),
+    "tools as texts": (row(*AGENT, tools=[dumps(TOOL)]), Right(AGENT, [TOOL])),
+    "one tool": (row(*AGENT, tools=TOOL), Right(AGENT, [TOOL])),
+    "one tool as text": (row(*AGENT, tools=dumps(TOOL)), Right(AGENT, [TOOL])),
+    "tools, none called": (row(*TALK, tools=[TOOL]), Right(TALK, [TOOL])),
+    "no tools as text": (row(*TALK, tools="[]"), Right(TALK, [])),
+    "no tools": (row(*TALK, tools=[]), Right(TALK, [])),
+    "tools null": (row(*TALK, tools=None), Right(TALK)),
+    "tools empty": (row(*TALK, tools=""), Right(TALK)),
+    "functions of 2023": (
+        row(*AGENT, functions=[FUNCTION]),
+        Right(AGENT, [TOOL]),
+    ),
+    # calls
+    "arguments as text": (
+        row(user("w"), assistant("", tool_calls=[TEXT_CALL]), RESULT, assistant("s"), tools=[TOOL]),
+        Right([user("w"), assistant("", tool_calls=[TEXT_CALL]), RESULT, assistant("s")], [TOOL]),
+    ),
+    "calls as text": (
+        row(user("w"), assistant("", tool_calls=dumps([CALL])), RESULT, tools=[TOOL]),
+        Right([user("w"), CALLED, RESULT], [TOOL]),
+    ),
+    "call as text": (
+        row(user("w"), assistant("", tool_calls=[dumps(CALL)]), RESULT, tools=[TOOL]),
+        Right([user("w"), CALLED, RESULT], [TOOL]),
+    ),
+    "content null": (
+        row(user("w"), assistant(None, tool_calls=[CALL]), RESULT, assistant("s"), tools=[TOOL]),
+        # Some templates fail without a content, as in transformers.
+        Right([user("w"), without(CALLED, "content"), RESULT, assistant("s")], [TOOL]),
+    ),
+    "content missing": (
+        row(user("w"), without(CALLED, "content"), RESULT, assistant("s"), tools=[TOOL]),
+        Right([user("w"), without(CALLED, "content"), RESULT, assistant("s")], [TOOL]),
+    ),
+    "words and a call": (
+        row(user("w"), assistant("let me see", tool_calls=[CALL]), RESULT, tools=[TOOL]),
+        Right([user("w"), assistant("let me see", tool_calls=[CALL]), RESULT], [TOOL]),
+    ),
+    "two calls": (
+        row(user("w"), assistant("", tool_calls=[CALL, CALL]), RESULT, tools=[TOOL]),
+        Right([user("w"), assistant("", tool_calls=[CALL, CALL]), RESULT], [TOOL]),
+    ),
+    "calls empty": (row(user("hi"), assistant("ho", tool_calls=[])), Right(TALK)),
+    "call of 2023": (
+        row(
+            user("w"),
+            assistant(None, function_call=OLD_CALL),
+            {"role": "function", "name": "weather", "content": "{}"},
+            assistant("s"),
+            functions=[FUNCTION],
+        ),
+        Right(
+            [
+                user("w"),
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "function": OLD_CALL}],
+                },
+                {"role": "tool", "name": "weather", "content": "{}"},
+                assistant("s"),
+            ],
+            [TOOL],
+        ),
+    ),
+    # spellings of messages
+    "parts": (row(user("hi"), assistant(PARTS)), Right(TALK)),
+    "parts of the user": (row(user([{"type": "text", "text": "hi"}]), *TALK[1:]), Right(TALK)),
+    "parts with nulls": (
+        row(user("hi"), assistant([{"type": "text", "text": "ho", "image_url": None}])),
+        Right(TALK),
+    ),
+    "nulls": (
+        row(user("hi", name=None, tool_calls=None), assistant("ho", weight=None, audio=None)),
+        Right(TALK),
+    ),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+        Right(TALK),
+    ),
+    "ShareGPT with system and weights": (
+        {
+            "conversations": [
+                {"from": "system", "value": "be", "weight": None},
+                {"from": "human", "value": "hi", "weight": 0.0},
+                {"from": "gpt", "value": "ho", "weight": 1.0},
+            ]
+        },
+        Right([system("be"), *TALK]),
+    ),
+    "conversation": ({"conversation": TALK}, Right(TALK)),
+    "conversations of roles": ({"conversations": TALK}, Right(TALK)),
+    "system beside": (row(*TALK, system="be"), Right([system("be"), *TALK])),
+    "system_prompt beside": (row(*TALK, system_prompt="be"), Right([system("be"), *TALK])),
+    "system beside, and the same": (
+        row(system("be"), *TALK, system="be"),
+        Right([system("be"), *TALK]),
+    ),
+    "system empty": (row(*TALK, system=""), Right(TALK)),
+    "other keys": (row(*TALK, source="web", id=3, prompt="hi", prompt_id="a"), Right(TALK)),
+    "pictures, none": (row(*TALK, images=[], videos=None), Right(TALK)),
+    # what is learned
+    "weight 0": (
+        row(user("hi"), assistant("ho", weight=0), *TWO[2:]),
+        Right(TWO, learned=[True, False, True, True]),
+    ),
+    "weight 1": (row(user("hi"), assistant("ho", weight=1), *TWO[2:]), Right(TWO)),
+    "train false": (
+        row(*TWO[:3], assistant("that too", train=False)),
+        Right(TWO, learned=[True, True, True, False]),
+    ),
+    "training": (
+        row(user("hi", training=False), assistant("ho", training=True)),
+        Right(TALK),
+    ),
+    "loss false": (
+        row(user("hi"), assistant("ho", loss=False), *TWO[2:]),
+        Right(TWO, learned=[True, False, True, True]),
+    ),
+    "an empty answer that is not learned": (
+        row(user("hi"), assistant("", weight=0), *TWO[2:]),
+        Right([user("hi"), assistant(""), *TWO[2:]], learned=[True, False, True, True]),
+    ),
+    # thoughts
+    "thoughts": (
+        row(user("hi"), assistant("ho", reasoning_content="mm")),
+        Right([user("hi"), assistant("ho", reasoning_content="mm")]),
+    ),
+    "thoughts as reasoning": (
+        row(user("hi"), assistant("ho", reasoning="mm")),
+        Right([user("hi"), assistant("ho", reasoning_content="mm")]),
+    ),
+    "thoughts as thinking": (
+        row(user("hi"), assistant("ho", thinking="mm")),
+        Right([user("hi"), assistant("ho", reasoning_content="mm")]),
+    ),
+    "thoughts in detail": (
+        row(
+            user("hi"),
+            assistant("ho", reasoning_details=[{"type": "reasoning.text", "text": "mm"}]),
+        ),
+        Right([user("hi"), assistant("ho", reasoning_content="mm")]),
+    ),
+    "thoughts twice": (
+        row(user("hi"), assistant("ho", reasoning_content="mm"), user("q"),
+            assistant("a", reasoning_content="nn")),
+        Right([user("hi"), assistant("ho", reasoning_content="mm"), user("q"),
+               assistant("a", reasoning_content="nn")]),
+    ),
+    "thoughts within": (
+        row(user("hi"), assistant(f"{THOUGHT}ho")),
+        Right([user("hi"), assistant(f"{THOUGHT}ho")]),
+    ),
+    "thoughts within, twice": (
+        row(user("hi"), assistant(f"{THOUGHT}ho"), user("q"), assistant(f"{THOUGHT}a")),
+        Right([user("hi"), assistant(f"{THOUGHT}ho"), user("q"), assistant(f"{THOUGHT}a")]),
+    ),
+    "thoughts before a call, and more": (
+        row(
+            user("w"), assistant("", reasoning_content="mm", tool_calls=[CALL]), RESULT,
+            assistant("s"), user("q"), assistant("a"), tools=[TOOL],
+        ),
+        Right(
+            [user("w"), assistant("", reasoning_content="mm", tool_calls=[CALL]), RESULT,
+             assistant("s"), user("q"), assistant("a")], [TOOL],
+        ),
+    ),
+    "no thinking": (
+        row(*TALK, chat_template_kwargs={"enable_thinking": False}),
+        Right(TALK, more={"enable_thinking": False}),
+    ),
+    "no thinking, as text": (
+        row(*TALK, chat_template_kwargs='{"enable_thinking": false}'),
+        Right(TALK, more={"enable_thinking": False}),
+    ),
+    # special tokens as words
+    "an end that is spelled": (
+        row(user(f"what is {END}?"), assistant("an end")),
+        Right([user("what is it?"), assistant("an end")], only=()),
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def opened(folder: Path) -> tuple[Reader, FileTokenizer, Any]:
+    tokenizer = open_tokenizer(str(folder))
+    assert isinstance(tokenizer, FileTokenizer)
+    peer = transformers.AutoTokenizer.from_pretrained(folder)
+    return Reader(tokenizer, ChatTemplate(tokenizer)), tokenizer, peer
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("templates")
+    return {name: home(base / name, name) for name in TEMPLATES}
+
+
+def spoken(found: Conversation, tokenizer: FileTokenizer) -> list[str]:
+    """What is learned, a text for each of its parts."""
+    edges = np.flatnonzero(np.diff(found.spoken.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    inner = tokenizer._inner
+    return [
+        inner.decode(found.tokens[begin:end].tolist(), skip_special_tokens=False)
+        for begin, end in edges
+    ]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_what_it_spells_or_refused(
+    homes: dict[str, Path], template: str, name: str
+) -> None:
+    read, right = ROWS[name]
+    reader, tokenizer, peer = opened(homes[template])
+    if template not in right.only:
+        return
+    expected = said(
+        *(template, right.messages, right.tools, right.more.get("enable_thinking")), right.learned
+    )
+    try:
+        theirs = peer.apply_chat_template(
+            given(template, right.messages), tools=right.tools, return_dict=True, **right.more
+        )["input_ids"]
+    except Exception:
+        expected = theirs = None
+    if expected is None:
+        with pytest.raises(Refused) as caught:
+            reader.read(read)
+        assert "\n" not in str(caught.value)
+        return
+    found = reader.read(read)
+    assert found.tokens.tolist() == theirs
+    assert spoken(found, tokenizer) == expected
+
+
+# A row, and words of the sentence.
+REFUSED: dict[str, tuple[Json, str]] = {
+    "tools a number": (row(*TALK, tools=3), "has tools that are no list of objects"),
+    "tools of words": (row(*TALK, tools="weather"), "has tools as text that is no JSON"),
+    "tools of a word": (row(*TALK, tools=["weather"]), "has tools as text that is no JSON"),
+    "tools by name": (row(*TALK, tools={"weather": FUNCTION}), "number 1 has no name"),
+    "tools twice": (row(*TALK, tools=[TOOL], functions=[FUNCTION]), "has tools and functions"),
+    "tools misspelled": (row(*TALK, tool=[TOOL]), "has tool, which is not read: tools is"),
+    "tools in capitals": (row(*TALK, Tools=[TOOL]), "has Tools, which is not read: tools is"),
+    "tools elsewhere": (
+        row(*TALK, chat_template_kwargs={"tools": [TOOL]}),
+        "has tools in chat_template_kwargs",
+    ),
+    "arguments of words": (
+        row(user("w"), assistant("", tool_calls=[
+            {"type": "function", "function": {"name": "a", "arguments": "Rome"}}])),
+        "has arguments in tool_calls of message 2 as text that is no JSON",
+    ),
+    "arguments a list": (
+        row(user("w"), assistant("", tool_calls=[
+            {"type": "function", "function": {"name": "a", "arguments": "[1]"}}])),
+        "that are not an object",
+    ),
+    "arguments missing": (
+        row(user("w"), assistant("", tool_calls=[{"function": {"name": "a"}}])),
+        "has no arguments in tool_calls of message 2",
+    ),
+    "a call without a name": (
+        row(user("w"), assistant("", tool_calls=[{"function": {"arguments": {}}}])),
+        "without a name",
+    ),
+    "a call of the user": (row(user("w", tool_calls=[CALL]), assistant("s")), "of role user"),
+    "content null": (row(user(None), assistant("ho")), "has no text as content of message 1"),
+    "content missing": (row({"role": "user"}, assistant("ho")), "no text as content of message 1"),
+    "content null, no call": (row(user("hi"), assistant(None)), "nor tool_calls of message 2"),
+    "content an object": (row(user({"a": 1}), assistant("ho")), "no text as content of message 1"),
+    "a picture": (
+        row(user([{"type": "image_url", "image_url": {"url": "a"}}]), assistant("ho")),
+        "a part of type image_url in message 1",
+    ),
+    "a part without a type": (row(user([{"text": "a"}]), assistant("ho")), "a part of type null"),
+    "an empty answer": (row(user("hi"), assistant("")), "of which only the end would be learned"),
+    "a blank answer": (row(user("hi"), assistant(" \n")), "of which only the end would be learned"),
+    "nothing learned": (row(user("hi"), assistant("ho", weight=0)), ""),
+    "a half weight": (row(user("hi"), assistant("ho", weight=0.5)), "has weight=0.5 of message 2"),
+    "a weight of words": (row(user("hi"), assistant("ho", weight="0")), "has weight="),
+    "a learned question": (row(user("hi", train=True), assistant("ho")), "only assistant's are"),
+    "told twice": (row(user("hi"), assistant("ho", weight=1, loss=False)), "to learn and not to"),
+    "another mask": (row(user("hi"), assistant("ho", loss_mask=0)), "has loss_mask in message 2"),
+    "details of training": (
+        row(user("hi"), assistant("ho", train_detail=[{"train": False}])),
+        "has train_detail in message 2",
+    ),
+    "a row's weight": (row(*TALK, weight=0), "has weight=0 of all of it"),
+    "a row's mask": (row(*TALK, mask=[0, 1]), "has mask, which is not read"),
+    "pictures": (row(*TALK, images=["a.png"]), "has images, which is not read"),
+    "audio": (row(user("hi"), assistant("ho", audio={"id": "a"})), "has audio in message 2"),
+    "thinking beside": (row(*TALK, enable_thinking=False), "stands in chat_template_kwargs"),
+    "history": (row(*TALK, history=[["a", "b"]]), "has history, which is not read"),
+    "two systems": (row(system("a"), *TALK, system="b"), "has system beside a message of role"),
+    "two system texts": (row(*TALK, system="a", system_prompt="b"), "with different texts"),
+    "documents": (row(*TALK, documents=[{"title": "a", "text": "b"}]), "has documents, which the"),
+    "a role of another format": (
+        row({"role": "human", "content": "hi"}, assistant("ho")),
+        "has the role human of message 1, which is called user",
+    ),
+    "a role in capitals": (
+        row({"role": "User", "content": "hi"}, assistant("ho")),
+        "has the role User of message 1, which is called user",
+    ),
+    "a speaker of another format": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "observation", "value": "b"}]},
+        "has a turn from observation as message 2",
+    ),
+    "an unknown speaker": (
+        {"conversations": [{"from": "gtp", "value": "a"}]},
+        "the nearest is gpt",
+    ),
+    "both layouts": (
+        row({"from": "human", "value": "a", "role": "user", "content": "b"}, assistant("ho")),
+        "has role and content beside from and value",
+    ),
+    "alpaca": ({"instruction": "a", "output": "b"}, "has no messages, and its keys are"),
+    "a prompt": ({"prompt": "a", "completion": "b"}, "has no messages, and its keys are prompt"),
+    "text": ({"text": "a"}, "has no messages"),
+    "messages as text": ({"messages": dumps(TALK)}, "has messages that are no list of objects"),
+    "a continued answer": (row(user("hi"), assistant("ho", prefix=True)), "has prefix in message"),
+    "a refusal": (row(user("hi"), assistant("ho", refusal="no")), "has refusal in message 2"),
+    "different thoughts": (
+        row(user("hi"), assistant("ho", reasoning="a", thinking="b")),
+        "has different thoughts",
+    ),
+    "hidden thoughts": (
+        row(user("hi"), assistant("ho", reasoning_details=[{"type": "reasoning.encrypted"}])),
+        "that are not text alone",
+    ),
+    "thoughts by another name": (row(user("hi"), assistant("ho", cot="a")), "has cot in message 2"),
+    "contents": (row(user("hi", contents="a"), assistant("ho")), "contents of message 1"),
+    "two calls of 2023": (
+        row(user("hi"), assistant("", tool_calls=[CALL], function_call=OLD_CALL)),
+        "has tool_calls and function_call",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "tagged"])
+def test_a_row_that_cannot_be_known_is_refused(
+    homes: dict[str, Path], template: str, name: str
+) -> None:
+    read, words = REFUSED[name]
+    reader, *_ = opened(homes[template])
+    if not words:
+        assert not reader.read(read).spoken.any()  # the writer refuses it
+        return
+    with pytest.raises(Refused) as caught:
+        reader.read(read)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["developer", "function", "ipython", "critic"])
+def test_a_message_that_is_dropped_is_refused_with_its_role(
+    homes: dict[str, Path], role: str
+) -> None:
+    read = row({"role": role, "content": "be brief"}, *TALK)
+    with pytest.raises(Refused, match=f"message 1 of role {role}, which its chat template does"):
+        opened(homes["qwen2"])[0].read(read)
+    assert opened(homes["chatml"])[0].read(read).spoken.any()
+
+
+def test_keys_that_nothing_reads_are_told(homes: dict[str, Path]) -> None:
+    reader, *_ = opened(homes["qwen2"])
+    read = row(user("hi", name="Ann", id=3), *TALK[1:], source="web", chosen=[1])
+    read["chat_template_kwargs"] = {"enable_thinking": True}
+    assert reader.read(read).unread == {
+        *("source", "chosen", "id of messages"),
+        "enable_thinking of chat_template_kwargs",
+    }
+
+
+def test_templates_by_name_lie_in_files_or_in_a_list_or_with_a_processor(tmp_path: Path) -> None:
+    named = TEMPLATES["hermes"]
+    by_list = folder(tmp_path / "list", CONTENT, eos_token=END, chat_template=named)
+    by_files = folder(tmp_path / "files", CONTENT, eos_token=END, chat_template="{{ unused }}")
+    (by_files / "chat_template.jinja").write_text(CHATML)
+    more = by_files / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text(named[1]["template"])
+    processors = folder(tmp_path / "processor", CONTENT, eos_token=END)
+    (processors / "chat_template.json").write_text(json.dumps({"chat_template": QWEN2}))
+    copy = tmp_path / "copy"
+    open_tokenizer(str(by_files)).save(copy)
+    for path in (by_list, by_files, copy):
+        reader, tokenizer, peer = opened(path)
+        for tools in (None, [TOOL]):
+            talk = AGENT if tools else TALK
+            theirs = peer.apply_chat_template(talk, tools=tools, return_dict=True)["input_ids"]
+            found = reader.read({"messages": talk, "tools": tools})
+            assert found.tokens.tolist() == theirs
+            assert ("weather" in tokenizer.decode(found.tokens)) is bool(tools)
+    assert opened(processors)[0].read(row(*AGENT, tools=[TOOL])).spoken.any()
+    (more / "tool_use.jinja").rename(more / "rag.jinja")
+    (by_files / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="rag, and none is default"):
+        ChatTemplate(open_tokenizer(str(by_files)))
