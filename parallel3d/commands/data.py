@@ -15,8 +15,9 @@ import numpy as np
 
 from parallel3d.commands.verbs import Verb, run_verb, whole_number
 from parallel3d.config.fields import show as shown
+from parallel3d.data.formats import KINDS, PACKED
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
-from parallel3d.data.inputs import KINDS, PACKED, Count, find_inputs
+from parallel3d.data.inputs import BAD, left_out, take_inputs
 from parallel3d.data.preprocess import (
     JournalEntry,
     PreprocessJob,
@@ -38,7 +39,8 @@ SHOWN = 200  # characters of a document
 LINE_EVERY_S = 10
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
-    f"parquet, or text, a file a document; {' and '.join(PACKED)} are unpacked",
+    "parquet, or text, a file a document, known by ending and first bytes; "
+    f"{', '.join(dict.fromkeys(PACKED.values()))} are unpacked",
     "text_key": "key of jsonl, or column of parquet, that holds the text (text)",
     "format": f"of all of input: {', '.join(KINDS)} (by the files' names)",
 }
@@ -105,7 +107,7 @@ def _run(name: str, given: Mapping[str, str], _: list[str]) -> int:
         vocab_size = whole_number("vocab_size", given, SMALLEST, LARGEST) or SMALLEST
         return train(given["input"], kind, text_key, vocab_size, to)
     workers = whole_number("workers", given, 1, 4096) or len(os.sched_getaffinity(0))
-    tokenizer, bad = given.get("tokenizer", "byte"), share("bad", given.get("bad", "0.01"))
+    tokenizer, bad = given.get("tokenizer", "byte"), share("bad", given.get("bad", f"{BAD:g}"))
     return tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad)
 
 
@@ -169,15 +171,21 @@ def tokenize_corpus(
     begun = is_begun(to)
     if not begun:
         check_free(to)
-    inputs = tuple(find_inputs(given, kind))
+    inputs, lines = take_inputs(given, kind)
+    for sentence in lines:
+        print_line(sentence)
     if begun:
         print_line(f"to={to} was begun: going on with it")
     to.parent.mkdir(parents=True, exist_ok=True)
-    job = PreprocessJob(inputs, tokenizer, to, text_key, bad, workers)
+    job = PreprocessJob(tuple(inputs), tokenizer, to, text_key, bad, workers)
     with byte_progress("tokenize", sum(each.size for each in inputs)) as update:
         facts, done = tokenize(job, lambda done: update(done.read, _so_far(done)))
-    for sentence in _left_out(done.count):
+    for sentence in left_out(done.count):
         print_line(sentence)
+    if lines:
+        files = Counter(each.label for each in inputs)
+        for label, count in done.by_label.items():
+            print(f"{label}: {files[label]:,} files, {count:,} documents")
     print(
         f"{to}: {facts.documents:,} documents, {facts.tokens:,} tokens of {done.count.size:,} bytes"
     )
@@ -191,29 +199,17 @@ def _so_far(done: JournalEntry) -> str:
     return f"{done.documents:,} documents, {done.tokens:,} tokens{left_out}"
 
 
-def _left_out(count: Count) -> list[str]:
-    """Returns a sentence for each kind of rows left out or changed."""
-    sentences = []
-    if count.bad:
-        shown = "; ".join(count.shown)
-        more = " …" if count.bad > len(count.shown) else ""
-        sentences.append(f"{count.bad:,} of {count.rows:,} rows hold no document: {shown}{more}")
-    if count.empty:
-        sentences.append(f"{count.empty:,} of {count.rows:,} documents are empty and left out")
-    if count.broken:
-        sentences.append(f"{count.broken:,} documents have broken UTF-8, now U+FFFD")
-    return sentences
-
-
 def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path) -> int:
     """Trains a tokenizer and writes it, as a file or a folder. Returns the exit code."""
     if os.path.lexists(to):
         raise UserError(f"to={shown(str(to))} is there and stays as it is: choose another")
-    inputs = find_inputs(given, kind)
+    inputs, lines = take_inputs(given, kind)
+    for sentence in lines:
+        print_line(sentence)
     with byte_progress("read", sum(each.size for each in inputs)) as update:
         show_rows = lambda read, count: update(read, f"{count.rows:,} documents")  # noqa: E731
         content, count = train_tokenizer(inputs, vocab_size, text_key, show_rows)
-    for sentence in _left_out(count):
+    for sentence in left_out(count):
         print_line(sentence)
     tokenizer = FileTokenizer(str(to), content, None, "to")
     to.parent.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
+from parallel3d.data.formats import HEAD, LINES, PARQUET, TASKS, NotTaken, check_kind, judged
+from parallel3d.data.inputs import LOCAL, Input, rows
 from parallel3d.data.tokenizer import Tokenizer
 from parallel3d.errors import UserError
 from parallel3d.files import parse_json, plain
 
+LONGEST = 64 << 20  # bytes of a row
+ENOUGH = 4  # rows whose answers show whether they count from 1
 HOW = (
     'give rows such as {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0} or '
     '{"context": "to be or not to", "continuation": " be"}'
@@ -32,22 +36,52 @@ class TaskRow(NamedTuple):
 
 
 def read_rows(path: str) -> list[TaskRow]:
-    """Reads a jsonl. Raises UserError with the first line that is no row."""
+    """Reads a jsonl, packed or not, or a parquet. Raises UserError with the first line that is no
+    row, and for answers that seem to count from 1."""
+    file = Path(path).expanduser()
+    named = f"tasks={show(path)}"
     try:
-        lines = Path(path).expanduser().read_bytes().splitlines()
+        if file.is_dir():
+            raise UserError(f"{named} is a folder: give a file of it; {HOW}")
+        with open(file, "rb") as opened:
+            form = judged(file.name, opened.read(HEAD), TASKS)
+        check_kind(form, TASKS)
     except OSError as error:
-        raise UserError(f"tasks={show(path)} cannot be read ({error.strerror}): {HOW}") from None
-    task = Path(path).name.partition(".")[0]
-    places = ((f"tasks={show(path)}, line {n}", line) for n, line in enumerate(lines, 1))
-    rows = [_row(line, task, place) for place, line in places if line.strip()]
-    if not rows:
-        raise UserError(f"tasks={show(path)} has no rows: {HOW}")
-    return rows
+        raise UserError(f"{named} cannot be read ({error.strerror}): {HOW}") from None
+    except NotTaken as error:
+        raise UserError(f"{named} {error}; {HOW}") from None
+    source = Input(f"{LOCAL}{file.absolute()}", *form, file.stat().st_size, "", door=TASKS)
+    task = file.name.partition(".")[0]
+    places = {LINES: "line", PARQUET: "row"}[form.kind]
+    found = []
+    for number, value in rows(source, LONGEST):
+        found.append(_row(value, task, f"{named}, {places} {number}"))
+    if not found:
+        raise UserError(f"{named} has no rows: {HOW}")
+    _check_labels(found, named)
+    return [each for each, _ in found]
 
 
-def _row(line: bytes, task: str, place: str) -> TaskRow:
+def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
+    """Raises UserError for a task whose numbers of answers are never 0, as if they counted from 1:
+    then each would name the choice behind the right one."""
+    numbers: dict[str, list[int]] = {}
+    for row, by_number in found:
+        if by_number and row.answer is not None:
+            numbers.setdefault(row.task, []).append(row.answer)
+    for task, answers in numbers.items():
+        if len(answers) >= ENOUGH and min(answers) > 0:
+            raise UserError(
+                f"{named}: no answer of the {len(answers):,} rows of task {show(task)} is 0, and "
+                "numbers of choices count from 0: give numbers from 0 on, or the text of the right "
+                "choice"
+            )
+
+
+def _row(row: Any, task: str, place: str) -> tuple[TaskRow, bool]:
+    """Returns a row, and whether its answer was a number. Raises UserError."""
     try:
-        row = parse_json(line)
+        row = parse_json(row) if isinstance(row, bytes) else row
     except ValueError as error:
         raise UserError(f"{place} is no JSON ({plain(str(error))}): {HOW}") from None
     if not isinstance(row, dict) or not isinstance(row.get("context"), str):
@@ -60,19 +94,26 @@ def _row(line: bytes, task: str, place: str) -> TaskRow:
     if "choices" not in row:
         if not (isinstance(row.get("continuation"), str) and row["continuation"]):
             raise UserError(f"{place} has neither choices nor a continuation: {HOW}")
-        return TaskRow(task, row["context"], (row["continuation"],), None, place)
+        return TaskRow(task, row["context"], (row["continuation"],), None, place), False
     choices, answer = row["choices"], row.get("answer")
     texts = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
     if not texts or len(choices) < 2:
         raise UserError(f"{place}: choices must be a list of at least two texts: {HOW}")
+    by_number = type(answer) is int
     if isinstance(answer, str) and choices.count(answer) == 1:
         answer = choices.index(answer)
+    spelled = [k for k, choice in enumerate(choices) if choice.strip() == str(answer)]
+    if by_number and spelled and spelled != [answer]:
+        raise UserError(
+            f"{place}: answer={answer} is the number of a choice and the text of another one: give "
+            f"the text, {json.dumps(choices[spelled[0]])}, or name the choices otherwise"
+        )
     if not (type(answer) is int and 0 <= answer < len(choices)):
         raise UserError(
             f"{place}: answer={show(answer)} must be the number of a choice, from 0 to "
             f"{len(choices) - 1}, or its text; give one of them"
         )
-    return TaskRow(task, row["context"], tuple(choices), answer, place)
+    return TaskRow(task, row["context"], tuple(choices), answer, place), by_number
 
 
 # Tokens

@@ -19,7 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from parallel3d.data.tokens import MAKE_ANEW, Proof, WatchedFile, prove, size_of, whole_digest
+from parallel3d.data.tokens import (
+    MAKE_ANEW,
+    LocalFile,
+    Proof,
+    WatchedFile,
+    prove,
+    size_of,
+    whole_digest,
+)
 from parallel3d.errors import UserError
 from parallel3d.files import (
     is_ours,
@@ -101,7 +109,7 @@ def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
             files = {}
             for end in (".json", *ends):
                 name = f"{prefix}{end}"
-                file = stack.enter_context(open(name, "rb", buffering=0, opener=no_link))
+                file = stack.enter_context(LocalFile(name, opener=no_link))
                 files[end] = file
                 if not is_trusted(os.fstat(file.fileno()), prefix.parent):
                     problem = "is not taken: others than you may write it"

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,14 +18,16 @@ from parallel3d.data import cache
 from parallel3d.data.chat_rows import ASSISTANT, Refused, Told, parse, read_row, unread_of
 from parallel3d.data.chat_shown import Rendering, Shown
 from parallel3d.data.chat_template import ChatTemplate
+from parallel3d.data.formats import CHAT
 from parallel3d.data.indexed import IndexedWriter
-from parallel3d.data.inputs import LINES, PACKED
+from parallel3d.data.inputs import rows
 from parallel3d.data.sampler import DatasetOrder, Sample
 from parallel3d.data.sources import (
     Document,
     cache_key,
     check_unchanged,
-    find_documents,
+    input_of,
+    take_documents,
 )
 from parallel3d.data.tokenizer import FileTokenizer, Placed, Unencodable, open_tokenizer
 from parallel3d.data.tokens import Tokens
@@ -275,12 +276,13 @@ LONGEST = 64 << 20  # bytes of a row
 
 
 class Chat(NamedTuple):
-    """The inputs of a run's conversations."""
+    """The inputs of a run's conversations. lines: what the files of folders were taken for."""
 
     documents: list[Document]
     tokenizer: FileTokenizer
     template: ChatTemplate
     most_bad: float  # share of rows that may be left out
+    lines: list[str]
 
     @property
     def key(self) -> str:
@@ -297,7 +299,9 @@ def find_chat(data: DataConfig) -> Chat:
             f"data=chat needs data.tokenizer, which is {show(data.tokenizer)}: give a folder with "
             "a tokenizer.json and a chat template, or run= of an imported model"
         )
-    return Chat(find_documents(data), tokenizer, ChatTemplate(tokenizer), data.skip_bad_rows)
+    documents, lines = take_documents(data)
+    template = ChatTemplate(tokenizer)
+    return Chat(documents, tokenizer, template, data.skip_bad_rows, lines)
 
 
 def learned(
@@ -386,28 +390,18 @@ def _judge(chat: Chat, told: Told, least: int) -> None:
         )
 
 
-def _row_of(line: bytes) -> Any:
-    """Returns the row of a line. Raises Refused."""
-    if len(line) > LONGEST:
+def _row_of(row: Any) -> Any:
+    """Returns the row of a line of jsonl, or of parquet as it is. Raises Refused."""
+    if not isinstance(row, bytes):
+        return row
+    if len(row) > LONGEST:
         raise Refused(f"has more than {LONGEST:,} bytes, which is no conversation")
-    return parse(line)
+    return parse(row)
 
 
-def _rows(documents: list[Document]) -> Iterator[tuple[str, bytes]]:
-    """Yields each line that is not blank with its location, without its end if it is longer than
-    LONGEST. Raises UserError."""
-    # Imported here, as fsspec loads slowly.
-    from parallel3d.data.inputs import Input, of_input, opened
-
+def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
+    """Yields each row with its location, as `inputs.rows` does. Raises UserError."""
     for document in documents:
-        packed = next((end for end in PACKED if document.path.endswith(end)), "")
-        source = Input(f"file://{Path(document.path).absolute()}", LINES, packed, document.size, "")
-        with of_input(document.path, "data.path"), opened(source) as (content, _):
-            number = 0
-            while line := content.readline(LONGEST + 1):
-                number += 1
-                if line.strip():
-                    yield f"{document.name}:{number}", line
-                while len(line) > LONGEST and not line.endswith(b"\n"):
-                    line = content.readline(LONGEST + 1)
+        for number, row in rows(input_of(document, CHAT), LONGEST):
+            yield f"{document.name}:{number}", row
         check_unchanged(document, os.stat(document.path))

@@ -27,6 +27,7 @@ from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.blend import StagedShares, WeightPeriod, whole_weights
 from parallel3d.data.chat import DTYPE, TOKEN, find_chat, learned, nothing_said, write_chat
+from parallel3d.data.formats import Form, NotTaken, endings, file_name, named
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.packing import (
     PLAN_VERSION,
@@ -43,8 +44,8 @@ from parallel3d.data.sources import (
     cache_key,
     cached_pair,
     cached_text,
-    find_documents,
     origin,
+    take_documents,
 )
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
 from parallel3d.data.tokens import (
@@ -130,8 +131,7 @@ class Corpus:
         documents = self.documents
         if documents is None:
             return None
-        first = len(self.train) if held_out else 0
-        return lambda begin, end: documents.starts(first + begin, first + end) - first
+        return partial(_starts, documents, len(self.train) if held_out else 0)
 
     def begins(self, held_out: bool) -> npt.NDArray[np.int64]:
         """Returns all document begins of a part; the first is 0, even inside a document."""
@@ -145,6 +145,12 @@ class Corpus:
                 last -= last == len(tokens)  # no document begins after the last end-of-text
                 found.append(np.flatnonzero(tokens[first:last] == self.eot) + first + 1)
         return np.unique(np.concatenate(found))
+
+
+def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+    """Returns the document begins of a part that begins at token `first`. Not a closure, which
+    could not be pickled."""
+    return pair.starts(first + begin, first + end) - first
 
 
 @dataclass(frozen=True)
@@ -238,7 +244,7 @@ def open_corpus(
 
 
 def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
-    tokenizer, documents = _find_text(data, seq_length)
+    tokenizer, documents, _ = _find_text(data, seq_length)
     pair, files, _ = cached_text(folder, documents, tokenizer)
     held_out = _held_out_tokens(len(pair), data, seq_length, origin(data))
     return Corpus.of(
@@ -250,15 +256,18 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     )
 
 
-def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document]]:
-    """Returns the tokenizer and the documents of a text. Raises UserError, also if bytes are too
-    few; other tokens are counted when they are made."""
+def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document], list[str]]:
+    """Returns the tokenizer and the documents of a text, and what its files were taken for.
+
+    Raises UserError, also if bytes are too few; other tokens, and those of rows, are counted when
+    they are made.
+    """
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
-    documents = find_documents(data)
-    if isinstance(tokenizer, ByteTokenizer):
+    documents, lines = take_documents(data)
+    if isinstance(tokenizer, ByteTokenizer) and all(each.is_plain for each in documents):
         tokens = sum(document.size + 1 for document in documents)  # each with an end-of-text
         _held_out_tokens(tokens, data, seq_length, origin(data))
-    return tokenizer, documents
+    return tokenizer, documents, lines
 
 
 def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
@@ -532,10 +541,11 @@ def check_data(
 ) -> list[str]:
     """Checks what `open_corpus` would need, as far as names, sizes and permissions tell.
 
-    Opens no text file, writes nothing and imports no torch: the launcher calls it before workers
-    start. Token counts are known for bytes and pairs only. Returns warnings about parts of a blend
-    that a run of `samples` would repeat often. Raises UserError, also for a tokenizer that does not
-    fit a model of `vocab_size` tokens.
+    Reads only the first bytes of text files, writes nothing and imports no torch: the launcher
+    calls it before workers start. Token counts are known for bytes and pairs only. Returns
+    sentences: what files of folders were taken for, and which parts of a blend a run of `samples`
+    would repeat often. Raises UserError, also for a tokenizer that does not fit a model of
+    `vocab_size` tokens.
     """
     folder, limit = cache.folder_of(data), vocab_size or TOKEN
     if data.name in ("corpus", "blend"):
@@ -553,13 +563,16 @@ def check_data(
         chat = find_chat(data)
         check_vocabulary(chat.tokenizer.vocab_size, limit, data.tokenizer)
         cache.check_can_store(folder, chat.key)
+        return chat.lines
     else:
-        tokenizer, documents = _find_text(data, seq_length)
+        tokenizer, documents, lines = _find_text(data, seq_length)
         check_vocabulary(tokenizer.vocab_size, limit, data.tokenizer)
         if isinstance(tokenizer, ByteTokenizer) and data.packing != "concat":
-            long = sum(document.size > seq_length for document in documents)
+            plain = (document for document in documents if document.is_plain)
+            long = sum(document.size > seq_length for document in plain)
             _check_lengths(long, data, seq_length + 1, origin(data))
         cache.check_can_store(folder, cache_key(documents, tokenizer))
+        return lines
     return []
 
 
@@ -682,22 +695,65 @@ def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) 
 
 
 def sets_of(data: DataConfig) -> dict[str, DataConfig]:
-    """Returns a `data` section for each validation set: a pair where there is one, else
-    conversations under data=chat, else text; all of it held out."""
+    """Returns a `data` section for each validation set, all of it held out: of a pair by its
+    prefix or the name of one of its files; else of files, conversations under data=chat and text
+    otherwise. Raises UserError for what is neither."""
     found = {}
     for name, path in (data.valid or {}).items():
-        there = os.path.exists(f"{os.path.expanduser(path)}.idx")
-        kind = "corpus" if there or is_remote(path) else "chat" if data.name == "chat" else "text"
+        with _naming(name):
+            prefix = _prefix_of(path)
+        kind = "corpus" if prefix is not None else "chat" if data.name == "chat" else "text"
+        path = path if prefix is None else prefix
         one = dataclasses.replace(data, name=kind, path=path, blend=None, blend_stages=None)
         found[name] = dataclasses.replace(one, valid=None, valid_fraction=1.0)
     return found
 
 
-def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> None:
-    """Checks all sets as `check_data` does. Raises UserError."""
+def _prefix_of(path: str) -> str | None:
+    """Returns the prefix of the pair that a path names, None if it names none. Raises UserError
+    for an address of another file, and a folder of pairs."""
+    bare, end = os.path.splitext(path)
+    local = os.path.expanduser(path)
+    if is_remote(path):
+        if end in (".bin", ".idx"):
+            return bare
+        if endings(file_name(path)) != ("", "") and named_form(path) is not None:
+            raise UserError(
+                f"{path} is an address of {named_form(path)}, and only pairs are read from "
+                "addresses: copy it to this host, or make a corpus of it by `parallel3d data "
+                "tokenize`"
+            )
+        return path
+    if os.path.exists(f"{local}.idx"):
+        return path
+    if end in (".bin", ".idx") and os.path.exists(f"{os.path.splitext(local)[0]}.idx"):
+        return bare
+    if os.path.isdir(local):
+        pairs = sorted(each[:-4] for each in os.listdir(local) if each.endswith(".idx"))
+        if pairs:
+            raise UserError(
+                f"{path} holds pairs of tokens ({', '.join(pairs[:3])}{' …' if pairs[3:] else ''}):"
+                f" name each as a set of its own, as {os.path.join(path, pairs[0])}"
+            )
+    return None
+
+
+def named_form(path: str) -> Form | None:
+    """Returns the format that the name of a file tells, if it is one that is read."""
+    try:
+        return named(file_name(path))
+    except NotTaken:
+        return None
+
+
+def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> list[str]:
+    """Checks all sets as `check_data` does; returns its sentences. Raises UserError."""
+    sentences = []
     for name, one in sets_of(data).items():
         with _naming(name):
-            check_data(one, seq_length, vocab_size=vocab_size)
+            found = check_data(one, seq_length, vocab_size=vocab_size)
+        sentences += [f"data.valid, its set {show(name)}: {sentence}" for sentence in found]
+    return sentences
 
 
 def open_sets(

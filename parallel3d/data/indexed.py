@@ -24,7 +24,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.data.tokens import File, Tokens, pread, size_of
+from parallel3d.data.tokens import File, LocalFile, Tokens, pread, size_of
 from parallel3d.errors import UserError
 from parallel3d.files import flush_folder, no_link, parse_json, plain, read_bounded
 
@@ -47,7 +47,7 @@ _AROUND = 64  # documents that one step of a search reads
 def opened(path: str, named: str) -> FileIO:
     """Opens the regular file at `path` to read, unbuffered. Raises UserError."""
     try:
-        file = open(path, "rb", buffering=0, opener=_no_wait)  # noqa: SIM115  the caller closes it
+        file = LocalFile(path, opener=_no_wait)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{named} does not exist, there is no {path}: give the prefix of a pair, its name "
@@ -71,7 +71,8 @@ class IndexedCorpus:
     """A pair as one stream of tokens in document order, read on demand, never resident.
 
     Reads instead of mapping, as `Tokens` does; touched pages of a map would also count as this
-    process's memory. `lengths`: tokens of each sequence; a document has one or several.
+    process's memory. May be pickled: the other process opens the files again. `lengths`: tokens of
+    each sequence; a document has one or several.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
+import itertools
 import json
 import os
 import re
@@ -16,75 +16,90 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.config.fields import show
+from parallel3d.data.folders import (
+    Sorted,
+    check_twins,
+    label_of,
+    left_out_lines,
+    listing,
+    sort_out,
+    split_of,
+    words_of,
+)
+from parallel3d.data.formats import (
+    HEAD,
+    INPUT,
+    LINES,
+    PARQUET,
+    TEXT,
+    Door,
+    Form,
+    NotTaken,
+    check_content,
+    check_packing,
+    file_name,
+    judged,
+    text_of,
+)
 from parallel3d.data.tokenizer import Tokenizer, Unencodable, nearest_path
+from parallel3d.data.tokens import version_of
+from parallel3d.data.unpacking import Unpacked
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
 
-# File formats that are read, and their compressions.
-LINES, PARQUET, TEXT = "jsonl", "parquet", "text"
-KINDS = (LINES, PARQUET, TEXT)
-ENDS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
-PACKED = (".gz", ".zst")
-TAKEN = 1 << 12  # packed bytes read at a time: all that they unpack to, at most 128 MB, is held
 BUFFER = 1 << 20
+LOCAL = "file://"
 
 
 def file_system(address: str) -> tuple[AbstractFileSystem, str]:
     """Returns fsspec's file system of an address, and the path in it."""
     import fsspec  # loads slowly
 
+    if "://" not in address or address.startswith(LOCAL):
+        # Not by fsspec.core, to which `::` in a name of a local file is a chain of addresses.
+        files = fsspec.filesystem("file")
+        return files, files._strip_protocol(address)
     return fsspec.core.url_to_fs(address)
 
 
 @contextlib.contextmanager
 def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file; yields its unpacked content, and the file, whose position is the progress."""
+    """Opens a file; yields its unpacked content, and the file, whose position is the progress.
+
+    Raises UserError for first bytes that are not of the format that its name tells, and what the
+    file system raises.
+    """
     files, path = file_system(source.address)
     with files.open(path, "rb") as file:
-        if source.packed == ".gz":
-            with gzip.GzipFile(fileobj=file) as unpacked:
-                yield cast(BinaryIO, unpacked), file  # typeshed does not derive GzipFile from it
-        else:
-            # fsspec's own files read a whole block for each line.
-            raw = Unpacked(file) if source.packed else file
-            yield io.BufferedReader(raw, BUFFER), file
+        # fsspec's own files read a whole block for each line.
+        stored = io.BufferedReader(cast(io.RawIOBase, file), BUFFER)
+        content = stored
+        try:
+            head = stored.peek(HEAD)[:HEAD]
+            if head:
+                check_packing(source.name, source.form, head, source.door)
+            if source.packed:
+                content = io.BufferedReader(Unpacked(stored, source.packed), BUFFER)
+                head = content.peek(HEAD)[:HEAD]
+            if head:
+                more = {"typed": source.typed, "web": is_web(source.address)}
+                check_content(source.name, source.form, head, source.door, **more)
+        except NotTaken as error:
+            raise not_taken(source, error) from None
+        yield content, stored
 
 
-class Unpacked(io.RawIOBase):
-    """Unpacks a zstd file. Raises EOFError where the file ends inside a frame, which the library's
-    own reader takes for its end."""
+def is_web(address: str) -> bool:
+    """Returns whether an address is a web server's, which may answer by a page."""
+    return address.startswith(("http://", "https://"))
 
-    def __init__(self, file: BinaryIO) -> None:
-        import zstandard
 
-        self._file, self._zstandard = file, zstandard
-        self._frame: Any = None
-        self._rest, self._ready = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Reads as io.RawIOBase does; 0 at the end."""
-        while not self._ready:
-            packed = self._rest or self._file.read(TAKEN)
-            self._rest = b""
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("it was cut short: its last zstd frame has no end")
-                return 0
-            if self._frame is None:
-                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-            self._ready = memoryview(self._frame.decompress(packed))
-            if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
+def not_taken(source: Input, error: NotTaken) -> UserError:
+    """Returns the error for a file whose bytes are not taken."""
+    return UserError(f"{source.key}={show(source.shown)} {error}")
 
 
 # The documents of a shard
@@ -161,6 +176,34 @@ class Count:
             self.shown.append(f"{where} {why}{f': {text}' if text else ''}")
 
 
+JUDGED = 1000  # rows before the share of bad ones is checked
+BAD = 0.01  # the largest share of rows without a document, unless another is given
+
+
+def judge(count: Count, least: int, most: float, limit: str, remedy: str) -> None:
+    """Raises UserError if more than a share `most`, called `limit`, of at least `least` rows is
+    bad."""
+    if count.rows >= least and count.bad > most * count.rows:
+        raise UserError(
+            f"{count.bad:,} of the first {count.rows:,} rows hold no document, more than {limit} "
+            f"of them: {'; '.join(count.shown)}; {remedy}"
+        )
+
+
+def left_out(count: Count) -> list[str]:
+    """Returns a sentence for each kind of rows left out or changed."""
+    sentences = []
+    if count.bad:
+        shown = "; ".join(count.shown)
+        more = " …" if count.bad > len(count.shown) else ""
+        sentences.append(f"{count.bad:,} of {count.rows:,} rows hold no document: {shown}{more}")
+    if count.empty:
+        sentences.append(f"{count.empty:,} of {count.rows:,} documents are empty and left out")
+    if count.broken:
+        sentences.append(f"{count.broken:,} documents have broken UTF-8, now U+FFFD")
+    return sentences
+
+
 def documents(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
     """Yields the non-empty documents of a shard in order; counts what is left out.
 
@@ -205,9 +248,10 @@ def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
     with _parquet(source) as file:
         names = file.schema_arrow.names
         if text_key not in names:
+            remedy = "text_key must be one of" if source.key == INPUT.key else "it has"
             raise UserError(
-                f"input={show(source.address)} has no column {show(text_key)}: text_key must be "
-                f"one of {plain(', '.join(names))}"
+                f"{source.key}={show(source.shown)} has no column {show(text_key)}: {remedy} "
+                f"{plain(', '.join(names))}{source.door.column}"
             )
         batches = file.iter_batches(ROWS, row_groups=[group], columns=[text_key])
         values = (value for batch in batches for value in batch.column(0))
@@ -227,22 +271,23 @@ def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
 def _of_files(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
     for source in shard.sources:
         count.rows += 1
-        with of_input(source.address), opened(source) as (content, _):
+        with of_input(source.shown, source.key), opened(source) as (content, _):
             whole = content.read(LARGEST_DOCUMENT + 1)
         if len(whole) > LARGEST_DOCUMENT:
             raise _too_large(source, "is one document")
         try:
-            text = whole.decode("utf-8")
-        except UnicodeDecodeError:
-            text = whole.decode("utf-8", "replace")
-            count.broken += 1
-        yield Found(source.name, text)
+            text, broken = text_of(whole)
+        except NotTaken as error:
+            count.leave_out(source.name, str(error))
+            continue
+        count.broken += broken > 0
+        yield Found(source.shown, text)
 
 
 def _too_large(source: Input, has: str) -> UserError:
     return UserError(
-        f"input={show(source.address)} {has} of more than {LARGEST_DOCUMENT:,} bytes: cut it, or "
-        "give a line a document as jsonl"
+        f"{source.key}={show(source.shown)} {has} of more than {LARGEST_DOCUMENT:,} bytes: cut it, "
+        "or give a line a document as jsonl"
     )
 
 
@@ -300,7 +345,7 @@ def cut(
         else:
             held = each.size
             for other in inputs[number + 1 :]:
-                if other.kind != TEXT or held + other.size > size:
+                if other.label != each.label or held + other.size > size:
                     break
                 count, held = count + 1, held + other.size
             sources = tuple(inputs[number : number + count])
@@ -311,7 +356,7 @@ def cut(
 
 
 def _lines(source: Input, place: Position, before: int, size: int) -> Iterator[Shard]:
-    with of_input(source.address), opened(source) as (content, file):
+    with of_input(source.shown, source.key), opened(source) as (content, file):
         if not source.packed:
             content.seek(place.at)
         else:
@@ -343,6 +388,66 @@ def _skip(content: BinaryIO, count: int) -> None:
         count -= skipped
 
 
+class Row(NamedTuple):
+    """A row with its number, the line of jsonl. value: of jsonl the line's bytes, of parquet a
+    dict."""
+
+    number: int
+    value: Any
+
+
+def rows(source: Input, longest: int) -> Iterator[Row]:
+    """Yields the rows of jsonl or parquet but blank lines; of a line of more than `longest` bytes
+    one byte more than that. Raises UserError for a file that cannot be read."""
+    if source.kind == PARQUET:
+        with _parquet(source) as file:
+            _check_flat(source, file.schema_arrow)
+            batches = (batch.to_pylist() for batch in file.iter_batches(ROWS))
+            for number, value in enumerate(itertools.chain.from_iterable(batches), 1):
+                yield Row(number, _without_nulls(value))
+        return
+    with of_input(source.shown, source.key), opened(source) as (content, _):
+        number = 0
+        while line := content.readline(longest + 1):
+            number += 1
+            if line.strip():
+                yield Row(number, line)
+            while len(line) > longest and not line.endswith(b"\n"):
+                line = content.readline(longest + 1)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a row of parquet with the keys that it was written with."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _check_flat(source: Input, schema: Any) -> None:
+    """Raises UserError for columns of parquet that give objects in rows other keys than they were
+    written with: each object of a column has all keys of all rows, the absent ones as null. In flat
+    objects a null and an absent key mean the same; deeper, as in arguments of a call, they do
+    not."""
+    import pyarrow
+
+    def depth(kind: Any) -> int:
+        if pyarrow.types.is_struct(kind):
+            return 1 + max((depth(field.type) for field in kind), default=0)
+        if pyarrow.types.is_map(kind):
+            return 2
+        if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+            return depth(kind.value_type)
+        return 0
+
+    for field_ in schema:
+        if depth(field_.type) > 1:
+            raise UserError(
+                f"{source.key}={show(source.shown)}: its column {show(field_.name)} has objects in "
+                "objects, to which parquet adds the keys of other rows as nulls: write it as JSON "
+                "text, or the file as jsonl"
+            )
+
+
 @contextlib.contextmanager
 def _parquet(source: Input) -> Iterator[Any]:
     """Opens a parquet file. Raises UserError, also without the module that reads it."""
@@ -350,10 +455,10 @@ def _parquet(source: Input) -> Iterator[Any]:
         import pyarrow.parquet
     except ImportError:
         raise UserError(
-            f"input={show(source.address)} is parquet, which needs pyarrow: pip install "
+            f"{source.key}={show(source.shown)} is parquet, which needs pyarrow: pip install "
             "'parallel3d[parquet]'"
         ) from None
-    with of_input(source.address), opened(source) as (content, _):
+    with of_input(source.shown, source.key), opened(source) as (content, _):
         yield pyarrow.parquet.ParquetFile(content)
 
 
@@ -361,40 +466,82 @@ def _parquet(source: Input) -> Iterator[Any]:
 # sorted by name, so the same line makes the same corpus on any machine.
 
 
-STAMPS = ("mtime", "ETag", "etag", "Last-Modified", "LastModified", "last_modified")
 HOW = "give files, folders, globs or addresses, joined by commas"
 
 
 @dataclass(frozen=True)
 class Input:
-    """A file. `address` is for fsspec; `kind` is one of KINDS, `packed` "", ".gz" or ".zst";
-    `stamp` identifies its state: a time or an ETag."""
+    """A file. `address` is for fsspec; `kind` and `packed` are its format; `stamp` identifies its
+    state: a time or an ETag, "" if nothing does; `typed`: the user gave the kind; `door`: where the
+    user named it; `split`: as its name in a folder tells it."""
 
     address: str
     kind: str
     packed: str
     size: int  # bytes as stored
     stamp: str
+    typed: bool = False
+    door: Door = INPUT
+    split: str = ""
 
     @property
     def name(self) -> str:
         """The last part of its address."""
-        return self.address.rpartition("/")[2]
+        return file_name(self.address)
+
+    @property
+    def form(self) -> Form:
+        return Form(self.kind, self.packed)
+
+    @property
+    def label(self) -> str:
+        """Its format and split."""
+        return label_of(self.form, self.split)
+
+    @property
+    def key(self) -> str:
+        """The key by which errors call it."""
+        return self.door.key
+
+    @property
+    def shown(self) -> str:
+        """Its path or address, for errors."""
+        return self.address.removeprefix(LOCAL)
+
+
+class Taken(NamedTuple):
+    """inputs: files to read, each once. lines: what those of folders and globs were taken for."""
+
+    inputs: list[Input]
+    lines: list[str]
 
 
 def find_inputs(given: str, kind: str | None = None) -> list[Input]:
     """Returns the files of `input=…`, each once. `kind`: of all; None: by their names.
 
-    Raises UserError for what is missing, cannot be listed or holds no files.
+    Raises UserError for what is missing, cannot be listed or read, or holds no files.
     """
+    return take_inputs(given, kind).inputs
+
+
+def take_inputs(given: str, kind: str | None = None) -> Taken:
+    """Returns what `find_inputs` does, and a sentence for each folder and glob, of what its files
+    were taken for."""
     items = items_of(given, f"input={show(given)}", HOW)
     found: dict[str, Input] = {}
+    lines = []
     for item in items:
-        for each in _inputs_of(item, kind):
+        inputs, said = _inputs_of(item, kind)
+        lines += said
+        for each in inputs:
             found.setdefault(each.address, each)
     if not any(each.size for each in found.values()):
         raise UserError(f"input={show(given)} has only empty files ({len(found)}): {HOW}")
-    return list(found.values())
+    try:
+        check_twins(found)
+    except NotTaken as error:
+        raise UserError(f"input={show(given)} {error}") from None
+    return Taken(list(found.values()), lines)
 
 
 @contextlib.contextmanager
@@ -418,7 +565,7 @@ def items_of(given: str, key: str, how: str) -> list[str]:
     return items
 
 
-def _inputs_of(item: str, kind: str | None) -> list[Input]:
+def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
     with of_input(item):
         files, path = file_system(os.path.expanduser(item))
         if not isinstance(path, str):
@@ -426,20 +573,76 @@ def _inputs_of(item: str, kind: str | None) -> list[Input]:
         try:
             info = files.info(path)
         except FileNotFoundError:
-            if not set("*?[") & set(path):
-                near = nearest_path(path)
+            # In an address of the web `?` begins a query.
+            if not set("*[" if is_web(item) else "*?[") & set(path):
+                near = None if "://" in item else nearest_path(path)
                 hint = f"; the nearest is {near}" if near else f": {HOW}"
                 raise UserError(f"input={show(item)} is not there{hint}") from None
             info = None
         if info is not None and info["type"] == "file":
-            return [_input(files, info, kind)]
+            head = _head(files, info)
+            form = _form_of(item, file_name(files.unstrip_protocol(info["name"])), head, kind)
+            return [_input(files, info, form, kind)], []
         below = _files_below(files, path) if info else _globbed(files, path)
         fixed = path if info else os.path.dirname(re.split(r"[*?[]", path, maxsplit=1)[0])
-        infos = [below[name] for name in sorted(below) if not is_hidden(name[len(fixed) :])]
-        if not infos:
+        names = {name: name[len(fixed) :].lstrip("/") for name in sorted(below)}
+        names = {name: inner for name, inner in names.items() if not is_hidden(inner)}
+        if not names:
             verb = "holds no files (hidden ones do not count)" if info else "matches no file"
             raise UserError(f"input={show(item)} {verb}: {HOW}")
-        return [_input(files, each, kind) for each in infos]
+        # Elsewhere a look at each file would cost a request: they are looked at when opened.
+        heads = {
+            inner: _head(files, below[name])
+            if is_local(files) or not below[name].get("size")
+            else None
+            for name, inner in names.items()
+        }
+        asked = () if info else words_of(path)
+        try:
+            found = sort_out(heads, typed=kind, asked=asked, web=is_web(item))
+        except NotTaken as error:
+            raise UserError(f"input={show(item)} {error}") from None
+        lines = said(f"input={show(item)}", found)
+        if not found.taken:
+            raise UserError(f"input={show(item)} holds no documents: {'; '.join(lines)}; {HOW}")
+        taken = [
+            _input(files, below[name], found.taken[inner], kind, split_of(inner))
+            for name, inner in names.items()
+            if inner in found.taken
+        ]
+        return taken, lines
+
+
+def said(named: str, found: Sorted) -> list[str]:
+    """Returns sentences of what the files of a folder or glob were taken for."""
+    taken = listing(found.taken, {name: split_of(name) for name in found.taken})
+    lines = [f"{named}: {'; '.join(taken)}"] if taken else []
+    return [*lines, *(f"{named}: {line}" for line in left_out_lines(found.left_out))]
+
+
+def _form_of(item: str, name: str, head: bytes | None, kind: str | None) -> Form:
+    try:
+        return judged(name, head, typed=kind, web=is_web(item))
+    except NotTaken as error:
+        raise UserError(f"input={show(item)} {error}") from None
+
+
+def _head(files: AbstractFileSystem, info: dict[str, Any]) -> bytes:
+    """Returns the first bytes of a file, b"" of an empty one."""
+    if info.get("size") == 0:
+        return b""
+    if is_local(files):
+        with open(info["name"], "rb") as file:
+            return file.read(HEAD)
+    with files.open(info["name"], "rb", block_size=HEAD) as file:
+        return file.read(HEAD)
+
+
+def is_local(files: AbstractFileSystem) -> bool:
+    """Returns whether the files are this host's."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    return isinstance(files, LocalFileSystem)
 
 
 def _globbed(files: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
@@ -452,9 +655,7 @@ def _globbed(files: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any
 
 def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]]:
     """Returns all files below a folder. Raises OSError for a folder that cannot be listed."""
-    from fsspec.implementations.local import LocalFileSystem
-
-    if not isinstance(files, LocalFileSystem):  # object stores list all at once
+    if not is_local(files):  # object stores list all at once
         return files.find(folder, detail=True)
     found, waiting = {}, [folder]
     while waiting:  # `find` leaves a folder out that cannot be listed
@@ -473,13 +674,18 @@ def is_hidden(below: str) -> bool:
     return any(part.startswith(".") for part in below.split("/"))
 
 
-def _input(files: AbstractFileSystem, info: dict[str, Any], kind: str | None) -> Input:
+def _input(
+    files: AbstractFileSystem,
+    info: dict[str, Any],
+    form: Form,
+    typed: str | None,
+    split: str = "",
+) -> Input:
     name = info["name"]
-    bare, packed = os.path.splitext(name)
-    if packed not in PACKED:
-        bare, packed = name, ""
-    kind = kind or ENDS.get(os.path.splitext(bare)[1].lower(), TEXT)
-    if kind == PARQUET and packed:
-        raise UserError(f"input={show(name)}: parquet is packed inside, {packed} around it is not")
-    stamp = next((str(info[key]) for key in STAMPS if info.get(key)), "")
-    return Input(files.unstrip_protocol(name), kind, packed, int(info.get("size") or 0), stamp)
+    told = version_of(info)
+    stamp = info.get("mtime") if is_local(files) else " ".join(f"{k}={v}" for k, v in told.items())
+    # A server that tells no size may have a file of any.
+    size = 1 if info.get("size") is None else int(info["size"])
+    address = files.unstrip_protocol(name)
+    stamp = "" if stamp is None else str(stamp)
+    return Input(address, *form, size, stamp, typed is not None, split=split)

@@ -32,7 +32,9 @@ from parallel3d.config.fields import show
 from parallel3d.data.cache import digest_of
 from parallel3d.data.indexed import CorpusFacts, IndexedWriter, facts_beside, token_type
 from parallel3d.data.inputs import (
+    BAD,
     FIRST,
+    JUDGED,
     SHARD_BYTES,
     Count,
     Input,
@@ -41,6 +43,7 @@ from parallel3d.data.inputs import (
     cut,
     documents,
     encoded,
+    judge,
 )
 from parallel3d.data.tokenizer import (
     END,
@@ -77,6 +80,7 @@ class JournalEntry:
     documents: int = 0
     tokens: int = 0
     count: Count = field(default_factory=Count)
+    by_label: dict[str, int] = field(default_factory=dict)  # documents of each format and split
     complete: bool = False  # all files are written and only need renaming
 
 
@@ -126,12 +130,16 @@ class Journal:
         finally:
             self._writer.leave()
 
-    def add(self, made: Made, place: Position, read: int) -> None:
-        """Adds the documents of a shard that ends at `place`; may flush. Raises OSError."""
+    def add(self, made: Made, shard: Shard) -> None:
+        """Adds the documents of a shard; may flush. Raises OSError."""
         self._writer.add_many(made.tokens, made.lengths)
         self.done.count.add(made.rows)
+        label, by_label = shard.sources[0].label, self.done.by_label
+        by_label[label] = by_label.get(label, 0) + made.lengths.size
         documents, tokens = self._writer.documents, self._writer.tokens
-        self.done = JournalEntry(place, read, documents, tokens, self.done.count)
+        self.done = JournalEntry(
+            shard.after, shard.read, documents, tokens, self.done.count, by_label
+        )
         self._unflushed += made.tokens.nbytes + 1
         if self._unflushed > self.flush_bytes or time.monotonic() - self._flushed_at > FLUSH_S:
             self.flush()
@@ -327,7 +335,7 @@ def _texts(
 
 
 VERSION = 1
-JUDGED = 1000  # rows before the share of bad ones is checked
+MEND = "mend them, or give a larger bad="
 
 
 @dataclass(frozen=True)
@@ -339,7 +347,7 @@ class PreprocessJob:
     tokenizer: str
     to: Path
     text_key: str = "text"
-    bad: float = 0.01
+    bad: float = BAD
     workers: int = 1
     shard_bytes: int = SHARD_BYTES
     flush_bytes: int = FLUSH_BYTES
@@ -387,34 +395,30 @@ def tokenize(
     Raises UserError for unusable inputs or tokenizer, too many bad rows, or an existing corpus. The
     work so far stays for the next start, as it does after a kill.
     """
+    if unknown := next((each for each in job.inputs if not each.stamp), None):
+        raise UserError(
+            f"input={show(unknown.shown)}: its server tells neither an ETag nor a time of change, "
+            "by which a change would be noticed; copy it to this host"
+        )
     tokenizer = open_tokenizer(job.tokenizer, "tokenizer")
     own = {"version": VERSION, "tokenizer": tokenizer.digest, "text_key": job.text_key}
     own["input"] = digest_of([[i.address, i.kind, i.size, i.stamp] for i in job.inputs])
     journal = Journal(job.to, own, token_type(tokenizer.vocab_size), job.flush_bytes)
     work = partial(made_of, text_key=job.text_key, name=job.tokenizer, digest=tokenizer.digest)
+    limit = f"bad={job.bad:g}"
     with journal.held():
         if not journal.done.complete:
             progress(journal.done)
             shards = cut(job.inputs, journal.done.place, job.shard_bytes)
             with journal.writing(), closing(in_order(shards, work, job.workers)) as results:
                 for each, made in results:
-                    journal.add(made, each.after, each.read)
-                    _judge(journal.done, job.bad, least=JUDGED)
+                    journal.add(made, each)
+                    judge(journal.done.count, JUDGED, job.bad, limit, MEND)
                     progress(journal.done)
-                _judge(journal.done, job.bad, least=1)
+                judge(journal.done.count, 1, job.bad, limit, MEND)
                 if not journal.done.documents:
                     raise UserError(
                         f"input: none of its {journal.done.count.rows:,} rows has a text"
                     )
                 journal.complete(tokenizer)
         return journal.finish(), journal.done
-
-
-def _judge(done: JournalEntry, most: float, least: int) -> None:
-    """Raises UserError if more than a share `most` of at least `least` rows is bad."""
-    count = done.count
-    if count.rows >= least and count.bad > most * count.rows:
-        raise UserError(
-            f"{count.bad:,} of the first {count.rows:,} rows hold no document, more than bad="
-            f"{most:g} of them: {'; '.join(count.shown)}; mend them, or give a larger bad="
-        )

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from parallel3d.data.cache import check_owner, digest_of, is_trusted, unusable
+from parallel3d.data.tokens import TIMES, version_of
 from parallel3d.errors import UserError, first_line
 from parallel3d.files import no_link
 
@@ -38,9 +39,6 @@ _PAUSES_S = (0.5, 2.0, 5.0)  # before each further try
 _TOUCHED_S = 60.0  # resolution of the time at which a block was last read
 _LEFT_S = 3600.0  # age after which an unfinished file is abandoned
 _KEY = 3  # increased where blocks of older versions of this program are invalid
-# What fsspec's file systems call a content's version, and times of change.
-_VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
-_TIMES = ("Last-Modified", "LastModified", "last_modified", "mtime", "updated", "modify", "created")
 _PLACES, _PLACE = 3, 1 << 10  # places that are compared beside a time, their bytes
 _LARGEST = 1 << 20  # bytes of a file that is read whole
 
@@ -60,6 +58,9 @@ class BlockCache:
         self._lock = threading.Lock()
         self._held = sum(size for _, size, _ in self._blocks())
         self.pool = ThreadPoolExecutor(_AT_ONCE, "fetch")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockCache, (self.folder, self._most)
 
     def opened(self, address: str, named: str) -> BlockFile:
         """Opens the file at `address`; errors call it `named`. Raises UserError."""
@@ -146,7 +147,7 @@ class BlockFile:
             self._files, self._path = fsspec.core.url_to_fs(address, skip_instance_cache=True)
             self._version = self._ask()
             self.size = int(self._version["size"])
-            count = _PLACES if self._version.keys() & {*_TIMES} else 0
+            count = _PLACES if self._version.keys() & {*TIMES} else 0
             starts = {k * max(0, self.size - _PLACE) // (_PLACES - 1) for k in range(count)}
             self._places = {
                 at: self._patiently("read", partial(self._place, at)) for at in sorted(starts)
@@ -173,6 +174,10 @@ class BlockFile:
         self._is_over = False  # another version was seen
         self._lock = threading.Lock()
         self._under_way: dict[int, Future[bytes]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the file again, and must find the version that this one opened."""
+        return _opened_again, (self.name, self._cache, self.mark)
 
     def pread(self, size: int, at: int) -> bytes:
         """Reads up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
@@ -210,12 +215,7 @@ class BlockFile:
         """Returns the file's size, and the facts that tell its version."""
         self._files.invalidate_cache(self._path)
         info = self._files.info(self._path)
-        known = {key: str(info[key]) for key in (*_VERSIONS, *_TIMES) if info.get(key)}
-        # Weak ETags are equal for contents that the server calls equivalent. One exact version
-        # suffices: times may differ between the servers of one address.
-        exact = [key for key in _VERSIONS if not known.get(key, "W/").startswith("W/")][:1]
-        told = exact or [key for key in _TIMES if key in known]
-        return {"size": str(info["size"])} | {key: known[key] for key in told}
+        return {"size": str(info["size"])} | version_of(info)
 
     def _cat(self, begin: int, end: int) -> bytes:
         more: dict[str, Any] = {}
@@ -282,6 +282,13 @@ class BlockFile:
 
     def _size(self, number: int) -> int:
         return min(BLOCK, self.size - number * BLOCK)
+
+
+def _opened_again(address: str, cache: BlockCache, mark: str) -> BlockFile:
+    file = BlockFile(address, cache, address)
+    if file.mark != mark:
+        raise UserError(f"{address} was changed since it was opened: open the corpus again")
+    return file
 
 
 def _digest(block: bytes) -> bytes:

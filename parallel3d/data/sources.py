@@ -6,6 +6,7 @@ ordered by a hash of the name: the held-out tail of the stream is then a fair sa
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import glob
 import hashlib
@@ -21,9 +22,39 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from parallel3d.data import cache
+from parallel3d.data import cache, inputs
+from parallel3d.data.folders import check_twins, sort_out, words_of
+from parallel3d.data.formats import (
+    CHAT,
+    HEAD,
+    PATH,
+    TEXT,
+    Door,
+    Form,
+    NotTaken,
+    check_kind,
+    check_text,
+    encoding_of,
+    judged,
+    text_of,
+)
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
-from parallel3d.data.inputs import LARGEST_DOCUMENT, Found, encoded, is_hidden, items_of
+from parallel3d.data.inputs import (
+    BAD,
+    JUDGED,
+    LARGEST_DOCUMENT,
+    LOCAL,
+    Count,
+    Found,
+    Input,
+    cut,
+    encoded,
+    is_hidden,
+    items_of,
+    judge,
+    left_out,
+    said,
+)
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, Unencodable, nearest_path
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.errors import UserError
@@ -41,7 +72,8 @@ _HOW = "give files, folders or globs, joined by commas"
 
 
 class Document(NamedTuple):
-    """A non-empty file. `name` is relative to what the user gave."""
+    """A non-empty file. `name` is relative to what the user gave. `kind` and `packed` are its
+    format; `mark`: the encoding that a byte order mark tells, "" without one."""
 
     name: str
     path: str
@@ -50,6 +82,14 @@ class Document(NamedTuple):
     # Not changed by `touch`, `rsync -t` or `tar`, unlike the time of modification.
     ctime_ns: int
     inode: int
+    kind: str = TEXT
+    packed: str = ""
+    mark: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes are those of its text."""
+        return self.kind == TEXT and not self.packed and not self.mark
 
     @classmethod
     def of(cls, name: str, path: str, status: os.stat_result) -> Document:
@@ -62,17 +102,36 @@ def origin(data: DataConfig) -> str:
     return "data=stdlib" if data.name == "stdlib" else f"data.path={data.path}"
 
 
+class Documents(NamedTuple):
+    """documents: in packing order. lines: what the files of folders and globs were taken for."""
+
+    documents: list[Document]
+    lines: list[str]
+
+
 def find_documents(data: DataConfig) -> list[Document]:
     """Returns all documents of the source in packing order.
 
-    Raises UserError for what is missing, empty or unreadable.
+    Raises UserError for what is missing, empty or unreadable, and for files that are not read.
     """
+    return take_documents(data).documents
+
+
+def take_documents(data: DataConfig) -> Documents:
+    """Returns what `find_documents` does, with what it was taken for."""
+    lines: list[str] = []
     if data.name == "stdlib":
         found = _stdlib_documents()
     else:
         assert data.path is not None, "config.checks refuses data=text without data.path"
-        found = _text_documents(data.path)
-    return sorted(found, key=lambda d: hashlib.blake2b(os.fsencode(d.name)).digest())
+        found, lines = _text_documents(data.path, door_of(data), data.held_out == 1.0)
+    ordered = sorted(found, key=lambda d: hashlib.blake2b(os.fsencode(d.name)).digest())
+    return Documents(ordered, lines)
+
+
+def door_of(data: DataConfig) -> Door:
+    """Returns the door by which the files of `data.path` come in."""
+    return CHAT if data.name == "chat" else PATH
 
 
 def _stdlib_documents() -> list[Document]:
@@ -92,25 +151,33 @@ def _stdlib_documents() -> list[Document]:
     return documents
 
 
-def _text_documents(path: str) -> list[Document]:
+def _text_documents(path: str, door: Door, held_out: bool) -> tuple[list[Document], list[str]]:
     items = items_of(path, f"data.path={path}", _HOW)
     found: dict[str, Document] = {}
+    lines: list[str] = []
     for item in items:
-        for document in _documents_of(item):
+        documents, of_item = _documents_of(item, door, held_out)
+        lines += of_item
+        for document in documents:
             # A file reached twice (folder and glob, or a link) is one document.
             found.setdefault(os.path.realpath(document.path), document)
-    return list(found.values())
+    try:
+        check_twins(document.path for document in found.values())
+    except NotTaken as error:
+        raise UserError(f"data.path={path} {error}") from None
+    return list(found.values()), lines
 
 
-def _documents_of(item: str) -> list[Document]:
-    """Returns the documents of one file, folder or glob of data.path."""
+def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document], list[str]]:
+    """Returns the documents of one file, folder or glob of data.path, and what the files of the
+    latter two were taken for."""
     key, path = f"data.path={item}", os.path.expanduser(item)
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         if not glob.has_magic(path) or os.path.islink(path):
             raise UserError(f"{key} does not exist, {_why_missing(path)}: {_HOW}") from None
-        files = _glob(path, key)
+        is_folder, files = False, _glob(path, key)
     except OSError as error:
         raise _unreadable(key, path, error.strerror) from error
     else:
@@ -124,7 +191,36 @@ def _documents_of(item: str) -> list[Document]:
     if not documents:
         what = "has only empty files, pipes or devices"
         raise UserError(f"{key} {what} ({len(files)}): give some that hold text")
-    return documents
+    heads = {document.name: _head(document, key) for document in documents}
+    is_one = os.path.isfile(path)
+    try:
+        if is_one:
+            (document,) = documents
+            form = judged(document.name, heads[document.name], door)
+            check_kind(form, door)
+            return [_of_form(document, form, heads[document.name])], []
+        asked = words_of(path) if not is_folder else ()
+        found = sort_out(heads, door, asked=asked, held_out=held_out)
+    except NotTaken as error:
+        raise UserError(f"{key} {error}") from None
+    lines = said(key, found)
+    if not found.taken:
+        raise UserError(f"{key} holds no documents: {'; '.join(lines)}; {_HOW}")
+    taken = [each for each in documents if each.name in found.taken]
+    return [_of_form(each, found.taken[each.name], heads[each.name]) for each in taken], lines
+
+
+def _of_form(document: Document, form: Form, head: bytes) -> Document:
+    mark = encoding_of(head) or ("utf-8-sig" if head.startswith(codecs.BOM_UTF8) else "")
+    return document._replace(kind=form.kind, packed=form.packed, mark=mark)
+
+
+def _head(document: Document, key: str) -> bytes:
+    try:
+        with open(document.path, "rb", buffering=0) as file:
+            return file.read(HEAD)
+    except OSError as error:
+        raise _unreadable(key, document.path, error.strerror) from error
 
 
 def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
@@ -215,7 +311,7 @@ def _why_missing(path: str) -> str:
 # The tokens of a text, a pair in the token cache
 
 
-_VERSION = 2
+_VERSION = 3
 _BLOCK = 4 << 20  # bytes
 
 
@@ -246,22 +342,26 @@ def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenize
     """
 
     def build(writer: IndexedWriter) -> dict[str, Any]:
-        size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
+        size = f"{len(documents)} files, {sum(d.size for d in documents) / 1e6:.1f} MB"
         through = "" if isinstance(tokenizer, ByteTokenizer) else f" through {tokenizer.name}"
         _log.info(f"building the token cache: {size} of text{through}")
+        count = Count()
         if isinstance(tokenizer, ByteTokenizer):
-            for document in documents:
-                for text in blocks_of(document):
-                    writer.add(tokenizer.encode(text))
-                writer.add(np.array([tokenizer.eot]))
-            return {}
-        for found, tokens in encoded(tokenizer, map(_whole, documents)):
-            if isinstance(tokens, Unencodable):
-                raise UserError(
-                    f"data file {found.where} cannot be encoded by data.tokenizer={tokenizer.name} "
-                    f"({tokens.why}): remove or mend it, or give another tokenizer"
-                )
-            writer.add(np.append(tokens, tokens.dtype.type(tokenizer.eot)))
+            _add_bytes(writer, documents, tokenizer, count)
+        else:
+            for found, tokens in encoded(tokenizer, _texts(documents, count)):
+                if isinstance(tokens, Unencodable):
+                    raise UserError(
+                        f"data file {found.where} cannot be encoded by data.tokenizer="
+                        f"{tokenizer.name} ({tokens.why}): remove or mend it, or give another "
+                        "tokenizer"
+                    )
+                writer.add(np.append(tokens, tokens.dtype.type(tokenizer.eot)))
+        _judge(count, 1)
+        if not writer.documents:
+            raise UserError(f"data.path: none of its {count.rows:,} rows has a text at text")
+        for sentence in left_out(count):
+            _log.info(f"data.path: {sentence}")
         return {}
 
     key, dtype = cache_key(documents, tokenizer), token_type(tokenizer.vocab_size)
@@ -289,14 +389,70 @@ def cached_pair(
     return cache.kept(folder, key, (".bin", ".idx"), write, opened)
 
 
-def _whole(document: Document) -> Found:
+def _judge(count: Count, least: int) -> None:
+    """Raises UserError if too many of at least `least` rows hold no text."""
+    judge(count, least, BAD, f"{BAD:.0%}", "mend or remove them")
+
+
+def _add_bytes(
+    writer: IndexedWriter, documents: Sequence[Document], tokenizer: ByteTokenizer, count: Count
+) -> None:
+    """Adds the bytes of documents, of plain files without holding them. Raises UserError."""
+    broken = 0
+    for document in documents:
+        if not document.is_plain:
+            for found in _texts([document], count):
+                writer.add(tokenizer.encode(found.text.encode()))
+                writer.add(np.array([tokenizer.eot]))
+            continue
+        count.rows += 1
+        try:
+            broken += check_text(blocks_of(document)) > 0
+        except NotTaken as error:
+            count.leave_out(document.path, str(error))
+            continue
+        for text in blocks_of(document):
+            writer.add(tokenizer.encode(text))
+        writer.add(np.array([tokenizer.eot]))
+    if broken:
+        _log.info(f"data.path: {broken:,} files have bytes that are no UTF-8, kept as they are")
+
+
+def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
+    """Yields the texts of documents or of their rows; counts those left out. Raises UserError."""
+    for document in documents:
+        if document.kind == TEXT and not document.packed:
+            count.rows += 1
+            try:
+                text, broken = text_of(_whole(document))
+            except NotTaken as error:
+                count.leave_out(document.path, str(error))
+                continue
+            count.broken += broken > 0
+            yield Found(document.path, text)
+            continue
+        for shard in cut([input_of(document, PATH)]):
+            here = Count()
+            yield from inputs.documents(shard, "text", here)
+            count.add(here)
+            _judge(count, JUDGED)
+        check_unchanged(document, os.stat(document.path))
+
+
+def input_of(document: Document, door: Door) -> Input:
+    """Returns a document as an input of its rows."""
+    address = f"{LOCAL}{os.path.abspath(document.path)}"
+    return Input(address, document.kind, document.packed, document.size, "", door=door)
+
+
+def _whole(document: Document) -> bytes:
     """Reads a document. Raises UserError."""
     if document.size > LARGEST_DOCUMENT:
         raise UserError(
             f"data file {document.path} has {document.size:,} bytes, and a document has at most "
             f"{LARGEST_DOCUMENT:,}: cut it, or give data.tokenizer=byte"
         )
-    return Found(document.path, b"".join(blocks_of(document)).decode("utf-8", "replace"))
+    return b"".join(blocks_of(document))
 
 
 def blocks_of(document: Document) -> Iterator[bytes]:
@@ -323,7 +479,8 @@ def blocks_of(document: Document) -> Iterator[bytes]:
 
 def check_unchanged(document: Document, status: os.stat_result, complete: bool = True) -> None:
     """Raises UserError for a document that was not read whole, or changed since it was listed."""
-    if not complete or Document.of(document.name, document.path, status) != document:
+    now = Document.of(document.name, document.path, status)
+    if not complete or now[:6] != document[:6]:
         raise UserError(
             f"data file {document.path} changed while it was being read: start again when it is "
             f"complete, or give another data.path"

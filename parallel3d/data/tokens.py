@@ -8,12 +8,36 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from enum import Enum
 from io import FileIO, IOBase
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from parallel3d.errors import UserError
+
+
+class LocalFile(FileIO):
+    """An open file to read that may be given to another process, which opens it again by its name.
+
+    DataLoader's workers are spawned where torch must not be forked.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _opened_again, (os.path.abspath(os.fsdecode(self.name)), mark_of(self))
+
+
+def _opened_again(path: str, mark: str) -> LocalFile:
+    """Opens the file that another process has open. Raises UserError if it is another one now."""
+    try:
+        file = LocalFile(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened again ({error.strerror})") from None
+    # A link or a rename elsewhere changes the third of the facts, the time of change.
+    facts, now = mark.split(":"), mark_of(file).split(":")
+    if facts[:2] + facts[3:] != now[:2] + now[3:]:
+        file.close()
+        raise UserError(f"{path} was changed since it was opened: open the corpus again")
+    return file
 
 
 class RemoteFile(Protocol):
@@ -65,6 +89,26 @@ def whole_digest(file: File) -> str:
         digest.update(content)
         at += len(content)
     return digest.hexdigest()
+
+
+# What fsspec's file systems call a content's version, and times of change.
+VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
+TIMES = (
+    *("Last-Modified", "LastModified", "last_modified", "last_commit", "mtime", "updated"),
+    *("modify", "created"),
+)
+
+
+def version_of(info: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the facts of fsspec's `info` that tell a remote file's version; none, if none do.
+
+    Weak ETags are equal for contents that the server calls equivalent. One exact version suffices:
+    times may differ between the servers of one address.
+    """
+    known = {key: str(info[key]) for key in (*VERSIONS, *TIMES) if info.get(key)}
+    exact = [key for key in VERSIONS if not known.get(key, "W/").startswith("W/")][:1]
+    told = exact or [key for key in TIMES if key in known]
+    return {key: known[key] for key in told}
 
 
 class Tokens:

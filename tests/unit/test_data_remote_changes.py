@@ -209,9 +209,9 @@ def test_input_of_another_time_is_not_the_one_that_a_corpus_was_begun_with(
     home: Path, tells: tuple[str, ...]
 ) -> None:
     with Server(home / "served", tells).serving() as server:
-        (before,) = find_inputs(f"{server.address}/web.bin")
+        (before,) = find_inputs(f"{server.address}/web.json", "text")
         put(home, "b", 10)
-        (after,) = find_inputs(f"{server.address}/web.bin")
+        (after,) = find_inputs(f"{server.address}/web.json", "text")
     assert before.stamp and before.stamp != after.stamp
 
 

@@ -34,7 +34,8 @@ from tests.unit.test_validation import TEXT, byte_level
 
 BAD = (
     ("{", "line 1 is no JSON"),
-    ('["a"]', "line 1 has no text under context"),
+    ('["a"]', "is one JSON list, no object a line"),
+    ('["a"]\n["b"]', "line 1 has no text under context"),
     ('{"context": 1}', "has no text under context"),
     ('{"context": "a"}', "neither choices nor a continuation"),
     ('{"context": "a", "continuation": ""}', "neither choices nor a continuation"),

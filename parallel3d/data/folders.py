@@ -1,0 +1,263 @@
+"""Sorts the files of a folder: what each is taken for, and which are no documents to train on."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from parallel3d.data.formats import (
+    ASSETS,
+    CHECKSUMS,
+    CODE,
+    INPUT,
+    PROSE,
+    REFUSED,
+    ROWS_ENDS,
+    TEXT,
+    UNFINISHED,
+    Door,
+    Form,
+    NotTaken,
+    check_kind,
+    endings,
+    file_name,
+    is_list_or_rows,
+    judged,
+)
+from parallel3d.files import plain
+
+LEFT_OUT: Final = {
+    "checksums": CHECKSUMS,
+    "unfinished or old copies": UNFINISHED,
+    "images, sound, fonts or compiled": ASSETS,
+}
+_ABOUT = re.compile(
+    r"(read[-_]?me|licen[sc]e|copying)s?([-_. ][\w.-]*)?|"
+    r"(notice|citation|authors|contributing|code_of_conduct|security|changelog|datasheet|"
+    r"dataset_?card|terms_of_use)(\.[\w]+)?",
+    re.IGNORECASE,
+)
+_ABOUT_ENDS = ("", ".md", ".markdown", ".txt", ".text", ".rst", ".html", ".cff", ".bib", ".pdf")
+_INFO = re.compile(
+    r"(dataset_infos?|dataset_dict|state|metadata|manifest|index|stats|config|tokenizer|"
+    r"tokenizer_config|special_tokens_map|generation_config|croissant|datapackage|vocab|"
+    r"added_tokens|model_index|package|package-lock|tsconfig)\.json",
+    re.IGNORECASE,
+)
+_MARKS = re.compile(
+    r"_(success|metadata|common_metadata|delta_log|temporary|spark_metadata|manifest|"
+    r"(started|committed)_.*)|__pycache__|__macosx|thumbs\.db|desktop\.ini|"
+    r"(md5|sha\d+)(sums?)?(\.txt)?|b2sums?(\.txt)?|checksums?(\.txt)?|.*~|#.*#",
+    re.IGNORECASE,
+)
+
+TRAIN = "train"
+_TRAINED = frozenset(("train", "training", "trainset"))
+_HELD = frozenset(
+    [
+        *("test", "tests", "testing", "testset", "devtest", "newstest"),
+        *("valid", "validation", "validate", "validset", "val", "valset", "dev", "devset"),
+        *("eval", "evals", "evaluation", "evalset", "holdout", "heldout"),
+    ]
+)
+
+
+def words_of(text: str) -> list[str]:
+    """Returns the words of a name in lower case: letters between other characters or capitals."""
+    found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)
+    words = [word.lower() for word in found]
+    pairs = (a + b for a, b in pairwise(words) if a in ("held", "hold") and b == "out")
+    return [*words, *pairs]
+
+
+def split_of(below: str) -> str:
+    """Returns the split that a relative name tells, "train", a word such as "test", or "": the
+    last part that tells one counts, and one with words of both tells none."""
+    for part in reversed(below.split("/")):
+        words = words_of(part)
+        held = next((word for word in words if word in _HELD), "")
+        trained = any(word in _TRAINED for word in words)
+        if held or trained:
+            return "" if held and trained else held or TRAIN
+    return ""
+
+
+class Sorted(NamedTuple):
+    """The files of a folder: the format of each that is taken, and the names left out by reason."""
+
+    taken: dict[str, Form]
+    left_out: dict[str, list[str]]
+
+
+def sort_out(
+    files: Mapping[str, bytes | None],
+    door: Door = INPUT,
+    *,
+    typed: str | None = None,
+    asked: Iterable[str] = (),
+    web: bool = False,
+    held_out: bool = False,
+) -> Sorted:
+    """Sorts the files of a folder or glob, relative name → first bytes (b"" if it is empty, None if
+    unknown). `asked`: words of the glob; `held_out`: they are not to be trained on.
+
+    Raises NotTaken for a file that may be data and is not read, with its name, and for a folder
+    that holds the same twice, or pairs.
+    """
+    taken: dict[str, Form] = {}
+    left_out: dict[str, list[str]] = {}
+    _check_cache(files)
+    for below, head in files.items():
+        why = _no_document(below, typed)
+        if why is None and _is_info(below, head, typed):
+            why = "JSON that holds no rows"
+        if why is not None:
+            left_out.setdefault(why, []).append(below)
+            continue
+        name = below.rpartition("/")[2]
+        try:
+            taken[below] = judged(name, head, door, typed=typed, web=web)
+        except NotTaken as error:
+            if head == b"":
+                left_out.setdefault("empty", []).append(below)
+                continue
+            raise _in_folder(below, error) from None
+    if typed is None and any(form.kind != TEXT for form in taken.values()):
+        beside = [name for name, form in taken.items()
+                  if form.kind == TEXT and _end(name) not in PROSE]  # fmt: skip
+        for name in beside:
+            del taken[name]
+            left_out.setdefault("text beside rows", []).append(name)
+    _leave_out_splits(taken, left_out, set(asked), held_out)
+    for name, form in taken.items():
+        try:
+            check_kind(form, door)
+        except NotTaken as error:
+            raise _in_folder(name, error) from None
+    return Sorted(taken, left_out)
+
+
+def _in_folder(below: str, error: NotTaken) -> NotTaken:
+    return NotTaken(f"holds {plain(below)}, which {error}; or name the files to take, or a glob")
+
+
+def _no_document(below: str, typed: str | None) -> str | None:
+    """Returns why a name is none of a document; None if it may be one."""
+    *folders, name = below.split("/")
+    end = endings(name)[0]
+    if any(_MARKS.fullmatch(part) for part in (*folders, name)):
+        return "marks and checksums"
+    for why, table in LEFT_OUT.items():
+        if os.path.splitext(name)[1].lower() in table or end in table:
+            return why
+    if _ABOUT.fullmatch(name) and (end in _ABOUT_ENDS or not _is_ending(end)):
+        return "README, LICENSE and the like"
+    return None
+
+
+def _is_ending(end: str) -> bool:
+    return end in ROWS_ENDS or end in REFUSED or end in CODE or end in PROSE
+
+
+def _is_info(below: str, head: bytes | None, typed: str | None) -> bool:
+    """Returns whether a .json is one object about others, and not rows."""
+    name = below.rpartition("/")[2]
+    if typed is not None or endings(name)[0] != ".json":
+        return False
+    if _INFO.fullmatch(name):
+        return True
+    return bool(head) and not endings(name)[1] and not is_list_or_rows(head or b"")
+
+
+def _check_cache(files: Iterable[str]) -> None:
+    """Raises NotTaken for a folder of the hub's cache, which has each file twice."""
+    found = {}
+    for below in files:
+        parts = below.split("/")
+        for kind in ("blobs", "snapshots"):
+            if kind in parts[:-1]:
+                at = parts.index(kind)
+                found.setdefault("/".join(parts[:at]), {})[kind] = "/".join(parts[: at + 2])
+    for there in found.values():
+        if len(there) == 2:
+            raise NotTaken(
+                "is a cache of the hub, which holds each file twice: give a snapshot in it, as "
+                f"{plain(there['snapshots'])}"
+            )
+
+
+def _leave_out_splits(
+    taken: dict[str, Form], left_out: dict[str, list[str]], asked: set[str], held_out: bool
+) -> None:
+    """Leaves out files named test, valid or so beside others. Raises NotTaken where it must be
+    known which to take."""
+    # Two letters may be a language: dev.cs beside train.cs is no C#.
+    languages = {_end(name) for name in taken if split_of(name) == TRAIN and len(_end(name)) == 3}
+    judged = [name for name in taken if _end(name) not in CODE or _end(name) in languages]
+    splits = {name: split_of(name) for name in judged}
+    held = [name for name, split in splits.items() if split not in ("", TRAIN, *asked)]
+    others = [name for name in judged if name not in held]
+    if not held or not others:
+        return
+    if held_out:
+        raise NotTaken(
+            f"holds files to train on ({_some(others)}) and held-out ones ({_some(held)}): name "
+            "those to evaluate, or a glob of them"
+        )
+    for name in held:
+        del taken[name]
+        why = (
+            f"named {splits[name]}, not trained on unless it is named, or by a glob with that word"
+        )
+        left_out.setdefault(why, []).append(name)
+
+
+def _end(below: str) -> str:
+    return endings(below.rpartition("/")[2])[0]
+
+
+def _some(names: Sequence[str]) -> str:
+    return plain(names[0]) + (f" and {len(names) - 1:,} more" if names[1:] else "")
+
+
+def check_twins(addresses: Iterable[str]) -> None:
+    """Raises NotTaken for two files of one name that hold the same as it seems: one is packed, as
+    `gzip -k` leaves them, or they are the same rows in two formats."""
+    seen: dict[tuple[str, str], str] = {}
+    for address in addresses:
+        folder, _, name = address.rpartition("/")
+        name = file_name(address)
+        end, packed = endings(name)
+        bare = os.path.splitext(name)[0] if packed else name
+        keys = {bare}
+        if end in ROWS_ENDS:
+            keys.add(f"{os.path.splitext(bare)[0]}/rows")
+        for key in keys:
+            other = seen.setdefault((folder, key), name)
+            if other != name:
+                raise NotTaken(
+                    f"has {plain(other)} and {plain(name)} side by side, by their names the same "
+                    "twice: name one of them, or a glob"
+                )
+
+
+def label_of(form: Form, split: str) -> str:
+    """Returns the words for the files of one format and split."""
+    return f"{form}, {split}" if split else str(form)
+
+
+def listing(taken: Mapping[str, Form], splits: Mapping[str, str]) -> list[str]:
+    """Returns a phrase for each kind and split of the files, by name: what they are taken for."""
+    counts: dict[str, int] = {}
+    for name, form in taken.items():
+        label = label_of(form, splits.get(name, ""))
+        counts[label] = counts.get(label, 0) + 1
+    return [f"{label}: {count:,} file{'s' * (count > 1)}" for label, count in counts.items()]
+
+
+def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns a phrase for each reason to leave files out, with the number of files."""
+    return [f"left out, {why}: {len(names):,} ({_some(names)})" for why, names in left_out.items()]

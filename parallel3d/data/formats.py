@@ -1,0 +1,502 @@
+"""Lists the formats of files that are read, by ending and first bytes; refuses all others by name.
+
+A file's ending says what it holds and how it is packed, its first bytes must agree. Whoever opens a
+file that a user named asks here: `data tokenize` and `data train-tokenizer`, data=text, data=chat,
+data.valid and `eval tasks=`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterable
+from itertools import chain
+from typing import Final, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from parallel3d.data.unpacking import first_unpacked
+from parallel3d.files import plain
+
+LINES, PARQUET, TEXT = "jsonl", "parquet", "text"
+KINDS = (LINES, PARQUET, TEXT)
+HEAD = 4096  # bytes that are looked at
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ROWS_ENDS: Final = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines", ".json"), LINES),
+    **dict.fromkeys((".parquet", ".pq"), PARQUET),
+}
+PROSE = (".txt", ".text")
+# Endings of code and markup: text, whose names tell nothing of a split, and which beside rows is
+# about them.
+CODE = _words(
+    ".md .markdown .rst .tex .bib .org .adoc .html .htm .xhtml .xml .css .scss .less .js .mjs .cjs "
+    ".ts .tsx .jsx .vue .py .pyi .pyx .ipynb .c .h .cc .cpp .cxx .hpp .hh .hxx .cu .cuh .m .mm "
+    ".java .kt .kts .scala .go .rs .swift .rb .php .pl .pm .lua .r .jl .hs .lhs .ml .mli .fs .cs "
+    ".vb .dart .ex .exs .erl .hrl .clj .cljs .lisp .el .scm .rkt .asm .s .f .f90 .f95 .for .sql "
+    ".sh .bash .zsh .fish .ps1 .bat .cmd .mk .cmake .gradle .toml .yaml .yml .ini .cfg .conf "
+    ".properties .diff .patch .proto .thrift .graphql .tf .nix .v .sv .vhd .vhdl .sol .zig .nim "
+    ".d .pas .lean .thy .agda .po .cff .in .am .ac .rules .service .dockerfile .svg"
+)
+PACKED: Final = {
+    **dict.fromkeys((".gz", ".gzip"), ".gz"),
+    **dict.fromkeys((".zst", ".zstd"), ".zst"),
+    **dict.fromkeys((".xz", ".lzma"), ".xz"),
+    ".bz2": ".bz2",
+}
+
+# What is refused, with what its holder can do.
+UNPACK = "unpack it and give the files in it"
+REPACK = f"pack it as {', '.join(dict.fromkeys(PACKED.values()))}, or give it unpacked"
+ROWS = "write it as jsonl or parquet, a row a document"
+TOKENS = "a corpus of tokens is data=corpus with the prefix of its .bin and .idx"
+EXTRACT = "write its text as .txt or jsonl"
+MEDIA = "give text"
+
+
+def _named(*groups: tuple[str, str, str]) -> dict[str, tuple[str, str]]:
+    return {end: (what, remedy) for ends, what, remedy in groups for end in ends.split()}
+
+
+REFUSED: Final = _named(
+    (".tar .tgz .tbz .tbz2 .txz .tzst .taz", "a tar archive", UNPACK),
+    (".zip .zipx .jar .whl .7z .rar .cab .deb .rpm .iso .dmg .egg", "an archive", UNPACK),
+    (
+        ".lz4 .sz .snappy .br .lzo .z .lz .zz .bz .rz .zlib",
+        "packed in a way that is not read",
+        REPACK,
+    ),
+    (".arrow .feather .ipc .arrows .orc .avro .lance", "a table of columns", ROWS),
+    (".csv .tsv .psv .xls .xlsx .xlsm .ods .sas7bdat .sav .dta .rdata .rds", "a table", ROWS),
+    (".sqlite .sqlite3 .db .db3 .duckdb .mdb .lmdb", "a database", ROWS),
+    (".tfrecord .tfrecords .tfrec .recordio .mds .wds .riegeli", "a file of records", ROWS),
+    (".bin .idx .npy .npz .memmap .mmap", "tokens or tensors, no text", TOKENS),
+    (
+        ".pt .pth .ckpt .safetensors .pkl .pickle .joblib .h5 .hdf5 .hdf .gguf .ggml .onnx .pb "
+        ".msgpack .mat .model .distcp",
+        "tensors or objects, no text",
+        EXTRACT,
+    ),
+    (".pdf .eps .djvu .doc .docx .odt .rtf .ppt .pptx .odp .epub .mobi", "pages", EXTRACT),
+    (".warc .wat .wet .arc .eml .mbox .pst .msg", "a file of records of the web or mail", EXTRACT),
+    (".gpg .age .enc .pgp", "encrypted", "decrypt it"),
+    (".torrent .url .webloc .lnk", "a pointer to a file", "give the file itself"),
+)
+# Files that a folder of text may hold, and that are none; typed by their names they are refused.
+ASSETS: Final = _named(
+    (
+        ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .heic .psd .wav .mp3 .flac .ogg .opus "
+        ".m4a .aac .mp4 .mkv .mov .avi .webm .ttf .otf .woff .woff2 .eot",
+        "images, sound or fonts",
+        MEDIA,
+    ),
+    (".pyc .pyo .so .o .a .dll .dylib .exe .class .wasm .lib .obj .pdb .elf", "compiled", MEDIA),
+)
+CHECKSUMS: Final = _named(
+    (".md5 .sha1 .sha224 .sha256 .sha384 .sha512 .crc .crc32 .sfv .b2 .blake2b .blake3 .sha "
+     ".sig .asc .sum .md5sum .sha1sum .sha256sum .sha512sum", "a checksum", "give the file of it"),
+)  # fmt: skip
+UNFINISHED: Final = _named(
+    (".tmp .temp .part .partial .incomplete .crdownload .download .aria2 .swp .filepart .!ut "
+     ".unconfirmed", "unfinished", "wait until it is whole"),
+    (".bak .old .orig .backup .save", "a copy of another state", "give the file of it"),
+)  # fmt: skip
+_LFS = b"version https://git-lfs.github.com/spec/"
+_MAGIC: Final = (
+    (0, b"\x1f\x8b", ".gz"),
+    (0, b"\x28\xb5\x2f\xfd", ".zst"),
+    *((0, bytes((0x50 + k,)) + b"\x2a\x4d\x18", ".zst") for k in range(16)),
+    (0, b"\xfd7zXZ\x00", ".xz"),
+    (0, b"\x5d\x00\x00", ".xz"),
+    *((0, b"BZh%d1AY&SY" % k, ".bz2") for k in range(1, 10)),
+    *((0, b"BZh%d\x17rE8P\x90" % k, ".bz2") for k in range(1, 10)),  # of nothing
+    (0, b"PAR1", PARQUET),
+)
+_OTHER: Final = (
+    (0, b"\x04\x22\x4d\x18", "lz4", REPACK),
+    (0, b"\x02\x21\x4c\x18", "lz4", REPACK),
+    (0, b"\xff\x06\x00\x00sNaPpY", "snappy", REPACK),
+    (0, b"\x89LZO\x00", "lzo", REPACK),
+    (0, b"\x1f\x9d", "compress (.Z)", REPACK),
+    (0, b"LZIP\x01", "lzip", REPACK),
+    (257, b"ustar", "a tar archive", UNPACK),
+    (0, b"!<arch>\n", "an archive (ar)", UNPACK),
+    (0, b"PK\x03\x04", "a zip archive", UNPACK),
+    (0, b"PK\x05\x06", "an empty zip archive", UNPACK),
+    (0, b"PK\x07\x08", "a zip archive", UNPACK),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", UNPACK),
+    (0, b"Rar!\x1a\x07", "a rar archive", UNPACK),
+    (0, b"PARE", "encrypted parquet", "decrypt it"),
+    (0, b"ARROW1", "arrow", ROWS),
+    (0, b"FEA1", "feather", ROWS),
+    (0, b"\xff\xff\xff\xff", "an arrow stream or other binary data", ROWS),
+    (0, b"ORC", "orc", ROWS),
+    (0, b"Obj\x01", "avro", ROWS),
+    (0, b"SQLite format 3\x00", "an SQLite database", ROWS),
+    (8, b"DUCK", "a DuckDB database", ROWS),
+    (0, b"\x93NUMPY", "a NumPy array", TOKENS),
+    (0, b"MMIDIDX\x00", "the index of a corpus", TOKENS),
+    (0, b"\x89HDF\r\n\x1a\n", "hdf5", EXTRACT),
+    (0, b"GGUF", "a model (gguf)", EXTRACT),
+    *((0, bytes((0x80, protocol)), "a pickle", EXTRACT) for protocol in range(2, 6)),
+    (0, b"%PDF-", "pdf", EXTRACT),
+    (0, b"%!PS", "PostScript", EXTRACT),
+    (0, b"{\\rtf", "rtf", EXTRACT),
+    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Office document", EXTRACT),
+    (0, b"WARC/", "warc", EXTRACT),
+    (0, b"\x89PNG", "an image", MEDIA),
+    (0, b"\xff\xd8\xff", "an image", MEDIA),
+    (0, b"GIF8", "an image", MEDIA),
+    (0, b"RIFF", "an image, sound or film", MEDIA),
+    (0, b"OggS", "sound", MEDIA),
+    (0, b"fLaC", "sound", MEDIA),
+    (0, b"ID3", "sound", MEDIA),
+    (4, b"ftyp", "a film", MEDIA),
+    (0, b"\x7fELF", "compiled", MEDIA),
+    (0, b"-----BEGIN PGP", "encrypted or signed", "decrypt it"),
+    (0, _LFS, "a pointer of Git LFS, not the file", "fetch the file by `git lfs pull`"),
+    (0, b"/annex/objects/", "a pointer of git-annex, not the file", "fetch it by `git annex get`"),
+)
+NAMES: Final = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2", PARQUET: "parquet"}
+_BOMS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_PAGE = re.compile(
+    rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html|head)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+BROKEN = 1000  # one replaced character in so many is more than text may have
+
+
+class NotTaken(ValueError):
+    """A file that is not read; the text goes on behind its name, and tells the remedy."""
+
+
+class Form(NamedTuple):
+    """A file's format: one of KINDS, and its compression, "" or a value of PACKED."""
+
+    kind: str
+    packed: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.packed}"
+
+
+class Door(NamedTuple):
+    """Where a file was named: the key, the words before a typed kind (`format=`, or the command
+    that has it), the kinds that this door reads, and the remedy for a column of another name."""
+
+    key: str
+    other: str
+    kinds: tuple[str, ...] = KINDS
+    column: str = ""
+    remedy: str = "write it so"
+
+
+INPUT = Door("input", "give format=")
+_TOKENIZE = "make a corpus of it by `parallel3d data tokenize` with "
+PATH = Door("data.path", f"{_TOKENIZE}format=", KINDS, f"; {_TOKENIZE}text_key=")
+CHAT = PATH._replace(kinds=(LINES, PARQUET), remedy="write a conversation a row")
+TASKS = Door("tasks", "write it as ", (LINES, PARQUET), remedy="write a question a row")
+
+
+# Names
+
+
+def file_name(address: str) -> str:
+    """Returns the last part of a path, or of an address's path without its query."""
+    scheme, there, rest = address.partition("://")
+    if not there or scheme in ("file", "local"):
+        return address.rstrip("/").rpartition("/")[2]
+    if scheme in ("http", "https", "webdav", "ftp"):
+        return unquote(urlsplit(address).path).rstrip("/").rpartition("/")[2]
+    # Other stores take any character in a name; ?versionId= and ?download= are no part of it.
+    return unquote(re.sub(r"\?[\w-]+=[^/]*$", "", rest)).rstrip("/").rpartition("/")[2]
+
+
+def endings(name: str) -> tuple[str, str]:
+    """Returns the ending of what a file holds, and its compression, both in lower case or ""."""
+    bare, end = os.path.splitext(name.strip())
+    packed = PACKED.get(end.lower(), "")
+    if not packed:
+        return end.lower(), ""
+    return os.path.splitext(bare)[1].lower(), packed
+
+
+def named(name: str, typed: str | None = None) -> Form | None:
+    """Returns the format that a name tells; None if it tells no kind. `typed`: the kind that the
+    user gave. Raises NotTaken."""
+    end, packed = endings(name)
+    if typed is not None:
+        kind: str | None = typed
+    elif packed and end in PACKED:
+        raise NotTaken(f"is packed twice by its name: {UNPACK}")
+    else:
+        kind = ROWS_ENDS.get(end)
+        if end in PROSE or end in CODE or _is_language(name, end):
+            kind = TEXT
+        for table in (REFUSED, CHECKSUMS, UNFINISHED, ASSETS):
+            if kind is None and end in table:
+                what, remedy = table[end]
+                raise NotTaken(f"is {what}, by its ending {end}{packed}: {remedy}")
+        if kind is None and name.endswith("~"):
+            raise NotTaken("is an old copy by its name: give the file of it")
+    if kind == PARQUET and packed:
+        raise NotTaken(f"is parquet, which is packed inside; {packed} around it is not: unpack it")
+    return Form(kind, packed) if kind is not None else None
+
+
+def _is_language(name: str, end: str) -> bool:
+    """Returns whether .br is Breton, as in train.br, and not a packing, as in rows.jsonl.br."""
+    return end == ".br" and "." not in os.path.splitext(name)[0]
+
+
+# First bytes
+
+
+def content_of(head: bytes) -> tuple[str, str] | None:
+    """Returns what bytes that no text begins with are, and the remedy; None for others. Packings
+    that are read, and parquet, are named by their key in `NAMES`."""
+    for at, magic, what in _MAGIC:
+        if head.startswith(magic, at):
+            return what, ""
+    for at, magic, what, remedy in _OTHER:
+        if head.startswith(magic, at):
+            return what, remedy
+    if re.match(rb"[^\x00]{0,7}\x00[\x00-\xff]{0,7}\{\"", head[:16]):
+        return "tensors (safetensors)", EXTRACT
+    return None
+
+
+def encoding_of(head: bytes) -> str | None:
+    """Returns the encoding that a byte order mark of UTF-16 or UTF-32 tells."""
+    return next((name for mark, name in _BOMS if head.startswith(mark)), None)
+
+
+def check_packing(name: str, form: Form, head: bytes, door: Door = INPUT) -> None:
+    """Checks the first bytes of a file as it is stored. Raises NotTaken where they are of another
+    packing than its name tells, or of what is not read."""
+    found = content_of(head)
+    if form.packed:
+        if found != (form.packed, ""):
+            raise NotTaken(
+                f"is {NAMES[form.packed]} by its name and {_what(found, head)} by its first bytes:"
+                " mend its name, or fetch it again"
+            )
+        return
+    if found is not None and found[0] in NAMES and found[0] != form.kind:
+        what = NAMES[found[0]]
+        if found[0] == PARQUET:
+            raise NotTaken(f"is parquet by its first bytes, and not by its name: "
+                           f"name it {_bare(name)}.parquet, or {door.other}parquet")  # fmt: skip
+        raise NotTaken(f"is {what} by its first bytes, and not by its name: "
+                       f"name it {name}{found[0]}, or unpack it")  # fmt: skip
+    if found is not None and found[0] not in NAMES:
+        raise NotTaken(f"is {found[0]} by its first bytes: {found[1]}")
+    if form.kind == PARQUET and found is None:
+        raise NotTaken(
+            f"is parquet by its name and {_what(found, head)} by its first bytes: mend its name, "
+            "or fetch it again"
+        )
+
+
+def check_content(
+    name: str,
+    form: Form,
+    head: bytes,
+    door: Door = INPUT,
+    *,
+    typed: bool = False,
+    web: bool = False,
+) -> None:
+    """Checks the first bytes of a file's content, unpacked. `typed`: the user gave the kind. `web`:
+    it comes from a web server. Raises NotTaken where they are of no such kind."""
+    if form.packed:
+        found = content_of(head)
+        if found is not None:
+            what, remedy = NAMES.get(found[0], found[0]), found[1] or UNPACK
+            raise NotTaken(f"holds {what} inside its {NAMES[form.packed]}: {remedy}")
+    if form.kind == PARQUET:
+        return
+    end = endings(name)[0]
+    encoding = encoding_of(head)
+    if encoding is not None:
+        if form.kind == LINES:
+            raise NotTaken(f"is {encoding.upper()}, and jsonl is UTF-8: {iconv(encoding.upper())}")
+        return
+    at = head.find(b"\x00")
+    if at >= 0:
+        raise NotTaken(_nul(at))
+    if form.kind == LINES:
+        _check_lines(head, door)
+        return
+    if typed or (end in CODE and not web):
+        return
+    if _PAGE.match(head):
+        raise NotTaken(
+            f"is a page of HTML, perhaps a server's answer instead of the file: fetch it again; "
+            f"a page on purpose: {door.other}text"
+        )
+    if end not in CODE and are_rows(head):
+        raise NotTaken(
+            f"holds JSON lines by its first bytes, and is text by its name: name it "
+            f"{_bare(name)}.jsonl, or {door.other}jsonl; its raw lines: {door.other}text"
+        )
+
+
+def _check_lines(head: bytes, door: Door) -> None:
+    """Raises NotTaken for what is no JSON line, and certainly no bad row of some."""
+    if _PAGE.match(head):
+        raise NotTaken("is a page of HTML, perhaps a server's answer: fetch the file again")
+    first, _, more = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if first.startswith(b"[") and not (more.strip() and _is_json(first)):
+        raise NotTaken(
+            "is one JSON list, no object a line: `jq -c '.[]' FILE > FILE.jsonl` writes it so"
+        )
+    if first.strip() == b"{" and more.strip():
+        raise NotTaken(
+            "is one JSON object over several lines, no object a line: `jq -c . FILE > FILE.jsonl` "
+            "writes it so"
+        )
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def are_rows(head: bytes) -> bool:
+    """Returns whether content begins with JSON objects, one a line."""
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if not text.startswith(b"{"):
+        return False
+    lines = [line for line in text.split(b"\n") if line.strip()]
+    whole = lines if len(head) < HEAD else lines[:-1]
+    if not whole:  # a row that is longer than what is looked at
+        return re.match(rb'\{\s*"[^"\n]{1,64}"\s*:\s*["\[{\w-]', text) is not None
+    return all(_is_object(line) for line in whole[:2])
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def is_list_or_rows(head: bytes) -> bool:
+    """Returns whether JSON is data: a list, or an object a line; not one object over lines."""
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    return text.startswith(b"[") or are_rows(head)
+
+
+def _what(found: tuple[str, str] | None, head: bytes) -> str:
+    if found is not None:
+        return NAMES.get(found[0], found[0])
+    if _PAGE.match(head):
+        return "a page of HTML"
+    if are_rows(head):
+        return "JSON lines"
+    return "binary" if b"\x00" in head or head.decode("utf-8", "ignore") == "" else "no such thing"
+
+
+def _bare(name: str) -> str:
+    bare, end = os.path.splitext(name)
+    return plain(bare if end.lower() in (*ROWS_ENDS, *PROSE) else name)
+
+
+def iconv(encoding: str = "ITS_ENCODING") -> str:
+    """Returns how to make a file UTF-8."""
+    return f"`iconv -f {encoding} -t UTF-8 FILE > NEW` makes it so"
+
+
+def _nul(at: int) -> str:
+    return f"is no text, it has a NUL at byte {at:,}: {iconv('UTF-16')} if it is UTF-16 text"
+
+
+def text_of(content: bytes) -> tuple[str, int]:
+    """Returns the text of a whole file, and how many of its characters are replaced ones.
+
+    UTF-8, its byte order mark dropped, or UTF-16 and UTF-32 with one. Raises NotTaken as
+    `check_text` does.
+    """
+    broken = check_text([content])
+    return content.decode(encoding_of(content) or "utf-8-sig", "replace"), broken
+
+
+def check_text(blocks: Iterable[bytes]) -> int:
+    """Reads the bytes of a file; returns how many of its characters are replaced ones. Raises
+    NotTaken for NULs, and where more than one character in BROKEN is replaced."""
+    decoder = None
+    size = characters = broken = 0
+    first, encoding = -1, None
+    for block in chain(blocks, (b"",)):
+        if decoder is None:
+            encoding = encoding_of(block)
+            decoder = codecs.getincrementaldecoder(encoding or "utf-8-sig")("replace")
+        if encoding is None and (at := block.find(b"\x00")) >= 0:
+            raise NotTaken(_nul(size + at))
+        text = decoder.decode(block, final=not block)
+        if (at := text.find("\x00")) >= 0:
+            raise NotTaken(f"is no text, it has a NUL at character {characters + at:,}: mend it")
+        if shift := re.search("\x1b\\$[@B]", text):
+            place = characters + shift.start()
+            raise NotTaken(f"is ISO-2022-JP at character {place:,}: {iconv('ISO-2022-JP')}")
+        if first < 0 and (at := text.find("\ufffd")) >= 0:
+            first = characters + at
+        broken += text.count("\ufffd")
+        size, characters = size + len(block), characters + len(text)
+    if broken * BROKEN > characters:
+        raise NotTaken(
+            f"is no {encoding or 'utf-8'}, {broken:,} of its {characters:,} characters are none, "
+            f"the first at character {first:,}: {iconv()}"
+        )
+    return broken
+
+
+def judged(
+    name: str,
+    head: bytes | None,
+    door: Door = INPUT,
+    *,
+    typed: str | None = None,
+    web: bool = False,
+) -> Form:
+    """Returns the format of a file by its name and its first bytes; None: only by its name, and
+    what it says nothing of is text. Raises NotTaken.
+
+    Where the kind is typed, the first bytes alone tell the packing.
+    """
+    form = named(name, typed) or Form(TEXT, endings(name)[1])
+    if head:
+        found = content_of(head)
+        if typed and not form.packed and found and found[0] in PACKED.values():
+            form = form._replace(packed=found[0])
+        check_packing(name, form, head, door)
+        try:
+            inner = first_unpacked(form.packed, head, HEAD)
+        except Exception as error:  # each library raises its own kinds
+            what = f"does not unpack as {NAMES[form.packed]}"
+            raise NotTaken(f"{what} ({plain(str(error))}): fetch it again") from None
+        if inner:
+            check_content(name, form, inner, door, typed=typed is not None, web=web)
+    return form
+
+
+def check_kind(form: Form, door: Door) -> None:
+    """Raises NotTaken for a format that a door does not read."""
+    if form.kind not in door.kinds:
+        kinds = " or ".join(door.kinds)
+        raise NotTaken(f"is {form.kind}, and {door.key} takes {kinds} here: {door.remedy}")
