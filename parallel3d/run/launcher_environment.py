@@ -219,6 +219,7 @@ def detect(
             _refuse_left_out(given)
         return None
     if not claims:
+        _refuse_lonely_marks(given)
         if needs_all:
             _refuse_left_out(given)
         return None
@@ -299,6 +300,22 @@ def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
         f"{there}={given[there]} is set but {missing[0]} is not: start with torchrun, "
         f"set all of {', '.join(TORCH)}, or unset {there}"
     )
+
+
+def _refuse_lonely_marks(given: Mapping[str, str]) -> None:
+    """Raises UserError for marks of torchrun and its like without RANK and WORLD_SIZE.
+
+    LOCAL_RANK=0 alone is none: some platforms set it for any process.
+    """
+    marks = [name for name in AGENTS if name in given]
+    local = given.get("LOCAL_RANK", "0")
+    if local != "0" or ("LOCAL_RANK" in given and _count(given, *TORCH_LOCAL_SIZE) > 1):
+        marks.append("LOCAL_RANK")
+    if marks:
+        raise UserError(
+            f"{marks[0]}={given[marks[0]]} is set but RANK and WORLD_SIZE are not: start with "
+            f"torchrun, set all of {', '.join(TORCH)}, or unset {marks[0]}"
+        )
 
 
 def _check_not_hosts(given: Mapping[str, str], torch: Claim) -> None:

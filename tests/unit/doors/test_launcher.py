@@ -172,6 +172,11 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "RANK is missing": (without(HAND, "RANK"), "WORLD_SIZE=8 is set but RANK is not"),
     "WORLD_SIZE is missing": (without(TORCHRUN, "WORLD_SIZE"), "RANK=5 is set but WORLD_SIZE is"),
     "LOCAL_RANK is missing": (without(TORCHRUN, "LOCAL_RANK"), "but LOCAL_RANK is not"),
+    "neither is there": (
+        without(TORCHRUN, "RANK", "WORLD_SIZE"),
+        "is set but RANK and WORLD_SIZE are not",
+    ),
+    "a rank on its host alone": (env("LOCAL_RANK=3"), "LOCAL_RANK=3 is set but RANK and"),
     "MASTER_ADDR is missing": (without(HAND, "MASTER_ADDR"), "RANK=5 is set but MASTER_ADDR is"),
     "MASTER_PORT is empty": (HAND | {"MASTER_PORT": ""}, "but MASTER_PORT is not"),
     "RANK too large": (TORCHRUN | env("RANK=8"), "RANK=8 contradicts WORLD_SIZE=8"),
