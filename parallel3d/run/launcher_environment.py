@@ -494,9 +494,8 @@ def _assigned(
     others = [claim for claim in claims if claim is not torch]
     by_torch = torch is not None and torch.local_rank is not None and torch.rank is not None
     if torch is not None and not others:
-        where = () if master_addr else ("MASTER_ADDR",)
-        port = () if master_port else ("MASTER_PORT",)
-        _check_torch(given, (*TORCH[:3], *where, *port))
+        typed = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
+        _check_torch(given, tuple(name for name in TORCH if not typed.get(name)))
     if torch is not None and by_torch and torch.size is not None and step is None:
         _check_not_hosts(given, torch)
     rank, size = _first(c.rank for c in claims), _first(c.size for c in claims)
@@ -570,11 +569,12 @@ def _port(
 
 
 def _check_is_first_host(given: Mapping[str, str], first_host: str) -> None:
-    """Raises UserError if MASTER_ADDR names a node of the step that is not rank 0's."""
-    addr, listed = given["MASTER_ADDR"], given.get("SLURM_STEP_NODELIST", "")
-    if addr != first_host and listed and addr in expand_hostlist(listed):
+    """Raises UserError if MASTER_ADDR names a node of the job that is not rank 0's."""
+    addr, lists = given["MASTER_ADDR"], ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    nodes = [node for name in lists if name in given for node in expand_hostlist(given[name])]
+    if addr != first_host and addr in nodes:
         raise UserError(
-            f"MASTER_ADDR={addr} is a node of this step, but rank 0 is on {first_host}: unset "
+            f"MASTER_ADDR={addr} is a node of this job, but rank 0 is on {first_host}: unset "
             f"MASTER_ADDR, or give launch.master_addr={first_host}"
         )
 
@@ -624,8 +624,8 @@ def _refuse_batch_script(given: Mapping[str, str]) -> None:
     )
     alone = "--nodes=1 --ntasks=1"
     raise UserError(
-        f"this Slurm job has {job}, and only this process would train: put srun before "
-        f"parallel3d, or submit with {alone} to have it start the ranks of its host by itself"
+        f"this Slurm job has {job}, and this process alone would take part: put srun before the "
+        f"command, or submit with {alone} to have it start the ranks of its host by itself"
     )
 
 

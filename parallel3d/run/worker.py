@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.checks import parse_nccl_env
 from parallel3d.config.schema import Config
-from parallel3d.errors import USER_ERROR, UserError
+from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
 from parallel3d.host.devices import SIMULATED, device_of_rank, gpu_environment
 from parallel3d.host.memory import (
     bind_near,
@@ -99,12 +99,18 @@ def _after(worker: Worker, code: int) -> int:
 def count_ranks_here(config: Config, place: RankAssignment) -> tuple[RankAssignment, PrefixStore]:
     """Returns the place with the ranks of this host, which no variable told, and the ranks' store.
 
-    Collective over the world.
+    Collective over the world. Ends the process, with a sentence, if the ranks do not meet.
     """
-    place = place.with_port(config.launch.master_port)
-    with ending_on_signals(lambda: "counting the ranks of each host"):
-        store = rendezvous(config, place)
-        return counted(store, place), store
+    place, doing = place.with_port(config.launch.master_port), "counting the ranks of each host"
+    try:
+        with ending_on_signals(lambda: doing):
+            store = rendezvous(config, place)
+            return counted(store, place), store
+    except UserError:
+        raise
+    except Exception as error:
+        print_line(f"rank {place.rank} failed in {doing}: {first_line(error)}")
+        leave(1)
 
 
 def run_joined(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +181,8 @@ def place_processes(
     """
     layout = layout_of(config)
     chosen = list(range(len(processes)))
+    if cluster is not None or config.placement == FILE:
+        _check_names(processes)
     if config.placement == FILE:
         chosen = ranks_of_file(config, processes)
     if cluster is None:
@@ -199,6 +202,17 @@ def place_processes(
         raise RuntimeError(f"{placement.how} moves rank 0 to launch rank {ranks[0]}")
     seconds = float(price_step(placement, transfers(config, layout)).seconds)
     return PlacedRanks(tuple(processes), ranks, layout, placement.how, placement, seconds, note)
+
+
+def _check_names(processes: Sequence[Process]) -> None:
+    """Raises UserError if two hosts have one name, as clones of a virtual machine do."""
+    found = Counter((process.host, process.local) for process in processes)
+    (host, local), count = found.most_common(1)[0]
+    if count > 1:
+        raise UserError(
+            f"{count} ranks are number {local} of a host named {host}: give each host a name of "
+            "its own, or leave out cluster.source, placement and rank_file"
+        )
 
 
 def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:

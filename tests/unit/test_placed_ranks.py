@@ -432,3 +432,11 @@ def test_what_does_not_fit_is_said_once(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].startswith("parallel3d: n4 runs 2 ranks and has 1 GPU: GPUs of cluster")
+
+
+def test_two_hosts_of_one_name_are_refused() -> None:
+    """Clones of a virtual machine."""
+    clones = [Process("ubuntu", local) for local in (0, 1, 0, 1)]
+    with pytest.raises(UserError, match="2 ranks are number 0 of a host named ubuntu"):
+        place_processes(config("auto", dp=4), clones, cluster(2, 2))
+    place_processes(config("default", dp=4), clones, None)  # where names are of no use

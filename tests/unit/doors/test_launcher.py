@@ -228,7 +228,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "a hook's address of another node": (
         TWO_BY_8 | ENROOT | env("MASTER_ADDR=gpu02"),
-        "MASTER_ADDR=gpu02 is a node of this step, but rank 0 is on gpu01",
+        "MASTER_ADDR=gpu02 is a node of this job, but rank 0 is on gpu01",
     ),
     "a hook's address by number": (
         TWO_BY_8 | ENROOT | env("MASTER_ADDR=10.1.0.1"),
@@ -244,7 +244,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         BATCH_OF_ONE | env("SLURM_TASKS_PER_NODE=64 SLURM_JOB_CPUS_PER_NODE=64"),
         ALONE,
     ),
-    "a batch script without srun": (BATCH, "this Slurm job has 16 tasks, and only this process"),
+    "a batch script without srun": (BATCH, "this Slurm job has 16 tasks, and this process alone"),
     "a batch script, no SLURM_NTASKS": (
         without(BATCH, "SLURM_NTASKS", "SLURM_NPROCS"),
         "put srun before",
