@@ -60,7 +60,12 @@ from parallel3d.config.schema import Config
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
-from parallel3d.host.devices import HostError, choose_device, gpu_environment
+from parallel3d.host.devices import (
+    HostError,
+    check_numerics,
+    choose_device,
+    gpu_environment,
+)
 from parallel3d.host.processes import prepare_streams
 from parallel3d.run.directory import (
     CONFIG_FILE,
@@ -343,6 +348,7 @@ def _start(app: str, config: Config, line: str | None) -> int:
         _check_data(app, config)
     device = choose_device(config.device, world_size)
     check_precision_of(device.kind, config.precision.name)
+    check_numerics(device.kind, config.precision.name, os.environ)
     if world_size > 1:
         listen_here(config.launch.master_port).close()  # refused before anything is written
     job_id = os.environ.get("SLURM_JOB_ID")
@@ -369,9 +375,9 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
     """
     try:
         os.environ.update(gpu_environment(config, config.device, os.environ))
-        here, bound = place.local_world_size, place.may_bind_gpus
-        device = choose_device(config.device, here, one_gpu_each=bound)
+        device = choose_device(config.device, place.local_world_size, launched=True)
         check_precision_of(device.kind, config.precision.name)
+        check_numerics(device.kind, config.precision.name, os.environ)
         _check_data(app, config, place.rank == 0)
     except UserError as error:
         if place.rank == 0:
@@ -379,8 +385,8 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
         of_host = HostError(f"on host {socket.gethostname()}: {error}")
         tell_rank_0(config, place, of_host)
         raise of_host from None
-    if device.note and place.local_rank == 0:
-        print_line(device.note)
+    if place.rank == 0:
+        print_line(device.line)
     return device.kind
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.exchange import all_gather_json
+from parallel3d.host.quotas import available_cores
 
 CPU = torch.device("cpu")
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
@@ -170,7 +171,7 @@ def open_shared_memory(
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, index)
     attached = all_gather_json(descriptor >= 0, handle, CPU)
     if all(attached):
-        spin_s = SPIN_S if dist.get_world_size() <= (os.cpu_count() or 1) else 0.0
+        spin_s = SPIN_S if dist.get_world_size() <= available_cores() else 0.0
         return SharedMemory(index, size, descriptor, len(signals), length, timeout_s, spin_s)
     if descriptor >= 0:
         os.close(descriptor)

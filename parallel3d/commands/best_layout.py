@@ -16,8 +16,8 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.profiled_cost import check_device, read
 from parallel3d.estimate.search import best, configure, reason
-from parallel3d.host.devices import CPU, choose_device, device_name, gpu_count
-from parallel3d.host.memory import cores
+from parallel3d.host.devices import CPU, choose_device, device_name
+from parallel3d.host.quotas import available_cores, cores
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.topology.assumptions import chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
@@ -35,7 +35,7 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     ranks = place.world_size if place else config.launch.ranks or _ranks_here(config, keys)
     config = replace(config, layout="given", launch=replace(config.launch, ranks=None))
     here = place.local_world_size if place else ranks
-    kind = choose_device(config.device, here, one_gpu_each=place is not None).kind
+    kind = choose_device(config.device, here, launched=place is not None).kind
     _check_known(config, kind, several=here < ranks)
     plan = searched(with_own_gpus(config, os.environ, run_command), held(config, keys), ranks)
     first, found = _first_allowed(plan, keys)
@@ -49,8 +49,8 @@ def _ranks_here(config: Config, keys: set[str]) -> int:
     least = 1
     for key in DIMENSIONS:
         least *= (getattr(config, key) or 1) if key in keys else 1
-    kind = choose_device(config.device, 1).kind
-    most = cores() if kind == CPU else gpu_count()
+    device = choose_device(config.device, 1)
+    most = available_cores() if device.kind == CPU else len(device.gpus)
     return least * max(1, most // least)
 
 
@@ -59,9 +59,9 @@ def _check_known(config: Config, kind: str, several: bool) -> None:
     file = config.cluster.file
     if file is not None:
         machine = read(file)
-        # This rank may be bound to some of the host's cores.
-        whole = os.cpu_count() == machine.made.count
-        count = machine.made.count if whole else cores()
+        # This rank may be bound to some of the host's cores; a quota is not of this rank alone.
+        bound = os.cpu_count() == machine.made.count and available_cores() == cores()
+        count = machine.made.count if bound else available_cores()
         check_device(machine, file, kind, device_name(kind), count)
         if several:
             raise UserError(

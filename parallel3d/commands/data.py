@@ -29,6 +29,7 @@ from parallel3d.data.preprocess import (
 from parallel3d.data.tokenizer import TOKENIZER, FileTokenizer, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, nearest_hint, print_line
 from parallel3d.files import plain, replace_durably
+from parallel3d.host.quotas import available_cores
 from parallel3d.text import si
 
 DATA = "data"
@@ -52,7 +53,7 @@ VERBS = {
             "input": INPUT["input"],
             "to": "prefix of the corpus, as in corpora/web, which makes corpora/web.bin and .idx",
             "tokenizer": "byte, a tokenizer.json, a folder with one, or a name on the hub (byte)",
-            "workers": "processes that make tokens (as many as there are cores)",
+            "workers": "processes that make tokens (as many as there are cores, within a quota)",
             "text_key": INPUT["text_key"],
             "format": INPUT["format"],
             "bad": "largest share of rows that may hold no document; they are left out (0.01)",
@@ -106,7 +107,7 @@ def _run(name: str, given: Mapping[str, str], _: list[str]) -> int:
     if name == "train-tokenizer":
         vocab_size = whole_number("vocab_size", given, SMALLEST, LARGEST) or SMALLEST
         return train(given["input"], kind, text_key, vocab_size, to)
-    workers = whole_number("workers", given, 1, 4096) or len(os.sched_getaffinity(0))
+    workers = whole_number("workers", given, 1, 4096) or available_cores()
     tokenizer, bad = given.get("tokenizer", "byte"), share("bad", given.get("bad", f"{BAD:g}"))
     return tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad)
 

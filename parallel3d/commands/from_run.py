@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from parallel3d.config.values import in_other_precision
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.tokenizer import FOLDER, tokenizer_of
 from parallel3d.errors import UserError, first_line
-from parallel3d.host.devices import choose_device
+from parallel3d.host.devices import check_numerics, choose_device
 from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
 from parallel3d.topology.assumptions import check_free
@@ -83,6 +84,7 @@ def _check_rows(keys: EvalConfig) -> None:
 def run_on_checkpoint(app: str, config: Config) -> int:
     """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
     device = choose_device(config.device, config.world_size)
+    check_numerics(device.kind, config.precision.name, os.environ)
     # Failures go to a folder of their own: nothing is added to the run.
     folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))
     code = None

@@ -41,12 +41,32 @@ def backend_of(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
+def backends_of_world() -> dict[str, str]:
+    """Returns the world's backend by type of device, as in cpu:gloo,cuda:nccl."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    return {kind: backend for kind, _, backend in pairs}
+
+
 def device_of_world() -> torch.device:
-    """Returns the current accelerator if the world's backend is for it, else the CPU."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or not dist.is_initialized() or dist.get_backend() != backend_of(kind):
+    """Returns the current accelerator if the world has the backend for it, else the CPU."""
+    if not dist.is_initialized() or (kind := accelerator_of_world()) is None:
         return torch.device("cpu")
     return current(kind)
+
+
+def accelerator_of_world() -> torch.device | None:
+    """Returns the type of this process's accelerator if the world has its backend, else None."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or backends_of_world().get(kind.type) != backend_of(kind):
+        return None
+    return kind
+
+
+def device_of_words() -> torch.device:
+    """Returns the device on which ranks of the world exchange words: the CPU if it can."""
+    if not dist.is_initialized() or "cpu" in backends_of_world():
+        return torch.device("cpu")
+    return device_of_world()
 
 
 def make_current(device: torch.device) -> None:

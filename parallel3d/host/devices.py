@@ -1,23 +1,21 @@
-"""Devices of this host, and environment variables of its GPU ranks, without importing torch.
+"""Chooses the device of this host's ranks, and their environment variables; without torch.
 
-A wrong `device` must be refused within two seconds, and torch alone takes one to import.
+`choose_device` is the one judge of `device=` for every subcommand and for the library.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import os
 import platform
-import runpy
 import socket
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from parallel3d.config.checks import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.host.gpus import Found, Gpu, find, is_nvidia_build
+from parallel3d.host.quotas import available_cores
 
 # The first name is the one that torch ≥ 2.9 reads; the others are older and still work.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -30,6 +28,7 @@ RECORDED = 20_000
 NEW_NCCL = "TORCH_DIST_USE_NCCL2"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = 10  # compute capability
+TF32 = "NVIDIA_TF32_OVERRIDE"
 
 
 def gpu_environment(config: Config, device: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -69,8 +68,10 @@ def _needs_order(config: Config) -> bool:
 # Several ranks on one GPU, by NCCL from 2.30 on: slow, for trying a layout where there is one GPU.
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 CPU = "cpu"
+CUDA = "cuda"
 SIMULATED = "simulated"  # parallel3d.simulated_device, an accelerator simulated on the CPU
 SIMULATED_DEVICES = 8
+OR_CPU = "; or give device=cpu to compute on the CPU"
 
 
 class HostError(UserError):
@@ -78,36 +79,124 @@ class HostError(UserError):
 
 
 class DeviceChoice(NamedTuple):
-    """The device type of a host's ranks; `note`: why device=auto ignores its GPUs, logged once."""
+    """The device type of a host's ranks, a line of what is used of what is there, and the GPUs."""
 
     kind: str
-    note: str = ""
+    line: str = ""
+    gpus: tuple[Gpu, ...] = ()
 
 
-def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False) -> DeviceChoice:
+def choose_device(
+    requested: str,
+    ranks_here: int,
+    *,
+    launched: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> DeviceChoice:
     """Returns the device type for the `ranks_here` ranks of this host, from `device=requested`.
 
-    `one_gpu_each`: the launcher shows every rank its own GPU only (Slurm's GPU binding), so seeing
-    one is enough. Raises HostError if CUDA is requested but absent, too old, or has fewer GPUs than
-    ranks, unless NCCL is told that ranks may share one; device=auto takes the CPU then.
+    device=auto takes the CPU only where the driver says that there is no GPU, or there is no
+    driver, and nothing says that a GPU is meant.
+
+    Args:
+        launched: a launcher started the ranks, and may show each its own GPUs only, as Slurm's
+            binding does: whether they are distinct, only all ranks together know (`shared_gpu`).
+        environ: variables of this process; None: its own.
+
+    Raises:
+        HostError: GPUs that cannot be used, or fewer than ranks; with device=auto none where one is
+            meant, with device=cuda none at all.
     """
     if requested in (CPU, SIMULATED):
-        return DeviceChoice(requested)
-    try:
-        gpus = gpu_count()
-        if gpus == 0 and requested == "cuda":
-            raise HostError(f"device=cuda, but {_why_no_gpu()}; give device=cpu or device=auto")
-        enough = (one_gpu_each and gpus == 1) or os.environ.get(SHARED_GPUS) == "1"
-        if 0 < gpus < ranks_here and not enough:
+        return DeviceChoice(requested, _line_of_cpu(requested))
+    environ = os.environ if environ is None else environ
+    found, host = find(environ), socket.gethostname()
+    if found.fault:
+        raise HostError(f"device={requested}, but host {host} gives no GPU: {found.fault}{OR_CPU}")
+    if found.gpus:
+        few = len(found.gpus) < ranks_here and environ.get(SHARED_GPUS) != "1"
+        if few and not launched:
             raise HostError(
-                f"{ranks_here} ranks need {ranks_here} GPUs, but host {socket.gethostname()} shows "
-                f"{gpus}: use a smaller tp × pp × dp, more hosts, or device=cpu"
+                f"{ranks_here} ranks need {ranks_here} GPUs, but host {host} shows "
+                f"{len(found.gpus)}: use a smaller tp × pp × dp, more hosts, or device=cpu"
             )
-    except HostError as lack:
-        if requested == "cuda":
-            raise
-        return DeviceChoice(CPU, f"device=auto computes on the CPU: {lack}.")
-    return DeviceChoice("cuda" if gpus else CPU)
+        return DeviceChoice(CUDA, _line_of_gpus(found, ranks_here, few), found.gpus)
+    if requested == CUDA:
+        raise HostError(f"device=cuda, but host {host} gives no GPU: {found.lack}{OR_CPU}")
+    if found.hints:
+        raise HostError(
+            f"device=auto finds no GPU on host {host}, as {found.lack}, but a GPU is meant by "
+            f"{', '.join(found.hints)}: {_remedy(found)}{OR_CPU}"
+        )
+    more = f"; {found.remark}" if found.remark else ""
+    return DeviceChoice(CPU, f"{_line_of_cpu(CPU)}: {found.lack}{more}")
+
+
+def _remedy(found: Found) -> str:
+    if "build without CUDA" in found.lack:
+        return "install a torch that is built for it"
+    if "hides all" in found.lack:
+        return "unset that mask, or ask the scheduler for GPUs (srun --gpus-per-node=…)"
+    return (
+        "load its driver, or give this step or container its GPUs (srun --gpus-per-node=…, docker "
+        "run --gpus all, apptainer exec --nv)"
+    )
+
+
+def _line_of_cpu(kind: str) -> str:
+    here = "CPU" if kind == CPU else "an accelerator simulated on the CPU"
+    return f"device: {here}, {available_cores()} of {os.cpu_count() or 1} cores"
+
+
+def _line_of_gpus(found: Found, ranks_here: int, one_each: bool) -> str:
+    used = ranks_here if one_each else min(ranks_here, len(found.gpus))
+    there = max(used, found.on_host)
+    names = " and ".join(dict.fromkeys(gpu.name for gpu in found.gpus[:used] if gpu.name))
+    return (
+        f"device: {used} of {there} GPU{'s' * (there > 1)} of this host{f', {names}' * bool(names)}"
+    )
+
+
+def shared_gpu(of_ranks: Sequence[tuple[str, str]]) -> str | None:
+    """Returns a sentence if two ranks compute on one GPU, unless NCCL is told that they may.
+
+    Args:
+        of_ranks: each rank's host and its GPU's identity, "" for a CPU or where none is known.
+    """
+    first: dict[str, int] = {}
+    for rank, (host, gpu) in enumerate(of_ranks):
+        if gpu and (other := first.setdefault(gpu, rank)) != rank:
+            return (
+                f"ranks {other} and {rank} of host {host} compute on one GPU ({gpu}): start at "
+                "most as many ranks on a host as it has GPUs, show each its own (or all of them), "
+                f"or set {SHARED_GPUS}=1, by which NCCL lets ranks share one; device=cpu computes "
+                "on the CPU"
+            )
+    return None
+
+
+def gpu_of_rank(device: str, environ: Mapping[str, str]) -> str:
+    """Returns the identity of the GPU `device` ("cuda:0"); "" for others, or if ranks may share."""
+    kind, _, index = device.partition(":")
+    if kind != CUDA or environ.get(SHARED_GPUS) == "1":
+        return ""
+    gpus = find(environ).gpus
+    return gpus[int(index)].identity if int(index) < len(gpus) else ""
+
+
+def check_numerics(kind: str, precision: str, environ: Mapping[str, str]) -> None:
+    """Raises UserError if a variable that wins over every program contradicts `precision`.
+
+    cuBLAS never computes in tf32 where NVIDIA_TF32_OVERRIDE is 0; another value makes it.
+    """
+    value = environ.get(TF32, "").strip()
+    other = "fp32" if value == "0" else "tf32"
+    wins = value and precision in ("fp32", "tf32") and precision != other
+    if wins and kind == CUDA and is_nvidia_build():
+        raise UserError(
+            f"{TF32}={value} makes cuBLAS compute in {other} whatever a program asks for, but "
+            f"precision={precision}; unset it, or give precision={other}"
+        )
 
 
 def device_of_rank(kind: str, local_rank: int) -> str:
@@ -129,127 +218,24 @@ def _torch_count(kind: str) -> int:
 
 
 def gpu_count() -> int:
-    """Returns the number of GPUs that torch can use. Raises HostError if the driver is too old."""
-    build = _torch_build()
-    if build.get("hip"):
-        return _in_subprocess(_rocm_count)
-    if not build.get("cuda"):
-        return 0
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    _check_driver(driver, build)
-    return _in_subprocess(lambda: _cuda_count(driver))
-
-
-def _in_subprocess(count: Callable[[], int]) -> int:
-    """Returns the result of `count` in a process of its own, 0 if that fails.
-
-    Counting initialises the driver, and a process forked afterwards, as local ranks are, could not
-    initialise it again.
-    """
-    pid = os.fork()
-    if pid == 0:
-        found = 0
-        try:
-            found = min(count(), 255)
-        finally:
-            os._exit(found)
-    _, status = os.waitpid(pid, 0)
-    return max(0, os.waitstatus_to_exitcode(status))
-
-
-def _rocm_count() -> int:
-    import torch  # a ROCm build has no driver library to ask at less cost
-
-    return torch.cuda.device_count()
-
-
-def _cuda_count(driver: ctypes.CDLL) -> int:
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
-
-
-def _check_driver(driver: ctypes.CDLL, build: dict[str, Any]) -> None:
-    """Raises HostError if the driver is for an older CUDA than torch's major version."""
-    found = ctypes.c_int(0)
-    if driver.cuDriverGetVersion(ctypes.byref(found)) != 0:
-        return
-    major, minor = found.value // 1000, found.value % 1000 // 10
-    wanted = str(build["cuda"])
-    if major < int(wanted.partition(".")[0]):
-        raise HostError(
-            f"host {socket.gethostname()} has a driver for CUDA {major}.{minor}, but the installed "
-            f"torch {build.get('__version__')} is built for CUDA {wanted}: update the driver, "
-            f"install a torch for CUDA {major}, or give device=cpu"
-        )
-
-
-def is_nvidia_build() -> bool:
-    return bool(_torch_build().get("cuda"))
+    """Returns the number of GPUs that torch can use."""
+    return len(find(os.environ).gpus)
 
 
 def compute_capability() -> int | None:
-    """Returns the major compute capability of the host's first GPU (9: Hopper), or None."""
-    gpu = _first_gpu()
-    if gpu is None:
-        return None
-    nvml, handle = gpu
-    major, minor = ctypes.c_int(0), ctypes.c_int(0)
-    failed = nvml.nvmlDeviceGetCudaComputeCapability(
-        handle, ctypes.byref(major), ctypes.byref(minor)
-    )
-    return None if failed else major.value
+    """Returns the major compute capability of this process's first GPU (9: Hopper), or None."""
+    gpus = find(os.environ).gpus
+    return (gpus[0].capability or None) if gpus else None
 
 
 def device_name(kind: str) -> str | None:
     """Returns the name of the processor or of the first GPU, constant over time; None: unknown."""
-    if kind == "cuda":
-        return _gpu_name()
+    if kind == CUDA:
+        gpus = find(os.environ).gpus
+        return (gpus[0].name or None) if gpus else None
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             found = [line.partition(":")[2].strip() for line in lines if "model name" in line]
     except OSError:
         found = []
     return found[0] if found and found[0] else platform.machine() or None
-
-
-def _gpu_name() -> str | None:
-    """Returns the name of the first GPU by NVML, which torch shows too; None if not known."""
-    gpu = _first_gpu()
-    if gpu is None:
-        return None
-    nvml, handle = gpu
-    name = ctypes.create_string_buffer(96)
-    failed = nvml.nvmlDeviceGetName(handle, name, len(name))
-    return None if failed else name.value.decode(errors="replace")
-
-
-def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
-    """Returns NVML, which leaves CUDA uninitialised, and its handle of the first GPU, or None."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    gpu = ctypes.c_void_p()
-    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)) != 0:
-        return None
-    return nvml, gpu
-
-
-def _why_no_gpu() -> str:
-    build = _torch_build()
-    if not (build.get("cuda") or build.get("hip")):
-        return f"the installed torch {build.get('__version__')} is a build without CUDA"
-    return f"host {socket.gethostname()} shows no GPU"
-
-
-def _torch_build() -> dict[str, Any]:
-    """Returns the constants of torch/version.py (`cuda`, `hip`, `__version__`), without torch."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError("torch is not installed: run launch/setup.sh or pip install torch")
-    return runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))

@@ -119,19 +119,3 @@ def _cpus_of(path: Path) -> set[int]:
     except (OSError, ValueError):
         return set()
     return cpus
-
-
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use within its container's CPU quota."""
-    quota_file = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "<µs of CPU> <µs of time>" or "max …"
-    if quota_file.is_file():
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            return min(cores(), max(1, round(int(quota) / int(period))))
-    return cores()

@@ -11,7 +11,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.matmul import matmul
 from parallel3d.device.precision import COMPUTE
 from parallel3d.estimate.devices import find_device
-from parallel3d.host.memory import available_cores
+from parallel3d.host.quotas import available_cores
 
 
 def peak_memory(device: torch.device) -> dict[str, int] | None:

@@ -6,6 +6,7 @@ import atexit
 import functools
 import os
 import signal
+import socket
 import sys
 from datetime import timedelta
 from types import TracebackType
@@ -16,17 +17,39 @@ import torch.distributed as dist
 
 from parallel3d.comm.exchange import check_agreement
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.store import get_all, put
 from parallel3d.config.fields import check_value
 from parallel3d.config.schema import Config, LaunchConfig
-from parallel3d.device.accelerator import backend_of, device_of_world, is_accelerator, make_current
+from parallel3d.device.accelerator import (
+    accelerator_of_world,
+    backend_of,
+    backends_of_world,
+    current,
+    is_accelerator,
+    make_current,
+    module,
+)
 from parallel3d.errors import UserError, closest, print_line
-from parallel3d.host.devices import NEW_NCCL, choose_device, device_of_rank
+from parallel3d.host.devices import (
+    CPU,
+    CUDA,
+    NEW_NCCL,
+    choose_device,
+    device_of_rank,
+    gpu_of_rank,
+    shared_gpu,
+)
+from parallel3d.host.gpus import find
 from parallel3d.run.failure import leave
-from parallel3d.run.launcher_environment import detect
-from parallel3d.run.rendezvous import counted, rendezvous
+from parallel3d.run.launcher_environment import RankAssignment, detect
+from parallel3d.run.rendezvous import counted, from_rank_0, rendezvous
 from parallel3d.run.worker import begin_on
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
+
+GPU_KEY = "parallel3d/gpu"
+# What a script types for ranks on CPUs: its GPUs are not meant then.
+HOST_BACKENDS = ("gloo", "mpi", "cpu:gloo", "cpu:mpi")
 
 
 def init(
@@ -60,7 +83,8 @@ def init(
     """
     own = not dist.is_initialized()
     check_versions(OF_A_SCRIPT)
-    here = _join_world(device, timeout_s) if own else device_of_world()
+    check_value("device", device)
+    here = _join_world(device, timeout_s) if own else _device_in_world(device)
     layout = _agreed_layout({"pp": pp, "tp": tp, "cp": cp, "dp": dp}, order, here)
     launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
     groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
@@ -73,7 +97,6 @@ def init(
 
 def _join_world(requested: str, timeout_s: float) -> torch.device:
     """Runs the rendezvous, initialises torch.distributed and returns this rank's device."""
-    check_value("device", requested)
     place = detect(os.environ)
     config = Config(launch=LaunchConfig(timeout_s=timeout_s))
     store: dist.Store | None = None
@@ -83,22 +106,108 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
         store = rendezvous(config, place)
         place = counted(store, place)
     ranks_here = 1 if place is None else place.local_world_size
-    bound = place is not None and place.may_bind_gpus
-    kind = choose_device(requested, ranks_here, one_gpu_each=bound).kind
-    begin_on(kind)
-    device = torch.device(device_of_rank(kind, 0 if place is None else place.local_rank))
+    choice = choose_device(requested, ranks_here, launched=place is not None)
+    if place is None or place.rank == 0:
+        print_line(choice.line)
+    begin_on(choice.kind)
+    device = torch.device(device_of_rank(choice.kind, 0 if place is None else place.local_rank))
+    if place is not None:
+        store = rendezvous(config, place) if store is None else store
+        _check_devices(store, place, device)
     make_current(device)
     if is_accelerator(device):
         os.environ.setdefault(NEW_NCCL, "0")
     dist.init_process_group(
         backend_of(device),
-        store=rendezvous(config, place) if store is None and place is not None else store,
+        store=store,
         rank=0 if place is None else place.rank,
         world_size=1 if place is None else place.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if is_accelerator(device) else None,
     )
     return device
+
+
+def _check_devices(store: dist.Store, place: RankAssignment, device: torch.device) -> None:
+    """Raises UserError on every rank if ranks differ in the type of device or share a GPU unasked.
+
+    Collective over the world, by its store.
+    """
+    mine = [socket.gethostname(), device.type, gpu_of_rank(str(device), os.environ)]
+    put(store, f"{GPU_KEY}/{place.rank}", mine)
+
+    def decide() -> None:
+        found = get_all(store, [f"{GPU_KEY}/{rank}" for rank in range(place.world_size)])
+        for rank, (host, kind, _) in enumerate(found):
+            if kind != device.type:
+                raise UserError(
+                    f"rank 0 computes on {device.type}, rank {rank} on host {host} would on "
+                    f"{kind}; give device='cpu' or device='cuda'"
+                )
+        if shared := shared_gpu([(host, gpu) for host, _, gpu in found]):
+            raise UserError(shared)
+
+    from_rank_0(store, GPU_KEY, place, decide)
+
+
+def _device_in_world(requested: str) -> torch.device:
+    """Returns this rank's device in a world that the script has initialised itself.
+
+    Of the accelerator the script keeps what it bound the world to or made current; else the rank
+    takes that of LOCAL_RANK, as PyTorch's own meshes do.
+
+    Raises:
+        UserError: the world has no backend for `requested`; GPUs that cannot be used, or are meant
+            and not there, where no backend was typed or one for them.
+    """
+    world, kind = dist.get_backend_config(), accelerator_of_world()
+    typed = dist.get_backend()
+    if requested == "auto" and kind is None and typed in HOST_BACKENDS:
+        idle = f", and {count} GPUs are not used" if (count := len(find(os.environ).gpus)) else ""
+        here = choose_device(CPU, 1).line
+        return _cpu_of_world(f"{here}: torch.distributed was initialised with {typed}{idle}")
+    if requested == CPU or (requested == "auto" and kind is None):
+        choice = choose_device(requested, _local_ranks(), launched=True)
+        if choice.kind == CPU and CPU in backends_of_world():
+            return _cpu_of_world(choice.line)
+        requested = choice.kind
+    if kind is None or requested not in ("auto", kind.type):
+        raise UserError(
+            f"init(device={requested!r}), but torch.distributed was initialised with {world}, in "
+            "which this process has no backend for it; call p3d.init in place of "
+            "init_process_group, or name the backend there, as in 'cpu:gloo,cuda:nccl'"
+        )
+    if kind.type == CUDA:
+        _tell(choose_device(CUDA, _local_ranks(), launched=True).line)
+    bound = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
+    if bound is not None and bound.type == kind.type and bound.index is not None:
+        device = bound
+    elif module(kind).is_initialized():
+        device = current(kind)
+    else:
+        device = torch.device(device_of_rank(kind.type, _number_of("LOCAL_RANK", 0)))
+    make_current(device)
+    return device
+
+
+def _cpu_of_world(line: str) -> torch.device:
+    _tell(line)
+    return torch.device(CPU)
+
+
+def _tell(line: str) -> None:
+    if dist.get_rank() == 0:
+        print_line(line)
+
+
+def _local_ranks() -> int:
+    return max(1, _number_of("LOCAL_WORLD_SIZE", 1))
+
+
+def _number_of(name: str, default: int) -> int:
+    """Returns a launcher's number; the script has joined the ranks without us, by any means."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default
 
 
 def _agreed_layout(sizes: dict[str, int | None], order: str, device: torch.device) -> Layout:

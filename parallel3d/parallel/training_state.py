@@ -42,7 +42,7 @@ from parallel3d.checkpoint.storage import (
     write_state,
 )
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.device.accelerator import device_of_world
+from parallel3d.device.accelerator import device_of_words
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder
 from parallel3d.metrics.provenance import versions
@@ -496,7 +496,7 @@ def _share(value: Any) -> list[Any]:
     """Gathers a JSON value from all ranks; collective."""
     if not dist.is_initialized():
         return all_gather_json(value, None, torch.device("cpu"))
-    return all_gather_json(value, dist.group.WORLD, device_of_world())
+    return all_gather_json(value, dist.group.WORLD, device_of_words())
 
 
 def _together(call: Callable[[], T]) -> T:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
-from parallel3d.host.memory import available_cores
+from parallel3d.host.quotas import available_cores
 
 WORD_EMBEDDING = "embedding.word.weight"
 TILE = 256  # side of the square tiles in which random matrices are drawn

@@ -67,11 +67,6 @@ class RankAssignment:
     def on_one_host(self) -> bool:
         return self.world_size == self.local_world_size
 
-    @property
-    def may_bind_gpus(self) -> bool:
-        """Returns whether the launcher may show each rank its own GPU alone."""
-        return self.launcher in ("slurm", "mpi")
-
 
 @dataclass(frozen=True)
 class Numbered:

@@ -29,8 +29,9 @@ from parallel3d.comm.store import LOCALHOST, SECRET, listen_at, one_host_environ
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import DeviceChoice, gpu_environment
-from parallel3d.host.memory import cores, nothing_collected
+from parallel3d.host.memory import nothing_collected
 from parallel3d.host.processes import drop_failed_output, set_process_name
+from parallel3d.host.quotas import available_cores
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE, discard_unused, keep_failures
 from parallel3d.run.failure import (
@@ -256,8 +257,7 @@ def run_here(
     used torch cannot be forked safely. Returns the exit code, after logging failures.
     """
     drop_failed_output()
-    if device.note:
-        print_line(device.note)
+    print_line(device.line)
     try:
         if config.world_size == 1 and not in_sweep:
             return run_alone(app, config, run_dir, device.kind)
@@ -382,7 +382,7 @@ def _is_answer(code: int) -> bool:
 
 def _defaults_for_workers(config: Config, kind: str) -> dict[str, str]:
     """Returns variables of the ranks: required ones, and defaults that the user has not set."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, cores() // config.world_size))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // config.world_size))}
     wanted |= gpu_environment(config, kind, os.environ)
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     return unset | one_host_environment(os.environ) | {SECRET: secrets.token_hex()}

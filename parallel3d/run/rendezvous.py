@@ -28,7 +28,8 @@ from parallel3d.config import identity
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
-from parallel3d.host.devices import HostError, device_of_rank
+from parallel3d.host.devices import HostError, device_of_rank, gpu_of_rank, shared_gpu
+from parallel3d.host.gpus import boot_id
 from parallel3d.host.memory import nothing_collected
 from parallel3d.run.directory import (
     PLACEMENT_FILE,
@@ -130,6 +131,7 @@ def assign_rank(
         worker.local_rank,
         environ.get("SLURM_TOPOLOGY_ADDR", ""),
         environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""),
+        gpu_of_rank(worker.device, environ),
     )
     put(store, f"{PROCESS_KEY}/{launch_rank}", mine)
     needs_cluster = placed_ranks.wants_cluster(config) or app == "bench comm"
@@ -140,6 +142,8 @@ def assign_rank(
         if refusals := [answer["refuses"] for answer in answers if isinstance(answer, dict)]:
             raise RankZerosError(refusals[0])
         processes = [Process(*fields) for fields in answers]
+        if shared := shared_gpu([(process.host, process.gpu) for process in processes]):
+            raise UserError(shared)
         cluster = find_cluster(config, processes, environ) if needs_cluster else None
         placed = placed_ranks.place_processes(config, processes, cluster)
         if placed.note:
@@ -180,7 +184,6 @@ READ_S = 5.0  # for which rank 0 keeps the store, so that the others can read wh
 NCCL_DUMP_KEY = "exception_dump"
 START_KEY = "parallel3d/start"  # what rank 0 says of its start, for all who reach its store
 HOST_KEY = "parallel3d/host"
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 HINT_S = 30.0  # after which a rank says that it waits for rank 0
 CLEARED_KEY = "parallel3d/cleared"
 
@@ -289,7 +292,7 @@ def counted(store: Store, place: RankAssignment) -> RankAssignment:
 
     Collective over the world. Raises UserError if the launcher's number on the host cannot be.
     """
-    put(store, f"{HOST_KEY}/{place.rank}", [socket.gethostname(), _boot_id()])
+    put(store, f"{HOST_KEY}/{place.rank}", [socket.gethostname(), boot_id()])
     hosts = get_all(store, [f"{HOST_KEY}/{rank}" for rank in range(place.world_size)])
     here = hosts.count(hosts[place.rank])
     if place.local_rank >= here:
@@ -298,14 +301,6 @@ def counted(store: Store, place: RankAssignment) -> RankAssignment:
             f"ranks: export LOCAL_WORLD_SIZE, the number of ranks of this host"
         )
     return dataclasses.replace(place, local_world_size=here)
-
-
-def _boot_id() -> str:
-    """Returns what tells this boot of the machine from all others; "" where the kernel does not."""
-    try:
-        return BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def keeps_store(environ: Mapping[str, str]) -> bool:

@@ -40,12 +40,18 @@ OPENMPI_FORM = re.compile(r"rank\s+(\d+)\s*=\s*(\S+)\s+slots?\s*=\s*(\d+)", re.I
 
 
 class Process(NamedTuple):
-    """A launched process. `address` and `pattern`: SLURM_TOPOLOGY_ADDR and its pattern, or ""."""
+    """A launched process.
+
+    Attributes:
+        address, pattern: SLURM_TOPOLOGY_ADDR and its pattern, or "".
+        gpu: the identity of its GPU; "" on a CPU, or where it is not known.
+    """
 
     host: str
     local: int
     address: str = ""
     pattern: str = ""
+    gpu: str = ""
 
 
 def ranks_of_file(config: Config, processes: Sequence[Process]) -> list[int]:

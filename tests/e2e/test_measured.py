@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.host.devices import device_name
-from parallel3d.host.memory import cores
+from parallel3d.host.quotas import available_cores
 from tests.e2e.command import TINY, Shell
 from tests.e2e.forked import Forked
 from tests.e2e.here import answer
@@ -20,7 +20,7 @@ FILE = "here.yaml"
 
 def measured(folder: Path, **made: object) -> None:
     """A file of this device, but for what is said of it."""
-    here = {"name": device_name("cpu"), "count": cores()} | made
+    here = {"name": device_name("cpu"), "count": available_cores()} | made
     of = machine(made=dataclasses.replace(MADE, **here))  # type: ignore[arg-type]
     (folder / FILE).write_text(of.text())
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -17,58 +17,31 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.cli import command_line
+from parallel3d.comm.store import put
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
-from parallel3d.host import devices
-from parallel3d.host import devices as gpu_environment
-from parallel3d.host.devices import DeviceChoice, HostError, choose_device, device_of_rank
+from parallel3d.host.devices import DeviceChoice, HostError, device_of_rank, gpu_of_rank
 from parallel3d.parallel.groups import init
 from parallel3d.run import local_workers, rendezvous, worker
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
+from parallel3d.topology.placed_ranks import Process
+from tests.tools.played_gpus import Driver, Host, cards, played
 
 HOST = socket.gethostname()
-CUDA_BUILD = {"cuda": "13.0", "hip": None, "__version__": "2.13.0+cu130"}
 
 
 @pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_gpu(tmp_path: Path) -> Iterator[None]:
     """A workstation: one GPU, a torch that can use it."""
-    monkeypatch.setattr(devices, "gpu_count", lambda: 1)
+    root = tmp_path / "root"
+    root.mkdir()
+    with played(Host(driver=Driver(cards=cards(1)), environ=dict(os.environ)), root):
+        yield
 
 
-def test_auto_takes_the_gpus_if_each_rank_has_one(one_gpu: None) -> None:
-    assert choose_device("auto", 1) == DeviceChoice("cuda")
-    assert choose_device("auto", 8, one_gpu_each=True) == DeviceChoice(
-        "cuda"
-    )  # srun shows one a task
-
-
-def test_auto_takes_the_cpu_and_says_why_if_ranks_outnumber_gpus(one_gpu: None) -> None:
-    assert choose_device("auto", 4) == DeviceChoice(
-        "cpu",
-        f"device=auto computes on the CPU: 4 ranks need 4 GPUs, but host {HOST} shows 1: use a "
-        "smaller tp × pp × dp, more hosts, or device=cpu.",
-    )
-    assert choose_device("cpu", 4) == DeviceChoice("cpu")
-    with pytest.raises(HostError, match="4 ranks need 4 GPUs"):
-        choose_device("cuda", 4)
-
-
-def test_ranks_share_a_gpu_if_nccl_is_told_so(
-    one_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert choose_device("cuda", 4) == DeviceChoice("cuda")
-    assert device_of_rank("cuda", 3) == "cuda:0"
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
-    with pytest.raises(HostError, match="4 ranks need 4 GPUs"):
-        choose_device("cuda", 4)
-
-
-def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> list[tuple]:
+def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, *words: str) -> list[tuple]:
     """What the command line hands to the launcher, which is recorded instead of started."""
     started: list[tuple] = []
 
@@ -81,7 +54,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> lis
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert command_line.main(["train", *words]) == 0
+    assert command_line.main(["train", *words]) == code
     return started
 
 
@@ -96,26 +69,44 @@ def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
     assert local_workers.run_here("train", Config(), tmp_path, cpu, in_sweep=True) == 0
 
 
-def test_the_readmes_line_runs_on_a_workstation_with_one_gpu(
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert run_cli(monkeypatch, tmp_path, "tp=2", "pp=2") == [("train", 4, "cpu")]
-    said = capsys.readouterr().err
-    assert said.count("device=auto computes on the CPU: 4 ranks need 4 GPUs") == 1
+    """device=auto would compute for days on the CPU beside an idle GPU."""
+    assert run_cli(monkeypatch, tmp_path, 2, "tp=2", "pp=2") == []
+    assert "4 ranks need 4 GPUs, but host" in capsys.readouterr().err
+    assert run_cli(monkeypatch, tmp_path, 0, "tp=2", "pp=2", "device=cpu") == [("train", 4, "cpu")]
+    assert capsys.readouterr().err.count("device: CPU, ") == 1
 
 
 def place(rank: int, local_rank: int) -> RankAssignment:
     return RankAssignment("torchrun", rank, local_rank, 4, 2, "host0", 29500)
 
 
-def test_under_torchrun_the_first_rank_of_each_host_says_it(
-    one_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: False)
-    config = check_config(Config(), 4)
+def test_under_torchrun_rank_0_says_what_is_used(capsys: pytest.CaptureFixture) -> None:
+    config = check_config(Config(device="cpu"), 4)
     kinds = [command_line._checked_here("bench comm", config, place(r, r % 2)) for r in range(4)]
     assert kinds == ["cpu"] * 4
-    assert capsys.readouterr().err.count("computes on the CPU") == 2
+    assert capsys.readouterr().err.count("device: CPU, ") == 1
+
+
+def test_ranks_that_compute_on_one_gpu_are_refused_on_every_rank(
+    one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each may be shown its own: only all together know that it is one."""
+    store, sentences = dist.HashStore(), []
+    monkeypatch.setattr(rendezvous, "READ_S", 0.0)
+    config = check_config(Config(runs_dir=str(tmp_path)), 2)
+    for rank in (1, 0):  # rank 0 decides
+        here = Worker(rank, rank, 2, 2, tmp_path, "torchrun", "cuda:0")
+        if rank == 1:
+            mine = Process(HOST, 1, gpu=gpu_of_rank("cuda:0", os.environ))
+            put(store, f"{rendezvous.PROCESS_KEY}/1", mine)
+            continue
+        with pytest.raises(UserError) as refused:
+            rendezvous.assign_rank(config, here, store, {}, "bench comm")
+        sentences.append(str(refused.value))
+    assert f"ranks 0 and 1 of host {HOST} compute on one GPU" in sentences[0]
 
 
 def test_hosts_that_chose_otherwise_are_refused(
@@ -136,64 +127,7 @@ def test_hosts_that_chose_otherwise_are_refused(
         rendezvous.agree_on_run("bench comm", config, place(2, 0), here, store, "cpu")
 
 
-# --- the driver, by calls that would reach it ---------------------------------------------------
-
-
-def played_driver(version: int, gpus: int) -> SimpleNamespace:
-    def put(value: int):
-        def call(pointer) -> int:
-            pointer._obj.value = value
-            return 0
-
-        return call
-
-    return SimpleNamespace(
-        cuDriverGetVersion=put(version), cuInit=lambda _: 0, cuDeviceGetCount=put(gpus)
-    )
-
-
-@pytest.fixture
-def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_torch_build", lambda: CUDA_BUILD)
-
-
-def test_driver_older_than_the_wheel_is_named_at_once(
-    cuda_build: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: played_driver(12080, 8))
-    sentence = (
-        rf"host {HOST} has a driver for CUDA 12\.8, but the installed torch 2\.13\.0\+cu130 is "
-        r"built for CUDA 13\.0: update the driver, install a torch for CUDA 12, or give device=cpu"
-    )
-    with pytest.raises(HostError, match=sentence):
-        choose_device("cuda", 8)
-    kind, note = choose_device("auto", 8)
-    assert kind == "cpu"
-    assert "has a driver for CUDA 12.8" in note
-
-
-@pytest.mark.parametrize("version", [13000, 13010, 14000])
-def test_driver_of_the_same_major_version_or_newer_will_do(
-    cuda_build: None, monkeypatch: pytest.MonkeyPatch, version: int
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: played_driver(version, 8))
-    assert choose_device("auto", 8) == DeviceChoice("cuda")
-
-
 # --- the rank -----------------------------------------------------------------------------------
-
-
-def test_who_counts_the_gpus_has_not_started_the_driver(
-    cuda_build: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else no rank that is forked of it could."""
-    driver, started = played_driver(13000, 8), []
-    driver.cuInit = lambda _: started.append(os.getpid()) or 0
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    assert devices.gpu_count() == 8
-    assert started == []  # here: it was, in a process of its own
-    driver.cuInit = lambda _: 100
-    assert devices.gpu_count() == 0
 
 
 @pytest.mark.slow

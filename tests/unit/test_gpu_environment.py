@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-from types import SimpleNamespace
-
 import pytest
 
 from parallel3d.config.schema import ClusterConfig, Config
-from parallel3d.host import devices
 from parallel3d.host import devices as gpu_environment
 
 OLD_NCCL = "TORCH_DIST_USE_NCCL2"  # 0: groups of the class that torch before 2.15 made
@@ -71,20 +67,3 @@ def test_kernels_start_in_order_where_an_exchange_hides_behind_a_product(
     monkeypatch.setattr(gpu_environment, "compute_capability", lambda: capability)
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in variables(config)) is ordered
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables(config, CUDA_DEVICE_MAX_CONNECTIONS="8")
-
-
-def test_capability_is_asked_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capability(_: object, major, minor) -> int:
-        major._obj.value, minor._obj.value = 9, 0
-        return 0
-
-    nvml = SimpleNamespace(
-        nvmlInit_v2=lambda: 0,
-        nvmlDeviceGetHandleByIndex_v2=lambda *_: 0,
-        nvmlDeviceGetCudaComputeCapability=capability,
-    )
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
-    assert devices.compute_capability() == 9
-    monkeypatch.undo()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
-    assert devices.compute_capability() is None

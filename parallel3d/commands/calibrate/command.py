@@ -11,8 +11,8 @@ from parallel3d.config.checks import check_groups, check_plain, check_run_name
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.host.devices import CPU, choose_device, gpu_count
-from parallel3d.host.memory import cores
+from parallel3d.host.devices import CPU, DeviceChoice, choose_device
+from parallel3d.host.quotas import available_cores
 from parallel3d.topology.assumptions import chosen_keys
 
 CALIBRATE = "calibrate"
@@ -36,14 +36,15 @@ def calibrate_config(config: Config, typed: Sequence[str], world_size: int | Non
                 f"{key}={getattr(config, key)}: calibrate measures groups of every size, so {key} "
                 "must be left out; the nearest is calibrate.ranks=4, the most ranks of one"
             )
-    kind = choose_device(config.device, 1).kind
+    device = choose_device(config.device, 1)
+    kind = device.kind
     types = TYPES.get(kind, TYPES[CPU])
     if config.precision.name not in types:
         raise UserError(
             f"precision={config.precision.name} must be one of {', '.join(types)} for calibrate on "
             f"device={kind}; the nearest is precision={types[0]}"
         )
-    ranks = world_size or config.calibrate.ranks or _usual(kind)
+    ranks = world_size or config.calibrate.ranks or _usual(device)
     if ranks & (ranks - 1):
         near = 1 << (ranks.bit_length() - 1)
         raise UserError(f"calibrate.ranks={ranks} must be a power of two; the nearest is {near}")
@@ -51,9 +52,10 @@ def calibrate_config(config: Config, typed: Sequence[str], world_size: int | Non
     return replace(config, tp=1, pp=1, cp=1, dp=ranks)
 
 
-def _usual(kind: str) -> int:
+def _usual(device: DeviceChoice) -> int:
     """Returns four ranks a core and at least eight; one a GPU."""
-    most = min(MOST_RANKS, max(LEAST_RANKS, PER_CORE * cores())) if kind == CPU else gpu_count()
+    per_core = min(MOST_RANKS, max(LEAST_RANKS, PER_CORE * available_cores()))
+    most = per_core if device.kind == CPU else len(device.gpus)
     return 1 << (max(1, most).bit_length() - 1)
 
 

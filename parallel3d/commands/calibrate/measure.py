@@ -43,7 +43,7 @@ from parallel3d.estimate.profiled_cost import (
 )
 from parallel3d.files import replace_durably
 from parallel3d.host.devices import device_name
-from parallel3d.host.memory import cores
+from parallel3d.host.quotas import available_cores, memory_in_all
 from parallel3d.metrics.provenance import version_of
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.parallelize import data_parallel_engine
@@ -94,7 +94,7 @@ def provenance(config: Config, device: torch.device) -> CalibrationSource:
     return CalibrationSource(
         device=device.type,
         name=device_name(device.type) or accelerator.name(device),
-        count=accelerator.module(device).device_count() if on_device else cores(),
+        count=accelerator.module(device).device_count() if on_device else available_cores(),
         type=config.precision.name,
         host=socket.gethostname(),
         torch=str(torch.__version__),
@@ -128,7 +128,7 @@ def memory_of(device: torch.device) -> dict[str, float]:
     if accelerator.is_accelerator(device):
         free, whole = accelerator.module(device).mem_get_info(device)
         return {"rank_gb": max(whole - free, 1) / 1e9, "memory_gb": whole / 1e9}
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = memory_in_all()
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         own = max(sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")), 1) / 1e6
@@ -388,7 +388,7 @@ def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, T
         tp, boxes = groups.tp, None
         if device.type == "cpu" and launch.shared_memory:
             boxes = SharedP2P.open(tp, launch.timeout_s)
-        ways = [False] if on_gpu else [True, False] if count <= cores() else [True]
+        ways = [False] if on_gpu else [True, False] if count <= available_cores() else [True]
         for name, size, shares in product(COLLECTIVES, LARGE_SIZES if on_gpu else SIZES, ways):
             tell(f"{name} over {count} ranks")
             for memory in (tp.shared, boxes):  # how long a rank spins before it sleeps
@@ -437,7 +437,7 @@ def slowing(config: Config, device: torch.device, tell: Tell) -> dict[str, Table
         slow[count,] = max(1.0, min([times[count,] / times[1,], *slow.values()]))
     found = {"together": slow}
     before, times = torch.get_num_threads(), {}
-    for count in powers_of_two(1 if on_gpu or dist.get_rank() else cores()):
+    for count in powers_of_two(1 if on_gpu or dist.get_rank() else available_cores()):
         torch.set_num_threads(count)
         times[count,] = min(wall for wall, _ in windows(run, device, 1, 8))
     torch.set_num_threads(before)

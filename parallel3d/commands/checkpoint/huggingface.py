@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import re
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
@@ -45,6 +42,7 @@ from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain, read_bounded, write_durably
+from parallel3d.host.quotas import available_memory
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
 
@@ -128,7 +126,6 @@ LONGEST = 256  # tokens
 # Share of the largest logit. Two implementations of a model differ by some 1e-6 in fp32, the most
 # similar two models (gelu and its tanh approximation) by some 1e-3.
 TOLERANCE = 1e-4
-MEMINFO = Path("/proc/meminfo")
 
 
 def why_not(model: ModelConfig) -> str | None:
@@ -141,17 +138,9 @@ def why_not(model: ModelConfig) -> str | None:
     if major.isdigit() and int(major) < OLDEST:
         return f"transformers {found} is older than {OLDEST}"
     needed = 2 * 4 * parameter_count(model) + 3 * 4 * LONGEST * model.vocab_size
-    if needed > (free := _available_memory()):
+    if needed > (free := available_memory()):
         return f"it would take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
     return None
-
-
-def _available_memory() -> float:
-    """Returns bytes; infinite where the system does not say."""
-    with suppress(OSError):
-        if found := re.search(r"^MemAvailable: +(\d+) kB", MEMINFO.read_text(), re.M):
-            return 1024.0 * int(found[1])
-    return math.inf
 
 
 def some_tokens(model: ModelConfig) -> Tensor:
