@@ -8,6 +8,7 @@ one rank of a run that needs n.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import zlib
@@ -244,6 +245,7 @@ def _of_agent(given: Mapping[str, str], master_addr: str | None) -> RankAssignme
             f"launch.master_addr={master_addr} is for ranks of srun and mpirun; those of torchrun "
             f"meet at its own {given['MASTER_ADDR']}: give torchrun --master-addr={master_addr}"
         )
+    _check_address("MASTER_ADDR", given["MASTER_ADDR"])
     name = given.get("TORCHELASTIC_RUN_ID", "none")
     return RankAssignment(
         "torchrun",
@@ -273,6 +275,11 @@ def _torch(given: Mapping[str, str]) -> Claim | None:
         local_size = _number(given, named, 1, size, world)
         most, here = local_size - 1, f"{named}={local_size}"
     local_rank = _number(given, "LOCAL_RANK", 0, most, here) if "LOCAL_RANK" in given else None
+    if rank is not None and local_rank is not None and local_rank > rank:
+        raise UserError(
+            f"LOCAL_RANK={local_rank} contradicts RANK={rank}: a host's ranks are counted in their "
+            "order, so that no number on a host is above the rank"
+        )
     words = " ".join(f"{name}={given[name]}" for name in TORCH[:2] if name in given)
     return Claim(words, "torchrun", rank, size, local_rank, local_size)
 
@@ -297,19 +304,23 @@ def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
     )
 
 
+# Numbers of launchers that say no more, in variables at least, than that there are others.
+LONELY = ("PALS_RANKID", "ALPS_APP_PE", "PMI_ID", "MPIRUN_RANK")
+
+
 def _refuse_lonely_marks(given: Mapping[str, str]) -> None:
-    """Raises UserError for marks of torchrun and its like without RANK and WORLD_SIZE.
+    """Raises UserError for marks of torchrun and others without RANK and WORLD_SIZE.
 
     LOCAL_RANK=0 alone is none: some platforms set it for any process.
     """
-    marks = [name for name in AGENTS if name in given]
+    marks = [name for name in (*AGENTS, *LONELY) if name in given]
     local = given.get("LOCAL_RANK", "0")
     if local != "0" or ("LOCAL_RANK" in given and _count(given, *TORCH_LOCAL_SIZE) > 1):
         marks.append("LOCAL_RANK")
     if marks:
         raise UserError(
-            f"{marks[0]}={given[marks[0]]} is set but RANK and WORLD_SIZE are not: start with "
-            f"torchrun, set all of {', '.join(TORCH)}, or unset {marks[0]}"
+            f"{marks[0]}={given[marks[0]]} is set but RANK and WORLD_SIZE are not: start with srun "
+            f"or torchrun, set all of {', '.join(TORCH)}, or unset {marks[0]}"
         )
 
 
@@ -525,6 +536,7 @@ def _assigned(
             f"{claims[0].words} come from a launcher that does not say where rank 0 is: export "
             "MASTER_ADDR, the host of rank 0, or give it as launch.master_addr"
         )
+    _check_address("launch.master_addr" if master_addr else "MASTER_ADDR", addr)
     if local_size is None and addr in (LOOPBACK, "localhost", "::1"):
         local_size = size
     port = _port(given, step, start, by_torch, master_port, claims[0])
@@ -561,6 +573,18 @@ def _port(
         f"{claim.words} come from a launcher that does not tell one start from another: export "
         "MASTER_PORT, a free port of the host of rank 0, or give it as launch.master_port"
     )
+
+
+def _check_address(name: str, addr: str) -> None:
+    """Raises UserError unless it can be the name or address of a host."""
+    try:
+        ipaddress.ip_address(addr.partition("%")[0])
+    except ValueError:
+        if re.fullmatch("[A-Za-z0-9_.-]{1,255}", addr) is None:
+            raise UserError(
+                f"{name}={addr!r} is no name or address of a host: it must be as node1, 10.0.0.1 "
+                "or fd00::1, and the port belongs into MASTER_PORT or launch.master_port"
+            ) from None
 
 
 def _check_is_first_host(given: Mapping[str, str], first_host: str) -> None:
@@ -644,7 +668,8 @@ def _tasks_asked_for(given: Mapping[str, str]) -> int:
 # Variables with the number of hosts, by platforms that leave the launcher to the user, each with
 # one that must be beside it, as its own name may be anybody's.
 HOSTS = (
-    ("PET_NNODES", "PET_NNODES"),
+    ("GROUP_WORLD_SIZE", "GROUP_RANK"),
+    ("NUM_MACHINES", "MACHINE_RANK"),
     ("SKYPILOT_NUM_NODES", "SKYPILOT_NUM_NODES"),
     ("PBS_NUM_NODES", "PBS_JOBID"),
     ("FLUX_JOB_NNODES", "FLUX_JOB_ID"),
@@ -657,20 +682,29 @@ HOSTS = (
 def _host_counts(given: Mapping[str, str]) -> dict[str, int]:
     """Returns the number of hosts by the variable that tells it."""
     found = {name: _count(given, name) for name, beside in HOSTS if beside in given}
-    if "LSB_MCPU_HOSTS" in given:  # host slots host slots …
-        found["LSB_MCPU_HOSTS"] = len(set(given["LSB_MCPU_HOSTS"].split()[::2]))
-    if "SM_HOSTS" in given:
-        found["SM_HOSTS"] = _entries(given["SM_HOSTS"])
+    if "PET_NNODES" in given:  # 2, or from 1 to 4: 1:4
+        found["PET_NNODES"] = max(
+            map(int, re.findall("[0-9]{1,9}", given["PET_NNODES"])), default=0
+        )
+    for name, every in (("LSB_MCPU_HOSTS", 2), ("LSB_HOSTS", 1)):  # host slots …; host host …
+        if name in given:
+            found[name] = len(set(given[name].split()[::every]))
+    for name in ("SM_HOSTS", "CLUSTER_SPEC", "TF_CONFIG"):  # SageMaker's, Vertex AI's, TensorFlow's
+        if name in given:
+            found[name] = _entries(given[name])
     return found
 
 
 def _entries(text: str) -> int:
-    """Returns the number of entries of a list in JSON; 0 for anything else."""
+    """Returns the hosts of a list in JSON, or of {"cluster": lists by role}; 0 without."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return 0
-    return len(value) if isinstance(value, list) else 0
+    groups = [value]
+    if isinstance(value, dict) and isinstance(value.get("cluster"), dict):
+        groups = list(value["cluster"].values())
+    return sum(len(group) for group in groups if isinstance(group, list))
 
 
 def task_of_cgroups(text: str) -> tuple[str, int] | None:

@@ -112,13 +112,21 @@ def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> st
     how = environ.get("SLURM_DISTRIBUTION", ARBITRARY if environ.get("SLURM_HOSTFILE") else "")
     if how.startswith(ARBITRARY):
         return _first_of_hostfile(environ.get("SLURM_HOSTFILE"), nodes, read)
-    size = environ.get("SLURM_HET_SIZE", "")
+    size = environ.get("SLURM_HET_SIZE", "1")
+    if size == "1":
+        return nodes[0]
     for group in range(int(size) if size.isdecimal() and int(size) <= MOST_NODES else 0):
-        of_group = environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
-        for node in expand_hostlist(of_group) if of_group else ():
-            if node in nodes:
-                return node
-    return nodes[0]
+        if of_group := environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}"):
+            for node in expand_hostlist(of_group):
+                if node in nodes:
+                    return node
+        else:
+            break
+    raise UserError(
+        f"SLURM_HET_SIZE={size} tells of components, whose nodes SLURM_JOB_NODELIST_HET_GROUP_0 "
+        "and on do not all name: have all variables of srun reach this process, or give "
+        "launch.master_addr, the node of rank 0"
+    )
 
 
 def _first_of_hostfile(path: str | None, nodes: list[str], read: Callable[[str], str]) -> str:

@@ -172,6 +172,12 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "RANK is missing": (without(HAND, "RANK"), "WORLD_SIZE=8 is set but RANK is not"),
     "WORLD_SIZE is missing": (without(TORCHRUN, "WORLD_SIZE"), "RANK=5 is set but WORLD_SIZE is"),
     "LOCAL_RANK is missing": (without(TORCHRUN, "LOCAL_RANK"), "but LOCAL_RANK is not"),
+    "LOCAL_RANK above RANK": (HAND | env("RANK=0"), "LOCAL_RANK=1 contradicts RANK=0"),
+    "an address with a port": (HAND | env("MASTER_ADDR=host0:29500"), "is no name or address"),
+    "an address of IPv6": (
+        TORCHRUN | env("MASTER_ADDR=fd00::1"),
+        (5, 8, 1, 4, "fd00::1", 29500),
+    ),
     "neither is there": (
         without(TORCHRUN, "RANK", "WORLD_SIZE"),
         "is set but RANK and WORLD_SIZE are not",
@@ -284,6 +290,10 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         "give launch.master_addr",
     ),
     "components": (HET, (2, 3, 1, 2, "node3", None)),
+    "components without their nodes": (
+        without(HET, "SLURM_JOB_NODELIST_HET_GROUP_0"),
+        "SLURM_HET_SIZE=2 tells of components",
+    ),
     "components, rank 0": (
         HET | env("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURMD_NODENAME=node3"),
         (0, 3, 0, 1, "node3", None),
@@ -373,6 +383,13 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "PMIx alone": (env("PMIX_RANK=3 PMIX_NAMESPACE=x"), "PMIX_RANK=3 come from a launcher that"),
     "PMI_RANK alone": (env("PMI_RANK=3"), "but PMI_SIZE is not"),
+    "PALS without PMI": (env("PALS_RANKID=1 PALS_APID=x"), "PALS_RANKID=1 is set but RANK and"),
+    "Vertex AI": (
+        {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"], "workerpool1": ["b", "c"]}}'},
+        "CLUSTER_SPEC tells of 3 hosts",
+    ),
+    "Vertex AI, one host": ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"]}}'}, ALONE),
+    "elastic Kubeflow": (env("PET_NNODES=1:4"), "PET_NNODES tells of 4 hosts"),
     "LSF without jsrun": (env("LSB_JOBID=1 LSB_MCPU_HOSTS=c1 LSB_HOSTS=x"), ALONE),
     "LSF over hosts": ({"LSB_MCPU_HOSTS": "c1 8 c2 8"}, "LSB_MCPU_HOSTS tells of 2 hosts"),
     "PBS over hosts": (env("PBS_JOBID=1.pbs PBS_NUM_NODES=2"), "PBS_NUM_NODES tells of 2 hosts"),
