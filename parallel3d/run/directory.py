@@ -301,8 +301,8 @@ def take_run(config: Config, directory: Path) -> int | None:
             save_config(config, directory, next_name(directory))
     except BlockingIOError:
         raise UserError(
-            f"run={config.run} is running already: wait for it, or choose another run=; ranks of one "
-            "run are started by torchrun, srun or mpirun, whose variables must reach them"
+            f"run={config.run} is running already: wait for it, or choose another run=; ranks of "
+            "one run are started by torchrun, srun or mpirun, whose variables must reach them"
         ) from None
     except OSError as error:
         if held is not None:
