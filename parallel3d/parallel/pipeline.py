@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
@@ -29,6 +30,7 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
 
 LossFn = Callable[..., Tensor]
+Weight = Callable[..., Tensor | float]  # of a micro-batch's targets
 CPU = torch.device("cpu")
 
 
@@ -45,6 +47,9 @@ class Pipeline(nn.Module):
         group: `groups.pp`, a group of torch.distributed, or None for all ranks.
         loss_fn: of the last module's output and the targets, a mean over the samples; None: the
             last module returns the loss.
+        weight: of a micro-batch's targets, the number that loss_fn's mean divides by, where it
+            differs: `lambda targets: (targets != -100).sum()`. The loss is then the mean over all
+            of them in the batch, and its gradients over all replicas. None: all count alike.
         schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
         num_microbatches: of a batch.
         vpp: stages of each rank; None: 2 for schedules with several, else 1.
@@ -65,6 +70,7 @@ class Pipeline(nn.Module):
         group: GroupLike = None,
         *,
         loss_fn: LossFn | None = None,
+        weight: Weight | None = None,
         schedule: str = "1f1b",
         num_microbatches: int = 8,
         vpp: int | None = None,
@@ -86,6 +92,7 @@ class Pipeline(nn.Module):
             "vpp": vpp,
             "split": split and list(split),
             "number of modules": len(modules),
+            "weight": weight is not None,
         }
         check_agreement("Pipeline", arguments, self.group.handle, self.device)
         if not isinstance(num_microbatches, int) or num_microbatches < 1:
@@ -95,7 +102,7 @@ class Pipeline(nn.Module):
             )
         self.schedule: Schedule = make(schedule, self.group.size, num_microbatches, vpp)
         self.plans = self.schedule.plan(), self.schedule.forwards()
-        self.loss_fn, self.num_modules = loss_fn, len(modules)
+        self.loss_fn, self.weight, self.num_modules = loss_fn, weight, len(modules)
         self.shared_memory, self.timeout_s = shared_memory, timeout_s
         placement = self.schedule.placement
         parts = stages_of(modules, placement, split)
@@ -151,7 +158,8 @@ class Pipeline(nn.Module):
 
         Raises:
             UserError: on every rank alike, a batch that the micro-batches do not divide, or shapes
-                that change between micro-batches.
+                that change between them; without `weight`, class weights in loss_fn, or targets of
+                which it leaves out other numbers in each micro-batch.
             RuntimeError: another rank, or another replica, failed; gradients are incomplete. The
                 failed rank raises its modules' exception.
         """
@@ -217,21 +225,26 @@ class Pipeline(nn.Module):
         """Runs a batch and returns the mean loss, or fills `outputs` of the last stage instead."""
         count, rank = self.schedule.microbatches, self.group.index
         wants_targets = self.loss_fn is not None and outputs is None
-        xs, ys = self._connect(inputs, targets, wants_targets, trains)
+        xs, ys, shares = self._connect(inputs, targets, wants_targets, trains)
 
         def load(m: int) -> tuple[Any, ...]:
-            end = partial(self._loss, ys[m])
+            end = partial(self._loss, ys[m], shares.of_microbatch[m])
             return xs[m], end if outputs is None else partial(self._keep, outputs, m)
 
         if trains:
             scale = torch.ones((), dtype=torch.float64, device=self.device) / count
+            scale *= shares.of_replica
             total = self.executor.train_step(self.plans[0][rank], load, scale)
         else:
             total = self.executor.evaluate(self.plans[1][rank], load)
         losses = self._exchange(float(total), trains, last=True)
         return torch.tensor(losses, dtype=torch.float64).sum() / count
 
-    def _loss(self, targets: tuple[Tensor, ...] | None, out: Any) -> Tensor:
+    def _loss(self, targets: tuple[Tensor, ...] | None, share: float, out: Any) -> Tensor:
+        """Returns the loss of a micro-batch, times its share."""
+        if share == 0:  # a mean over nothing would be no number
+            outputs = out if isinstance(out, tuple | list) else (out,)
+            return torch.stack([0 * output.sum() for output in outputs]).sum()
         loss = out if self.loss_fn is None else self.loss_fn(out, *(targets or ()))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -239,7 +252,7 @@ class Pipeline(nn.Module):
                 f"the pipeline's loss must be one number of each micro-batch, not {kind}; give a "
                 "loss_fn that takes the mean"
             )
-        return loss.reshape(())
+        return loss.reshape(()) if share == 1 else share * loss.reshape(())
 
     def _keep(self, outputs: dict[int, Any], microbatch: int, out: Any) -> Tensor:
         outputs[microbatch] = out
@@ -247,24 +260,38 @@ class Pipeline(nn.Module):
 
     def _connect(
         self, inputs: Any, targets: Any, wants_targets: bool, trains: bool
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[Any], Shares]:
         """Cuts the batch and connects the stages for its shapes; an error is raised on all ranks.
 
-        Returns inputs and targets by micro-batch.
+        Returns inputs and targets by micro-batch, and the shares.
         """
         self.executor.failure = None
         count = self.schedule.microbatches
         xs: list[Any] = [None] * count
         ys: list[Any] = [None] * count
-        number = -1
+        number, shares, weights = -1, Shares([1.0] * count), [0.0] * count
         try:
             if self.is_first:
                 xs = cut(inputs, count, "inputs")
                 number = self.numbers.get(repr(shapes_of(xs[0])), -1)
             if self.is_last and wants_targets:
                 ys = cut(targets, count, "targets")
+                if self.weight is None:
+                    refuse_class_weights(self.loss_fn)
+                    refuse_uneven(ys, self.loss_fn, self.dp.size)
+                else:
+                    weights = weights_of(self.weight, ys)
+            elif self.is_last and self.weight is not None and trains:
+                raise UserError(
+                    "Pipeline(weight=…) reads the targets of loss_fn, which must be given with it; "
+                    "without loss_fn each micro-batch's mean counts alike"
+                )
         except UserError as error:
             self.executor.failure = StageFailure("the batch", error)
+        except Exception as error:  # of the user's function
+            self.executor.failure = StageFailure("Pipeline(weight=…)", error)
+        if self.weight is not None and self.is_last and wants_targets:
+            shares = self._shares(weights, trains)
         number = int(self._exchange(float(number), trains)[self.schedule.placement.place(0)[0]])
         if number < 0:
             number = len(self.connections)
@@ -273,7 +300,27 @@ class Pipeline(nn.Module):
             if self.is_first:
                 self.numbers[repr(shapes_of(xs[0]))] = number
         self.executor.links, self.executor.channel = self.connections[number]
-        return xs, ys
+        return xs, ys, shares
+
+    def _shares(self, weights: list[float], trains: bool) -> Shares:
+        """Returns what makes the loss a mean over all targets; while training collective over dp.
+
+        Gradients are averaged over replicas afterwards, as if all had as many targets.
+        """
+        own = sum(weights)
+        everyone = torch.tensor(own, dtype=torch.float64, device=self.device)
+        if trains and self.dp.size > 1:  # also after a failure: the other replicas wait here
+            everyone = collectives.all_reduce(everyone, self.dp)
+        total = float(everyone)
+        if not total and self.executor.failure is None:
+            error = UserError(
+                "Pipeline(weight=…) is 0 for all micro-batches, but must be above 0 for one of "
+                "them: nothing of this batch would be learned; leave the batch out"
+            )
+            self.executor.failure = StageFailure("the batch", error)
+        if not own or not total:
+            return Shares([0.0] * len(weights), 0.0)
+        return Shares([w * len(weights) / own for w in weights], own * self.dp.size / total)
 
     def _links(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
         """Runs each stage but the last on zeros and returns what they send; collective."""
@@ -330,6 +377,15 @@ class Pipeline(nn.Module):
 
 
 Connection = tuple[list[StageOutputs], SharedP2P | None]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much losses count, 1 for all that count alike: of each micro-batch in its replica's
+    batch, and of the replica's batch in the gradients."""
+
+    of_microbatch: list[float]
+    of_replica: float = 1.0
 
 
 def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
@@ -515,6 +571,85 @@ def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
                 "micro-batch 0: the shapes of a pipeline are fixed"
             )
     return parts
+
+
+def weights_of(weight: Weight, targets: Sequence[tuple[Tensor, ...]]) -> list[float]:
+    """Returns the weight of each micro-batch. Raises UserError for one that is none."""
+    made = [torch.as_tensor(weight(*part)) for part in targets]
+    for given in made:
+        if given.numel() != 1:
+            raise UserError(
+                f"Pipeline(weight=…) gave a tensor of shape {tuple(given.shape)}, but must give "
+                "one number for a micro-batch's targets; give (targets != -100).sum()"
+            )
+    weights = torch.stack([given.detach().reshape(()).double() for given in made]).tolist()
+    for number in weights:
+        if not 0 <= number < float("inf"):
+            raise UserError(
+                f"Pipeline(weight=…) gave {number}, but must give a number from 0 on: how many "
+                "targets of the micro-batch loss_fn's mean divides by"
+            )
+    return weights
+
+
+IGNORED = -100  # `ignore_index` of torch's losses
+MEANS_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def options_of(loss_fn: LossFn | None) -> tuple[Any, dict[str, Any]]:
+    """Returns the function or module behind partials, and its options by the names of torch's."""
+    named: dict[str, Any] = {}
+    while isinstance(loss_fn, partial):
+        named, loss_fn = loss_fn.keywords | named, loss_fn.func
+    if isinstance(loss_fn, MEANS_BY_CLASS):
+        of_module = {
+            name: getattr(loss_fn, name) for name in ("ignore_index", "reduction", "weight")
+        }
+        named = of_module | named
+    return loss_fn, named
+
+
+def refuse_class_weights(loss_fn: LossFn | None) -> None:
+    """Raises UserError for a loss that divides by the weights of its targets' classes."""
+    function, named = options_of(loss_fn)
+    by_class = isinstance(function, MEANS_BY_CLASS) or function in (F.cross_entropy, F.nll_loss)
+    if by_class and named.get("weight") is not None and named.get("reduction", "mean") == "mean":
+        raise UserError(
+            "the loss_fn of a Pipeline has class weights, by whose sum each micro-batch would be "
+            "divided apart: the mean of their means is not the batch's mean; give "
+            "Pipeline(weight=lambda targets: class_weights[targets].sum()) too"
+        )
+
+
+def refuse_uneven(
+    targets: Sequence[tuple[Tensor, ...]], loss_fn: LossFn | None, replicas: int
+) -> None:
+    """Raises UserError if loss_fn's mean leaves out other numbers of targets in each micro-batch.
+
+    Replicas do not know of each other here: each is refused that leaves any out.
+    """
+    _, named = options_of(loss_fn)
+    ignored = named.get("ignore_index", IGNORED)
+    if named.get("reduction", "mean") != "mean":
+        return
+    whole = [[t for t in part if isinstance(t, Tensor) and is_whole(t.dtype)] for part in targets]
+    if not whole[0]:
+        return
+    # One transfer for all micro-batches.
+    left_out = torch.stack([sum((t == ignored).sum() for t in part) for part in whole]).tolist()
+    if any(left_out) and (replicas > 1 or len(set(left_out)) > 1):
+        counts = ", ".join(map(str, left_out[:8])) + ", …" * (len(left_out) > 8)
+        raise UserError(
+            f"targets hold {ignored}, which the loss leaves out, {counts} times in the "
+            "micro-batches, so each would be divided by a number of its own: the mean of their "
+            "means is not the batch's mean; give "
+            f"Pipeline(weight=lambda targets: (targets != {ignored}).sum()), or "
+            "weight=lambda *targets: 1 where loss_fn divides by the same number each time"
+        )
+
+
+def is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def shapes_of(values: Sequence[Any]) -> list[list]:
