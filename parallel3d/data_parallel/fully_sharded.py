@@ -286,6 +286,7 @@ def _sum_over_replicas(flat: Tensor, replicas: Group) -> None:
         # FSDP2 allocated `flat` on its reduce-scatter stream, and adds it to the existing `.grad`
         # on its all-reduce stream, the current one. After that nothing refers to `flat`, and the
         # next unit's reduce-scatter, on a stream that waits for neither, would get the same memory.
+        # From torch 2.15 on FSDP2 keeps it itself.
         flat.record_stream(accelerator.module(flat.device).current_stream(flat.device))
 
 

@@ -7,7 +7,7 @@ order of a communicator do not exist there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +34,7 @@ from parallel3d.simulated_device.machine import Kernel, Observer
 from parallel3d.tensor_parallel import embedding
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
+from parallel3d.versions import parts
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import WorkerFailure
@@ -157,10 +158,17 @@ RACES = {
 }
 
 
+# Mutations that harm nothing from a version of torch on. FSDP2 of 2.15 keeps what it hands to the
+# hook of an all-reduce until the unit's next backward.
+HARMLESS = {sums_over_copies_may_be_overwritten: (2, 15)}
+
+
 @pytest.mark.parametrize("mutation", RACES, ids=lambda mutation: mutation.__name__)
 def test_accesses_that_nothing_orders(mutation: Mutation, simulated: SimulatedPool) -> None:
     sizes, keys = RACES[mutation]
-    with pytest.raises(WorkerFailure, match=r"Race: .* nothing orders the two"):
+    harms = parts(torch.__version__) < HARMLESS.get(mutation, (99,))
+    race = pytest.raises(WorkerFailure, match=r"Race: .* nothing orders the two")
+    with race if harms else nullcontext():
         simulated.run(sizes[0] * sizes[1] * sizes[2], train, sizes, keys, mutation, 3)
 
 
