@@ -136,8 +136,8 @@ def _row(keys: Keys) -> tuple[str, list[float]]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints the table. Returns 0 if all bytes of memory are within `--limit` per cent, all launches
-    within `--launches`, and all bytes sent are equal, else 1."""
+    """Prints the table. Returns 0 if memory is within `--limit` per cent, launches are within
+    `--launches`, and bytes sent are equal in all cases, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)

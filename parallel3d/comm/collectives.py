@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -111,13 +111,18 @@ def own_shard(tensor: Tensor, group: Group) -> Tensor:
     return tensor.chunk(group.size)[group.index]
 
 
+def _begun(work: Any) -> Work:
+    """Is the handle of what `async_op=True` begun; torch's annotations allow for None."""
+    return work
+
+
 def _gather(out: Tensor, own: Tensor, group: Group) -> Work:
     """Starts an all-gather of `own`, which may be its part of `out`."""
     if (shared := _shared_memory(own, group)) is not None:
         return shared.all_gather(own, out)
     if hasattr(dist, "all_gather_single"):  # its name since torch 2.13
-        return dist.all_gather_single(out, own, group=group.handle, async_op=True)
-    return dist.all_gather_into_tensor(out, own, group=group.handle, async_op=True)
+        return _begun(dist.all_gather_single(out, own, group=group.handle, async_op=True))
+    return _begun(dist.all_gather_into_tensor(out, own, group=group.handle, async_op=True))
 
 
 def _scatter(out: Tensor, tensor: Tensor, group: Group) -> Work:
@@ -125,8 +130,8 @@ def _scatter(out: Tensor, tensor: Tensor, group: Group) -> Work:
     if (shared := _shared_memory(tensor, group)) is not None:
         return shared.reduce_scatter(tensor, out)
     if hasattr(dist, "reduce_scatter_single"):  # its name since torch 2.13
-        return dist.reduce_scatter_single(out, tensor, group=group.handle, async_op=True)
-    return dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True)
+        return _begun(dist.reduce_scatter_single(out, tensor, group=group.handle, async_op=True))
+    return _begun(dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True))
 
 
 def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
@@ -216,8 +221,10 @@ def _all_to_all(out: Tensor, tensor: Tensor, group: Group, *splits: list[int]) -
     # As bytes: gloo knows fewer types than PyTorch.
     outs, given = out.view(torch.uint8), tensor.view(torch.uint8)
     taken_bytes, given_bytes = splits or (None, None)
-    return dist.all_to_all_single(
-        outs, given, taken_bytes, given_bytes, group=group.handle, async_op=True
+    return _begun(
+        dist.all_to_all_single(
+            outs, given, taken_bytes, given_bytes, group=group.handle, async_op=True
+        )
     )
 
 

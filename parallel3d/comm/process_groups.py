@@ -295,18 +295,20 @@ class _Maker:
             # One communicator split for all groups of a kind; created one by one, each group would
             # cost every rank of the world a collective call.
             options = nccl_options(kind, self.launch, self.timeout, self.splits)
-            return dist.split_group(
+            # torch's annotations allow for what is given to ranks outside of all groups.
+            made: Any = dist.split_group(
                 split_ranks=all_ranks, timeout=self.timeout, group_desc=kind, pg_options=options
             )
+            return made
         backend, options = None, None
         if self.interfaces is not None and kind in DATA_KINDS and len(mine) > 1:
             interface = self.interfaces.of_group(mine, dist.get_rank())
             if interface is not None:
                 backend, options = GLOO_ON, gloo_on(interface, self.timeout)
-        made, _ = dist.new_subgroups_by_enumeration(
+        subgroups: Any = dist.new_subgroups_by_enumeration(
             all_ranks, timeout=self.timeout, backend=backend, pg_options=options, group_desc=kind
         )
-        return made
+        return subgroups[0]  # this rank's
 
     def mesh(self, layout: Layout, by_dim: dict[str, Group]) -> DeviceMesh:
         """Makes the mesh of these groups when it is first used."""
@@ -330,9 +332,10 @@ class _Maker:
             return dist.group.WORLD
         if self.splits is not None:
             return self._make("alone", [[r] for r in range(world)], [rank])
-        return dist.new_group(
+        made: Any = dist.new_group(
             [rank], self.timeout, use_local_synchronization=True, group_desc="alone"
         )
+        return made
 
 
 # Options of a group's backend

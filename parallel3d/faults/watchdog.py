@@ -128,8 +128,8 @@ class Watchdog:
         Waits for rank 0's, which may have the store and could not be asked once it is stopped.
         """
         if self.store is not None:
-            clone = self.store.clone()  # type: ignore[attr-defined]  # not in torch's stub
-            self.store = clone  # calls of the main thread may block on its own connection
+            theirs: Any = self.store  # whose `clone` not every stub of torch's knows
+            self.store = theirs.clone()  # calls of the main thread may block on its own connection
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)

@@ -13,6 +13,7 @@ import torch
 from benchmarks.launches import launches
 from benchmarks.longest import WAYS, row
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
+from parallel3d import versions
 from parallel3d.estimate.analytic_memory import (
     enough_microbatches,
     layer_bytes,
@@ -25,7 +26,6 @@ from parallel3d.estimate.traffic import pipeline_ranks
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.schedule import make
 from parallel3d.topology.layout import layout_of
-from parallel3d.versions import parts
 from tests.e2e.ready import run_module
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ OFF = {(2, 13): ("3", "0"), (2, 15): ("6", "2.5"), (2, 11): ("14", "2.5")}
 @pytest.mark.slow
 def test_dry_runs_play_the_launches_and_bytes_sent_and_memory_within_three_per_cent() -> None:
     """In a process of its own: the simulated device is enabled once and for all of it."""
-    memory, launched = OFF.get(parts(torch.__version__)[:2], ("14", "2.5"))
+    memory, launched = OFF.get(versions.parts(torch.__version__)[:2], ("14", "2.5"))
     words = [word for case in PLAYED for word in ("--case", json.dumps(case))]
     words += ["--limit", memory, "--launches", launched]
     done = run_module("benchmarks.plan_dryrun", *words)

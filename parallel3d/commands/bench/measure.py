@@ -215,6 +215,7 @@ def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
         return Call(partial(dist.barrier, group=handle))
     if name == "send_recv":
         return _messages(operation, site, count)
+    run: Callable[..., object]
     mine, whole = pattern(me, count).to(device), torch.empty(count, device=device)
     part = torch.empty(count // n, device=device)
     if operation.reduction is not None:
