@@ -155,7 +155,7 @@ def missing(package: str, name: str) -> UserError:
 # Attributes that an object gets when it is made.
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+def buffers_of(module: nn.Module) -> dict[str, Any]:
     """Returns the module's own table of buffers, in which users may replace them."""
     return module._buffers
 

@@ -44,8 +44,8 @@ def installed(package: str) -> str | None:
 
 def parts(version: str) -> tuple[int, ...]:
     """Returns (2, 15, 0) of "2.15.0a0+git12"; () for a version that begins with no number."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    return tuple(map(int, found[1].split("."))) if found else ()
 
 
 def check_versions(packages: Iterable[str]) -> None:

@@ -85,7 +85,7 @@ def order_arguments(arguments: list[str]) -> tuple[list[str], Path | None]:
     Raises UserError for an unknown flag, and for overrides that Hydra would take without an effect.
     """
     parser = hydra_arguments()
-    parser.error = _raise_argument_error  # type: ignore[method-assign]
+    parser.error = _raise_argument_error
     known, rest = parser.parse_known_args(arguments)
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(

@@ -277,7 +277,8 @@ class Pipeline(nn.Module):
             if self.is_last and wants_targets:
                 ys = cut(targets, count, "targets")
                 if self.weight is None:
-                    refuse_class_weights(self.loss_fn)
+                    if count * self.dp.size > 1:
+                        refuse_class_weights(self.loss_fn)
                     refuse_uneven(ys, self.loss_fn, self.dp.size)
                 else:
                     weights = weights_of(self.weight, ys)

@@ -222,7 +222,7 @@ class Races:
 
     def __init__(self) -> None:
         # The sanitizer would walk the whole stack at every launch; a few frames are much faster.
-        sanitizer.traceback = SimpleNamespace(  # type: ignore[assignment]
+        sanitizer.traceback = SimpleNamespace(
             walk_stack=lambda frame: frame,
             StackSummary=SimpleNamespace(
                 extract=lambda frame, lookup_lines: _Stack(_program_frames(frame))

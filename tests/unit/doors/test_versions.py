@@ -33,6 +33,7 @@ NAMED = [
     ("torch", "2.11.0", ""),
     ("torch", "2.12.0a0+b558c98.nv26.11", ""),  # a container of NVIDIA's
     ("torch", "2.13.0.post2", ""),
+    ("torch", "v2.13.0", ""),
     ("torch", "2.16.0", f"torch 2.16.0 is newer than 2.15, {TORCH}"),
     ("torch", "2.16.0.dev20261120+cu132", f"2.16.0.dev20261120+cu132 is newer than 2.15, {TORCH}"),
     ("torch", "3.0.0rc1", f"torch 3.0.0rc1 is newer than 2.15, {TORCH}"),
