@@ -8,7 +8,7 @@ left out: it is obeyed or the row is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
@@ -52,10 +52,11 @@ LEARNED = ("weight", "train", "training", "loss")
 FLAGS: tuple[tuple[Any, bool], ...] = ((False, False), (True, True), (0, False), (1, True))
 
 # Keys that would change what is shown or learned, and are not read. Empty values are as none.
-_NOT_TEXT = "image images video videos audio audios file files attachments"
+_NOT_TEXT = "image images video videos audio audios"
 _LEARNING = (
     "weights loss_weight loss_scale loss_mask mask masked mask_loss trainable train_detail "
-    "training_detail train_on_input train_on_inputs train_on_turn should_train assistant_masks"
+    "training_detail train_on_input train_on_inputs train_on_turn should_train assistant_masks "
+    "learn learned supervise supervised no_loss ignore_loss compute_loss calculate_loss is_target"
 )
 _OPTIONS = "enable_thinking reasoning_effort thinking_budget thinking_mode add_generation_prompt"
 _OTHER_THOUGHTS = "thought thoughts think cot chain_of_thought rationale reasoning_text"
@@ -65,7 +66,6 @@ def _each(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-NOT_LEARNED_BY = frozenset(_LEARNING.split())
 _LEARN_BY = f"what is learned is told by {', '.join(LEARNED[:-1])} or {LEARNED[-1]} of a message"
 REFUSED_OF_ROWS = {
     **_each(_NOT_TEXT, "conversations are learned from as text alone"),
@@ -76,13 +76,15 @@ REFUSED_OF_ROWS = {
     "history": f"earlier turns stand in {MESSAGES}",
 }
 REFUSED_OF_MESSAGES = {
-    **_each(_NOT_TEXT, "conversations are learned from as text alone"),
+    **_each(f"{_NOT_TEXT} file files attachments", "conversations are learned from as text alone"),
     **_each(_OTHER_THOUGHTS, f"thoughts stand in {THOUGHTS[0]}"),
     **_each("prefix partial", "an answer that is to be continued cannot be learned"),
     **_each("tools functions documents", "they stand beside the messages"),
     "refusal": "words that are to be learned stand in content",
     **_each("channel recipient end_turn", "the chat template does not read it"),
 }
+_NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # whatever a template reads
+LABEL = "label"  # true or false, of preferences without pairs
 # What `chat_template_kwargs` may not hold, as the row has it elsewhere or tokens are made by it.
 _ARGUMENTS = (
     "messages conversation tools documents chat_template add_generation_prompt tokenize "
@@ -193,9 +195,11 @@ def read_row(row: Any) -> Row:
     for key, value in row.items():
         if key in known or _is_empty(key, value):
             continue
-        if key in REFUSED_OF_ROWS:
-            raise Refused(f"has {key}, which is not read: {REFUSED_OF_ROWS[key]}")
-        _check_not_close(key, known, "")
+        _check_not_close(key, known, REFUSED_OF_ROWS, "")
+        if key == LABEL and isinstance(value, bool):
+            raise Refused(
+                f"has {LABEL}={show(value)}: rows to prefer and to avoid are not told apart"
+            )
         unread.add(plain(key))
     for key in LEARNED:
         if _flag(row.get(key), key, "") is False:
@@ -239,16 +243,18 @@ def _is_empty(key: str, value: Any) -> bool:
     return value in EMPTY or (value is False and key in SWITCHES)
 
 
-def _check_not_close(key: str, known: Iterable[str], of: str) -> None:
-    """Raises Refused for a key that is most likely meant to be another one, which is read."""
+def _check_not_close(key: str, known: Collection[str], refused: Mapping[str, str], of: str) -> None:
+    """Raises Refused for a key that is refused, or most likely meant to be one that is read."""
     import difflib
 
-    bare = {_bare(name): name for name in known}
+    names = (*known, *refused)
+    bare = {_bare(name): name for name in names}
     meant = bare.get(_bare(key)) or next(
-        iter(difflib.get_close_matches(key, list(known), n=1, cutoff=CLOSE)), None
+        iter(difflib.get_close_matches(key, names, n=1, cutoff=CLOSE)), None
     )
     if meant is not None:
-        raise Refused(f"has {show(plain(key))}{of}, which is not read: {meant} is")
+        why = refused.get(meant) or f"{meant} is"
+        raise Refused(f"has {show(plain(key))}{of}, which is not read: {why}")
 
 
 def _bare(key: str) -> str:
@@ -266,8 +272,23 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
             if not name_of(tool):
                 raise Refused(f"has {key} of which number {number} has no name")
     if functions:
-        return [{"type": FUNCTION, FUNCTION: one} for one in functions]
-    return tools
+        return [{"type": FUNCTION, FUNCTION: _with_schema(one)} for one in functions]
+    return tools and [_with_schema(tool) for tool in tools]
+
+
+def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tool whose parameters are an object, which their JSON text may spell. Raises
+    Refused."""
+    if FUNCTION in tool:
+        return {**tool, FUNCTION: _with_schema(tool[FUNCTION])}
+    given, what = dict(tool), f"parameters of the tool {plain(name_of(tool))}"
+    if isinstance(given.get("parameters"), str):
+        given["parameters"] = _spelled(given["parameters"], dict, what)
+    schema = given.get("parameters")
+    if isinstance(schema, dict) and isinstance(schema.get("properties"), str):
+        properties = _spelled(schema["properties"], dict, f"properties in {what}")
+        given["parameters"] = {**schema, "properties": properties}
+    return given
 
 
 def name_of(called: Mapping[str, Any]) -> str:
@@ -334,10 +355,8 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
     for key, value in given.items():
         if key in read:
             continue
-        if key in NOT_LEARNED_BY:
-            raise Refused(f"has {key} in message {number}, which is not read: {_LEARN_BY}")
         if key not in REFUSED_OF_MESSAGES:
-            _check_not_close(key, (*read, *LEARNED), of)
+            _check_not_close(key, (*read, *LEARNED), _NEVER_OF_MESSAGES, of)
         elif _is_empty(key, value):
             continue
         optional.add(key)

@@ -64,8 +64,8 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The source of the default template."""
-        return self.texts[DEFAULT]
+        """The source of the default template, or of the one for tools where there is no other."""
+        return self.texts.get(DEFAULT, self.texts.get(WITH_TOOLS, ""))
 
     def of(self, tools: Any) -> Template:
         """Returns the template for rows with these tools. Raises Refused if there is none."""

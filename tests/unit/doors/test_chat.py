@@ -376,10 +376,10 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "a weight of words": (row(user("hi"), assistant("ho", weight="0")), "has weight="),
     "a learned question": (row(user("hi", train=True), assistant("ho")), "only assistant's are"),
     "told twice": (row(user("hi"), assistant("ho", weight=1, loss=False)), "to learn and not to"),
-    "another mask": (row(user("hi"), assistant("ho", loss_mask=0)), "has loss_mask in message 2"),
+    "another mask": (row(user("hi"), assistant("ho", loss_mask=0)), "has loss_mask of message 2"),
     "details of training": (
         row(user("hi"), assistant("ho", train_detail=[{"train": False}])),
-        "has train_detail in message 2",
+        "has train_detail of message 2",
     ),
     "a row's weight": (row(*TALK, weight=0), "has weight=0 of all of it"),
     "a row's mask": (row(*TALK, mask=[0, 1]), "has mask, which is not read"),
