@@ -551,13 +551,15 @@ def _right(name: str, drawn: Drawn, peer: Any) -> Any:
     if turns is None or not turns:
         return REFUSAL
     more = {} if drawn.thinking is None else {"enable_thinking": drawn.thinking}
-    try:
-        made = peer.apply_chat_template(
-            given(name, drawn.messages), tools=drawn.tools, return_dict=True, **more
-        )
-    except Exception:  # a template raises anything
-        return REFUSAL
-    return turns, made["input_ids"]
+    for messages in (drawn.messages, [{"content": "", **m} for m in drawn.messages]):
+        try:
+            made = peer.apply_chat_template(
+                given(name, messages), tools=drawn.tools, return_dict=True, **more
+            )
+        except Exception:  # a template raises anything; some fail without a content
+            continue
+        return turns, made["input_ids"]
+    return REFUSAL
 
 
 def _taken(row: Any, reader: Reader, inner: Any) -> Any:

@@ -15,7 +15,16 @@ import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.data import cache
-from parallel3d.data.chat_rows import ASSISTANT, Refused, Told, parse, read_row, unread_of
+from parallel3d.data.chat_rows import (
+    ASSISTANT,
+    Message,
+    Refused,
+    Told,
+    parse,
+    read_row,
+    unread_of,
+    without_nulls,
+)
 from parallel3d.data.chat_shown import Rendering, Shown
 from parallel3d.data.chat_template import ChatTemplate
 from parallel3d.data.formats import CHAT
@@ -78,9 +87,12 @@ class Reader:
         """Reads a row. Raises Refused with the reason."""
         asked = read_row(row)
         template = self._template.of(asked.tools)
-        unread = unread_of(asked, template.reads)
-        given: list[Any] = [template.fitted(asked.messages), asked.tools, asked.documents]
-        given.append(asked.more)
+        unread = unread_of(asked, template.reads, template.takes)
+        more = (asked.tools, asked.documents, asked.more)
+        messages = template.fitted(asked.messages)
+        if any("content" not in message for message in messages):
+            messages = _with_contents(Rendering(template, messages, *more))
+        given: list[Any] = [messages, *more]
         held = set(template.text + json.dumps(given, ensure_ascii=False))
         marks = _unused(held, 6)
         around = rf"{marks[0]}\g<0>{marks[1]}"
@@ -99,8 +111,10 @@ class Reader:
         spoken = np.zeros(made.tokens.size, np.bool_)
         for begin, end in turns:
             within = (made.begins < end) & (np.maximum(made.ends, made.begins + 1) > begin)
-            spoken |= within if template.has_tags else self._until_its_end(made, within)
-        return Conversation(made.tokens, spoken, frozenset(unread), shown.drops_thoughts())
+            if not template.has_tags:
+                within = self._until_its_end(made, within, whole[:end])
+            spoken |= within
+        return Conversation(made.tokens, spoken, unread, shown.drops_thoughts())
 
     def _tagged(self, shown: Shown) -> list[Turn]:
         """Finds the learned turns inside the template's own tags."""
@@ -176,11 +190,15 @@ class Reader:
         if not EMPTY_THOUGHT.sub("", text).strip():
             raise shown.silent(number)
 
-    def _until_its_end(self, made: Placed, within: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Drops what a template writes after the last special token of a turn, such as blanks."""
+    def _until_its_end(
+        self, made: Placed, within: npt.NDArray[np.bool_], until: str
+    ) -> npt.NDArray[np.bool_]:
+        """Drops blanks after the last special token of a turn; `until`: the text up to its end."""
         special = np.isin(made.tokens, list(self._tokenizer.special.values()))
         ends = np.flatnonzero(within & special)
-        return within & (np.arange(within.size) <= ends[-1]) if ends.size else within
+        if not ends.size or until[made.ends[ends[-1]] :].strip():
+            return within
+        return within & (np.arange(within.size) <= ends[-1])
 
     def _specials(self, whole: str, marks: Marks, at: int = 0) -> Iterator[re.Match[str]]:
         """Finds special tokens from `at` on, `meant` or `spelled`, and single marks."""
@@ -238,6 +256,16 @@ class Reader:
         # By the last character, as the next character may belong to another part.
         last = np.maximum(made.ends - 1, made.begins)
         return Placed(made.tokens, source(made.begins), source(last) + 1)
+
+
+def _with_contents(rendering: Rendering) -> list[Message]:
+    """Returns the messages of a rendering; an empty content stands for a missing one where the
+    template fails without it."""
+    try:
+        rendering.text()
+        return list(rendering.messages)
+    except Refused:
+        return [{"content": "", **message} for message in rendering.messages]
 
 
 def _without(text: str, marks: Marks) -> str:
@@ -393,7 +421,7 @@ def _judge(chat: Chat, told: Told, least: int) -> None:
 def _row_of(row: Any) -> Any:
     """Returns the row of a line of jsonl, or of parquet as it is. Raises Refused."""
     if not isinstance(row, bytes):
-        return row
+        return without_nulls(row)
     if len(row) > LONGEST:
         raise Refused(f"has more than {LONGEST:,} bytes, which is no conversation")
     return parse(row)

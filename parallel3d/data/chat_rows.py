@@ -109,8 +109,8 @@ class Row(NamedTuple):
 
     messages: role and, unless null, content: text, or parts of text. names: what errors call each.
     learned: whether each is learned if the assistant says it. tools: objects. more: further names
-    for the template. optional: keys of messages, and names of `more`, that are read only if the
-    template does so. unread: keys that nothing reads.
+    for the template. optional: keys of messages that are read only if the template does so. unread:
+    keys that nothing reads.
     """
 
     messages: list[Message]
@@ -136,6 +136,16 @@ def parse(text: str | bytes) -> Any:
         raise
     except ValueError:
         raise Refused("is no JSON") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a row of a table, in which all objects of a column have the same keys, without the
+    keys that only others have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -224,7 +234,7 @@ def read_row(row: Any) -> Row:
     documents = _objects(row.get(DOCUMENTS), DOCUMENTS)
     return Row(
         *(messages, names, learned, tools, documents, more),
-        frozenset((*optional, *more)),
+        frozenset(optional),
         frozenset(unread),
     )
 
@@ -285,9 +295,13 @@ def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given.get("parameters"), str):
         given["parameters"] = _spelled(given["parameters"], dict, what)
     schema = given.get("parameters")
-    if isinstance(schema, dict) and isinstance(schema.get("properties"), str):
-        properties = _spelled(schema["properties"], dict, f"properties in {what}")
-        given["parameters"] = {**schema, "properties": properties}
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if isinstance(properties, str):
+        properties = _spelled(properties, dict, f"properties in {what}")
+    if isinstance(properties, dict):
+        # Null is no schema: tables in which all tools have the same columns are full of it.
+        own = {key: value for key, value in properties.items() if value is not None}
+        given["parameters"] = {**schema, "properties": own}
     return given
 
 
@@ -558,23 +572,24 @@ def _rows(count: int) -> str:
     return f"{count:,} row{'s' * (count != 1)}"
 
 
-Reads = Callable[[str], bool]
+Has = Callable[[str], bool]
 
 
-def unread_of(row: Row, reads: Reads) -> set[str]:
-    """Returns the keys of a row that nothing reads; `reads`: whether a template reads a name.
+def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
+    """Returns the keys of a row that nothing reads; `reads` and `takes`: whether a template has a
+    key, and a variable.
 
     Raises Refused for a key that would change what is shown.
     """
-    found = set(row.unread)
+    found = row.unread | {f"{plain(key)} of {KWARGS}" for key in row.more if not takes(key)}
     for key in row.optional:
         if reads(key):
             continue
         pairs = zip(row.names, row.messages, strict=True)
-        name = next((name for name, message in pairs if key in message), None)
-        if name is not None and key in REFUSED_OF_MESSAGES:
+        name = next(name for name, message in pairs if key in message)
+        if key in REFUSED_OF_MESSAGES:
             raise Refused(f"has {key} in {name}, which is not read: {REFUSED_OF_MESSAGES[key]}")
-        found.add(f"{plain(key)} of {KWARGS if name is None else 'messages'}")
-    if row.documents and not reads(DOCUMENTS):
+        found |= {f"{plain(key)} of messages"}
+    if row.documents and not takes(DOCUMENTS):
         raise Refused(f"has {DOCUMENTS}, which the chat template does not show: remove them")
     return found

@@ -264,9 +264,12 @@ class Shown:
         there = self._place(number, places)
         if there is None or text != answered:
             return None
-        for tail in (text[there:], text[there:].rstrip()):
-            if tail and self.whole.startswith(tail, place):
-                return place + len(tail)
+        tail = text[there:]
+        if not tail.strip():  # no token ends its turns
+            return place
+        for ending in (tail, tail.rstrip()):
+            if self.whole.startswith(ending, place):
+                return place + len(ending)
         return None
 
     def words_end(self, number: int, begin: int) -> int:

@@ -37,6 +37,7 @@ from parallel3d.files import plain, read_bounded
 
 ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+CLOCK = "strftime_now"  # which transformers offers
 
 
 class ChatTemplate:
@@ -88,7 +89,8 @@ class Template:
         self.text, self._tokens = text, dict(tokens)
         self.has_tags = False
         self._around = ("", "")  # the text written for `{% generation %}` and its end
-        self._names: set[str] = set()  # those in its code
+        self._names: set[str] = set()  # variables in its code
+        self._keys: set[str] = set()  # attributes and texts in it
         self._template = self._parsed(named)
 
     def render(
@@ -123,10 +125,15 @@ class Template:
             if isinstance(error, MemoryError):
                 raise
             why = plain(" ".join(str(error).split()) or type(error).__name__)
-            raise Refused(f"is refused by its chat template ({why})") from None
+            hint = ": write a date in its place" if CLOCK in why else ""
+            raise Refused(f"is refused by its chat template ({why}){hint}") from None
 
-    def reads(self, name: str) -> bool:
-        """Returns whether the template's code has a name, as a variable, attribute or key."""
+    def reads(self, key: str) -> bool:
+        """Returns whether the template's code has a key, of a message or another object."""
+        return key in self._keys
+
+    def takes(self, name: str) -> bool:
+        """Returns whether the template's code has a variable."""
         return name in self._names
 
     @property
@@ -238,8 +245,8 @@ class Template:
         environment.globals["raise_exception"] = _refuse
         try:
             tree = environment.parse(self.text)
-            self._names = {
-                *(node.name for node in tree.find_all(nodes.Name)),
+            self._names = {node.name for node in tree.find_all(nodes.Name)}
+            self._keys = {
                 *(node.attr for node in tree.find_all(nodes.Getattr)),
                 *(node.value for node in tree.find_all(nodes.Const) if type(node.value) is str),
             }

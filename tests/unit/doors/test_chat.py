@@ -6,6 +6,7 @@ are equal, and what is learned is what the assistant says; or the row is refused
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -121,7 +122,6 @@ ROWS: dict[str, tuple[Json, Right]] = {
     ),
     "content null": (
         row(user("w"), assistant(None, tool_calls=[CALL]), RESULT, assistant("s"), tools=[TOOL]),
-        # Some templates fail without a content, as in transformers.
         Right([user("w"), without(CALLED, "content"), RESULT, assistant("s")], [TOOL]),
     ),
     "content missing": (
@@ -312,12 +312,17 @@ def test_a_row_is_what_it_spells_or_refused(
     expected = said(
         *(template, right.messages, right.tools, right.more.get("enable_thinking")), right.learned
     )
-    try:
-        theirs = peer.apply_chat_template(
-            given(template, right.messages), tools=right.tools, return_dict=True, **right.more
-        )["input_ids"]
-    except Exception:
-        expected = theirs = None
+    theirs = None
+    for messages in (right.messages, [{"content": "", **m} for m in right.messages]):
+        # Some templates fail without a content, which is then empty.
+        with contextlib.suppress(Exception):
+            theirs = (
+                theirs
+                or peer.apply_chat_template(
+                    given(template, messages), tools=right.tools, return_dict=True, **right.more
+                )["input_ids"]
+            )
+    expected = None if theirs is None else expected
     if expected is None:
         with pytest.raises(Refused) as caught:
             reader.read(read)
