@@ -336,3 +336,55 @@ def test_rows_may_be_packed_files(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(Path(given.path).read_bytes()))
     given.path = str(path)
     assert open_corpus(given, 200).fingerprint == first
+
+
+@pytest.mark.parametrize(
+    ("share", "bad", "words"),
+    [
+        (0.0, 1, ["chat.jsonl:2 has message 2", "mend or remove it, or give data.skip_bad_rows"]),
+        (0.01, 1, ["1 of the first 21 rows", "more than data.skip_bad_rows=0.01", "chat.jsonl:2"]),
+        (0.05, 1, []),
+        (0.05, 2, ["2 of the first 22 rows"]),
+        (1.0, 9, []),
+    ],
+)
+def test_bad_rows_are_left_out_up_to_a_share(
+    tmp_path: Path, share: float, bad: int, words: list[str]
+) -> None:
+    empty = [row([("user", "a"), ("assistant", "")])] * bad
+    given = data(tmp_path, [ROWS[0], *empty, *ROWS[1:]], skip_bad_rows=share)
+    if words:
+        with pytest.raises(UserError) as caught:
+            open_corpus(given, 200)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+        return
+    for _ in range(2):  # a cache that is there tells the same
+        corpus = open_corpus(given, 200)
+        assert corpus.told == (
+            f"data.path={given.path}: {bad} of {20 + bad} rows are left out by data.skip_bad_rows; "
+            "the first is chat.jsonl:2 has message 2 of role assistant, of which only the end "
+            "would be learned",
+        )
+    assert corpus.fingerprint == open_corpus(data(tmp_path, ROWS), 200).fingerprint
+
+
+def test_bad_rows_are_no_json_too_long_or_without_words_to_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = data(tmp_path, ROWS, skip_bad_rows=0.5)
+    monkeypatch.setattr("parallel3d.data.chat.LONGEST", 1000)
+    unlearned = {"messages": [{"role": "assistant", "content": "a", "weight": 0}]}
+    with open(given.path, "a") as file:
+        file.write(
+            f"{{\n\n{json.dumps(unlearned)}\n{json.dumps(row([('user', 'a' * 1000)]))}\n[]\n"
+        )
+        file.write('{"messages": [], "messages": []}\n')
+    (sentence,) = open_corpus(given, 200).told
+    assert ": 5 of 25 rows are left out by" in sentence
+
+
+def test_keys_that_are_not_read_are_told(tmp_path: Path) -> None:
+    given = data(tmp_path, [{**ROWS[0], "id": 1}, *({**each, "source": "a"} for each in ROWS[1:])])
+    assert open_corpus(given, 200).told == (
+        f"data.path={given.path}: keys not read: source (19 rows), id (1 row)",
+    )

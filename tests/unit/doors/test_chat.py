@@ -17,6 +17,7 @@ import pytest
 import transformers
 
 from parallel3d.data.chat import ChatTemplate, Conversation, Reader, Refused
+from parallel3d.data.chat_rows import without_nulls
 from parallel3d.data.tokenizer import FileTokenizer, open_tokenizer
 from tests.chat_templates import CHATML, CONTENT, QWEN2, TEMPLATES, dumps, given, home, said
 from tests.tokenizers import END, folder
@@ -37,11 +38,8 @@ def system(content: Json, **more: Json) -> Json:
 
 
 ARGUMENTS = {"city": "Rome", "days": 3}
-FUNCTION = {
-    "name": "weather",
-    "description": "tells the weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION = {"name": "weather", "description": "tells the weather", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {
     "id": "abcdefghi",
@@ -105,6 +103,18 @@ ROWS: dict[str, tuple[Json, Right]] = {
     "tools empty": (row(*TALK, tools=""), Right(TALK)),
     "functions of 2023": (
         row(*AGENT, functions=[FUNCTION]),
+        Right(AGENT, [TOOL]),
+    ),
+    "parameters as text": (
+        row(*AGENT, tools=[{**TOOL, "function": FUNCTION | {"parameters": dumps(SCHEMA)}}]),
+        Right(AGENT, [TOOL]),
+    ),
+    "properties that are null": (
+        row(
+            *AGENT,
+            tools=[{**TOOL, "function": FUNCTION | {
+                "parameters": {**SCHEMA, "properties": {**SCHEMA["properties"], "day": None}}}}],
+        ),
         Right(AGENT, [TOOL]),
     ),
     # calls
@@ -388,6 +398,8 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "a row's weight": (row(*TALK, weight=0), "has weight=0 of all of it"),
     "a row's mask": (row(*TALK, mask=[0, 1]), "has mask, which is not read"),
+    "a sample to avoid": (row(*TALK, label=False), "has label=false"),
+    "a mask, nearly": (row(*TALK, loss_masks=[1]), "has loss_masks, which is not read"),
     "pictures": (row(*TALK, images=["a.png"]), "has images, which is not read"),
     "audio": (row(user("hi"), assistant("ho", audio={"id": "a"})), "has audio in message 2"),
     "thinking beside": (row(*TALK, enable_thinking=False), "stands in chat_template_kwargs"),
@@ -472,6 +484,59 @@ def test_keys_that_nothing_reads_are_told(homes: dict[str, Path]) -> None:
         *("source", "chosen", "id of messages"),
         "enable_thinking of chat_template_kwargs",
     }
+
+
+def made_of(tmp_path: Path, template: str) -> Reader:
+    path = folder(tmp_path, CONTENT, eos_token=END, chat_template=template)
+    tokenizer = open_tokenizer(str(path))
+    assert isinstance(tokenizer, FileTokenizer)
+    return Reader(tokenizer, ChatTemplate(tokenizer))
+
+
+def test_documents_and_options_are_given_to_a_template_that_takes_them(tmp_path: Path) -> None:
+    template = "{% for d in documents or [] %}{{ d.text }}\n{% endfor %}{{ style or 'plain' }}\n"
+    reader = made_of(tmp_path, template + CHATML)
+    found = reader.read(
+        row(*TALK, documents=[{"text": "Rome is old"}], chat_template_kwargs={"style": "short"})
+    )
+    words = reader._tokenizer.decode(found.tokens)
+    assert words.startswith("Rome is old\nshort\nuser")
+    assert reader.read(row(*TALK, documents=dumps([{"text": "a"}]))).spoken.any()
+
+
+def test_words_behind_a_special_token_of_a_turn_are_learned(tmp_path: Path) -> None:
+    """Here the last special token of a turn stands before its words, and none ends it."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[INST]"
+        "{% endif %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    reader = made_of(tmp_path, template)
+    found = reader.read(row(*TWO))
+    assert spoken(found, reader._tokenizer) == ["[INST]ho", "[INST]that too"]
+
+
+def test_a_rows_nulls_of_a_table_are_no_keys(homes: dict[str, Path]) -> None:
+    empty = {"name": None, "tool_calls": None, "tool_call_id": None}
+    calls = [{**CALL, "function": {"name": "weather", "arguments": {**ARGUMENTS, "day": None}}}]
+    table = {
+        "messages": [
+            {**empty, **user("w")},
+            {**empty, **assistant(None, tool_calls=calls)},
+            {**empty, **RESULT},
+        ],
+        "tools": [{**TOOL, "function": {**FUNCTION, "strict": None}}],
+        "documents": None,
+    }
+    reader, *_ = opened(homes["qwen2"])
+    right = reader.read(row(user("w"), CALLED, RESULT, tools=[TOOL]))
+    assert reader.read(without_nulls(table)).tokens.tolist() == right.tokens.tolist()
+
+
+def test_thoughts_that_only_an_option_is_called_after_are_refused(tmp_path: Path) -> None:
+    reader = made_of(tmp_path, "{% if thinking %}think{% endif %}" + CHATML)
+    with pytest.raises(Refused, match="shows no reasoning_content"):
+        reader.read(row(user("hi"), assistant("ho", reasoning_content="mm")))
 
 
 def test_templates_by_name_lie_in_files_or_in_a_list_or_with_a_processor(tmp_path: Path) -> None:
