@@ -1,0 +1,295 @@
+"""Which run in W&B a start goes on in, and which rows it has there; W&B itself is not started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from parallel3d.config.schema import Config
+from parallel3d.metrics import wandb_ledger
+from parallel3d.metrics.wandb_ledger import (
+    Ledger,
+    Row,
+    UnknownRows,
+    begin,
+    kept_id,
+    last_row,
+    read_rows,
+    sessions_of,
+)
+
+AGENT = {"WANDB_SWEEP_ID": "s1", "WANDB_RUN_ID": "agent-1"}
+SHELL = {"WANDB_RUN_ID": "mine"}
+
+
+def config_of(lr: float = 1e-3, batch: int = 8, **free: object) -> Config:
+    config = Config()
+    optim = dataclasses.replace(config.optim, lr=lr)
+    return dataclasses.replace(config, optim=optim, global_batch_size=batch, **free)
+
+
+def record(step: int, evaluation: bool = False) -> bytes:
+    item = {"step": step, **({"valid/a/loss": 1.0} if evaluation else {"train/lr": 0.1})}
+    return json.dumps({"type": "history", "history": {"item": item}}).encode() + b"\n"
+
+
+RUN = b'{"type": "run", "run": {"run_id": "x"}}\n'
+
+
+class Said(NamedTuple):
+    """An output of W&B's tool and what it is taken for."""
+
+    lines: tuple[bytes, ...]
+    taken: Row | str | None  # text: a part of the sentence that refuses it
+    size: int = 40000
+
+
+OUTPUTS = [
+    Said((RUN, record(1), record(2)), Row(2, False)),
+    Said((RUN, record(1), record(1, True)), Row(1, True)),
+    Said((RUN, b"\n", record(3), b'{"type": "stats"}\n'), Row(3, False)),
+    Said((b'{ "type" : "history", "history":{"item":{"step":4,"train/lr":1}}}',), Row(4, False)),
+    Said((b'{"history":{"item":{"train/lr":1,"step":5}},"type":"history"}',), Row(5, False)),
+    Said((RUN, b'{"type": "new kind"}\n', record(2)), Row(2, False)),
+    Said((RUN,), None),
+    Said((), None, size=7),  # killed before its first block
+    Said((), None, size=0),
+    Said((), "shows nothing"),
+    Said((RUN, b'{"type": "History", "item": {"step": 4}}\n'), "'History'"),
+    Said((RUN, b'{"type": "history", "item": {"step": 4}}\n'), "another form"),
+    Said((RUN, b'{"type": "history", "history": {"item": {"_step": 4}}}\n'), "another form"),
+    Said((RUN, b'{"type": "history", "history": {"item": {"step": null}}}\n'), "another form"),
+    Said((RUN, b'[{"type": "history"}]\n'), "another form"),
+    Said((b'{"kind": "history"}\n',), "another form"),
+    Said((b"step 4\n",), "another form"),
+    Said((b'{"type": "run"', b"}\n"), "another form"),
+    Said((b"\xff\xfe\n",), "another form"),
+]
+
+
+@pytest.mark.parametrize("said", OUTPUTS, ids=str)
+def test_an_output_of_wandbs_tool(tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "run-x.wandb"
+    path.write_bytes(bytes(said.size))
+    if not isinstance(said.taken, str):
+        assert read_rows(path, lambda _: iter(said.lines)) == said.taken
+        return
+    with pytest.raises(UnknownRows, match=said.taken):
+        read_rows(path, lambda _: iter(said.lines))
+
+
+def session(
+    run_dir: Path,
+    config: Config,
+    last: Row | None,
+    first: int = 1,
+    *,
+    id: str | None = None,
+    killed: bool = False,
+    environ: Mapping[str, str] = {},
+    stamp: str = "20260101_000000",
+) -> str:
+    """Goes through a session as the logger does; returns the run's id in W&B."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if id is not None:
+        (run_dir / "wandb-id").write_text(f"{id}\n")
+    begun = begin(run_dir, first, config, environ)
+    folder = run_dir / "wandb" / f"offline-run-{stamp}-{begun.id}"
+    folder.mkdir(parents=True)
+    (folder / f"run-{begun.id}.wandb").write_bytes(bytes(40000))
+    ledger = Ledger(run_dir)
+    ledger.begin(begun.id, folder.name, first, config)
+    ledger.sent(last)
+    if not killed:
+        ledger.sent(last, closed=True)
+    return begun.id
+
+
+# What the tool says of a file, in the tests below: the rows of a killed session.
+Tool = Callable[[Mapping[str, list[bytes]]], None]
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
+    def says(lines: Mapping[str, list[bytes]]) -> None:
+        def inspect(path: Path):
+            found = [some for name, some in lines.items() if name in str(path)]
+            assert len(found) == 1, path
+            return iter(found[0])
+
+        monkeypatch.setattr(wandb_ledger, "_tool", inspect)
+
+    says({})
+    return says
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "first", "goes_on"),
+    [
+        # last row, keys then, keys now, first step of this start, whether it is one run in W&B
+        (Row(246, False), config_of(), 201, True),  # the same rows again
+        (Row(246, False), config_of(lr=1e-4), 201, False),
+        (Row(246, False), config_of(batch=16), 201, False),
+        (Row(246, False), config_of(lr=1e-4), 247, True),  # nothing is replaced
+        (Row(246, False), config_of(lr=1e-4), 246, False),
+        (Row(246, True), config_of(lr=1e-4), 246, False),
+        (Row(246, True), config_of(lr=1e-4), 247, True),
+        (Row(246, False), config_of(tp=2, dp=4), 201, True),  # another layout rounds otherwise
+        (Row(246, False), config_of(runs_dir="elsewhere"), 201, True),
+        (Row(246, False), config_of(seed=5), 1, False),  # no checkpoint: from step 1 on
+        (Row(246, False), config_of(), 1, True),
+        (None, config_of(lr=1e-4), 1, True),
+    ],
+)
+@pytest.mark.parametrize("id", ["abc", "llama-8b-v2", "a-20260101_000000-b"])
+@pytest.mark.parametrize("killed", [False, True])
+def test_rows_that_a_changed_resume_replaces(
+    tmp_path: Path,
+    tool: Tool,
+    id: str,
+    killed: bool,
+    before: Row | None,
+    now: Config,
+    first: int,
+    goes_on: bool,
+) -> None:
+    run_dir = tmp_path / "a"
+    session(run_dir, config_of(), before, id=id, killed=killed)
+    tool({"a": [RUN] if before is None else [RUN, record(*before)]})
+    begun = begin(run_dir, first, now, {})
+    assert kept_id(run_dir) == begun.id
+    if goes_on:
+        assert begun == (id, before, now.optim.lr != 1e-3 or now.seed != config_of().seed, ())
+        return
+    assert begun.id != id and begun.last is None
+    (line,) = begun.lines
+    steps = f"steps {first} to 246 of its run {id} are" if first < 246 else "step 246 of its run"
+    assert steps in line and line.endswith(f"a run of its own, {begun.id}")
+    assert begin(run_dir, 1, now, {}).id == begun.id
+
+
+def test_there_and_back_again(tmp_path: Path, tool: Tool) -> None:
+    """Keys changed for one start and changed back: each time other rows would be replaced."""
+    run_dir = tmp_path / "a"
+    ids = [session(run_dir, config_of(), Row(246, False), stamp="20260101_000000")]
+    ids += [session(run_dir, config_of(lr=1e-4), Row(230, False), 201, stamp="20260101_000001")]
+    ids += [session(run_dir, config_of(), Row(250, False), 201, stamp="20260101_000002")]
+    ids += [session(run_dir, config_of(), Row(300, False), 201, stamp="20260101_000003")]
+    assert len(set(ids[:3])) == 3 and ids[3] == ids[2]
+    assert begin(run_dir, 301, config_of(), {}).last == Row(300, False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "taken", "words"),
+    [
+        ({}, None, None),
+        (SHELL, None, "WANDB_RUN_ID=mine is taken beside a sweep's agent alone"),
+        ({"WANDB_RUN_ID": ""}, None, None),
+        ({"WANDB_SWEEP_ID": "s1"}, None, None),
+        (AGENT, "agent-1", None),
+    ],
+)
+def test_the_id_of_a_first_start(
+    tmp_path: Path, environ: Mapping[str, str], taken: str | None, words: str | None
+) -> None:
+    run_dir = tmp_path / "a"
+    run_dir.mkdir()
+    begun = begin(run_dir, 1, config_of(), environ)
+    assert begun.id == taken if taken else begun.id != environ.get("WANDB_RUN_ID")
+    assert len(begun.lines) == (words is not None)
+    assert words is None or (words in begun.lines[0] and begun.id in begun.lines[0])
+    # The run keeps it, whatever is exported then.
+    assert begin(run_dir, 1, config_of(), {"WANDB_RUN_ID": "other"}) == (begun.id, None, False, ())
+
+
+def test_runs_of_one_shell_and_of_a_sweep_are_runs_of_their_own(tmp_path: Path) -> None:
+    shell = [session(tmp_path / name, config_of(), None, environ=SHELL) for name in "abc"]
+    agent = [session(tmp_path / name, config_of(), None, environ=AGENT) for name in "def"]
+    assert len({*shell, *agent}) == 6 and agent[0] == "agent-1"
+    (tmp_path / "g").mkdir()
+    (line,) = begin(tmp_path / "g", 1, config_of(), AGENT).lines
+    assert line.startswith("WANDB_RUN_ID=agent-1 is run d already")
+
+
+def test_a_copied_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    made = session(a, config_of(), Row(9, False))
+    shutil.copytree(a, b)
+    begun = begin(b, 10, config_of(), {})
+    assert begun.id != made and begun.last is None
+    assert f"this run is a copy of {a}, which keeps its run {made}" in begun.lines[0]
+    assert begin(a, 10, config_of(), {}) == (made, Row(9, False), False, ())
+    assert session(b, config_of(), Row(12, False), 10, stamp="20260101_000001") == begun.id
+    assert begin(b, 13, config_of(), {}) == (begun.id, Row(12, False), False, ())
+
+
+def test_a_moved_folder_is_the_run_that_it_was(tmp_path: Path) -> None:
+    made = session(tmp_path / "a", config_of(), Row(9, False))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert begin(tmp_path / "b", 10, config_of(), {}) == (made, Row(9, False), False, ())
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    assert begin(tmp_path / "link", 10, config_of(), {}).id == made
+    session(tmp_path / "a", config_of(), None)  # another run took the old name
+    assert begin(tmp_path / "b", 10, config_of(), {}).id == made
+
+
+def test_a_copy_of_a_run_from_before_ledgers(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir()
+    (a / "wandb-id").write_text("old\n")
+    (a / "config.yaml").write_text("# made by process 1 on x\nrun: a\nseed: 3\n")
+    shutil.copytree(a, b)
+    assert begin(a, 5, config_of(), {}) == ("old", None, False, ())
+    assert "is a copy of" in begin(b, 5, config_of(), {}).lines[0]
+
+
+def test_sessions_from_before_ledgers(tmp_path: Path, tool: Tool) -> None:
+    """The newest is known by its time, whatever is in the id; another id's rows are not its."""
+    (tmp_path / "wandb-id").write_text("llama-8b-v2\n")
+    for name in ("20260102_000000-llama-8b-v2", "20260101_235959-llama-8b-v2", "20260103_000000-x"):
+        folder = tmp_path / "wandb" / f"offline-run-{name}"
+        folder.mkdir(parents=True)
+        (folder / "run-x.wandb").write_bytes(bytes(40000))
+    tool({"20260102": [RUN, record(20)], "20260101": [record(10)], "20260103": [record(30)]})
+    assert last_row(tmp_path, "llama-8b-v2", []) == Row(20, False)
+    assert begin(tmp_path, 15, config_of(), {}).id == "llama-8b-v2"
+    assert begin(tmp_path, 15, config_of(), {}, changed=True).id != "llama-8b-v2"
+
+
+@pytest.mark.parametrize("harm", ["output", "no folder", "two files"])
+def test_rows_that_nobody_knows_make_a_run_of_its_own(
+    tmp_path: Path, tool: Tool, harm: str
+) -> None:
+    run_dir = tmp_path / "a"
+    made = session(run_dir, config_of(), Row(9, False), killed=True)
+    (folder,) = run_dir.glob("wandb/*")
+    tool({"a": [b"{}\n"] if harm == "output" else [record(9)]})
+    if harm == "no folder":
+        shutil.rmtree(folder)
+    if harm == "two files":
+        (folder / "run-2.wandb").touch()
+    begun = begin(run_dir, 5, config_of(), {})
+    assert begun.id != made and begun.last is None
+    assert f"it is not known which rows its run {made} has" in begun.lines[0]
+
+
+def test_a_session_that_ended_well_needs_no_file(tmp_path: Path) -> None:
+    """As after `wandb sync --clean`."""
+    run_dir = tmp_path / "a"
+    made = session(run_dir, config_of(), Row(9, True))
+    shutil.rmtree(run_dir / "wandb")
+    assert begin(run_dir, 10, config_of(), {}) == (made, Row(9, True), False, ())
+
+
+def test_torn_lines_of_a_ledger_are_left_out(tmp_path: Path) -> None:
+    made = session(tmp_path, config_of(), Row(9, False))
+    with (tmp_path / "wandb.jsonl").open("a") as file:
+        file.write('{"session": 1, "last_st\n[]\n{"session": 7}\n')
+    (found,) = sessions_of(tmp_path)
+    assert (found.id, found.last, found.closed) == (made, Row(9, False), True)
