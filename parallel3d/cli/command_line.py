@@ -71,6 +71,9 @@ from parallel3d.run.directory import (
     CONFIG_FILE,
     check_run,
     config_there,
+    has_begun,
+    keeps_tokenizer,
+    left_out,
     make_run_directory,
     take_run,
 )
@@ -221,7 +224,7 @@ def _run_job(
     `own`: the folder of --config-dir.
     """
     place: RankAssignment | None = None
-    line: str | None = None
+    lines: list[str] = []
     try:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, Config)  # the schema's class
@@ -251,7 +254,7 @@ def _run_job(
         if app == TRAIN or config.init_from is not None:
             check_fields(config)
             with _time_limit(config):
-                config, line = _with_earlier(app, config, given_by(typed, own), world_size)
+                config, lines = _with_earlier(app, config, given_by(typed, own), world_size)
         if app in ALONE:
             function = getattr(importlib.import_module(ALONE[app]), app)
             try:
@@ -281,11 +284,11 @@ def _run_job(
                 "or preemption, and is not queued again"
             )
         if place is None:
-            return _start(app, config, line)
+            return _start(app, config, lines)
         if not place.local_world_size:
             place, store = count_ranks_here(config, place)
         kind = _checked_here(app, config, place)
-        if first and line is not None:
+        for line in lines if first else ():
             print_line(line)
         return run_joined(app, config, place, kind, store)
     except UserError as error:
@@ -317,9 +320,9 @@ def _place(app: str, config: Config) -> RankAssignment | None:
 
 def _with_earlier(
     app: str, config: Config, given: Given, world_size: int | None
-) -> tuple[Config, str | None]:
+) -> tuple[Config, list[str]]:
     """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
-    a line to log of it."""
+    lines to log of it."""
     directory = Path(config.runs_dir) / str(config.run)
     goes_on = _goes_on(app, config)
     # A primary configuration of the user's own gives every key.
@@ -327,10 +330,18 @@ def _with_earlier(
         there = config_there(config, directory)
         if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
             there = replace(there, data=replace(there.data, tokenizer=None))
-        return continued(config, there, given, world_size)
+        begun = has_begun(directory)
+        config, taken = continued(config, there, given, world_size, has_begun=begun)
+        lines = [line for line in (left_out(directory), taken) if line is not None]
+        if config.init_from is not None and not begun:
+            # Nothing was trained from its source yet, which may have newer steps by now.
+            config, line = begun_from(config, given.__contains__)
+            lines.append(line)
+        return config, lines
     if config.init_from is not None and not goes_on:
-        return begun_from(config, given.__contains__)
-    return config, None
+        config, line = begun_from(config, given.__contains__)
+        return config, [line]
+    return config, []
 
 
 def _goes_on(app: str, config: Config) -> bool:
@@ -339,8 +350,8 @@ def _goes_on(app: str, config: Config) -> bool:
     return app == TRAIN and config.run is not None and file.is_file()
 
 
-def _start(app: str, config: Config, line: str | None) -> int:
-    """Logs `line` and runs `app` with this process as the launcher of the layout's ranks."""
+def _start(app: str, config: Config, lines: Sequence[str]) -> int:
+    """Logs `lines` and runs `app` with this process as the launcher of the layout's ranks."""
     world_size = config.world_size
     may_go_on = app in CAN_GO_ON
     with _time_limit(config):
@@ -356,7 +367,7 @@ def _start(app: str, config: Config, line: str | None) -> int:
     with _time_limit(config):
         config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
         take_run(config, run_dir)
-    if line is not None:
+    for line in lines:
         print_line(line)
     return run_here(app, config, run_dir, device, in_sweep=is_sweep())
 
@@ -406,8 +417,9 @@ def _check_data(app: str, config: Config, first: bool = True) -> None:
         check_loggers(config.logger)
     if app in NEED_DATA:
         data, model = config.data, config.model
-        if config.run is not None:
-            data = with_own_tokenizer(data, Path(config.runs_dir) / config.run)
+        run_dir = Path(config.runs_dir) / str(config.run)
+        if (run_dir / FOLDER).is_dir() and keeps_tokenizer(config, run_dir):
+            data = with_own_tokenizer(data, run_dir)
         is_open = config.train.epochs is not None  # no blend then, which alone needs the samples
         samples = 0 if is_open else config.batch_sizes.samples(config.train_steps)
         length, vocab_size = model.seq_length, model.vocab_size

@@ -70,7 +70,7 @@ def _is_among(key: str, keys: Collection[str]) -> bool:
 
 
 def continued(
-    config: Config, there: Config, given: Given, world_size: int | None
+    config: Config, there: Config, given: Given, world_size: int | None, *, has_begun: bool = True
 ) -> tuple[Config, str | None]:
     """Returns the configuration with which a run resumes, and a line that tells what it took.
 
@@ -81,6 +81,7 @@ def continued(
     Args:
         there: the configuration of the run's last start.
         given: what is typed.
+        has_begun: the run has a checkpoint, which binds it to the source of its weights.
     """
     old, new = values_of(with_derived_keys(there)), values_of(with_derived_keys(config))
     left = {*OF_A_START, *OF_THE_PLANNER} if "layout" in given else {*OF_A_START}
@@ -98,7 +99,7 @@ def continued(
     if "global_batch_size" in given:
         left |= {"train.batch_schedule"}
     # A source without a step, typed again, is the one with the step that the first start chose.
-    if config.init_from == str(there.init_from).rpartition("@")[0]:
+    if has_begun and config.init_from == str(there.init_from).rpartition("@")[0]:
         given = replace(given, keys=given.keys - {"init_from"})
     taken = {k: v for k, v in old.items() if k not in given and not _is_among(k, left)}
     changed = [f"{key}={show(value)}" for key, value in taken.items() if new[key] != value]
@@ -106,7 +107,7 @@ def continued(
         return config, None
     more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""
     shown = f"{', '.join(changed[:MOST_SHOWN])}{more}"
-    line = f"run={there.run}: what is not typed is as at its last start: {shown}"
+    line = f"run={config.run}: what is not typed is as at its last start: {shown}"
     return with_values(config, taken), line
 
 

@@ -25,7 +25,8 @@ from parallel3d.config.fields import show, values_of
 from parallel3d.config.schema import Config
 from parallel3d.metrics.jsonl import rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
-from parallel3d.metrics.recorder import STARTS
+from parallel3d.metrics.screen import NAMES_OF_PARTS
+from parallel3d.metrics.starts import PARTS, STARTS, Goodput, goodput, seconds_of, starts_of
 from parallel3d.run.directory import (
     NO_CONFIG,
     PLACEMENT_FILE,
@@ -100,6 +101,7 @@ class RunRecord:
     summary: Mapping[str, Any]  # {} unless it is of the last start
     ranks: list[dict[str, Any]]  # of placement.json
     state: str  # how the last start ended
+    goodput: Goodput | None = None  # of all starts
 
     @property
     def last(self) -> tuple[int, int]:
@@ -120,6 +122,7 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
     metrics = folder / "metrics.jsonl"
     curves: defaultdict[str, list[Point]] = defaultdict(list)
     found: list[tuple[str, float | None]]
+    accounts, steps_s, late_s = starts_of(folder / STARTS), 0.0, 0.0
     for line in rows_of(metrics) if metrics.exists() else ():
         try:
             if "eval_loss" in line:
@@ -128,6 +131,9 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
                 found = [(curve, value(line, key)) for key, curve in STEP_FIGURES.items()]
             for curve, figure in found:
                 curves[curve].append(Point(line["step"], line["tokens"], figure))
+            steps_s += seconds_of(line)
+            if accounts and line["step"] > accounts[-1].step:  # since its last account
+                late_s += float(line.get("step_time_s") or 0.0)
         except DAMAGED:  # also of a blend's parts, which are not drawn
             continue
     summary = read_json(folder / "summary.json")
@@ -146,7 +152,9 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
     ranks = [
         {key: place[key] if key == "host" else int(place[key]) for key in place} for place in places
     ]
-    return RunRecord(name, curves, starts, _configs(folder), summary, ranks, state)
+    heard_of = accounts[-1].account + late_s if accounts else None
+    spent = goodput(accounts, steps_s, heard_of)
+    return RunRecord(name, curves, starts, _configs(folder), summary, ranks, state, spent)
 
 
 def _is_held_out(figure: str) -> bool:
@@ -275,7 +283,7 @@ def _of_set(figure: str) -> str:
 
 def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
     head = ["run", "state", "model", "layout", "steps", "tokens", "last loss", "held-out, best"]
-    head += ["tokens/s", "MFU", "last start took"]
+    head += ["tokens/s", "MFU", "goodput", "last start took"]
     rows = []
     for run, label in zip(runs, labels, strict=True):
         config, summary = run.configs[-1] if run.configs else None, run.summary
@@ -291,6 +299,7 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
             _best(run),
             _number(speed.get("mean"), ",.0f"),
             _number(mfu.get("value"), ".1%"),
+            _number(run.goodput.value if run.goodput else None, ".1%"),
             duration(summary["wall_time_s"]) if "wall_time_s" in summary else "–",
         ]
         rows.append([label, escape(run.state), *map(escape, cells)])
@@ -341,6 +350,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         yield section("What differs", "" if table else "No key but run and runs_dir.", table)
     yield _starts_table(runs, labels)
     for heading, part, said in (
+        ("Where the time of all starts went", _goodput, "It has no starts.jsonl."),
         ("Where a step's time goes, in the mean", _times, "summary.json has it, at the end."),
         ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
         ("Layout and map", _map, "It has no placement.json."),
@@ -386,6 +396,18 @@ def _times(run: RunRecord) -> str:
     ranks = (run.summary.get("breakdown") or {}).get("ranks", [])
     parts = [{kind: 1e3 * rank.get(kind, 0.0) for kind in KINDS} for rank in ranks]
     return _bars(run, parts, "ms", [f"{1e3 * rank['step']:.3g} ms" for rank in ranks])
+
+
+def _goodput(run: RunRecord) -> str:
+    """Returns a bar of the wall time of all starts by what it was spent with."""
+    if run.goodput is None or not run.goodput.wall_s:
+        return ""
+    seconds = {NAMES_OF_PARTS[part]: run.goodput.seconds[part] for part in PARTS}
+    words = " · ".join(f"{part} {duration(one)}" for part, one in seconds.items() if one >= 1.0)
+    bar = stacked_bar(seconds, max(run.goodput.wall_s, sum(seconds.values())), "s")
+    return bar_key(seconds) + html_table(
+        ("wall time", "", ""), [[escape(duration(run.goodput.wall_s)), bar, escape(words)]]
+    )
 
 
 def _memory(run: RunRecord) -> str:

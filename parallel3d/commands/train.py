@@ -36,13 +36,14 @@ from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.files import replace_durably
+from parallel3d.host.processes import process_begun
 from parallel3d.metrics.jsonl import Score, append_line, write_json
 from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines, length_words
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.optim import EMA
-from parallel3d.run.directory import status
+from parallel3d.run.directory import config_files, status
 from parallel3d.run.launch import Worker
 from parallel3d.text import si
 from parallel3d.trainer import StepResult, Trainer
@@ -98,6 +99,10 @@ def train(config: Config, worker: Worker) -> None:
     # The steps that the schedule of the rate counts are known now.
     check_schedule_of_rate(config, config.optim.lr_decay_steps or trainer.length.end)
     weights: dict[str, str] = {}
+    if worker.rank == 0 and not checkpoints.resumed:
+        from parallel3d.commands.checkpoint.new_runs import KEPT_FILE
+
+        (worker.run_dir / KEPT_FILE).unlink(missing_ok=True)  # of a start that saved nothing
     if config.init_from is not None and not checkpoints.resumed:
         worker.phase = "reading the initial weights"
         source = load_initial(config, trainer, groups)
@@ -132,7 +137,8 @@ def train(config: Config, worker: Worker) -> None:
             recorder.breakdown(times, [peak for peak in peaks if peak is not None])
         watchdog.rest()
         worker.phase = "waiting for the checkpoint"
-        is_saved = checkpoints.close()
+        with spent(recorder, "checkpoint"):
+            is_saved = checkpoints.close()
         if worker.stopped:
             leave_marker(trainer, worker, recorder, is_saved)
         else:
@@ -230,7 +236,8 @@ def run_steps(
     may_compile = trainer.config.compile or fuses(trainer.device)
     evaluation_compiles = may_compile
     if first == 1 and trainer.evaluated_sets and settings.eval_batches != 0:
-        with resting(worker):  # before the first step there is no pace to watch
+        # Before the first step there is no pace to watch.
+        with resting(worker), spent(recorder, "evaluation"):
             before = evaluate(trainer, worker)
         evaluation_compiles = False
         if recorder is not None and before is not None:
@@ -254,7 +261,7 @@ def run_steps(
         last = step == steps
         evaluated: Evaluated | None = None
         if settings.eval_batches != 0 and (due or last):
-            with resting(worker, when=evaluation_compiles):
+            with resting(worker, when=evaluation_compiles), spent(recorder, "evaluation"):
                 evaluated = evaluate(trainer, worker)
             evaluation_compiles = False
         if due or last or result.stop or checkpoints.is_due(step):
@@ -266,16 +273,29 @@ def run_steps(
             recorder.blend(step, trainer.train_source.read(trainer.consumed_samples))
         worker.phase = f"looking after step {step}"
         worker.log.boundary("looking")
+        rollbacks = health.rollbacks
         health.after_step(result)
+        if recorder is not None and health.rollbacks > rollbacks:
+            recorder.rolled_back(checkpoints.saved_step)
         worker.phase = f"checkpoint after step {step}"
-        with trainer.step_timer.range("checkpoint"):
+        with trainer.step_timer.range("checkpoint"), spent(recorder, "checkpoint"):
             checkpoints.after_step(trainer)
         if result.stop and step < steps:
             worker.stopped = True
             if trainer.config.checkpoint.every:
-                checkpoints.save(trainer)
+                with spent(recorder, "checkpoint"):
+                    checkpoints.save(trainer)
             profiler.give_up(step)
             return
+
+
+@contextmanager
+def spent(recorder: Recorder | None, part: str) -> Iterator[None]:
+    """Records the wall time of a block, for the run's goodput."""
+    start = time.perf_counter()
+    yield
+    if recorder is not None:
+        recorder.spent(part, time.perf_counter() - start)
 
 
 @contextmanager
@@ -412,8 +432,14 @@ def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
         override_tflops=config.launch.peak_tflops,
     )
     flops = flops_per_token(config.model, config.model.seq_length)
-    first = trainer.steps_done + 1
-    return Recorder(config, worker.run_dir, flops, peak, first, trainer.length, changed)
+    first, name = trainer.steps_done + 1, config_files(worker.run_dir)[-1].name
+    return Recorder(
+        *(config, worker.run_dir, flops, peak, first),
+        length=trainer.length,
+        changed=changed,
+        config_file=name,
+        begun=process_begun(),
+    )
 
 
 def header_facts(

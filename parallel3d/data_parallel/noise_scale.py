@@ -12,8 +12,8 @@ gradient after the first micro-batch), and of the reduced one: no further forwar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,6 +160,6 @@ class NoiseScale:
             return {}
         return {"noise_trace": self.trace, "noise_signal": self.signal}
 
-    def restore(self, progress: dict[str, int | float]) -> None:
+    def restore(self, progress: Mapping[str, Any]) -> None:
         self.trace = float(progress.get("noise_trace", 0.0))
         self.signal = float(progress.get("noise_signal", 0.0))

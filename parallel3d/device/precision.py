@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -102,7 +104,7 @@ class LossScale:
             "overflows": self.overflows,
         }
 
-    def restore(self, progress: dict[str, int | float]) -> None:
+    def restore(self, progress: Mapping[str, Any]) -> None:
         """Continues from `progress`; a configured scale stays as configured."""
         if self.is_dynamic:
             self.scale = float(progress["loss_scale"])

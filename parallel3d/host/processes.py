@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -36,6 +37,15 @@ def born(pid: int) -> int:
     """Returns the start time in ticks since boot, unique with the pid (pids recur). 0: unknown."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
+
+
+def process_begun() -> float:
+    """Returns the Unix time at which this process began; now, where the system does not tell."""
+    now = time.time()
+    if sys.platform != "linux" or not (ticks := born(os.getpid())):
+        return now
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return now - max(0.0, age)
 
 
 def state_letter(pid: int, born: int) -> str:

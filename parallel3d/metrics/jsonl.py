@@ -94,10 +94,12 @@ class MetricsFile:
         seen: Callable[[dict[str, Any]], None] = lambda row: None,
         say: Callable[[str], None] = lambda sentence: None,
         waited: Sequence[str] = (),
+        dropped: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """Opens the file; `seen` takes each line that stays, in order. Raises OSError."""
+        """Opens the file; `seen` takes each line that stays, in order, and `dropped` each whole one
+        that does not. Raises OSError."""
         self.path, self._say = path, say
-        self.waiting = _keep_before(path, first_step, seen, say, waited)
+        self.waiting = _keep_before(path, first_step, seen, say, waited, dropped)
         self._file = os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         flush_folder(path.parent)
         self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
@@ -194,6 +196,7 @@ def _keep_before(
     seen: Callable[[dict[str, Any]], None],
     say: Callable[[str], None],
     waited: Sequence[str],
+    dropped: Callable[[dict[str, Any]], None],
 ) -> list[str]:
     """Drops the lines from `first_step` on, keeping a copy of the old file if there were any.
 
@@ -218,7 +221,9 @@ def _keep_before(
             row = _row_before(line, first_step)
             if row is None:
                 drops = True
-                damaged += _row(line) is None and line.endswith(b"\n") and not line.isspace()
+                if (late_row := _row(line)) is not None:
+                    dropped(late_row)
+                damaged += late_row is None and line.endswith(b"\n") and not line.isspace()
                 continue
             stays(row)
             if (text := line.decode()) in late:

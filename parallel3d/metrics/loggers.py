@@ -37,6 +37,7 @@ NAMES = {
     "tokens_per_s": "speed/tokens_per_s",
     "mfu": "speed/mfu",
     "step_time_s": "speed/step_time_s",
+    "goodput": "speed/goodput",
     "eval_loss": "eval/loss",
 }
 # Entries with parts: the begin of their names.

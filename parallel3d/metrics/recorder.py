@@ -37,8 +37,7 @@ from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import TensorBoardLogger, WandbLogger
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.provenance import provenance
-
-STARTS = "starts.jsonl"  # a line for each start of the run that came to its first step
+from parallel3d.metrics.starts import STARTS, Account, starts_of
 
 
 def evaluation_row(
@@ -80,6 +79,8 @@ class Recorder:
         first_step: > 1 resumes: earlier lines of metrics.jsonl stay and count in the summary.
         length: of the run, from where it goes on; None: as the configuration alone has it.
         changed: keys that change the steps differ from those of the checkpoint.
+        config_file: name of this start's configuration in `run_dir`.
+        begun: Unix time at which this process began; None: with this object. `clock` gives others.
     """
 
     config: Config
@@ -89,6 +90,9 @@ class Recorder:
     first_step: int = 1
     length: Length | None = None
     changed: bool = False
+    config_file: str | None = None
+    begun: float | None = None
+    clock: Callable[[], float] = time.time
     console: Console = field(default_factory=screen.make_console)
     _resources: ExitStack = field(default_factory=ExitStack)
     _loggers: list[TensorBoardLogger | WandbLogger] = field(default_factory=list)
@@ -118,11 +122,15 @@ class Recorder:
         config, run_dir = self.config, self.run_dir
         self._code = provenance()
         self._length = self.length or Length.of_run(config)
+        begun = self.clock() if self.begun is None else self.begun
+        self._account = Account(starts_of(run_dir / STARTS), begun)
         path = run_dir / "metrics.jsonl"
         samples = self._length.sizes.samples(self.first_step - 1)
         self._tokens = samples * config.model.seq_length
         try:
-            file = MetricsFile(path, self.first_step, self._recall, self._say, waited)
+            file = MetricsFile(
+                *(path, self.first_step, self._recall, self._say, waited, self._account.dropped)
+            )
         except OSError as error:
             raise UserError(
                 f"run={config.run}: {path} cannot be written ({error.strerror}): free "
@@ -191,6 +199,9 @@ class Recorder:
             self._step_tokens.append(tokens)
             self._step_seconds.append(step_time_s)
         self._count(row)
+        self._account.step(row)
+        if (found := self._account.goodput(self.clock())) is not None and found.value is not None:
+            row["goodput"] = round(found.value, 4)
         self._log(row)
         self._progress.update(row)
         if loss is None and not self._said_unlearned:
@@ -219,9 +230,18 @@ class Recorder:
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
 
+    def spent(self, part: str, seconds: float) -> None:
+        """Records wall time of "evaluation" or "checkpoint", between steps."""
+        self._account.spent(part, seconds)
+
+    def rolled_back(self, step: int) -> None:
+        """Records that the parameters are those after `step` again."""
+        self._account.rolled_back(step)
+
     def waiting(self) -> tuple[str, ...]:
         """Flushes metrics.jsonl to the disk; returns the lines that a checkpoint must carry."""
         self._metrics.flush()
+        self._write(STARTS, self._add_account)
         for logger in self._loggers:
             logger.flush()
         return tuple(self._metrics.waiting)
@@ -243,6 +263,7 @@ class Recorder:
         if self._summary is not None:
             return self._summary
         self._summary = summary = self._summarise(status)
+        self._write(STARTS, self._add_account)
         with ExitStack() as closing:  # in reverse order; a failure does not stop the rest
             exit_code = 0 if status in ("finished", "stopped") else 1
             for logger in reversed(self._loggers):
@@ -282,6 +303,7 @@ class Recorder:
         """Restores evaluations and counts from a line of an earlier session."""
         if is_whole(row):
             self._count(row)
+            self._account.kept(row)
 
     def _count(self, row: Mapping[str, Any]) -> None:
         """Takes the line of a step or an evaluation up for the summary."""
@@ -300,8 +322,12 @@ class Recorder:
             "started": self._started_at,
             "host": self._code["hostname"],
             "layout": layout_row(self.config),
+            "config": self.config_file,
         }
-        append_line(path, start)
+        append_line(path, self._account.begin(self.clock(), start))
+
+    def _add_account(self, path: Path) -> None:
+        append_line(path, self._account.line(self.clock()))
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         try:
@@ -318,6 +344,7 @@ class Recorder:
         A number that is not finite is null, and named under `nonfinite` as in metrics.jsonl.
         """
         config, last = self.config, self._last
+        goodput = self._account.goodput(self.clock())
         rates = throughput(self._step_tokens, self._step_seconds)
         wandb = next((one for one in self._loggers if isinstance(one, WandbLogger)), None)
         content: dict[str, Any] = {
@@ -348,6 +375,7 @@ class Recorder:
                 [{"rank": rank} | memory for rank, memory in enumerate(self._memory)],
             ),
             "wall_time_s": time.perf_counter() - self._start_time,
+            "goodput": goodput.row() if goodput else None,
             "started": self._started_at,
             "layout": layout_row(config),
             "model": config.model.name,

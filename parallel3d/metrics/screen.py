@@ -24,6 +24,7 @@ from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
 from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.starts import PARTS
 from parallel3d.text import aligned, duration, loss_words, percent, si, three_digits
 
 REFRESH_PER_SECOND = 4  # drawn by a thread of the training process, at its expense
@@ -32,6 +33,7 @@ MAX_WIDTH = 100  # wider lines and panels are hard to read
 MOST_PARTS = 4  # of a blend, in an evaluation's line; metrics.jsonl has all
 LABEL_WIDTH = 14
 MAX_TABLE_RANKS = 8
+NAMES_OF_PARTS = {part: part.replace("_", "-") for part in PARTS} | {"between": "between starts"}
 SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "optim"}
 
 
@@ -225,10 +227,21 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
             f"{si(most['allocated'])}B at most, on rank {most['rank']} · "
             f"{si(most['reserved'])}B reserved"
         )
+    if (spent := summary["goodput"]) is not None and spent["value"] is not None:
+        rows["goodput"] = goodput_words(spent)
     rows["time"] = f"{duration(summary['wall_time_s'])} · {si(summary['tokens']).rstrip()} tokens"
     if "error" in summary:
         rows["error"] = summary["error"]
     return rows
+
+
+def goodput_words(spent: Mapping[str, Any]) -> str:
+    """Returns the share of the wall time in which a run got on, and what took the rest."""
+    starts = spent["starts"]
+    text = f"{percent(spent['value'])} of {duration(spent['wall_s'])}"
+    text += f" in {starts:,} starts" if starts > 1 else ""
+    others = {part: spent[f"{part}_s"] for part in PARTS[1:] if spent[f"{part}_s"] >= 1.0}
+    return " · ".join([text, *(f"{NAMES_OF_PARTS[p]} {duration(s)}" for p, s in others.items())])
 
 
 def _places(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -91,8 +91,8 @@ def sessions_of(run_dir: Path) -> list[Session]:
             row = json.loads(line)
             number = row["session"]
             if "id" in row:
-                texts = (str(row[name]) for name in ("id", "home", "folder"))
-                found[number] = Session(*texts, dict(row["keys"]))
+                home, folder = str(row["home"]), str(row["folder"])
+                found[number] = Session(str(row["id"]), home, folder, dict(row["keys"]))
             else:
                 found[number].last = Row(int(row["last_step"]), bool(row["evaluation"]))
             found[number].closed |= bool(row.get("closed"))
@@ -234,9 +234,10 @@ def _copied_from(run_dir: Path, kept: str) -> Path | None:
 
 def _home_by_name(run_dir: Path) -> Path | None:
     try:
-        name = OmegaConf.load(run_dir / "config.yaml").get("run")
-    except (OSError, OmegaConfBaseException, YAMLError, AttributeError):
+        tree = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"), resolve=False)
+    except (OSError, OmegaConfBaseException, YAMLError):
         return None  # a run without a configuration of ours has no name
+    name = tree.get("run") if isinstance(tree, Mapping) else None
     return run_dir.absolute().parent / name if isinstance(name, str) and name else None
 
 

@@ -37,10 +37,13 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.config import identity
 from parallel3d.config.checks import check_plain
-from parallel3d.config.fields import REMOVED, RENAMED
+from parallel3d.config.fields import REMOVED, RENAMED, spell
+from parallel3d.config.identity import flat
 from parallel3d.config.schema import Config
+from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, lock, no_link, replace_durably
+from parallel3d.metrics.starts import STARTS, starts_of
 
 # The configurations of a run's starts: each is written atomically and only once; the newest is the
 # one that runs.
@@ -79,13 +82,16 @@ def load_config(directory: Path) -> Config:
 
 
 def last_config(directory: Path) -> Config:
-    """Returns the configuration of the newest start whose file is readable.
+    """Returns the configuration of the last start that came to its first step; before the first
+    such start, of the newest.
 
     Skips files torn by a power cut, and falls back to the checkpoints' manifests. Raises as
     `load_config` if there is nothing else.
     """
     problem: Exception | None = None
-    for path in reversed(config_files(directory)):
+    files = config_files(directory)[::-1]
+    begun = config_of_last_start(directory)
+    for path in sorted(files, key=lambda path: path.name != begun):  # that one first
         try:
             return read_config(path)
         except UserError:
@@ -98,6 +104,43 @@ def last_config(directory: Path) -> Config:
         except Exception:
             continue  # reported when the checkpoint is to be loaded
     raise problem or FileNotFoundError(directory / CONFIG_FILE)
+
+
+def config_of_last_start(directory: Path) -> str | None:
+    """Returns the name of the configuration of the last start that came to its first step, where
+    it is noted: one that was refused before has left a newer file."""
+    starts = starts_of(directory / STARTS)
+    name = starts[-1].line.get("config") if starts else None
+    return name if isinstance(name, str) else None
+
+
+def has_begun(directory: Path) -> bool:
+    """Returns whether a run has a checkpoint, good or damaged. Until then nothing in its folder
+    binds the next start. Raises OSError."""
+    return bool(list_checkpoints(directory) or list_damaged(directory))
+
+
+def left_out(directory: Path) -> str | None:
+    """Returns a sentence on keys of a run's newest configuration that this version has no more."""
+    tree: Any = OmegaConf.to_container(OmegaConf.load(config_files(directory)[-1]), resolve=False)
+    found = flat(tree) if isinstance(tree, Mapping) else {}
+    words = []
+    for key, instead in (RENAMED | REMOVED).items():
+        if found.get(key) and not key.startswith(identity.OF_COMMANDS):
+            now = f"now {instead}" if key in RENAMED else instead
+            words.append(f"{spell(key, found[key])} ({now})")
+    if not words:
+        return None
+    return f"run={directory.name}: this version has no more {', '.join(words)}: left out"
+
+
+def keeps_tokenizer(config: Config, directory: Path) -> bool:
+    """Returns whether a run's own copy of the tokenizer holds: it has a checkpoint, or goes on with
+    the data of a start that had none. Raises OSError and NO_CONFIG."""
+    if has_begun(directory):
+        return True
+    there = dataclasses.replace(last_config(directory).data, tokenizer=None)
+    return there == config.data
 
 
 def config_files(directory: Path) -> list[Path]:
@@ -296,6 +339,11 @@ def take_run(config: Config, directory: Path) -> int | None:
     try:
         held = _locked(directory / CONFIG_FILE)
         keep_failures(directory)
+        own = directory / FOLDER
+        if own.is_dir() and not keeps_tokenizer(config, directory):
+            gone = new_folder(directory.parent)
+            os.rename(own, gone)  # so that it is never half removed
+            shutil.rmtree(gone)
         # An evaluation alone is no start of the run.
         if not config.train.eval_only and not is_newest(config, directory):
             save_config(config, directory, next_name(directory))
@@ -408,7 +456,8 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
     found = identity.changes(dataclasses.asdict(there), config)
     is_over = not saved and status(directory) == "finished"
     if may_go_on and not is_over:
-        if refusal := identity.refusal(config.run, found):
+        # Without a checkpoint the run begins again, with whatever keys.
+        if saved and (refusal := identity.refusal(config.run, found)):
             raise UserError(refusal)
         return
     why = ", with no checkpoint to resume from" if may_go_on else ""

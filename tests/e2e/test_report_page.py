@@ -17,7 +17,8 @@ from parallel3d.commands.report import MARK
 from parallel3d.commands.report_page import COLUMNS, Point, page_of, read_run, thinned
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TrainConfig
 from parallel3d.metrics.peak import Peak
-from parallel3d.metrics.recorder import STARTS, Recorder
+from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.starts import STARTS
 from parallel3d.run.directory import make_run_directory, next_name, save_config
 from parallel3d.topology.assumptions import preset
 from tests.e2e.command import Shell

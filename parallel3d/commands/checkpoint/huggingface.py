@@ -81,8 +81,6 @@ def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
 def keep_keys(source: Source, config: Config, run_dir: Path) -> None:
     """Writes the `kept_keys` of the source that a run has begun from (`init_from`); on rank 0."""
     there = source.folder.absolute().parents[1] / KEPT_FILE
-    if (run_dir / KEPT_FILE).exists():  # by a start that was killed
-        return
     if source.hf is not None:
         own = config.data.tokenizer in (None, source.tokenizer)
         tokenizer = tokenizer_to_import(source.folder, config)

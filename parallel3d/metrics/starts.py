@@ -1,0 +1,196 @@
+"""`starts.jsonl`: when each start of a run began and what it spent its time with; goodput of these.
+
+A line for each start that came to its first step: `first_step last_step started host layout config`
+(the name of its configuration), the Unix times `begun` (of rank 0's process) and `at` (of the first
+step), `lost_s`, the seconds of steps that an earlier start did and this one does again, and
+`between_s` from the last sign of the start before. After it, at each checkpoint and at the end, a
+line with the start's sums so far: `account` (the Unix time), `step`, `evaluation_s`,
+`checkpoint_s`, `skipped_s` of steps that changed nothing and `rolled_back_s`. An older start has
+only the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STARTS = "starts.jsonl"
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a line that is not whole
+SUMS = ("evaluation_s", "checkpoint_s", "skipped_s", "rolled_back_s")  # of one start
+PARTS = ("steps", "lost", "start_up", "evaluation", "checkpoint", "between", "other")
+
+
+class Goodput(NamedTuple):
+    """The wall time of a run over all its starts, in seconds by what it was spent with.
+
+    `steps` are those that count: in metrics.jsonl, and not skipped.
+    """
+
+    starts: int
+    wall_s: float
+    seconds: Mapping[str, float]  # by PARTS
+
+    @property
+    def value(self) -> float | None:
+        """Returns the share of the time in which the run got on; None for no time."""
+        return self.seconds["steps"] / self.wall_s if self.wall_s > 0 else None
+
+    def row(self) -> dict[str, Any]:
+        """Returns the figures for summary.json."""
+        rounded = {f"{part}_s": round(self.seconds[part], 3) for part in PARTS}
+        return {"value": self.value, "wall_s": round(self.wall_s, 3), **rounded} | {
+            "starts": self.starts
+        }
+
+
+@dataclass
+class Start:
+    """One start as `starts.jsonl` has it, up to its last line."""
+
+    line: Mapping[str, Any]  # its first
+    begun: float
+    at: float  # of its first step
+    lost_s: float = 0.0
+    between_s: float = 0.0
+    account: float = 0.0  # when it was last heard of, and the step then
+    step: int = 0
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
+
+
+def starts_of(path: Path) -> list[Start]:
+    """Returns the starts in a file, oldest first; lines torn by a crash are left out."""
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    found: list[Start] = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            if "account" in row:
+                start = found[-1]
+                start.account, start.step = float(row["account"]), int(row["step"])
+                start.sums = {name: float(row[name]) for name in SUMS}
+            else:
+                found.append(_start(row))
+        except (*DAMAGED, IndexError, RecursionError):
+            continue
+    return found
+
+
+def _start(row: Mapping[str, Any]) -> Start:
+    first, started = int(row["first_step"]), datetime.datetime.fromisoformat(str(row["started"]))
+    at = float(row.get("at", started.timestamp()))
+    begun = float(row.get("begun", at))
+    lost, between = float(row.get("lost_s", 0.0)), float(row.get("between_s", 0.0))
+    return Start(row, begun, at, lost, between, account=at, step=first - 1)
+
+
+def goodput(starts: list[Start], steps_s: float, now: float | None = None) -> Goodput | None:
+    """Returns the goodput of a run; None without a start.
+
+    Args:
+        steps_s: seconds of the steps in metrics.jsonl that were not skipped.
+        now: Unix time of the end; None: when the run was last heard of.
+    """
+    if not starts:
+        return None
+    now = starts[-1].account if now is None else now
+    wall = max(0.0, now - starts[0].begun)
+    rolled_back = sum(start.sums["rolled_back_s"] for start in starts)
+    skipped = sum(start.sums["skipped_s"] for start in starts)
+    seconds = {
+        "steps": max(0.0, steps_s - rolled_back),
+        "lost": rolled_back + skipped + sum(start.lost_s for start in starts),
+        "start_up": sum(max(0.0, start.at - start.begun) for start in starts),
+        "evaluation": sum(start.sums["evaluation_s"] for start in starts),
+        "checkpoint": sum(start.sums["checkpoint_s"] for start in starts),
+        "between": sum(start.between_s for start in starts),
+    }
+    seconds["other"] = max(0.0, wall - sum(seconds.values()))
+    return Goodput(len(starts), wall, seconds)
+
+
+def seconds_of(row: Mapping[str, Any]) -> float:
+    """Returns the seconds of a step's line; 0 for a step that changed nothing."""
+    seconds = row.get("step_time_s")
+    is_time = isinstance(seconds, (int, float)) and not row.get("skipped")
+    return float(seconds or 0.0) if is_time else 0.0
+
+
+class Account:
+    """Keeps the account of one start, on rank 0; times are of the wall clock, in seconds.
+
+    Args:
+        earlier: the starts before.
+        begun: Unix time at which the process of rank 0 began.
+    """
+
+    def __init__(self, earlier: list[Start], begun: float) -> None:
+        self._earlier, self._begun = earlier, begun
+        self._kept_s = self._again_s = self._late_s = 0.0  # of earlier starts' steps
+        self._before = self._step = 0  # steps before this start, and the last one
+        self._seconds: array[float] = array("d")  # of each step; 0 where it does not count
+        self._steps_s = 0.0
+        self._sums = dict.fromkeys(SUMS, 0.0)
+        self._start: Start | None = None
+
+    def kept(self, row: Mapping[str, Any]) -> None:
+        """Takes a step's line of an earlier start that stays in metrics.jsonl."""
+        self._kept_s += seconds_of(row)
+
+    def dropped(self, row: Mapping[str, Any]) -> None:
+        """Takes a step's line of an earlier start, which this one does again."""
+        self._again_s += seconds_of(row)
+        if self._earlier and row["step"] > self._earlier[-1].step:
+            self._late_s += float(row.get("step_time_s") or 0.0)  # after its last account
+
+    def begin(self, now: float, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Begins the first step; returns `line` of `starts.jsonl` with the times."""
+        between = 0.0
+        if self._earlier:
+            heard_of = self._earlier[-1].account + self._late_s
+            between = max(0.0, self._begun - heard_of)
+        times = {"begun": self._begun, "at": now}
+        times |= {"lost_s": self._again_s, "between_s": between}
+        whole = {**line, **{name: round(value, 3) for name, value in times.items()}}
+        self._start = _start(whole)
+        self._before = self._step = self._start.step
+        return whole
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Takes the line of a step of this start."""
+        seconds = float(row["step_time_s"])
+        skipped = bool(row.get("skipped"))
+        self._sums["skipped_s"] += seconds * skipped
+        self._seconds.append(0.0 if skipped else seconds)
+        self._steps_s += self._seconds[-1]
+        self._step = row["step"]
+
+    def spent(self, part: str, seconds: float) -> None:
+        """Adds seconds of "evaluation" or "checkpoint"."""
+        self._sums[f"{part}_s"] += seconds
+
+    def rolled_back(self, step: int) -> None:
+        """Takes back the steps after `step`, whose parameters are no more."""
+        first = max(0, step - self._before)
+        self._sums["rolled_back_s"] += sum(self._seconds[first:])
+        self._seconds[first:] = array("d", [0.0] * (len(self._seconds) - first))
+
+    def line(self, now: float) -> dict[str, Any]:
+        """Returns the line of `starts.jsonl` with the sums so far."""
+        sums = {name: round(seconds, 3) for name, seconds in self._sums.items()}
+        return {"account": round(now, 3), "step": self._step, **sums}
+
+    def goodput(self, now: float) -> Goodput | None:
+        """Returns the goodput of all starts up to now; None before the first step."""
+        if self._start is None:
+            return None
+        own = dataclasses.replace(self._start, sums=self._sums)
+        return goodput([*self._earlier, own], self._kept_s + self._steps_s, now)
