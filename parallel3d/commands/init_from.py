@@ -96,10 +96,19 @@ def find_source(init_from: str, runs_dir: Path) -> Source:
 
 
 def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
-    if step is not None or not list_checkpoints(run_dir):
-        folder = find_checkpoint(run_dir.parent, run_dir.name, step)
-        return _of_checkpoint(folder, f"{name}@{step}")
     folders = list_checkpoints(run_dir)
+    if step is not None or not folders:
+        try:
+            folder = find_checkpoint(run_dir.parent, run_dir.name, step)
+        except UserError as error:
+            if not folders:
+                raise
+            # As a run that still trains does: its newest is another one by now.
+            raise UserError(
+                f"init_from={name}@{step}: {error}; checkpoint.keep of {run_dir.name} may have "
+                f"removed it, and init_from={name} takes the newest"
+            ) from None
+        return _of_checkpoint(folder, f"{name}@{step}")
     for folder in folders:
         try:
             read_manifest(folder)
@@ -276,7 +285,8 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Sou
     source, problem = read_together(read, share)
     if source is None:
         start = "" if "init_from=" in str(problem) else f"init_from={config.init_from}: "
-        raise UserError(f"{start}{problem}; give another source")
+        remedy = "" if "takes the newest" in str(problem) else "; give another source"
+        raise UserError(f"{start}{problem}{remedy}")
     if config.init_optimizer:
         assert source.manifest is not None  # as `begun_from` has checked
         progress = source.manifest.progress

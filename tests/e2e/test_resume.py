@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from parallel3d.checkpoint.manifest import step_of
 from parallel3d.checkpoint.storage import read_full
 from tests.corpora import pair
-from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
+from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell, wait_for
 from tests.e2e.forked import run_forked
 
 STEPS = 6
@@ -203,3 +206,76 @@ def test_nothing_is_imported_within_a_save(shell: Shell) -> None:
     words = (*TINY, *shell.text(), "checkpoint.every=2", "checkpoint.async_save=false")
     ended = shell.run(PARALLEL3D[0], "-c", IMPORTS, "train", *words)
     assert ended.code == 0 and ended.err.count("imported in a save: []") == 2, ended
+
+
+def test_a_killed_run_goes_on_with_another_batch_to_the_end_of_its_tokens(shell: Shell) -> None:
+    """A run of 12,800 tokens by steps of four samples is killed, and goes on by those of sixteen."""
+    run, rates = shell.cwd / "runs" / "mine", ("optim.lr=1e-3", "optim.min_lr=1e-5")
+    length = ("train.steps=null", "train.tokens=12800", "checkpoint.every=10", *rates)
+    given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *length)}
+    process = shell.start(*PARALLEL3D, "train", "run=mine", *given.values())
+    wait_for(lambda: (run / "checkpoints" / "step-00000020").is_dir(), 60, "step 20")
+    process.kill()
+    process.communicate()
+    shell.wait_until_none_is_left(20)
+    done = max(step_of(path) for path in (run / "checkpoints").glob("step-*"))
+
+    left = 400 - 4 * done  # samples of 32 tokens
+    to_go = -(-left // 16)
+    rest = shell.run(*PARALLEL3D, "train", "run=mine", "global_batch_size=16")
+    assert rest.code == 0, rest
+    said = (
+        f"resumes at step {done + 1}; changed: global_batch_size 4 → 16; {128 * done:,} of 12,800"
+    )
+    assert f"{said} tokens are done, {to_go} steps of 16 sequences to go" in rest.err
+    assert f"{done + to_go} steps · " in rest.out
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, done + to_go + 1))
+    sizes = [128] * done + [512] * to_go
+    assert [row["tokens"] for row in steps] == list(accumulate(sizes))
+    assert 12800 <= steps[-1]["tokens"] < 12800 + 512
+    lr = [row["lr"] for row in steps]
+    assert lr[-1] == 1e-5 and lr[done - 1 :] == sorted(lr[done - 1 :], reverse=True)
+    for row in steps[:-1]:  # a cosine over 400 samples, whatever the steps
+        share = row["tokens"] / 12800
+        assert row["lr"] == pytest.approx(1e-5 + 0.495e-3 * (1 + math.cos(math.pi * share)))
+    assert 0 < steps[-1]["goodput"] <= 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tokens"] == steps[-1]["tokens"] and summary["goodput"]["starts"] == 2
+
+    over = shell.run(*PARALLEL3D, "train", "run=mine", "global_batch_size=64")
+    assert over.code == 0 and f"is finished: {done + to_go} steps are done" in over.err
+
+
+def test_a_start_that_saved_nothing_binds_no_later_one(shell: Shell) -> None:
+    """The source of the weights went on and removed its checkpoint; other keys were wrong."""
+    base = {word.split("=")[0]: word for word in (*TINY, *shell.text())}
+
+    def start(*words: str) -> Ended:
+        given = base | {word.split("=")[0]: word for word in words}
+        return run_forked(shell, "train", *given.values(), ranks=1)
+
+    assert start("run=old", "train.steps=1", "checkpoint.every=1", "checkpoint.keep=1").code == 0
+    begun = start("run=new", "init_from=old", "train.steps=1", "seed=3")
+    assert begun.code == 0, begun
+    summary = shell.cwd / "runs" / "new" / "summary.json"
+    summary.write_text(summary.read_text().replace('"finished"', '"failed"'))  # as if killed
+    assert start("run=old", "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1").code == 0
+
+    gone = start("run=new", "init_from=old@1", "train.steps=1")
+    assert gone.code == 2 and "and init_from=old takes the newest" in gone.err
+    anew = start("run=new", "init_from=old", "train.steps=1", "seed=4", "checkpoint.every=1")
+    assert anew.code == 0, anew
+    assert "init_from=old@2 gives model" in anew.err
+    assert "begins again at step 1" in anew.err
+    bound = start("run=new", "init_from=old", "train.steps=2", "seed=5")
+    assert bound.code == 2 and "seed is 4 there, now 5" in bound.err
+
+    # A start that was refused does not count as the last one.
+    book = shell.cwd / "other.txt"
+    book.write_text("another text\n" * 900)
+    refused = start("run=new", f"data.path={book}", "train.steps=2", "seed=4")
+    assert refused.code == 2 and "cannot resume with another text" in refused.err
+    on = run_forked(shell, "train", "run=new", "train.steps=2", ranks=1)
+    assert on.code == 0, on

@@ -1,0 +1,135 @@
+"""Goodput: what the wall time of a run's starts was spent with, by clocks that the test sets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.starts import Goodput, goodput, starts_of
+
+
+class Time:
+    """A wall clock that stands unless it is set on."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def begin(run_dir: Path, time: Time, first: int, start_up: float) -> Recorder:
+    config = Config()
+    config.model, config.train.steps = ModelConfig(name="gpt_tiny"), 100
+    begun = time.now
+    time.pass_by(start_up)
+    recorder = Recorder(config, run_dir, 1e6, Peak(1e9, "test"), first, begun=begun, clock=time)
+    recorder.start({})
+    return recorder
+
+
+def step(recorder: Recorder, time: Time, number: int, seconds: float = 2.0, **more: object) -> None:
+    time.pass_by(seconds)
+    recorder.step(number, 1.0, 0.5, 1e-3, 4096, seconds, **more)
+
+
+def checkpoint(recorder: Recorder, time: Time, seconds: float = 3.0) -> None:
+    recorder.waiting()  # as a save begins
+    time.pass_by(seconds)
+    recorder.spent("checkpoint", seconds)
+
+
+def seconds_of(run_dir: Path, recorder: Recorder, status: str = "finished") -> dict[str, float]:
+    found = recorder.finish(status)["goodput"]
+    kept = {key: found[key] for key in found if key.endswith("_s") and found[key]}
+    assert found["value"] == pytest.approx(found.get("steps_s", 0) / found["wall_s"])
+    assert json.loads((run_dir / "summary.json").read_text())["goodput"] == found
+    return kept
+
+
+def test_a_start_that_goes_through(tmp_path: Path) -> None:
+    time = Time()
+    recorder = begin(tmp_path, time, 1, start_up=10.0)
+    for number in (1, 2, 3, 4):
+        step(recorder, time, number)
+    time.pass_by(5.0)
+    recorder.spent("evaluation", 5.0)
+    recorder.evaluation(4, 1.0)
+    checkpoint(recorder, time)
+    time.pass_by(1.0)  # of nothing that is counted
+    expected = {"wall_s": 27.0, "steps_s": 8.0, "start_up_s": 10.0, "evaluation_s": 5.0}
+    assert seconds_of(tmp_path, recorder) == expected | {"checkpoint_s": 3.0, "other_s": 1.0}
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("goodput") for row in rows] == [0.1667, 0.2857, 0.375, 0.4444, None]
+
+
+def test_a_run_that_is_killed_and_resumes(tmp_path: Path) -> None:
+    """Killed in step 6 after a checkpoint of step 3; waits a minute in the queue."""
+    time = Time()
+    first = begin(tmp_path, time, 1, start_up=10.0)
+    for number in (1, 2, 3):
+        step(first, time, number)
+    checkpoint(first, time)
+    for number in (4, 5):
+        step(first, time, number)
+    time.pass_by(0.5)  # of step 6, which nobody noted
+    (killed,) = starts_of(tmp_path / "starts.jsonl")
+    assert (killed.step, killed.sums["checkpoint_s"]) == (3, 0.0)  # its end was not noted
+
+    time.pass_by(60.0)
+    second = begin(tmp_path, time, 4, start_up=20.0)
+    for number in (4, 5, 6):
+        step(second, time, number, 3.0)
+    checkpoint(second, time)
+    found = seconds_of(tmp_path, second)
+    assert found["wall_s"] == 10 + 6 + 3 + 4 + 0.5 + 60 + 20 + 9 + 3
+    assert found["steps_s"] == 3 * 2.0 + 3 * 3.0
+    assert found["lost_s"] == 2 * 2.0  # steps 4 and 5, done twice
+    assert found["start_up_s"] == 10 + 20
+    # Heard of last at step 5, two steps after the account of the save, which took 3 s.
+    assert found["between_s"] == 3 + 0.5 + 60
+    assert found["checkpoint_s"] == 3.0
+    assert found.get("other_s", 0) == 0
+
+    time.pass_by(100.0)
+    third = begin(tmp_path, time, 7, start_up=1.0)
+    step(third, time, 7)
+    found = seconds_of(tmp_path, third, "stopped")
+    assert (found["steps_s"], found["between_s"]) == (17.0, 163.5)
+    assert third.finish()["goodput"]["starts"] == 3
+
+
+def test_steps_that_change_nothing_or_are_rolled_back_are_lost(tmp_path: Path) -> None:
+    time = Time()
+    recorder = begin(tmp_path, time, 1, start_up=1.0)
+    for number in (1, 2, 3, 4, 5):
+        step(recorder, time, number, skipped=number == 4)
+    recorder.rolled_back(2)  # steps 3 and 5 are no more
+    step(recorder, time, 6)
+    assert seconds_of(tmp_path, recorder) == {
+        "wall_s": 13.0, "steps_s": 6.0, "lost_s": 6.0, "start_up_s": 1.0
+    }  # fmt: skip
+    time.pass_by(9.0)
+    again = begin(tmp_path, time, 7, start_up=1.0)
+    step(again, time, 7)
+    found = seconds_of(tmp_path, again)
+    assert (found["steps_s"], found["lost_s"], found["between_s"]) == (8.0, 6.0, 9.0)
+
+
+def test_starts_from_before_accounts(tmp_path: Path) -> None:
+    old = {"first_step": 1, "last_step": 9, "started": "2026-11-27T17:00:00+00:00", "host": "a"}
+    path = tmp_path / "starts.jsonl"
+    path.write_text(f"{json.dumps(old)}\n{{torn\n[]\n")
+    (start,) = starts_of(path)
+    assert start.begun == start.at == start.account
+    found = goodput([start], 30.0, start.begun + 60.0)
+    assert isinstance(found, Goodput) and found.value == 0.5
+    assert goodput([], 1.0) is None and starts_of(tmp_path / "none") == []
