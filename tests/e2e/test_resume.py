@@ -209,7 +209,7 @@ def test_nothing_is_imported_within_a_save(shell: Shell) -> None:
 
 
 def test_a_killed_run_goes_on_with_another_batch_to_the_end_of_its_tokens(shell: Shell) -> None:
-    """A run of 12,800 tokens by steps of four samples is killed, and goes on by those of sixteen."""
+    """A run of 12,800 tokens by steps of four samples is killed and goes on by those of sixteen."""
     run, rates = shell.cwd / "runs" / "mine", ("optim.lr=1e-3", "optim.min_lr=1e-5")
     length = ("train.steps=null", "train.tokens=12800", "checkpoint.every=10", *rates)
     given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *length)}
