@@ -214,7 +214,7 @@ def asked(caller: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(command_line, "is_sweep", lambda: False)
         make = lambda config, *_, **__: (config, Path())  # noqa: E731
         monkeypatch.setattr(command_line, "make_run_directory", make)
-        command_line._start("bench comm", config, None)
+        command_line._start("bench comm", config, [])
     elif caller == "train of a launcher":
         place = RankAssignment("torchrun", 0, 0, ranks, ranks, "h", 29500)
         return command_line._checked_here("bench comm", config, place)
