@@ -244,9 +244,9 @@ class Trainer:
         split = None
         if self.groups.cp.size > 1:
             split = SequenceSplit.of_run(config, self.groups.cp.index)
-        return Batches(
-            source, size, count, dp.index, self.device, self.needs_batch, masks, window, split
-        )
+        own = None if self.corpus is not None else config.model.vocab_size
+        where = dp.index, self.device, self.needs_batch
+        return Batches(source, size, count, *where, masks, window, split, own)
 
     @property
     def tokens_per_step(self) -> int:

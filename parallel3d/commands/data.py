@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.commands.verbs import Verb, run_verb, whole_number
+from parallel3d.commands.verbs import Verb, run_verb, true_or_false, whole_number
 from parallel3d.config.fields import show as shown
 from parallel3d.data.formats import KINDS, PACKED
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
@@ -53,6 +53,8 @@ VERBS = {
             "input": INPUT["input"],
             "to": "prefix of the corpus, as in corpora/web, which makes corpora/web.bin and .idx",
             "tokenizer": "byte, a tokenizer.json, a folder with one, or a name on the hub (byte)",
+            "add_bos": "begin documents with the tokens that the tokenizer puts before every text, "
+            "as Llama's <|begin_of_text|>: true or false (true)",
             "workers": "processes that make tokens (as many as there are cores, within a quota)",
             "text_key": INPUT["text_key"],
             "format": INPUT["format"],
@@ -109,7 +111,8 @@ def _run(name: str, given: Mapping[str, str], _: list[str]) -> int:
         return train(given["input"], kind, text_key, vocab_size, to)
     workers = whole_number("workers", given, 1, 4096) or available_cores()
     tokenizer, bad = given.get("tokenizer", "byte"), share("bad", given.get("bad", f"{BAD:g}"))
-    return tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad)
+    add_bos = true_or_false("add_bos", given, True)
+    return tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad, add_bos)
 
 
 def share(key: str, text: str) -> float:
@@ -162,7 +165,14 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int, str], None]]
 
 
 def tokenize_corpus(
-    given: str, kind: str | None, text_key: str, tokenizer: str, to: Path, workers: int, bad: float
+    given: str,
+    kind: str | None,
+    text_key: str,
+    tokenizer: str,
+    to: Path,
+    workers: int,
+    bad: float,
+    add_bos: bool,
 ) -> int:
     """Makes or continues a corpus and prints a summary. Returns the exit code."""
     if not to.name or to.suffix in (".bin", ".idx"):
@@ -178,7 +188,7 @@ def tokenize_corpus(
     if begun:
         print_line(f"to={to} was begun: going on with it")
     to.parent.mkdir(parents=True, exist_ok=True)
-    job = PreprocessJob(tuple(inputs), tokenizer, to, text_key, bad, workers)
+    job = PreprocessJob(tuple(inputs), tokenizer, to, text_key, bad, workers, add_bos=add_bos)
     with byte_progress("tokenize", sum(each.size for each in inputs)) as update:
         facts, done = tokenize(job, lambda done: update(done.read, _so_far(done)))
     for sentence in left_out(done.count):
@@ -187,12 +197,28 @@ def tokenize_corpus(
         files = Counter(each.label for each in inputs)
         for label, count in done.by_label.items():
             print(f"{label}: {files[label]:,} files, {count:,} documents")
+    for sentence in _of_tokenizer(to, facts):
+        print_line(sentence)
     print(
         f"{to}: {facts.documents:,} documents, {facts.tokens:,} tokens of {done.count.size:,} bytes"
     )
     print(f"parallel3d data show {to}")
     print(f"parallel3d train data=corpus data.path={to} model.vocab_size={facts.vocab_size}")
     return 0
+
+
+def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
+    """Returns sentences on how documents begin, and on what transformers makes of the tokenizer."""
+    tokenizer = open_tokenizer(tokenizer_beside(to, facts), "tokenizer")
+    if not isinstance(tokenizer, FileTokenizer):
+        return []
+    sentences = list(tokenizer.doubts())
+    if tokenizer.bos:
+        begin = tokenizer.spelled(tokenizer.bos)
+        does = "each document begins with" if facts.begin else "no document begins with"
+        more = "add_bos=false leaves it out" if facts.begin else "as add_bos=false asks"
+        sentences.append(f"{does} {begin}, which the tokenizer puts before every text; {more}")
+    return sentences
 
 
 def _so_far(done: JournalEntry) -> str:
@@ -241,6 +267,9 @@ def show(prefix: str, given: str | None, documents: int) -> int:
     print(f"{prefix}: {corpus.documents:,} documents, {len(corpus):,} tokens, {corpus.dtype}")
     if tokenizer is not None:
         sizes = f"{tokenizer.vocab_size:,} tokens, {tokenizer.eot} ends a document"
+        begin = facts.begin if facts is not None else ()
+        if begin and isinstance(tokenizer, FileTokenizer):
+            sizes += f", {tokenizer.spelled(begin)} begins one"
         print(f"tokenizer: {tokenizer.name}, {sizes}")
     print(statistics(corpus))
     if tokenizer is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from parallel3d.config.fields import show
 from parallel3d.data.formats import HEAD, LINES, PARQUET, TASKS, NotTaken, check_kind, judged
 from parallel3d.data.inputs import LOCAL, Input, rows
-from parallel3d.data.tokenizer import Tokenizer
+from parallel3d.data.tokenizer import Tokenizer, begun
 from parallel3d.errors import UserError
 from parallel3d.files import parse_json, plain
 
@@ -123,29 +123,22 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
     """Returns the tokens of both texts, and how many of the first are the context's.
 
     As lm-evaluation-harness has it: blanks at the context's end belong to the continuation, both
-    are tokenized together and split where the context's own tokens end. Tokens that the tokenizer
-    puts before every text stand before the context; one without text is the token that begins a
-    text.
+    are tokenized together and split where the context's own tokens end. The tokenizer's prefix
+    stands before the context; one without text is the tokens that begin a text.
     """
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
     if not bare:
-        tokens = _encoded(tokenizer, continuation)
-        begin = tokenizer.begin[:1]
-        return (tokens if tokens[:1] == begin else begin + tokens), 1
+        tokens = begun(_encoded(tokenizer, continuation), tokenizer.begin)
+        return tokens, len(tokenizer.begin)
     whole, first = (
-        _with_prefix(tokenizer, _encoded(tokenizer, t)) for t in (bare + continuation, bare)
+        begun(_encoded(tokenizer, t), tokenizer.prefix) for t in (bare + continuation, bare)
     )
     return whole, len(first)
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode_prompt(text.encode("utf-8", "replace"))
-
-
-def _with_prefix(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
-    prefix = tokenizer.prefix
-    return tokens if prefix and tokens[: len(prefix)] == prefix else prefix + tokens
 
 
 # Scores

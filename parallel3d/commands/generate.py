@@ -19,7 +19,7 @@ from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import EVAL, GENERATE, checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
-from parallel3d.data.tokenizer import BYTE, Decoding, open_tokenizer
+from parallel3d.data.tokenizer import BYTE, Decoding, begun, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
 from parallel3d.parameters.sharding import Chunk, spec_of
@@ -53,7 +53,7 @@ def generate(config: Config, worker: Worker) -> None:
     if speaks:
         write(decoding.begin(prompt))
     decoder, sampler = Decoder(config, groups, stage), TokenSampler(config.generate, config.seed)
-    tokens = [*tokenizer.begin, *tokenizer.encode_prompt(prompt)]
+    tokens = begun(tokenizer.encode_prompt(prompt), tokenizer.begin)
     for _ in range(config.generate.max_tokens):
         logits = decoder.logits(tokens)
         token = torch.zeros((), dtype=torch.int64, device=device)

@@ -25,7 +25,14 @@ from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoi
 from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.identity import changes
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data.tokenizer import FOLDER, TOKENIZER, FileTokenizer
+from parallel3d.data.tokenizer import (
+    BYTE,
+    FOLDER,
+    TOKENIZER,
+    FileTokenizer,
+    check_same_tokens,
+    open_tokenizer,
+)
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import plain
 from parallel3d.run.directory import CONFIG_FILE
@@ -52,7 +59,7 @@ class Source:
         folder: of the checkpoint, or the Hugging Face folder.
         model: its keys.
         positions: the longest `seq_length` that it allows; None: any.
-        tokenizer: a name to open it by; None: bytes, or unknown.
+        tokenizer: a name to open it by; None: unknown, or of bytes, as `has_bytes` says.
         manifest: of the checkpoint; None: a Hugging Face folder.
         hf: what its config.json says, of a Hugging Face folder.
     """
@@ -64,6 +71,7 @@ class Source:
     tokenizer: str | None
     manifest: Manifest | None = None
     hf: HFFolder | None = None
+    has_bytes: bool = False
 
     @property
     def title(self) -> str:
@@ -130,7 +138,9 @@ def _of_checkpoint(folder: Path, name: str) -> Source:
     tokenizer = str(own) if own.is_dir() else data.get("tokenizer")
     tokenizer = tokenizer if isinstance(tokenizer, str) else None
     longest = model.max_positions if learned else None
-    return Source(name, folder, model, longest, tokenizer, manifest)
+    text = tokenizer is None and data.get("name") in ("text", "stdlib") and manifest.step > 0
+    of_bytes = tokenizer == BYTE or text
+    return Source(name, folder, model, longest, tokenizer, manifest, has_bytes=of_bytes)
 
 
 def _of_hugging_face(folder: Path, name: str) -> Source:
@@ -144,13 +154,15 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
         with _as_init_from():
             found = read_hf_config(folder)
             model = ModelConfig(**found.keys)
-            path, tokenizer = folder / TOKENIZER, None
+            path, tokenizer, of_bytes = folder / TOKENIZER, None, False
             if path.is_file():
                 read = FileTokenizer.read(str(folder), path, "from")
-                tokenizer = None if read.is_of_bytes() else str(folder.absolute())
+                of_bytes = read.is_of_bytes()
+                tokenizer = None if of_bytes else str(folder.absolute())
     finally:
         torch.set_num_threads(threads)
-    return Source(name, folder, model, model.seq_length, tokenizer, hf=found)
+    longest = model.seq_length
+    return Source(name, folder, model, longest, tokenizer, hf=found, has_bytes=of_bytes)
 
 
 @contextmanager
@@ -225,9 +237,14 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
     if config.init_optimizer:
         _check_optimizer(config, source)
     data = config.data
+    words = ""
     if data.tokenizer is None:  # of data=chat too, which names no tokenizer
         data = dataclasses.replace(data, tokenizer=source.tokenizer)
-    words = "" if data is config.data or data.tokenizer is None else f", tokenizer {data.tokenizer}"
+        words = "" if data.tokenizer is None else f", tokenizer {data.tokenizer}"
+    elif source.tokenizer is not None or source.has_bytes:
+        there, here = open_tokenizer(source.tokenizer or BYTE), open_tokenizer(data.tokenizer)
+        differs = check_same_tokens(there, here, where)
+        words = "" if differs is None else f"; {differs}"
     config = dataclasses.replace(config, init_from=source.name, model=model, data=data)
     return config, f"{where} gives model {model.name}, {model.num_layers} layers{words}"
 

@@ -163,7 +163,12 @@ def open_data(
     if data.tokenizer is None and corpus.tokenizer_name is not None:
         data = dataclasses.replace(data, tokenizer=corpus.tokenizer_name)
     if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):
-        keep_tokenizer(data, worker.run_dir, corpus.tokenizer)
+        from parallel3d.commands.checkpoint.new_runs import KEPT_FILE  # and Hydra
+
+        is_begun = config.init_from is not None or (worker.run_dir / KEPT_FILE).exists()
+        known = corpus.tokenizer, corpus.taught
+        for sentence in keep_tokenizer(data, worker.run_dir, *known, is_begun=is_begun):
+            print_line(sentence)
     return dataclasses.replace(config, data=data), corpus
 
 

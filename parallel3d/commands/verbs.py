@@ -132,6 +132,17 @@ def whole_number(
     return int(text)
 
 
+def true_or_false(key: str, given: Mapping[str, str], default: bool) -> bool:
+    """Returns whether a key is given as true, else the default. Raises UserError for other text."""
+    text = given.get(key)
+    if text is None:
+        return default
+    if text not in ("true", "false"):
+        near = nearest(text.lower(), ("true", "false")) or str(default).lower()
+        raise UserError(f"{key}={show(text)} must be true or false; the nearest is {key}={near}")
+    return text == "true"
+
+
 def _is_of_configuration(key: str) -> bool:
     bare = key.lstrip("+~")
     return bare in all_keys() or "." in bare or bare in {k.split(".")[0] for k in all_keys()}

@@ -306,6 +306,11 @@ class DataConfig:
         megatron="--tokenizer-type",
         differs="there a kind of tokenizer, here the tokenizer itself",
     )
+    add_bos: bool = key(
+        True,
+        "data=text: begin documents with the tokens that the tokenizer puts before every text, as "
+        "Llama's <|begin_of_text|>; data tokenize has the key, too",
+    )
     valid: Any = key(
         None,
         "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or what "

@@ -26,7 +26,8 @@ from parallel3d.config.checks import Weights, blend_weights
 from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.blend import StagedShares, WeightPeriod, whole_weights
-from parallel3d.data.chat import DTYPE, TOKEN, find_chat, learned, nothing_said, write_chat
+from parallel3d.data.chat import DTYPE, SPOKEN, TOKEN, find_chat, learned, nothing_said, write_chat
+from parallel3d.data.foreign import Taught, look_at_pair, look_at_turns
 from parallel3d.data.formats import Form, NotTaken, endings, file_name, named
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.packing import (
@@ -47,7 +48,14 @@ from parallel3d.data.sources import (
     origin,
     take_documents,
 )
-from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
+from parallel3d.data.tokenizer import (
+    BYTE,
+    NO_ROLES,
+    ByteTokenizer,
+    Roles,
+    Tokenizer,
+    open_tokenizer,
+)
 from parallel3d.data.tokens import (
     PROVED,
     File,
@@ -68,6 +76,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 22  # tokens at a time
+_SENTENCES = 4  # of a blend's parts
 _PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, tokens at each
 
 
@@ -79,7 +88,8 @@ class Corpus:
     tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
     begin; None: after each `eot`. plans: packs of both parts, None of an empty one. name: of a
     pair, its prefix. named: what errors call it. marked: tokens carry marks of what is learned
-    (`chat`). told: what a user must know of it, a sentence each. files: all open files.
+    (`chat`). told: what a user must know of it, a sentence each. taught: how its documents begin
+    and end. files: all open files.
     """
 
     train: Tokens
@@ -95,6 +105,7 @@ class Corpus:
     named: str = ""
     marked: bool = False
     told: tuple[str, ...] = ()
+    taught: Roles = NO_ROLES
     files: tuple[WatchedFile, ...] = ()
 
     @classmethod
@@ -178,12 +189,30 @@ class Blend:
         return next((c.tokenizer_name for c in self.corpora if c.tokenizer_name), None)
 
     @property
-    def told(self) -> tuple[str, ...]:
-        return tuple(sentence for corpus in self.corpora for sentence in corpus.told)
-
-    @property
     def watched(self) -> dict[str, WatchedFile]:
         return {key: file for one in self.corpora for key, file in one.watched.items()}
+
+    @property
+    def taught(self) -> Roles:
+        """How documents of its corpora begin and end; of two ways to begin, that with tokens."""
+        parts = [corpus.taught for corpus in self.corpora]
+        begin = next((roles.begin for roles in parts if roles.begin), ())
+        return Roles(begin, tuple(sorted({end for roles in parts for end in roles.ends})))
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What a user must know of its corpora, a sentence each, of the first."""
+        told = [sentence for corpus in self.corpora for sentence in corpus.told]
+        if len(told) > _SENTENCES:
+            told[_SENTENCES:] = [f"{len(told) - _SENTENCES:,} more of its parts have the like"]
+        begin = self.taught.begin
+        bare = [one.named for one in self.corpora if one.taught.begin != begin]
+        if bare:
+            told.append(
+                f"the documents of {len(bare):,} of {len(self.corpora):,} parts, as {bare[0]}, "
+                "begin without the tokens with which those of the others begin: tokenize them alike"
+            )
+        return tuple(told)
 
     @property
     def train_tokens(self) -> int:
@@ -245,12 +274,16 @@ def open_corpus(
 
 def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     tokenizer, documents, _ = _find_text(data, seq_length)
-    pair, files, _ = cached_text(folder, documents, tokenizer)
+    begin = tokenizer.bos if data.add_bos else []
+    pair, files, _ = cached_text(folder, documents, tokenizer, begin)
     held_out = _held_out_tokens(len(pair), data, seq_length, origin(data))
     return Corpus.of(
         *(pair.tokens, held_out, tokenizer),
         fingerprint=files[0].digest,
         tokenizer_name=data.tokenizer or BYTE,
+        # Of bytes, the pair's documents are blocks.
+        documents=None if isinstance(tokenizer, ByteTokenizer) else pair,
+        taught=Roles(tuple(begin), ()),
         named=origin(data),
         files=files,
     )
@@ -288,6 +321,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         wanted = len(pair) - max(1, int(len(pair) * data.held_out))
         last = min(max(1, pair.document_from(wanted)), pair.documents - 1)
         held_out = len(pair) - int(pair.begins(last, last)[0])
+    taught = look_at_turns(pair, chat.tokenizer, SPOKEN, TOKEN, origin(data))
     corpus = Corpus.of(
         *(pair.tokens, held_out, chat.tokenizer),
         fingerprint=files[0].digest,
@@ -295,7 +329,8 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         documents=pair,
         named=origin(data),
         marked=True,
-        told=tuple(f"{origin(data)}: {line}" for line in facts.get("told", ())),
+        told=(*(f"{origin(data)}: {line}" for line in facts.get("told", ())), *taught.sentences),
+        taught=taught.roles,
         files=files,
     )
     if data.packing == "concat" and data.held_out < 1.0:
@@ -428,6 +463,10 @@ def _open_pair(
         pair = IndexedCorpus(prefix, named)
         kept = facts_beside(pair.prefix)
     facts, name = _facts(data, pair, tokenizer, kept)
+    taught = Taught(Roles(facts.begin, ()))
+    if kept is None:
+        assert tokenizer is not None  # as `_facts` has seen to
+        taught = look_at_pair(pair, tokenizer, name)
     if limit is not None and facts.vocab_size > limit:
         raise UserError(
             f"model.vocab_size={limit} must be at least {facts.vocab_size} for the tokens of "
@@ -446,6 +485,8 @@ def _open_pair(
         documents=pair,
         name=prefix,
         named=named,
+        told=taught.sentences,
+        taught=taught.roles,
         files=files,
     )
 
@@ -771,6 +812,14 @@ def open_sets(
                     f"{training.tokenizer[:12]}: they must be one; give data.tokenizer, the "
                     "training text's, or a set that it has made"
                 )
+            here, there = corpus.taught.begin, training.taught.begin
+            if here != there:
+                line = (
+                    f"data.valid, its set {show(name)}: documents begin with tokens {list(here)}, "
+                    f"and those of the training text with {list(there)}: tokenize them alike, or "
+                    "the first tokens count as badly predicted"
+                )
+                corpus = dataclasses.replace(corpus, told=(*corpus.told, line))
             if corpus.valid_tokens < 2:
                 raise UserError(f"{one.path} must have at least two tokens; give more")
         sets[name] = corpus

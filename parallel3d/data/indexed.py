@@ -390,7 +390,8 @@ _LARGEST_FACTS = 1 << 20  # bytes
 
 class CorpusFacts(NamedTuple):
     """tokenizer: its digest; "byte" for bytes. tokenizer_file: relative to the corpus, None for
-    bytes. digest: blake2b-16 of the .bin."""
+    bytes. digest: blake2b-16 of the .bin. begin: the tokens with which each document begins, none
+    in a corpus that does not say."""
 
     tokenizer: str
     tokenizer_file: str | None
@@ -399,6 +400,7 @@ class CorpusFacts(NamedTuple):
     documents: int
     tokens: int
     digest: str
+    begin: tuple[int, ...] = ()
 
 
 def facts_beside(
@@ -411,12 +413,14 @@ def facts_beside(
     path = f"{os.fspath(prefix)}.json"
     try:
         content = parse_json(read(path) if read else read_bounded(Path(path), _LARGEST_FACTS))
-        facts = CorpusFacts(**{name: content[name] for name in CorpusFacts._fields})
+        named = [name for name in CorpusFacts._fields if name != "begin"]
+        begin = tuple(content.get("begin", ()))
+        facts = CorpusFacts(**{name: content[name] for name in named}, begin=begin)
         texts = (facts.tokenizer, facts.tokenizer_file or "", facts.digest)
         numbers = (facts.vocab_size, facts.eot, facts.documents, facts.tokens)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("it has no digests")
-        if not all(type(number) is int and number >= 0 for number in numbers):
+        if not all(type(number) is int and number >= 0 for number in (*numbers, *begin)):
             raise ValueError("it has no counts")
         beside = Path(facts.tokenizer_file or "")
         if beside.is_absolute() or ".." in beside.parts:

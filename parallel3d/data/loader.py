@@ -68,15 +68,18 @@ class Batches:
         document_mask: bool = False,
         stride: int = 0,
         split: SequenceSplit | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """`stride` > 0: samples of a step of all ranks; a thread then reads ahead. `split`: over
-        context-parallel ranks, of which each reads the whole sample and keeps its own tokens."""
+        context-parallel ranks, of which each reads the whole sample and keeps its own tokens.
+        `vocab_size`: of a user's own samples, which are then checked."""
         self._source, self._needs_batch = source, needs_batch
         self._document_mask = document_mask
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
         self._device = torch.device(device)
         self._split = split
+        self._vocab_size = vocab_size
         self._ahead: ReadAhead | None = None
         self._reads_ahead = stride > 0 and (needs_batch or document_mask)
         self.resize(num_microbatches, stride)
@@ -146,12 +149,45 @@ class Batches:
 
     def _sample(self, first: int, i: int, keep: bool = False) -> Sample:
         if self._ahead is None:
-            return self._source.sample(i)
+            sample = self._source.sample(i)
+            return sample if self._vocab_size is None else checked(sample, i, self._vocab_size)
         self._ahead.step(first)
         return self._ahead.sample(i, keep)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return accelerator.moved(tensor, self._device)
+
+
+def checked(sample: Sample, number: int, vocab_size: int) -> Sample:
+    """Returns a sample of the user's own source with a mask of bool.
+
+    An accelerator would take a token beyond the vocabulary for a vector of zeros, and a mask of
+    weights would be counted as ones: both give finite, wrong losses. Raises UserError.
+    """
+    tokens, mask = np.asarray(sample.tokens), np.asarray(sample.loss_mask)
+    named = f"sample {number} of train_source or valid_source"
+    if tokens.ndim != 1 or mask.shape != (len(tokens) - 1,):
+        raise UserError(
+            f"{named}: tokens have shape {tokens.shape} and loss_mask {mask.shape}: they must be "
+            "(seq + 1,) and (seq,)"
+        )
+    if tokens.dtype.kind not in "iu":
+        raise UserError(f"{named}: tokens are of type {tokens.dtype}: give whole numbers, int64")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"{named} has token {low if low < 0 else high}: tokens, which are the labels too, must "
+            f"be from 0 to model.vocab_size - 1 = {vocab_size - 1}; mask labels by loss_mask"
+        )
+    if mask.dtype != np.bool_:
+        whole = mask.astype(np.bool_)
+        if mask.dtype.kind not in "iuf" or (mask != whole).any():
+            raise UserError(
+                f"{named}: loss_mask of type {mask.dtype} holds more than 0 and 1: it must say "
+                "which labels count, as weights are not taken; give bool"
+            )
+        mask = whole
+    return sample._replace(tokens=tokens, loss_mask=mask)
 
 
 # Document boundaries of a micro-batch, for positions and attention

@@ -150,8 +150,8 @@ class Journal:
         self._write()
         self._unflushed, self._flushed_at = 0, time.monotonic()
 
-    def complete(self, tokenizer: Tokenizer) -> None:
-        """Writes index, facts and tokenizer into the folder."""
+    def complete(self, tokenizer: Tokenizer, begin: Sequence[int] = ()) -> None:
+        """Writes index, facts and tokenizer into the folder; `begin`: of each document."""
         self.flush()
         self._writer.write_index()
         own, file = self.folder / PARTS[".tokenizer"], None
@@ -167,6 +167,7 @@ class Journal:
             documents=self.done.documents,
             tokens=self.done.tokens,
             digest=self._writer.digest,
+            begin=tuple(begin),
         )
         content = json.dumps(facts._asdict(), indent=1) + "\n"
         replace_durably(self.folder / PARTS[".json"], content.encode())
@@ -341,7 +342,8 @@ MEND = "mend them, or give a larger bad="
 @dataclass(frozen=True)
 class PreprocessJob:
     """A corpus to make. bad: the largest allowed share of rows without a document. tokenizer: for
-    `open_tokenizer`. workers: processes; 0: only this one."""
+    `open_tokenizer`. add_bos: begin documents with what the tokenizer puts before every text.
+    workers: processes; 0: only this one."""
 
     inputs: tuple[Input, ...]
     tokenizer: str
@@ -351,6 +353,7 @@ class PreprocessJob:
     workers: int = 1
     shard_bytes: int = SHARD_BYTES
     flush_bytes: int = FLUSH_BYTES
+    add_bos: bool = True
 
 
 class Made(NamedTuple):
@@ -370,11 +373,12 @@ def _tokenizer_of(name: str, digest: str) -> Tokenizer:
     return tokenizer
 
 
-def made_of(shard: Shard, text_key: str, name: str, digest: str) -> Made:
+def made_of(shard: Shard, text_key: str, name: str, digest: str, add_bos: bool) -> Made:
     """Returns the tokens of a shard's documents, each with an end-of-text, in any process."""
     tokenizer = _tokenizer_of(name, digest)
     dtype, count = token_type(tokenizer.vocab_size), Count()
     end, parts = np.array([tokenizer.eot], dtype), [np.zeros(0, dtype)]
+    begin = np.array(tokenizer.bos if add_bos else [], dtype)
     lengths = []
     for document, tokens in encoded(tokenizer, documents(shard, text_key, count)):
         if isinstance(tokens, Unencodable):
@@ -382,8 +386,8 @@ def made_of(shard: Shard, text_key: str, name: str, digest: str) -> Made:
             why = f"cannot be encoded by tokenizer={name} ({tokens.why})"
             count.leave_out(document.where, why, document.text)
         else:
-            parts += [tokens.astype(dtype, copy=False), end]
-            lengths.append(tokens.size + 1)
+            parts += [begin, tokens.astype(dtype, copy=False), end]
+            lengths.append(begin.size + tokens.size + 1)
     return Made(np.concatenate(parts), np.array(lengths, np.int32), count)
 
 
@@ -402,9 +406,18 @@ def tokenize(
         )
     tokenizer = open_tokenizer(job.tokenizer, "tokenizer")
     own = {"version": VERSION, "tokenizer": tokenizer.digest, "text_key": job.text_key}
+    begin = tokenizer.bos if job.add_bos else []
+    if tokenizer.bos:  # only then do documents depend on it
+        own["add_bos"] = job.add_bos
     own["input"] = digest_of([[i.address, i.kind, i.size, i.stamp] for i in job.inputs])
     journal = Journal(job.to, own, token_type(tokenizer.vocab_size), job.flush_bytes)
-    work = partial(made_of, text_key=job.text_key, name=job.tokenizer, digest=tokenizer.digest)
+    work = partial(
+        made_of,
+        text_key=job.text_key,
+        name=job.tokenizer,
+        digest=tokenizer.digest,
+        add_bos=job.add_bos,
+    )
     limit = f"bad={job.bad:g}"
     with journal.held():
         if not journal.done.complete:
@@ -420,5 +433,5 @@ def tokenize(
                     raise UserError(
                         f"input: none of its {journal.done.count.rows:,} rows has a text"
                     )
-                journal.complete(tokenizer)
+                journal.complete(tokenizer, begin)
         return journal.finish(), journal.done

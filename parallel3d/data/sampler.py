@@ -97,8 +97,9 @@ class Sampler:
         whole: bool = False,
     ) -> None:
         """`tokens` (n,), n > seq_length (n > 1 if `whole`), else ValueError; `shuffle`: an own
-        order for each epoch; `document_mask`: samples have `starts`, from the argument `starts` or
-        else after each `eot`; `name`: of a part of a blend, which gets an own order."""
+        order for each epoch; `document_mask`: samples have `starts`; `eod_mask_loss`: a label that
+        begins a document is masked; documents begin by the argument `starts`, or else after each
+        `eot`; `name`: of a part of a blend, which gets an own order."""
         self.seq_length = seq_length
         self.windows = (len(tokens) - 1 + (seq_length - 1) * whole) // seq_length
         if self.windows < 1:
@@ -131,18 +132,24 @@ class Sampler:
         starts, there = None, len(tokens) - 1  # labels, fewer in the last window of a whole stream
         if there < self.seq_length:
             tokens = np.pad(tokens, (0, self.seq_length - there), constant_values=self._eot)
-        if self._document_mask:
-            if self._starts is None:
-                begins = np.flatnonzero(tokens[:-2] == self._eot) + 1
-            else:
-                begins = self._starts(start, start + there) - start
-            starts = document_starts(begins, self.seq_length)
         mask = np.ones(self.seq_length, dtype=np.bool_)
         mask[there:] = False
-        if self._eod_mask_loss:
-            # The label of an end-of-text is the first token of another document: unpredictable.
-            mask &= tokens[:-1] != self._eot
+        if self._document_mask or self._eod_mask_loss:
+            begins = self._begins(tokens, start, there)
+            if self._document_mask:
+                starts = document_starts(begins[begins < self.seq_length], self.seq_length)
+            if self._eod_mask_loss:
+                # Such a label is the first token of another document: unpredictable.
+                mask[begins[begins > 0] - 1] = False
         return Sample(tokens, mask, starts)
+
+    def _begins(
+        self, tokens: npt.NDArray[np.int64], start: int, there: int
+    ) -> npt.NDArray[np.integer]:
+        """Returns the places in a window, 0 … seq, at which a document begins."""
+        if self._starts is None:
+            return np.flatnonzero(tokens[:-1] == self._eot) + 1
+        return self._starts(start, start + there + 1) - start
 
 
 class FirstSamples:

@@ -323,19 +323,24 @@ class CachedPair(NamedTuple):
     facts: dict[str, Any]
 
 
-def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
+def cache_key(
+    documents: Sequence[Document], tokenizer: Tokenizer, begin: Sequence[int] = ()
+) -> str:
     """Returns the cache's name, which changes with any file's path, size, times or inode.
 
     Absolute paths count, since container images with normalised times hold different text under
     the same names; inodes and change times count, since a copy cannot set them.
     """
-    listing = [_VERSION, tokenizer.digest]
+    listing: list[Any] = [_VERSION, tokenizer.digest, *([list(begin)] if begin else [])]
     listing += [(os.path.realpath(d.path), *d._replace(path="")) for d in documents]
     return cache.digest_of(listing)
 
 
-def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> CachedPair:
-    """Returns the tokens of `documents`, each with an end-of-text, from the cache in `folder`.
+def cached_text(
+    folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, begin: Sequence[int] = ()
+) -> CachedPair:
+    """Returns the tokens of `documents`, each behind `begin` and with an end-of-text, from the
+    cache in `folder`.
 
     The text is found by its end-of-text tokens: the pair's own documents are blocks of bytes where
     tokens are bytes. Raises UserError if the folder or a document cannot be used.
@@ -356,7 +361,7 @@ def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenize
                         f"{tokenizer.name} ({tokens.why}): remove or mend it, or give another "
                         "tokenizer"
                     )
-                writer.add(np.append(tokens, tokens.dtype.type(tokenizer.eot)))
+                writer.add(np.concatenate([begin, tokens, [tokenizer.eot]]).astype(dtype))
         _judge(count, 1)
         if not writer.documents:
             raise UserError(f"data.path: none of its {count.rows:,} rows has a text at text")
@@ -364,7 +369,7 @@ def cached_text(folder: Path, documents: Sequence[Document], tokenizer: Tokenize
             _log.info(f"data.path: {sentence}")
         return {}
 
-    key, dtype = cache_key(documents, tokenizer), token_type(tokenizer.vocab_size)
+    key, dtype = cache_key(documents, tokenizer, begin), token_type(tokenizer.vocab_size)
     return cached_pair(folder, key, dtype, build)
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,14 @@ import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError, nearest
-from parallel3d.files import new_folder, parse_json, plain, read_bounded, write_durably
+from parallel3d.files import (
+    new_folder,
+    parse_json,
+    plain,
+    read_bounded,
+    replace_durably,
+    write_durably,
+)
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"
 GENERATION, CONFIG = "generation_config.json", "config.json"
+EOS = "eos_token_id"
 CHAT_TEMPLATE = "chat_template.jinja"
 # Of processors, and a folder of templates by name.
 PROCESSORS_TEMPLATE, MORE_TEMPLATES = "chat_template.json", "additional_chat_templates"
@@ -41,8 +49,11 @@ LARGEST_BESIDE = 64 << 20  # bytes; configurations that list every added token a
 # End-of-text tokens of widespread model families, for tokenizers without configuration.
 USUAL_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>"),
-    "<｜end▁of▁sentence｜>",
+    *("<eod>", "<|eod|>", "<EOD>", "<｜end▁of▁sentence｜>"),
 )
+# Classes of transformers that make a tokenizer of vocabulary and merges, without the post-processor
+# of tokenizer.json. Read in transformers 5.23.0; the others take it as it is.
+WITHOUT_POST_PROCESSOR = ("GPTNeoXTokenizer",)
 
 
 BYTE = "byte"
@@ -60,6 +71,11 @@ class ByteTokenizer:
         self.ends = frozenset((self.eot,))
         # In training, a text follows the end of another; so it is in the files of an export.
         self.begin = self.prefix = [self.eot]
+        self.bos: list[int] = []
+
+    def vocabulary(self) -> dict[str, int]:
+        """Returns token → number, spelled as in its `files`."""
+        return _opened(byte_tokenizer()).get_vocab(with_added_tokens=True)
 
     def sizes(self) -> npt.NDArray[np.int64]:
         """Returns the bytes of text that each token stands for, (n,)."""
@@ -155,10 +171,13 @@ class FileTokenizer:
 
     Attributes:
         name: as given by the user. vocab_size: the largest token + 1. eot: the token that ends a
-            text, spelled `eot_text`. prefix: the tokens that the tokenizer puts before every
-            text, as Llama's does. begin: the tokens before a prompt: prefix, else `eot`. ends: the
-            tokens that end a generation, `eot` and those of generation_config.json. special: text →
-            special token.
+            text, spelled `eot_text`. bos: the tokens that the tokenizer puts before every text,
+            as Llama's does, unless that is `eot`, which the document before has left. prefix: the
+            tokens before a prompt with text: `bos` or `eot` as the tokenizer has it, of a run's own
+            tokenizer as its documents begin. begin: the tokens before any prompt: prefix, else
+            `eot`. ends: the tokens that end a generation, `eot`, those of generation_config.json,
+            else config.json, and those that a run has learned. special: text → special token.
+            added: all added tokens, special or not. roles: of a run's own tokenizer.
         folder: with configuration files, `beside` their contents by name; None for a tokenizer
             without one.
         digest: of the file and the end-of-text token, equal for tokenizers that encode alike.
@@ -171,7 +190,7 @@ class FileTokenizer:
             inner = _opened(content)
             vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
             added = inner.get_added_tokens_decoder()
-            prefix = [] if inner.post_processor is None else _prefix(inner)
+            own_prefix, self._suffix = _around(inner)
             # From here on it would only trim blanks from the places of tokens.
             inner.post_processor = None
         except BaseException as error:  # the library's panics are not Exceptions
@@ -183,15 +202,11 @@ class FileTokenizer:
         self.special: dict[str, int] = {
             token.content: number for number, token in added.items() if token.special
         }
-        where = f"{key}={show(name)}"
+        self.added: dict[str, int] = {token.content: number for number, token in added.items()}
+        self._where = where = f"{key}={show(name)}"
         names = (TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CONFIG) if folder is not None else ()
         self.beside = {file: read_json(folder, file, where) for file in names if folder}
-        end = self._end_of_text(vocabulary, where)
-        if end is None:
-            raise UserError(
-                f"{key}={show(name)} does not tell which token ends a text: write "
-                f'{{"eos_token": "…"}} into a {TOKENIZER_CONFIG} beside a {TOKENIZER}'
-            )
+        end = self._end_of_text(vocabulary)
         # Special tokens spelled out in a document are text: they must not end it or begin a turn.
         inner.encode_special_tokens = True
         self._inner = inner
@@ -200,10 +215,18 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= FEW else "<u4")
         self.eot, self.eot_text = vocabulary[end], end
-        self.prefix: list[int] = prefix
-        self.begin: list[int] = prefix or [self.eot]
-        more = self._end_tokens(GENERATION)
-        self.ends = frozenset((self.eot, *(n for n in more if 0 <= n < self.vocab_size)))
+        made_by = str(self.beside.get(TOKENIZER_CONFIG, {}).get("tokenizer_class"))
+        if made_by.removesuffix("Fast") in WITHOUT_POST_PROCESSOR:
+            own_prefix, self._suffix = [], []
+        self._own_prefix = own_prefix
+        self.bos: list[int] = [] if own_prefix == [self.eot] else own_prefix
+        self.roles = None if folder is None else read_roles(folder, self.vocab_size, where)
+        recorded = self.roles is not None and bool(self.bos)
+        self.prefix: list[int] = list(self.roles.begin) if recorded and self.roles else own_prefix
+        self.begin: list[int] = self.prefix or [self.eot]
+        more = self._end_tokens(GENERATION) or self._end_tokens(CONFIG)
+        learned = () if self.roles is None else self.roles.ends
+        self.ends = frozenset((self.eot, *(n for n in more if 0 <= n < self.vocab_size), *learned))
         facts = json.dumps([hashlib.blake2b(content).hexdigest(), self.eot]).encode()
         self.digest = hashlib.blake2b(facts, digest_size=16).hexdigest()
 
@@ -222,34 +245,98 @@ class FileTokenizer:
         return cls(name, content, path.parent if path.name == TOKENIZER else None, key)
 
     def role(self, name: str) -> str | None:
-        """Returns the token of a role such as eos_token, by the files of the folder."""
-        for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
+        """Returns the token of a role such as eos_token, by the files of the folder.
+
+        As in transformers, special_tokens_map.json counts before a tokenizer_config.json that does
+        not list the added tokens. Raises UserError for a token that is no text.
+        """
+        files = [TOKENIZER_CONFIG, SPECIAL_MAP]
+        if "added_tokens_decoder" not in self.beside.get(TOKENIZER_CONFIG, {}):
+            files.reverse()
+        for file in files:
             value = self.beside.get(file, {}).get(name)
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) and token:
                 return token
+            if value not in (None, "", {}):
+                raise UserError(
+                    f"{self._where}: {name} of its {file} is {show(value)}: it must be the text of "
+                    f"a token; write it as text, or take {name} out"
+                )
         return None
 
-    def _end_of_text(self, vocabulary: Mapping[str, int], where: str) -> str | None:
-        """Returns the token that ends a text; None if it is unknown. Raises UserError for one that
-        does not exist."""
+    def doubts(self) -> list[str]:
+        """Returns sentences on files of the folder that contradict each other, and on tokens that
+        transformers puts around a prompt and parallel3d does not."""
+        config, sentences = self.beside.get(TOKENIZER_CONFIG, {}), []
+        both = (("add_bos_token", self._own_prefix), ("add_eos_token", self._suffix))
+        for key, found in both:
+            said = config.get(key)
+            if isinstance(said, bool) and said != bool(found):
+                side = "before" if key == both[0][0] else "behind"
+                puts = self.spelled(found) if found else "nothing"
+                sentences.append(
+                    f"tokenizer {self.name}: {key}={str(said).lower()} in {TOKENIZER_CONFIG}, but "
+                    f"{TOKENIZER} puts {puts} {side} a text: the latter counts here; versions of "
+                    "transformers differ in what they follow"
+                )
+        if self._suffix:
+            sentences.append(
+                f"tokenizer {self.name}: {TOKENIZER} puts {self.spelled(self._suffix)} behind "
+                "every text: documents have their end of text, and prompts go on without it"
+            )
+        return sentences
+
+    def spelled(self, tokens: Iterable[int]) -> str:
+        """Returns tokens for a sentence, as in "<s> (1)"."""
+        texts = ((token, self._inner.id_to_token(token)) for token in tokens)
+        return " ".join(f"{plain(text or '?')} ({token})" for token, text in texts)
+
+    def _end_of_text(self, vocabulary: Mapping[str, int]) -> str:
+        """Returns the token that ends a text. Raises UserError if none is told, or several are."""
         named = self.role("eos_token")
         if named is not None and named not in vocabulary:
             raise UserError(
-                f"{where}: {self.folder} calls {plain(named)} the end of a text, which is no token "
-                f"of its {TOKENIZER}"
+                f"{self._where}: {self.folder} calls {plain(named)} the end of a text, which is no "
+                f"token of its {TOKENIZER}"
             )
         numbers = {number: token for token, number in vocabulary.items()}
-        told = (numbers.get(n) for file in (GENERATION, CONFIG) for n in self._end_tokens(file)[:1])
-        usual = (token for token in USUAL_ENDS if token in self.special)
-        alone = list(self.special) if len(self.special) == 1 else []
-        return next((end for end in (named, *told, *usual, *alone) if end is not None), None)
+        told = [(f, n) for f in (GENERATION, CONFIG) for n in self._end_tokens(f)[:1]]
+        if named is not None:
+            return named
+        for file, number in told:
+            if number not in numbers:
+                raise UserError(
+                    f"{self._where}: {EOS} of its {file} is {number}, which is no token of its "
+                    f"{TOKENIZER}"
+                )
+            return numbers[number]
+        usual = [token for token in USUAL_ENDS if token in self.special]
+        if len(usual) == 1:
+            return usual[0]
+        has = "has no special token"
+        if usual:
+            has = f"has several tokens that usually do, {' and '.join(map(plain, usual))}"
+        elif self.special:
+            shown = ", ".join(map(plain, list(self.special)[:5]))
+            has = f"has the special tokens {shown}, of which none is known to do so"
+        raise UserError(
+            f"{self._where} does not tell which token ends a text: it {has}; write "
+            f'{{"eos_token": "…"}} into a {TOKENIZER_CONFIG} beside a {TOKENIZER}, and give the '
+            "folder"
+        )
 
     def _end_tokens(self, file: str) -> list[int]:
-        """Returns the tokens that end a generation, by a file beside the tokenizer."""
-        found = self.beside.get(file, {}).get("eos_token_id")
-        found = found if isinstance(found, list) else [found]
-        return [number for number in found if type(number) is int]
+        """Returns the tokens that end a generation, by a file beside the tokenizer. Raises
+        UserError for numbers that are none."""
+        value = self.beside.get(file, {}).get(EOS)
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        if any(type(number) is not int for number in found):
+            raise UserError(
+                f"{self._where}: {EOS} of its {file} is {show(value)}: it must be the "
+                "number of a token, or a list of them"
+            )
+        return found
 
     def encode(self, text: bytes) -> npt.NDArray[np.integer]:
         """Returns a document's tokens, without an end-of-text; invalid UTF-8 becomes U+FFFD."""
@@ -330,6 +417,10 @@ class FileTokenizer:
         known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
         return self._inner.decode(known, skip_special_tokens=True)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Returns token → number."""
+        return self._inner.get_vocab(with_added_tokens=True)
+
     def sizes(self) -> npt.NDArray[np.int64]:
         """Returns the bytes that each token adds to the text before it; special ones none; (n,)."""
         spelled = [self._inner.id_to_token(token) or "" for token in range(self.vocab_size)]
@@ -357,6 +448,30 @@ class FileTokenizer:
         ours, own = json.loads(byte_tokenizer()), parse_json(self._content)
         return isinstance(own, dict) and all(own.get(key) == ours[key] for key in DECIDES)
 
+    def to_export(self) -> dict[str, bytes]:
+        """Returns `files` for others than parallel3d: prompts begin and generations end there as
+        they do here."""
+        found = self.files()
+        if self.prefix != self._own_prefix:  # the documents of its run begin with nothing
+            inner = parse_json(self._content) | {"post_processor": None}
+            config = json.loads(found[TOKENIZER_CONFIG]) | {"add_bos_token": False}
+            found[TOKENIZER] = _pretty(inner)
+            found[TOKENIZER_CONFIG] = _pretty(config)
+        if GENERATION in found:
+            generation = parse_json(found[GENERATION])
+            ends = self.all_ends(generation.get(EOS))
+            if ends != generation.get(EOS):
+                found[GENERATION] = _pretty(generation | {EOS: ends})
+        return found
+
+    def all_ends(self, told: Any) -> int | list[int]:
+        """Returns `told`, an eos_token_id, if all `ends` are in it, else with the others."""
+        first = [self.eot] if told is None else told if isinstance(told, list) else [told]
+        more = [] if self.roles is None else [n for n in self.roles.ends if n not in first]
+        if more or told is None:
+            return [*first, *more] if more else self.eot
+        return told
+
     def files(self) -> dict[str, bytes]:
         """Returns file name → content of a folder for this tokenizer, also for transformers."""
         found = {TOKENIZER: self._content}
@@ -368,17 +483,19 @@ class FileTokenizer:
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         if not config.get("eos_token"):
             config["eos_token"] = self.eot_text
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        return found | {TOKENIZER_CONFIG: f"{text}\n".encode()}
+        return found | {TOKENIZER_CONFIG: _pretty(config)}
 
-    def save(self, folder: Path) -> None:
-        """Writes `files` to `folder`, whole or not at all, unless it exists. Raises OSError."""
+    def save(self, folder: Path, roles: Roles | None = None) -> None:
+        """Writes `files`, and the roles of a run, to `folder`, whole or not at all, unless it
+        exists. Raises OSError."""
         if folder.is_dir():
             return
         with new_folder(folder) as partial:
             for name, content in self.files().items():
                 (partial / name).parent.mkdir(exist_ok=True)
                 write_durably(partial / name, content)
+            if roles is not None:
+                write_durably(partial / ROLES, roles.content())
 
 
 def _opened(content: bytes) -> Any:
@@ -391,18 +508,24 @@ def _opened(content: bytes) -> Any:
     return inner
 
 
+def _pretty(content: Any) -> bytes:
+    return f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
+
+
 def _words(error: BaseException) -> str:
     return plain(" ".join(str(error).split()) or type(error).__name__)
 
 
-def _prefix(inner: Any) -> list[int]:
-    """Returns the tokens that a tokenizer puts before every text."""
+def _around(inner: Any) -> tuple[list[int], list[int]]:
+    """Returns the tokens that a tokenizer's post-processor puts before and behind every text."""
+    if inner.post_processor is None:
+        return [], []
     bare = inner.encode("a", add_special_tokens=False).ids
     whole = inner.encode("a", add_special_tokens=True).ids
     for at in range(len(whole) - len(bare) + 1):
         if whole[at : at + len(bare)] == bare:
-            return whole[:at]
-    return []
+            return whole[:at], whole[at + len(bare) :]
+    return [], []
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -503,6 +626,47 @@ class Decoding:
 FOLDER = "tokenizer"
 
 
+ROLES = "roles.json"
+
+
+class Roles(NamedTuple):
+    """Tokens whose role a run's text has taught: begin, before each document, and ends, of
+    documents and turns."""
+
+    begin: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def content(self) -> bytes:
+        return f"{json.dumps(self._asdict())}\n".encode()
+
+
+NO_ROLES = Roles((), ())
+
+
+def read_roles(folder: Path, vocab_size: int, where: str) -> Roles | None:
+    """Reads ROLES of a run's tokenizer; None without it. Raises UserError."""
+    content = read_json(folder, ROLES, where)
+    if not content:
+        return None
+    found = [content.get(name) for name in Roles._fields]
+    for numbers in found:
+        if not isinstance(numbers, list) or not all(
+            type(number) is int and 0 <= number < vocab_size for number in numbers
+        ):
+            raise UserError(
+                f"{where}: {folder / ROLES} cannot be read (it has no lists of tokens): remove it, "
+                "and begin and ends of texts are the tokenizer's own"
+            )
+    begin, ends = found
+    return Roles(tuple(begin or ()), tuple(ends or ()))
+
+
+def begun(tokens: Sequence[int], begin: Sequence[int]) -> list[int]:
+    """Returns a prompt's tokens behind those that begin it, unless the prompt spells them out."""
+    given = list(tokens)
+    return given if given[: len(begin)] == list(begin) else [*begin, *given]
+
+
 def with_own_tokenizer(data: DataConfig, run_dir: Path) -> DataConfig:
     """Returns `data` with the tokenizer of the run in `run_dir`, if the run has one.
 
@@ -528,17 +692,100 @@ def tokenizer_of(data: DataConfig, run_dir: Path) -> Tokenizer:
     return open_tokenizer(str(own) if own.is_dir() else data.tokenizer or BYTE)
 
 
-def keep_tokenizer(data: DataConfig, run_dir: Path, digest: str) -> None:
-    """Saves the tokenizer of `data` to the run's folder; bytes need none. Raises OSError, and
-    UserError if its digest is no longer the one with which the corpus was read."""
+def check_same_tokens(there: Tokenizer, here: Tokenizer, where: str) -> str | None:
+    """Compares the typed tokenizer `here` with that of weights, `there`, which `where` names.
+
+    Returns None for equal ones, a sentence if only ends, splits or additional tokens differ. Raises
+    UserError if a token of `there` is another one `here`: its embedding would be of other text.
+    """
+    if there.digest == here.digest:
+        return None
+    known, typed = there.vocabulary(), here.vocabulary()
+    moved = [token for token, number in known.items() if typed.get(token) != number]
+    if moved:
+        first = min(moved, key=known.__getitem__)
+        now = typed.get(first)
+        became = "is none of its tokens" if now is None else f"is {now} in it"
+        raise UserError(
+            f"data.tokenizer={show(here.name)} is another tokenizer than that of {where}: of its "
+            f"{len(known):,} tokens {len(moved):,} differ, as {plain(first)}, which is "
+            f"{known[first]} there and {became}, and the weights know the former; leave "
+            "data.tokenizer out"
+        )
+    differs = []
+    if more := len(typed) - len(known):
+        differs.append(f"has {more:,} tokens more, which the weights do not know")
+    if there.eot != here.eot:
+        differs.append(f"ends a text in token {here.eot} instead of {there.eot}")
+    how = " and ".join(differs) or "splits text in another way"
+    return f"data.tokenizer={show(here.name)} has the tokens of {where}, but {how}"
+
+
+def keep_tokenizer(
+    data: DataConfig,
+    run_dir: Path,
+    digest: str,
+    learned: Roles = NO_ROLES,
+    is_begun: bool = False,
+) -> list[str]:
+    """Saves the tokenizer of `data` to the run's folder, with the roles of its tokens; bytes need
+    neither. Returns sentences on them.
+
+    Args:
+        digest: of the tokenizer with which the corpus was read.
+        learned: what the corpus teaches.
+        is_begun: other training came before, of an import or of `init_from`: prompts begin as they
+            did there, if documents begin with nothing.
+
+    Raises OSError, and UserError if the tokenizer has changed.
+    """
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     if tokenizer.digest != digest:
         raise UserError(
             f"data.tokenizer={show(data.tokenizer)} changed while the run was starting: start "
             "again when it is complete"
         )
-    if not isinstance(tokenizer, ByteTokenizer):
-        tokenizer.save(run_dir / FOLDER)
+    if isinstance(tokenizer, ByteTokenizer):
+        return []
+    folder = run_dir / FOLDER
+    known = read_roles(folder, tokenizer.vocab_size, f"run={run_dir.name}")
+    begin = learned.begin or (tuple(tokenizer.prefix) if is_begun else ())
+    if known is not None:
+        begin = learned.begin or known.begin
+    before = () if known is None else known.ends
+    roles = Roles(begin, tuple(sorted({*tokenizer.ends, *before, *learned.ends})))
+    sentences = _of_roles(tokenizer, learned, roles)
+    if not folder.is_dir():
+        tokenizer.save(folder, roles)
+        return [*tokenizer.doubts(), *sentences]
+    if roles != known:
+        replace_durably(folder / ROLES, roles.content())
+    return sentences
+
+
+def _of_roles(tokenizer: FileTokenizer, learned: Roles, roles: Roles) -> list[str]:
+    """Returns sentences on how documents begin and end where that needs saying."""
+    sentences = []
+    if tokenizer.bos:
+        begin = tokenizer.spelled(tokenizer.bos)
+        puts = f"{begin}, which the tokenizer puts before every text"
+        if learned.begin:
+            sentences.append(f"documents begin with {puts}; so do prompts of generate and eval")
+        elif roles.begin:
+            sentences.append(
+                f"no document begins with {puts}, though prompts do, as the weights have learned it"
+            )
+        else:
+            sentences.append(
+                f"no document begins with {puts}: so prompts of generate, eval and an export begin "
+                "without it"
+            )
+    if others := [end for end in learned.ends if end != tokenizer.eot]:
+        sentences.append(
+            f"texts or turns end in {tokenizer.spelled(others)}, beside the tokenizer's end of "
+            f"text {tokenizer.spelled([tokenizer.eot])}: generate and an export stop at each"
+        )
+    return sentences
 
 
 # Tokenizers made here: byte-level BPE with one special token, which precedes each text

@@ -84,7 +84,6 @@ def test_what_is_no_utf8_is_read_as_replacement_characters(tmp_path: Path) -> No
         ({"special_tokens_map.json": {"eos_token": "</s>"}}, "</s>"),
         ({"generation_config.json": {"eos_token_id": [2, 1]}}, SPECIALS[2]),
         ({"config.json": {"eos_token_id": 1}}, "</s>"),
-        ({}, END),
     ],
 )
 def test_the_end_of_text_is_the_one_that_the_files_name(
@@ -120,6 +119,7 @@ def test_the_digest_is_of_the_file_and_of_the_end_of_text(tmp_path: Path) -> Non
         ("{}", {}, ["is no tokenizer.json"]),
         ("{", {}, ["is no tokenizer.json"]),
         (trained(320, ()), {}, ["does not tell which token ends a text", "eos_token"]),
+        (trained(320, SPECIALS), {}, ["several tokens that usually do", f"{END} and </s>"]),
         (trained(), {"eos_token": "</s>"}, ["calls </s> the end of a text", "no token"]),
         (trained()[:900], {}, ["is no tokenizer.json"]),
     ],

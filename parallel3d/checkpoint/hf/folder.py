@@ -23,6 +23,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import (
     EMBEDDINGS,
+    EOS,
     HEAD,
     POSITIONS,
     TOKENS,
@@ -60,6 +61,7 @@ def export_hf(
     dtype: str,
     end_of_text: int | None,
     begin_of_text: int | None = None,
+    ends: Callable[[Any], Any] | None = None,
     kept: Mapping[str, Any] | None = None,
     beside: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -73,6 +75,8 @@ def export_hf(
         dtype: of the weights in the files, a key of `COMPUTE`.
         end_of_text: separates documents, None: unknown; begin_of_text: begins a prompt, None: the
             same.
+        ends: takes an `eos_token_id`, None for none, and returns that of the export, in which are
+            all tokens at which a generation stops.
         kept: `kept_keys` of the config.json that the model was imported from.
         beside: more files, by name, such as a tokenizer's; they override ours.
 
@@ -82,7 +86,7 @@ def export_hf(
     """
     tensors = hf_tensors(model, hf_kind(model))
     begin = end_of_text if begin_of_text is None else begin_of_text
-    texts = _configs(model, dtype, end_of_text, begin, kept or {}) | dict(beside or {})
+    texts = _configs(model, dtype, end_of_text, begin, kept or {}, ends) | dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
     shards = _shards(tensors, torch.finfo(COMPUTE[dtype]).bits // 8, shard_bytes)
@@ -346,11 +350,18 @@ def _match(
 
 
 def _configs(
-    model: ModelConfig, dtype: str, end: int | None, begin: int | None, kept: Mapping[str, Any]
+    model: ModelConfig,
+    dtype: str,
+    end: int | None,
+    begin: int | None,
+    kept: Mapping[str, Any],
+    ends: Callable[[Any], Any] | None,
 ) -> dict[str, bytes]:
     config = to_hf(model, dtype)
     tokens = {} if end is None else {"bos_token_id": begin, "eos_token_id": end}
     tokens |= {key: kept[key] for key in TOKENS if key in kept}
+    if ends is not None:
+        tokens[EOS] = ends(tokens.get(EOS))
     if model.position_embedding == "rope" and POSITIONS in kept:
         config[POSITIONS] = max(model.seq_length, kept[POSITIONS])
     generation = {GENERATION: _json(tokens)} if tokens else {}

@@ -33,7 +33,9 @@ from parallel3d.data.tokenizer import (
     TOKENIZER,
     ByteTokenizer,
     FileTokenizer,
+    Roles,
     Tokenizer,
+    check_same_tokens,
     open_tokenizer,
     read_json,
     tokenizer_of,
@@ -98,13 +100,24 @@ def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
     found: Tokenizer
     if config.data.tokenizer is not None:
         found = open_tokenizer(config.data.tokenizer)
-    elif (folder / TOKENIZER).is_file():
-        read = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
-        found = ByteTokenizer() if read.is_of_bytes() else read
+        if (own := _own_tokenizer(folder)) is not None:
+            differs = check_same_tokens(own, found, str(folder))
+            if differs is not None:
+                print_line(differs)
+    elif (own := _own_tokenizer(folder)) is not None:
+        found = own
     else:
         return None
     check_vocabulary(found.vocab_size, config.model.vocab_size, found.name)
     return found
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer | None:
+    """Returns the tokenizer that lies in a Hugging Face folder. Raises UserError."""
+    if not (folder / TOKENIZER).is_file():
+        return None
+    read = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
+    return ByteTokenizer() if read.is_of_bytes() else read
 
 
 def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
@@ -261,12 +274,19 @@ def export_run(
             end_of_text=None if tokenizer is None else tokenizer.eot,
             begin_of_text=None if tokenizer is None else tokenizer.begin[0],
             kept=read_kept(runs_dir / run, tokenizer),
-            beside={} if tokenizer is None else tokenizer.files(),
+            ends=tokenizer.all_ends if isinstance(tokenizer, FileTokenizer) else None,
+            beside=_beside(tokenizer),
         )
     size = sum(path.stat().st_size for path in files)
     run = f"the average of {run}'s weights" if weights == "ema" else run
     print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {about}")
     return 0
+
+
+def _beside(tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.to_export()
+    return {} if tokenizer is None else tokenizer.files()
 
 
 def import_run(
@@ -294,7 +314,8 @@ def import_run(
     first = next(tensors)  # every name, shape and type has been checked
     with new_run(config) as run_dir:
         if isinstance(tokenizer, FileTokenizer):
-            tokenizer.save(run_dir / FOLDER)
+            roles = Roles(tuple(tokenizer.prefix), tuple(sorted(tokenizer.ends)))
+            tokenizer.save(run_dir / FOLDER, roles)
         write_kept(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
         save_first(config, run_dir, chain([first], tensors))
         proof = f"not proven: {unproven}" if unproven else _prove(folder, config, run_dir)

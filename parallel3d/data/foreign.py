@@ -1,0 +1,184 @@
+"""Samples what documents teach of their tokenizer: how they begin, how they and turns end.
+
+A pair of another program names no tokenizer. The one that is typed for it is compared with sampled
+documents: their ends, their first tokens, and whether their text gives these tokens again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel3d.config.fields import show
+from parallel3d.data.indexed import IndexedCorpus
+from parallel3d.data.tokenizer import FileTokenizer, Roles, Tokenizer, Unencodable
+from parallel3d.errors import UserError
+
+PLACES, RUN = 4, 16  # places of a pair, documents at each
+FEW = PLACES * RUN
+HEAD = 96  # tokens of a document that are encoded again,
+CUT = 8  # of which the last may belong to a word that is cut
+LEAST = 16  # tokens; shorter pieces tell nothing
+LOOKED_AT = 1 << 20  # tokens of conversations
+USUAL = 0.01  # share of turns that an end must have
+
+
+class Taught(NamedTuple):
+    """What sampled documents teach; `sentences`: what to say of it."""
+
+    roles: Roles
+    sentences: tuple[str, ...] = ()
+
+
+def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) -> Taught:
+    """Compares sampled documents of a foreign pair with the tokenizer `name`.
+
+    Raises UserError for tokens that the tokenizer does not have, and where some documents begin
+    with the tokens that it puts before every text and some do not.
+    """
+    ends: Counter[int] = Counter()
+    count = begun = whole = same = 0
+    bos, given = tokenizer.bos, f"data.tokenizer={show(name)}"
+    for number, tokens in _documents(pair):
+        if int(tokens.max()) >= tokenizer.vocab_size or int(tokens.min()) < 0:
+            odd = int(tokens.max() if int(tokens.min()) >= 0 else tokens.min())
+            raise UserError(
+                f"{pair.named} has token {odd} in document {number:,}, and {given} has "
+                f"{tokenizer.vocab_size:,} tokens: give the tokenizer that made it"
+            )
+        count += 1
+        ends[int(tokens[-1])] += 1
+        begun += bool(bos) and tokens[: len(bos)].tolist() == bos
+        if isinstance(tokenizer, FileTokenizer):
+            again = _gives_again(tokenizer, tokens[: len(tokens) - 1], len(bos))
+            whole, same = whole + (again is not None), same + (again is True)
+    sentences = []
+    if begun and begun < count:
+        assert isinstance(tokenizer, FileTokenizer)  # bytes have no tokens before a text
+        raise UserError(
+            f"{pair.named}: {begun} of {count} sampled documents begin with "
+            f"{tokenizer.spelled(bos)}, which {given} puts before every text: tokenize all of them "
+            "alike, as data tokenize does"
+        )
+    learned = tuple(
+        token
+        for token, times in ends.items()
+        if times == count and token in _enders(tokenizer) and token != tokenizer.eot
+    )
+    if ends[tokenizer.eot] < count:
+        sentences.append(_of_ends(pair, tokenizer, ends, count, bool(learned)))
+    if whole and 2 * same < whole:
+        sentences.append(
+            f"{pair.named}: {whole - same} of {whole} sampled documents are not the tokens that "
+            f"{given} makes of their text: is it the tokenizer that made them?"
+        )
+    return Taught(Roles(tuple(bos) if begun else (), learned), tuple(sentences))
+
+
+def _of_ends(
+    pair: IndexedCorpus, tokenizer: Tokenizer, ends: Counter[int], count: int, learned: bool
+) -> str:
+    eot = _spelled(tokenizer, tokenizer.eot)
+    found = f"{pair.named}: {ends[tokenizer.eot]} of {count} sampled documents end in token {eot}"
+    token, times = ends.most_common(1)[0]
+    if token != tokenizer.eot and 2 * times > count:
+        found += f", {times} in token {_spelled(tokenizer, token)}"
+    then = "" if learned else "; a model of it does not learn to end a text"
+    return f"{found}: borders of documents are those of the .idx{then}"
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> str:
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.spelled([token])
+    return str(token)
+
+
+def _enders(tokenizer: Tokenizer) -> frozenset[int]:
+    """Returns the tokens that may end a text or a turn: added ones, not those of words."""
+    added = tokenizer.added.values() if isinstance(tokenizer, FileTokenizer) else ()
+    return frozenset((*added, *tokenizer.ends))
+
+
+def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
+    """Returns sampled documents that are not empty: number and tokens."""
+    if pair.documents <= FEW:
+        firsts, run = [0], pair.documents
+    else:
+        firsts, run = [k * (pair.documents - RUN) // (PLACES - 1) for k in range(PLACES)], RUN
+    found = []
+    for first in firsts:
+        begins = pair.begins(first, first + run).tolist()
+        for number, (begin, end) in enumerate(pairwise(begins), first):
+            if end > begin:
+                head = pair.tokens[begin : min(end, begin + HEAD)]
+                last = pair.tokens[end - 1 : end]
+                found.append((number, np.append(head[: end - 1 - begin], last)))
+    return found
+
+
+def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bool | None:
+    """Returns whether the text of a document's first tokens gives these again; None: too few."""
+    special = set(tokenizer.special.values())
+    here = tokens.tolist()[first:] if tokens[:first].tolist() == tokenizer.bos else tokens.tolist()
+    here = [token for token in here if token not in special]
+    if len(here) < LEAST:
+        return None
+    try:
+        again = tokenizer.encode(tokenizer.decode(here).encode("utf-8", "replace")).tolist()
+    except Unencodable:
+        return False
+    kept = len(here) - CUT
+    return bool(again[:kept] == here[:kept])
+
+
+def look_at_turns(
+    pair: IndexedCorpus, tokenizer: FileTokenizer, spoken: int, token_of: int, named: str
+) -> Taught:
+    """Finds how conversations begin and which tokens end the learned turns, in the first ones.
+
+    Args:
+        spoken: the mark of a learned token; token_of: the mask that removes it.
+    """
+    marked = pair.tokens[: min(len(pair), LOOKED_AT)]
+    is_spoken = (marked & spoken) != 0
+    after = np.append(is_spoken[1:], False)
+    lasts = np.flatnonzero(is_spoken & ~after)
+    tokens = marked & token_of
+    if len(marked) < len(pair) and is_spoken[-1]:
+        lasts = lasts[:-1]  # this turn may go on
+    enders, ends, blank = _enders(tokenizer), Counter[int](), _Blank(tokenizer)
+    for last in lasts.tolist():
+        while last and is_spoken[last - 1] and blank(int(tokens[last])):
+            last -= 1
+        ends[int(tokens[last])] += 1
+    learned = tuple(
+        sorted(t for t, n in ends.items() if t in enders and n >= USUAL * max(1, len(lasts)))
+    )
+    begins = pair.begins(0, min(pair.documents, FEW))[:-1]
+    bos = tokenizer.bos
+    heads = [(pair.tokens[at : at + len(bos)] & token_of).tolist() for at in begins.tolist()]
+    begin = tuple(bos) if bos and all(head == bos for head in heads) else ()
+    sentences: tuple[str, ...] = ()
+    if len(lasts) and not learned:
+        sentences = (
+            f"{named}: no learned turn ends in a special token, as the template marks it: the "
+            "model does not learn to end a turn",
+        )
+    return Taught(Roles(begin, learned), sentences)
+
+
+class _Blank:
+    """Tells tokens of blanks, as templates write them behind the end of a turn."""
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._tokenizer, self._known = tokenizer, dict[int, bool]()
+
+    def __call__(self, token: int) -> bool:
+        if token not in self._known:
+            text = self._tokenizer.decode([token])
+            special = token in self._tokenizer.added.values() or token in self._tokenizer.ends
+            self._known[token] = not special and not text.strip()
+        return self._known[token]
