@@ -137,10 +137,10 @@ def true_or_false(key: str, given: Mapping[str, str], default: bool) -> bool:
     text = given.get(key)
     if text is None:
         return default
-    if text not in ("true", "false"):
+    if text.lower() not in ("true", "false"):
         near = nearest(text.lower(), ("true", "false")) or str(default).lower()
         raise UserError(f"{key}={show(text)} must be true or false; the nearest is {key}={near}")
-    return text == "true"
+    return text.lower() == "true"
 
 
 def _is_of_configuration(key: str) -> bool:

@@ -453,10 +453,11 @@ class FileTokenizer:
         they do here."""
         found = self.files()
         if self.prefix != self._own_prefix:  # the documents of its run begin with nothing
-            inner = parse_json(self._content) | {"post_processor": None}
-            config = json.loads(found[TOKENIZER_CONFIG]) | {"add_bos_token": False}
-            found[TOKENIZER] = _pretty(inner)
-            found[TOKENIZER_CONFIG] = _pretty(config)
+            found[TOKENIZER] = _pretty(parse_json(self._content) | {"post_processor": None})
+            bos = {"bos_token": self.eot_text}  # lm-evaluation-harness begins empty contexts by it
+            for name, more in ((TOKENIZER_CONFIG, {"add_bos_token": False}), (SPECIAL_MAP, {})):
+                if name in found:
+                    found[name] = _pretty(parse_json(found[name]) | bos | more)
         if GENERATION in found:
             generation = parse_json(found[GENERATION])
             ends = self.all_ends(generation.get(EOS))
