@@ -241,9 +241,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
         file.seek(14)
         file.write((999).to_bytes(2, "little"))
     data = DataConfig(name="corpus", path=str(prefix), tokenizer="byte")
-    assert "holds the token 999 (at 7), and must hold tokens below model.vocab_size=257" in refused(
-        data
-    )
+    assert "has token 999 in document 0, and data.tokenizer=byte has 257 tokens" in refused(data)
 
 
 def test_a_corpus_of_one_pair_is_windows_of_its_stream(tmp_path: Path) -> None:
