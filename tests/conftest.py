@@ -40,8 +40,9 @@ def remove(folder: str, owner: int) -> None:
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-of-p3d-")
-    os.chmod(tempfile.tempdir, 0o711)  # for tests that become another user
+    # Addresses of Unix sockets in it have 107 bytes at most, and a scheduler's TMPDIR may be long.
+    short = "/tmp" if len(tempfile.gettempdir()) > 40 and os.access("/tmp", os.W_OK) else None
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-of-p3d-", dir=short)
     # Before multiprocessing registers its own, which therefore runs first: it has a folder there.
     atexit.register(remove, tempfile.tempdir, os.getpid())
 

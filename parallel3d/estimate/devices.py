@@ -16,8 +16,8 @@ class Device:
             sparsity). fp64 is of matrix units, fp32 of plain units or of matrix units that take
             true fp32.
         memory_gib, memory_gb_s: as the driver reports it, and B/s · 1e-9.
-        units: multiprocessors; 0: the planner has no constants for this GPU.
-        link_gb_s: one way, to the GPUs of its domain.
+        units: multiprocessors (compute units).
+        link_gb_s: one way, to the GPUs of its domain; 0: the planner has no constants for this GPU.
     """
 
     name: str
@@ -53,12 +53,12 @@ _MI355X = _peaks(2516.6, fp32=157.3, fp8=5033.2)
 DATASHEETS = (  # of two patterns that match a name, the first counts
     Device("v100", "", "NVIDIA V100 SXM3 datasheet", {"fp16": 125.0}, 31.7, 900, 80, 150),
     Device("a100", r"\bA100\b", "NVIDIA A100 datasheet", _A100, 79.2, 2039, 108, 300),
-    Device("h100_nvl", r"\bH100 NVL\b", "NVIDIA H100 NVL datasheet", _HOPPER_NVL),
-    Device("h100_pcie", r"\bH100 PCIe\b", "NVIDIA H100 PCIe datasheet", _H100_PCIE),
+    Device("h100_nvl", r"\bH100 NVL\b", "NVIDIA H100 NVL datasheet", _HOPPER_NVL, units=132),
+    Device("h100_pcie", r"\bH100 PCIe\b", "NVIDIA H100 PCIe datasheet", _H100_PCIE, units=114),
     Device("h100", r"\bH100\b", "NVIDIA H100 SXM datasheet", _H100_SXM, 79.1, 3350, 132, 450),
     # HBM2e and a power limit of 500 W, and the H100's peak.
     Device("h100_500w", "", "NVIDIA H100 SXM datasheet", _H100_SXM, 94.5, 2400, 132, 450),
-    Device("h200_nvl", r"\bH200 NVL\b", "NVIDIA H200 NVL datasheet", _HOPPER_NVL),
+    Device("h200_nvl", r"\bH200 NVL\b", "NVIDIA H200 NVL datasheet", _HOPPER_NVL, units=132),
     Device("h200", r"\bH200\b", "NVIDIA H200 datasheet", _H100_SXM, 139.8, 4800, 132, 450),
     Device("b200", r"\bB200\b", "NVIDIA HGX B200 datasheet, per GPU", _B200, 178.4, 7700, 148, 900),
     Device("gb200", r"\bGB200\b", "NVIDIA GB200 NVL72 specifications, per GPU",
@@ -66,24 +66,45 @@ DATASHEETS = (  # of two patterns that match a name, the first counts
     Device("b300", r"\bB300\b", "NVIDIA HGX B300 datasheet, per GPU", _B300, 268.0, 7700, 148, 900),
     Device("gb300", r"\bGB300\b", "NVIDIA GB300 NVL72 specifications, per GPU",
            _GB300, 277.0, 8000, 152, 900),
-    Device("l40s", r"\bL40S\b", "NVIDIA L40S datasheet", _L40S),
-    Device("l4", r"\bL4\b", "NVIDIA L4 datasheet", _L4),
+    Device("l40s", r"\bL40S\b", "NVIDIA L40S datasheet", _L40S, units=142),
+    Device("l4", r"\bL4\b", "NVIDIA L4 datasheet", _L4, units=58),
     # The 4090 D and the laptop's 4090 are other, slower chips.
-    Device("rtx_4090", r"\bRTX 4090$", "NVIDIA Ada architecture whitepaper", _RTX_4090),
+    Device("rtx_4090", r"\bRTX 4090$", "NVIDIA Ada architecture whitepaper", _RTX_4090, units=128),
     # PyTorch shows each of the package's two dies as a device: half of AMD's numbers.
-    Device("mi250x", r"\bMI250X\b", "AMD Instinct MI250X datasheet, one of two dies", _MI250X_GCD),
-    Device("mi300x", r"\bMI300X\b", "AMD Instinct MI300X datasheet", _MI300X),
-    Device("mi325x", r"\bMI325X\b", "AMD Instinct MI325X datasheet", _MI300X),
-    Device("mi355x", r"\bMI355X\b", "AMD Instinct MI355X datasheet", _MI355X),
+    Device("mi250x", r"\bMI250X\b", "AMD Instinct MI250X datasheet, one of two dies", _MI250X_GCD,
+           units=110),
+    Device("mi300x", r"\bMI300X\b", "AMD Instinct MI300X datasheet", _MI300X, units=304),
+    Device("mi325x", r"\bMI325X\b", "AMD Instinct MI325X datasheet", _MI300X, units=304),
+    Device("mi355x", r"\bMI355X\b", "AMD Instinct MI355X datasheet", _MI355X, units=256),
 )
 # fmt: on
 
-DEVICES = {d.name: d for d in DATASHEETS if d.units}  # those of the planner
+DEVICES = {d.name: d for d in DATASHEETS if d.link_gb_s}  # those of the planner
+
+# Names of slices: of NVIDIA's virtual GPUs (GRID A100-20C, NVIDIA H100-2-20C), and MIG.
+SLICE = re.compile(r"\bMIG\b|^GRID |-[0-9]+(C|Q|B|A|CME)$")
+# A slice with the whole GPU's name: AMD's partitions (CPX), a hypervisor's share. A100s have half
+# the memory of the datasheet's.
+LEAST_UNITS, MOST_UNITS, LEAST_MEMORY = 0.95, 1.1, 0.45
 
 
-def find_device(name: str) -> Device | None:
-    """Returns the datasheet of the device that its driver calls `name`; None if it is unknown, or
-    a slice of a GPU under the whole GPU's name (MIG)."""
-    if "MIG" in name:
+def find_device(name: str, units: int = 0, memory: int = 0) -> Device | None:
+    """Returns the datasheet of the device that its driver calls `name`.
+
+    None if it is unknown, or if its name, its number of multiprocessors or its memory are those of
+    a slice or of another chip.
+
+    Args:
+        units, memory: multiprocessors and bytes, as the driver says; 0: not known.
+    """
+    if SLICE.search(name):
         return None
-    return next((d for d in DATASHEETS if d.pattern and re.search(d.pattern, name)), None)
+    found = next((d for d in DATASHEETS if d.pattern and re.search(d.pattern, name)), None)
+    if found is None:
+        return None
+    known = units > 0 and found.units > 0
+    if known and not LEAST_UNITS <= units / found.units <= MOST_UNITS:
+        return None
+    if memory and memory < LEAST_MEMORY * found.memory_gib * 2**30:
+        return None
+    return found

@@ -32,6 +32,8 @@ def peak_memory(device: torch.device) -> dict[str, int] | None:
 # Peak FLOP/s: the user's, a datasheet's, or measured where the table lacks the device's name
 
 TERA = 1e12
+# One short measurement: on a machine that others use, two starts may differ by a factor.
+MEASURED = "about, measured once"
 MEASURE_BUDGET_S = 0.1  # for all timed matmuls together; the start barrier waits for it
 
 _TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8
@@ -65,10 +67,12 @@ def device_peak_flops(
         return Peak(override_tflops * TERA, "launch.peak_tflops")
     if accelerator.is_accelerator(device):
         name = accelerator.name(device)
-        if (known := datasheet_peak(name, dtype_name)) is not None:
+        facts = accelerator.module(device).get_device_properties(device)
+        units, memory = facts.multi_processor_count, facts.total_memory
+        if (known := datasheet_peak(name, dtype_name, units, memory)) is not None:
             return known
         flops, size = _measure(device, dtype_name, 8192)
-        return Peak(flops, f"measured: {name}, {dtype_name} GEMM of {size}")
+        return Peak(flops, f"{MEASURED}: {name}, {dtype_name} GEMM of {size}")
     cores = available_cores()
     threads = min(torch.get_num_threads(), cores)
     share = min(1.0, cores / (threads * local_ranks))
@@ -77,12 +81,17 @@ def device_peak_flops(
         where = f"× {cores} cores / {threads * local_ranks} threads"
     kind = "bf16" if dtype_name == "fp8" else dtype_name
     flops, _ = _measure(device, dtype_name, 1024)
-    return Peak(flops * share, f"measured: {kind} GEMM {where}")
+    return Peak(flops * share, f"{MEASURED}: {kind} GEMM {where}")
 
 
-def datasheet_peak(device_name: str, dtype_name: str) -> Peak | None:
-    """Returns the vendor's dense peak; None if the table lacks the device or the type."""
-    device = find_device(device_name)
+def datasheet_peak(
+    device_name: str, dtype_name: str, units: int = 0, memory: int = 0
+) -> Peak | None:
+    """Returns the vendor's dense peak; None if the table lacks the device or the type.
+
+    `units`, `memory`: as for `find_device`, which tells slices of a GPU.
+    """
+    device = find_device(device_name, units, memory)
     if device is None or dtype_name not in device.peak:
         return None
     return Peak(device.peak[dtype_name] * TERA, f"{device.source}, dense {dtype_name}")

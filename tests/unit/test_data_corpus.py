@@ -26,6 +26,7 @@ from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError
 from tests.corpora import heard
 from tests.pace import in_time
+from tests.tools.privileges import give_up_capabilities
 
 EOT = 256
 KEPT = [".bin", ".idx", ".json", ".lock"]
@@ -527,11 +528,8 @@ def test_a_user_without_a_home_is_told_to_give_a_cache_folder(
     assert "data.cache_dir is null" in refused(text(tmp_path, path, cache_dir=None))
 
 
-def refused_as_ordinary_user(data: DataConfig, results: multiprocessing.Queue) -> None:
-    if os.geteuid() == 0:  # root may read and write everything
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
+def refused_by_modes(data: DataConfig, results: multiprocessing.Queue) -> None:
+    give_up_capabilities()
     sentences = []
     for ask in (check_data, open_corpus, lambda data, _: find_inputs(str(data.path))):
         try:
@@ -541,34 +539,26 @@ def refused_as_ordinary_user(data: DataConfig, results: multiprocessing.Queue) -
     results.put(sentences)
 
 
-@pytest.fixture
-def public_path() -> Iterator[Path]:
-    """A folder like tmp_path that every user may enter."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
-        yield Path(folder)
-
-
 @pytest.mark.parametrize("what", ["file", "folder", "folder inside", "cache"])
-def test_unreadable_text_and_unwritable_cache_are_refused(public_path: Path, what: str) -> None:
-    path = write(public_path / "t" / "a.txt", b"abc" * 100)
-    inside = write(public_path / "t" / "more" / "b.txt", b"abc" * 100).parent
-    cache_dir = public_path / "cache"
+def test_unreadable_text_and_unwritable_cache_are_refused(tmp_path: Path, what: str) -> None:
+    path = write(tmp_path / "t" / "a.txt", b"abc" * 100)
+    inside = write(tmp_path / "t" / "more" / "b.txt", b"abc" * 100).parent
+    cache_dir = tmp_path / "cache"
     cache_dir.mkdir()
     folders = {"folder": path.parent, "folder inside": inside, "cache": cache_dir}
     locked = {"file": path, **folders}[what]
     locked.chmod(0o000)
-    data = text(public_path, path.parent, cache_dir=str(cache_dir))
+    data = text(tmp_path, path.parent, cache_dir=str(cache_dir))
     results = SPAWN.Queue()
-    process = SPAWN.Process(target=refused_as_ordinary_user, args=(data, results))
+    process = SPAWN.Process(target=refused_by_modes, args=(data, results))
     process.start()
     sentences = results.get(timeout=300)
     process.join(60)
     locked.chmod(0o755)
     if what != "cache":  # `data tokenize` looks at them too
         tokenized = sentences.pop()
-        assert f"input={public_path}/t" in tokenized and "(Permission denied)" in tokenized
-    key = f"data.cache_dir={cache_dir}" if what == "cache" else f"data.path={public_path}/t"
+        assert f"input={tmp_path}/t" in tokenized and "(Permission denied)" in tokenized
+    key = f"data.cache_dir={cache_dir}" if what == "cache" else f"data.path={tmp_path}/t"
     assert len(sentences) == 2
     assert all(key in s and str(locked) in s for s in sentences)
     assert all("ermission denied" in s or "not writable" in s for s in sentences)

@@ -12,6 +12,7 @@ import pytest
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.discover import (
+    GPUS,
     GpuMatrix,
     discover,
     local_cluster,
@@ -34,7 +35,9 @@ def matrix(name: str) -> GpuMatrix:
 
 def machine(topo: str):
     """A command runner of a machine whose nvidia-smi prints this text."""
-    return lambda command: {("nvidia-smi", "topo", "-m"): topo}[tuple(command)]
+    rows = "".join(f"GPU-{i:x}4fb92fc, NVIDIA H200, 143771\n" for i in range(8))
+    answers = {("nvidia-smi", "topo", "-m"): topo, tuple(GPUS.split()): rows}
+    return lambda command: answers[tuple(command)]
 
 
 def found(topo: str, environ: dict[str, str] | None = None, **keys: Any) -> Cluster:
@@ -139,7 +142,9 @@ def test_visible_devices_choose_and_order_the_gpus():
     made = found("topo_h200_shuffled", {"CUDA_VISIBLE_DEVICES": "4,1,0"})
     assert (made.size, made.domain_gpus) == (3, 3)
     assert made.rail_of.tolist() == [2, 0, 1]  # NICs 6, 1 and 4
-    for text in ("", "8", "0,0", "GPU-24fb92fc", "-1", "0,,1"):
+    same = found("topo_h200_shuffled", {"CUDA_VISIBLE_DEVICES": "GPU-44fb92fc,GPU-1,GPU-04f"})
+    assert same.rail_of.tolist() == [2, 0, 1]
+    for text in ("", "8", "0,0", "GPU-94fb92fc", "GPU-4,GPU-44", "GPU-", "-1", "0,,1", "MIG-4b"):
         with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"):
             found("topo_h200_shuffled", {"CUDA_VISIBLE_DEVICES": text})
 
@@ -201,11 +206,17 @@ def test_mangled_matrices_end_in_a_sentence_or_a_cluster(topo: str):
 # --- the GPUs themselves ---------------------------------------------------------------------
 
 
-def own_gpus(printed: str, visible: str | None = None, **keys: Any) -> ClusterConfig:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    answers = {tuple(query): printed}
+BY_PLACE = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def own_gpus(
+    printed: str, visible: str | None = None, order: dict[str, str] = BY_PLACE, **keys: Any
+) -> ClusterConfig:
+    lines = enumerate(printed.splitlines())
+    rows = "".join(f"GPU-{i}, {line}\n" for i, line in lines) if "," in printed else printed
+    answers = {tuple(GPUS.split()): rows}
     config = Config(cluster=ClusterConfig(**{"source": "local", "gpus_per_node": None} | keys))
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible, **order}
     return with_own_gpus(config, environ, lambda command: answers[tuple(command)]).cluster
 
 
@@ -218,6 +229,23 @@ def test_this_machines_gpus_are_those_of_its_driver() -> None:
     seen = own_gpus("NVIDIA A100, 81920\nNVIDIA H200, 143771\nNVIDIA H200, 143771\n", visible="2,1")
     assert (seen.gpu, seen.gpus_per_node) == ("NVIDIA H200", 2)
     assert own_gpus("one, 1\n", source="config").gpu is None
+
+
+MIXED = "NVIDIA GeForce RTX 3090, 24576\nNVIDIA GeForce RTX 4090, 24564\n"
+
+
+def test_cards_of_several_kinds_are_told_apart_or_refused() -> None:
+    """CUDA's first is the fastest, nvidia-smi's is the first on the bus."""
+    assert own_gpus(MIXED, "1").gpu == "NVIDIA GeForce RTX 4090"
+    assert own_gpus(MIXED, "GPU-0", order={}).gpu == "NVIDIA GeForce RTX 3090"
+    with pytest.raises(UserError, match=r"by their speed.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        own_gpus(MIXED, "1", order={})
+    for visible in (None, "0,1"):
+        with pytest.raises(UserError, match="a cluster has one kind: choose some"):
+            own_gpus(MIXED, visible)
+    typed = own_gpus("NVIDIA A100-SXM4-40GB, 40960\n" * 7 + "NVIDIA A100-SXM4-40GB, 40536\n")
+    assert typed.gpu_memory_gb == pytest.approx(42.5, abs=0.05)  # the least
+    assert own_gpus("GRID A100-20C, 20480\n").gpu_memory_gb_per_s is None
 
 
 def test_what_is_typed_of_the_gpus_holds() -> None:

@@ -237,8 +237,23 @@ def test_a_step_that_is_smaller_than_its_job_counts_not_the_shell_of_salloc():
 
 def test_one_task_a_node_with_several_gpus_is_a_launcher():
     assert job_nodes(environment("n[1-2]", "1(x2)", SLURM_GPUS_ON_NODE="8"))[1] == [8, 8]
-    assert job_nodes(environment("n[1-2]", "1(x2)"))[1] == [1, 1]
-    assert job_nodes({"SLURM_JOB_NODELIST": "n[1-2]"})[1] == [1, 1]
+    one = environment("n[1-2]", "1(x2)")
+    for more, gpus in (
+        ({"SLURM_JOB_GPUS": "0,2-4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:4,v100:2"}, 6),
+        ({"SLURM_GPUS_PER_NODE": "8"}, 8),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+    ):
+        assert job_nodes(one | more)[1] == [gpus, gpus]
+    step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    assert job_nodes(one | step | {"SLURM_STEP_ID": "0"})[1] == [1, 1]  # srun started the ranks
+
+
+def test_gpus_of_a_node_are_not_guessed():
+    """salloc without GPUs: one a node would be another machine."""
+    for environ in (environment("n[1-2]", "1(x2)"), {"SLURM_JOB_NODELIST": "n[1-2]"}):
+        with pytest.raises(UserError, match=r"says how many GPUs a node has: ask Slurm for them"):
+            job_nodes(environ)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,12 +64,43 @@ def test_datasheet_gives_each_device_its_own_dense_peak(
         ("NVIDIA GeForce RTX 4090 D", "bf16"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a seventh of it
+        ("GRID A100-20C", "bf16"),  # shares of virtual GPUs
+        ("NVIDIA A100-40C", "bf16"),
+        ("GRID A100D-3-40C", "bf16"),
+        ("NVIDIA L40S-48Q", "bf16"),
+        ("NVIDIA H100-2-20C", "bf16"),
         ("NVIDIA A100-SXM4-80GB", "fp8"),  # has none
         ("Tesla T4", "fp16"),
     ],
 )
 def test_what_the_table_does_not_hold_is_not_guessed(name: str, dtype: str) -> None:
     assert datasheet_peak(name, dtype) is None
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "gib", "known"),
+    [
+        ("AMD Instinct MI300X", 304, 192, True),
+        ("AMD Instinct MI300X", 38, 24, False),  # CPX: an eighth
+        ("AMD Instinct MI300X", 152, 96, False),
+        ("AMD Instinct MI300X", 0, 0, True),  # not told
+        ("NVIDIA A100-SXM4-40GB", 108, 39, True),
+        ("NVIDIA A100-SXM-64GB", 124, 63, False),  # another chip
+        ("NVIDIA A100-SXM4-80GB", 42, 39, False),
+        ("NVIDIA H100 80GB HBM3", 132, 80, True),
+        ("NVIDIA H100 80GB HBM3", 132, 20, False),
+        ("NVIDIA H100 PCIe", 114, 80, True),
+        ("NVIDIA GeForce RTX 4090", 128, 24, True),
+        ("NVIDIA L4", 58, 22, True),
+    ],
+)
+def test_a_slice_with_the_whole_name_has_not_the_whole_peak(
+    name: str, units: int, gib: int, known: bool
+) -> None:
+    assert (datasheet_peak(name, "bf16", units, gib * GIB) is not None) is known
 
 
 def test_override_wins_and_is_named() -> None:
@@ -88,8 +120,8 @@ def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.Monke
     finally:
         torch.set_num_threads(threads)
     assert alone.flops == pytest.approx(2 * 1024**3 / 0.02)  # the fastest
-    assert alone.source == "measured: fp32 GEMM on 1 CPU thread"
-    assert shared.source == "measured: fp32 GEMM × 1 cores / 8 threads"
+    assert alone.source == "about, measured once: fp32 GEMM on 1 CPU thread"
+    assert shared.source == "about, measured once: fp32 GEMM × 1 cores / 8 threads"
     assert shared.flops == pytest.approx(alone.flops / 8)
 
 
@@ -104,8 +136,13 @@ def test_measuring_leaves_the_random_numbers_alone() -> None:
 class Chip:
     """An accelerator's module, as far as peaks of speed and memory ask it."""
 
+    units = 0
+
     def get_device_name(self, device: torch.device) -> str:
         return self.name
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(multi_processor_count=self.units, total_memory=0)
 
     def max_memory_allocated(self, device: torch.device) -> int:
         return 5
@@ -145,7 +182,7 @@ def test_another_is_measured_at_a_size_that_fits_its_speed(
     monkeypatch.setattr(peak_module, "_time", lambda n: 2 * n**3 / flops)
     peak = device_peak_flops(CPU, "bf16")
     assert peak.flops == pytest.approx(flops)
-    assert peak.source == f"measured: New Chip, bf16 GEMM of {size}"
+    assert peak.source == f"about, measured once: New Chip, bf16 GEMM of {size}"
     assert max(sizes) == size
 
 

@@ -13,7 +13,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
@@ -170,18 +170,65 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     return GpuMatrix(tuple(gpus), tuple(nics))
 
 
-def _visible(environ: Mapping[str, str], count: int) -> list[int]:
-    """Returns the GPUs of CUDA_VISIBLE_DEVICES, or all of them."""
+GPUS = "nvidia-smi --query-gpu=uuid,name,memory.total --format=csv,noheader,nounits"
+
+
+class GpuRow(NamedTuple):
+    """One GPU as nvidia-smi lists it, in the order of PCI addresses."""
+
+    uuid: str
+    name: str
+    mib: int
+
+
+def gpu_rows(run: Run) -> list[GpuRow]:
+    """Returns the host's GPUs by nvidia-smi. Raises UserError if it cannot tell."""
+    text = run(GPUS.split())
+    rows = []
+    for line in filter(str.strip, text.splitlines()):
+        uuid, _, rest = line.partition(",")
+        name, _, mib = rest.rpartition(",")
+        if not name.strip() or not mib.strip().isdecimal():
+            rows.clear()
+            break
+        rows.append(GpuRow(uuid.strip(), name.strip(), int(mib)))
+    if not rows:
+        raise UserError(
+            f"`{GPUS}` printed {shortened(text)!r}; choose a preset such as cluster=dgx_h100"
+        )
+    return rows
+
+
+def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
+    """Returns nvidia-smi's numbers of the GPUs of CUDA_VISIBLE_DEVICES, or of all `count`.
+
+    CUDA counts the fastest first unless CUDA_DEVICE_ORDER is PCI_BUS_ID; nvidia-smi does not.
+    Raises UserError for a mask that names no such GPUs, or whose numbers may be other GPUs'.
+    """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return list(range(count))
     words = [word.strip() for word in text.split(",")]
-    good = all(re.fullmatch(r"[0-9]{1,4}", word) and int(word) < count for word in words)
-    chosen = [int(word) for word in words] if good else []
-    if not chosen or len(set(chosen)) < len(chosen):
+    if all(re.fullmatch(r"[0-9]{1,4}", word) for word in words):
+        chosen = [int(word) for word in words if int(word) < count]
+        kinds = list(dict.fromkeys(row.name for row in gpu_rows(run)))
+        if len(kinds) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={text!r} counts {' and '.join(kinds)} by their speed, and "
+                "nvidia-smi by their place: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by "
+                "their UUID (nvidia-smi -L)"
+            )
+    else:
+        uuids = [row.uuid for row in gpu_rows(run)] if "GPU-" in text else []
+        found = [[i for i, uuid in enumerate(uuids) if uuid.startswith(word)] for word in words]
+        named = all(word.startswith("GPU-") for word in words)
+        chosen = [i for each in found for i in each] if named else []
+    if len(chosen) < len(words) or len(set(chosen)) < len(words) or len(chosen) > len(words):
+        slices = "; a slice (MIG) is no GPU of its own there" if "MIG" in text else ""
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={text!r} must be numbers of the {count} GPUs here, each once, "
-            f"for cluster.source=local; unset it, or choose a preset such as cluster=dgx_h100."
+            f"CUDA_VISIBLE_DEVICES={text!r} must be numbers or UUIDs of the {count} GPUs here, "
+            f"each once, for cluster.source=local{slices}; unset it, or choose a preset such as "
+            "cluster=dgx_h100."
         )
     return chosen
 
@@ -197,7 +244,7 @@ def local_cluster(
     Raises UserError if nvidia-smi fails or is unreadable, or if the sizes do not fit.
     """
     matrix = parse_gpu_matrix(run(TOPO.split()))
-    matrix = matrix.select(_visible(environ, len(matrix.gpus)))
+    matrix = matrix.select(visible_gpus(environ, len(matrix.gpus), run))
     name, count = environ.get("SLURMD_NODENAME"), len(matrix.gpus)
     nodes = config.nodes or -(-(world_size or 1) // count)
     if world_size is not None and nodes * count < world_size:
@@ -223,33 +270,31 @@ def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
     return {"domain_gpus": len(islands), "local_domain": islands}
 
 
-GPUS = "nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits"
-
-
 def with_own_gpus(config: Config, environ: Mapping[str, str], run: Run) -> Config:
     """Fills the cluster's keys of GPUs from nvidia-smi where `cluster.source=local` asks for it.
 
     Only of those in CUDA_VISIBLE_DEVICES; keys that are set stay. `run`: as `run_command`.
-    Raises UserError if nvidia-smi cannot tell.
+    Raises UserError if nvidia-smi cannot tell, or for GPUs of several kinds.
     """
     cluster = config.cluster
     if cluster.source != "local" or cluster.gpu is not None:
         return config
-    text = run(GPUS.split())
-    rows = [line.rpartition(",") for line in text.splitlines() if line.strip()]
-    if not rows or not all(mib.strip().isdigit() for _, _, mib in rows):
+    rows = gpu_rows(run)
+    chosen = [rows[i] for i in visible_gpus(environ, len(rows), run)]
+    kinds = list(dict.fromkeys(row.name for row in chosen))
+    if len(kinds) > 1:
         raise UserError(
-            f"`{GPUS}` printed {shortened(text)!r}; choose a preset such as cluster=dgx_h100"
+            f"this host's GPUs are {' and '.join(kinds)}, and a cluster has one kind: choose some "
+            "by CUDA_VISIBLE_DEVICES, or give cluster.gpu and cluster.gpu_memory_gb"
         )
-    chosen = _visible(environ, len(rows))
-    name, _, mib = rows[chosen[0]]
-    known = find_device(name)
+    name, mib = kinds[0], min(row.mib for row in chosen)
+    known = find_device(name, memory=mib << 20)
     bandwidth = known.memory_gb_s or None if known else None  # 0: not in the datasheet
     found = replace(
         cluster,
         gpu=name,
         gpus_per_node=cluster.gpus_per_node or len(chosen),
-        gpu_memory_gb=cluster.gpu_memory_gb or int(mib) * 2**20 / 1e9,
+        gpu_memory_gb=cluster.gpu_memory_gb or mib * 2**20 / 1e9,
         gpu_memory_gb_per_s=cluster.gpu_memory_gb_per_s or bandwidth,
     )
     return replace(config, cluster=found)

@@ -354,10 +354,49 @@ def _in_users_step(environ: Mapping[str, str]) -> bool:
 
 
 def _gpus_on_node(environ: Mapping[str, str]) -> int:
-    text = environ.get("SLURM_GPUS_ON_NODE") or "1"
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise UserError(f"SLURM_GPUS_ON_NODE={text!r} must be a whole number of at least 1.")
-    return int(text)
+    """Returns the GPUs of a node on which the job has one task.
+
+    Raises UserError where nothing tells them: one would make another machine of the job.
+    """
+    local = environ.get("LOCAL_WORLD_SIZE")  # of torchrun, which that task has started
+    for name, text, count in (
+        ("SLURM_GPUS_ON_NODE", environ.get("SLURM_GPUS_ON_NODE"), _whole),
+        ("SLURM_STEP_GPUS", environ.get("SLURM_STEP_GPUS"), _listed),
+        ("SLURM_JOB_GPUS", environ.get("SLURM_JOB_GPUS"), _listed),
+        ("SLURM_GPUS_PER_NODE", environ.get("SLURM_GPUS_PER_NODE"), _by_type),
+        ("LOCAL_WORLD_SIZE", local, _whole),
+    ):
+        if text:
+            found = count(text.strip())
+            if not 1 <= found <= 1024:
+                raise UserError(f"{name}={text!r} must be of GPUs of a node, at least 1.")
+            return found
+    if _in_users_step(environ):
+        return 1  # srun started this rank, one a node
+    raise UserError(
+        "the job has one task a node, and none of SLURM_GPUS_ON_NODE, SLURM_JOB_GPUS and "
+        "SLURM_GPUS_PER_NODE says how many GPUs a node has: ask Slurm for them "
+        "(--gpus-per-node=8), give it a task for each (--ntasks-per-node=8), or export "
+        "SLURM_GPUS_ON_NODE"
+    )
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() else 0
+
+
+def _listed(text: str) -> int:
+    """Returns the length of a list such as 0,2-3; 0 for other text."""
+    parts = [re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part) for part in text.split(",")]
+    if not all(parts):
+        return 0
+    return sum(int(p[2] or p[1]) - int(p[1]) + 1 for p in parts if p is not None)
+
+
+def _by_type(text: str) -> int:
+    """Returns the sum of a request such as 8, a100:8 or a100:4,v100:4; 0 for other text."""
+    parts = [re.fullmatch(r"(?:[\w.-]+:)?([0-9]{1,4})", part) for part in text.split(",")]
+    return sum(int(p[1]) for p in parts if p is not None) if all(parts) else 0
 
 
 def _topology(
