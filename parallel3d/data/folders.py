@@ -86,9 +86,11 @@ def split_of(below: str) -> str:
 
 
 class Sorted(NamedTuple):
-    """The files of a folder: the format of each that is taken, and the names left out by reason."""
+    """The files of a folder: the format of each that is taken, the split that its name tells, and
+    the names left out by reason."""
 
     taken: dict[str, Form]
+    splits: dict[str, str]
     left_out: dict[str, list[str]]
 
 
@@ -131,13 +133,13 @@ def sort_out(
         for name in beside:
             del taken[name]
             left_out.setdefault("text beside rows", []).append(name)
-    _leave_out_splits(taken, left_out, set(asked), held_out)
+    splits = _leave_out_splits(taken, left_out, set(asked), held_out)
     for name, form in taken.items():
         try:
             check_kind(form, door)
         except NotTaken as error:
             raise _in_folder(name, error) from None
-    return Sorted(taken, left_out)
+    return Sorted(taken, splits, left_out)
 
 
 def _in_folder(below: str, error: NotTaken) -> NotTaken:
@@ -191,9 +193,9 @@ def _check_cache(files: Iterable[str]) -> None:
 
 def _leave_out_splits(
     taken: dict[str, Form], left_out: dict[str, list[str]], asked: set[str], held_out: bool
-) -> None:
-    """Leaves out files named test, valid or so beside others. Raises NotTaken where it must be
-    known which to take."""
+) -> dict[str, str]:
+    """Leaves out files named test, valid or so beside others; returns the splits of all. Raises
+    NotTaken where it must be known which to take."""
     # Two letters may be a language: dev.cs beside train.cs is no C#.
     languages = {_end(name) for name in taken if split_of(name) == TRAIN and len(_end(name)) == 3}
     judged = [name for name in taken if _end(name) not in CODE or _end(name) in languages]
@@ -201,7 +203,7 @@ def _leave_out_splits(
     held = [name for name, split in splits.items() if split not in ("", TRAIN, *asked)]
     others = [name for name in judged if name not in held]
     if not held or not others:
-        return
+        return splits
     if held_out:
         raise NotTaken(
             f"holds files to train on ({_some(others)}) and held-out ones ({_some(held)}): name "
@@ -213,6 +215,7 @@ def _leave_out_splits(
             f"named {splits[name]}, not trained on unless it is named, or by a glob with that word"
         )
         left_out.setdefault(why, []).append(name)
+    return splits
 
 
 def _end(below: str) -> str:
@@ -249,11 +252,11 @@ def label_of(form: Form, split: str) -> str:
     return f"{form}, {split}" if split else str(form)
 
 
-def listing(taken: Mapping[str, Form], splits: Mapping[str, str]) -> list[str]:
-    """Returns a phrase for each kind and split of the files, by name: what they are taken for."""
+def listing(found: Sorted) -> list[str]:
+    """Returns a phrase for each format and split of the files that are taken."""
     counts: dict[str, int] = {}
-    for name, form in taken.items():
-        label = label_of(form, splits.get(name, ""))
+    for name, form in found.taken.items():
+        label = label_of(form, found.splits.get(name, ""))
         counts[label] = counts.get(label, 0) + 1
     return [f"{label}: {count:,} file{'s' * (count > 1)}" for label, count in counts.items()]
 

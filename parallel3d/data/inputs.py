@@ -23,7 +23,6 @@ from parallel3d.data.folders import (
     left_out_lines,
     listing,
     sort_out,
-    split_of,
     words_of,
 )
 from parallel3d.data.formats import (
@@ -597,7 +596,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
             else None
             for name, inner in names.items()
         }
-        asked = () if info else words_of(path)
+        asked = () if info else words_of(path[len(fixed) :])
         try:
             found = sort_out(heads, typed=kind, asked=asked, web=is_web(item))
         except NotTaken as error:
@@ -606,7 +605,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         if not found.taken:
             raise UserError(f"input={show(item)} holds no documents: {'; '.join(lines)}; {HOW}")
         taken = [
-            _input(files, below[name], found.taken[inner], kind, split_of(inner))
+            _input(files, below[name], found.taken[inner], kind, found.splits.get(inner, ""))
             for name, inner in names.items()
             if inner in found.taken
         ]
@@ -615,7 +614,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
 
 def said(named: str, found: Sorted) -> list[str]:
     """Returns sentences of what the files of a folder or glob were taken for."""
-    taken = listing(found.taken, {name: split_of(name) for name in found.taken})
+    taken = listing(found)
     lines = [f"{named}: {'; '.join(taken)}"] if taken else []
     return [*lines, *(f"{named}: {line}" for line in left_out_lines(found.left_out))]
 

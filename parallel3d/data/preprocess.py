@@ -328,7 +328,9 @@ def _texts(
         for found in documents(each, text_key, here):
             yield found.text
         count.add(here)
+        judge(count, JUDGED, BAD, f"{BAD:.0%}", "mend them")
         progress(each.read, count)
+    judge(count, 1, BAD, f"{BAD:.0%}", "mend them")
 
 
 # Tokenizing into a corpus, whose bytes do not depend on the number of processes. One process splits

@@ -199,7 +199,7 @@ def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document]
             form = judged(document.name, heads[document.name], door)
             check_kind(form, door)
             return [_of_form(document, form, heads[document.name])], []
-        asked = words_of(path) if not is_folder else ()
+        asked = () if is_folder else words_of(path[len(_fixed(path)) :])
         found = sort_out(heads, door, asked=asked, held_out=held_out)
     except NotTaken as error:
         raise UserError(f"{key} {error}") from None
@@ -225,7 +225,7 @@ def _head(document: Document, key: str) -> bytes:
 
 def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
     """Returns names and paths of matches; a matching folder stands for all files below it."""
-    root = os.path.dirname(re.split(r"[*?[]", pattern, maxsplit=1)[0]) or "."
+    root = _fixed(pattern) or "."
     if "**" in pattern.split("/"):
         # Visits each folder once, also where links lead back; glob would follow them repeatedly.
         parts = os.path.relpath(pattern, root).split("/")
@@ -240,6 +240,11 @@ def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
         else:
             files.append((name, path))
     return files
+
+
+def _fixed(pattern: str) -> str:
+    """Returns the folder of a glob that has no wildcards."""
+    return os.path.dirname(re.split(r"[*?[]", pattern, maxsplit=1)[0])
 
 
 def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:

@@ -1,0 +1,616 @@
+"""Files as people have them, at the five doors that read files: taken for what they are, or one
+sentence. A new row is one line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import sqlite3
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from parallel3d.commands.data import _run
+from parallel3d.commands.eval_rows import read_rows
+from parallel3d.config.schema import DataConfig
+from parallel3d.data import formats
+from parallel3d.data.chat import _rows
+from parallel3d.data.corpus import Corpus, open_corpus, sets_of
+from parallel3d.data.folders import split_of
+from parallel3d.data.formats import Form, file_name
+from parallel3d.data.indexed import IndexedCorpus
+from parallel3d.data.inputs import BAD, Count, cut, documents, find_inputs, judge, take_inputs
+from parallel3d.data.preprocess import PreprocessJob, tokenize, train_tokenizer
+from parallel3d.data.sampler import Sampler
+from parallel3d.data.sources import take_documents
+from parallel3d.errors import UserError
+from tests.corpora import pair
+
+TEXTS = ["one wörd", "two 漢字 words\nand a line"]
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+# One row that each door can read: a text, a conversation, a question.
+ROWS = [
+    {"text": text, "messages": MESSAGES, "context": text, "continuation": " so"} for text in TEXTS
+]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+PROSE = "Ein längerer Text, 漢字 and all.\n" * 3
+TXT = PROSE.encode()
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".gzip": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+    ".zstd": zstandard.ZstdCompressor().compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+}
+
+
+def parquet(rows: list[dict] = ROWS) -> bytes:
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out)
+    return out.getvalue()
+
+
+def arrow() -> bytes:
+    out = io.BytesIO()
+    pyarrow.feather.write_feather(pyarrow.Table.from_pylist(ROWS), out)
+    return out.getvalue()
+
+
+def archive(kind: str) -> bytes:
+    out = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(out, "w") as made:
+            made.writestr("a.jsonl", JSONL)
+    else:
+        with tarfile.open(fileobj=out, mode=kind) as made:
+            info = tarfile.TarInfo("a.jsonl")
+            info.size = len(JSONL)
+            made.addfile(info, io.BytesIO(JSONL))
+    return out.getvalue()
+
+
+def array() -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.arange(90, dtype=np.uint16))
+    return out.getvalue()
+
+
+def database(folder: Path) -> bytes:
+    made = sqlite3.connect(folder / "made.db")
+    made.execute("create table t (text)")
+    made.commit()
+    made.close()
+    return (folder / "made.db").read_bytes()
+
+
+TOKENS = np.arange(1000, 2000, dtype=np.uint16).tobytes()
+PAGE = b"<!DOCTYPE html>\n<html><body>Please sign in</body></html>\n"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12345\n"
+LIST = json.dumps(ROWS, indent=1).encode()
+OBJECT = json.dumps(ROWS[0], indent=1).encode()
+LATIN = ("Wörter über Türme, " * 9).encode("latin-1")
+RANDOM = np.random.default_rng(0).bytes(4000).replace(b"\x00", b"\x01")
+LZ4 = b"\x04\x22\x4d\x18" + RANDOM
+RECORDS = (12).to_bytes(8, "little") + bytes(4) + b"\x0a\x0atextual data" + bytes(4)
+TENSORS = (99).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1]}}' + bytes(9)
+
+ROW, WHOLE = "rows", "text"  # what a file is taken for
+# name, content, what it is taken for or words of the sentence
+FILES: list[tuple[str, bytes, str]] = [
+    ("a.jsonl", JSONL, ROW),
+    ("a.JSONL", JSONL, ROW),
+    ("a.ndjson", JSONL, ROW),
+    ("a.json", JSONL, ROW),
+    ("c4-train.00000-of-01024.json.gz", gzip.compress(JSONL), ROW),
+    *((f"a.jsonl{end}", pack(JSONL), ROW) for end, pack in PACK.items()),
+    *((f"a.JSONL{end.upper()}", pack(JSONL), ROW) for end, pack in PACK.items()),
+    *((f"a.txt{end}", pack(TXT), WHOLE) for end, pack in PACK.items()),
+    *((f"x{end}", pack(TXT), WHOLE) for end, pack in PACK.items()),
+    ("two members.jsonl.gz", gzip.compress(JSONL[:60]) + gzip.compress(JSONL[60:]), ROW),
+    ("padded.jsonl.gz", gzip.compress(JSONL) + bytes(512), ROW),
+    ("bom.jsonl", b"\xef\xbb\xbf" + JSONL, ROW),
+    ("crlf.jsonl", JSONL.replace(b"\n", b"\r\n"), ROW),
+    ("a.parquet", parquet(), ROW),
+    ("a.PQ", parquet(), ROW),
+    ("part-00000-c000.snappy.parquet", parquet(), ROW),
+    ("book.txt", TXT, WHOLE),
+    ("book.TEXT", TXT, WHOLE),
+    ("book", TXT, WHOLE),
+    ("pg100.de", TXT, WHOLE),
+    ("wiki.train.tokens", TXT, WHOLE),
+    ("train.br", TXT, WHOLE),
+    ("notes.md", TXT, WHOLE),
+    ("page.html", PAGE + TXT, WHOLE),
+    ("main.py", b"x = {}\n" * 9, WHOLE),
+    ("what?.txt", TXT, WHOLE),
+    ("a::b#c%41.txt", TXT, WHOLE),
+    ("bom.txt", b"\xef\xbb\xbf" + TXT, WHOLE),
+    ("utf16.txt", PROSE.encode("utf-16"), WHOLE),
+    ("utf32.txt", PROSE.encode("utf-32"), WHOLE),
+    # What the name tells and what the bytes are differ.
+    ("a.jsonl", gzip.compress(JSONL), "is gzip by its first bytes, and not by its name"),
+    ("a.jsonl", parquet(), "is parquet by its first bytes"),
+    ("a.jsonl.gz", JSONL, "is gzip by its name and JSON lines by its first bytes"),
+    ("a.jsonl.zst", gzip.compress(JSONL), "is zstd by its name and gzip by its first bytes"),
+    ("a.jsonl.gz", gzip.compress(gzip.compress(JSONL)), "holds gzip inside its gzip"),
+    ("a.jsonl.gz.gz", gzip.compress(gzip.compress(JSONL)), "is packed twice"),
+    ("a.jsonl.gz", gzip.compress(archive("w")), "holds a tar archive inside its gzip"),
+    ("a.jsonl.gz", gzip.compress(parquet()), "holds parquet inside its gzip"),
+    ("a.jsonl.gz", gzip.compress(JSONL)[:-9], "a.jsonl.gz cannot be read (it was cut short"),
+    ("a.jsonl.zst", PACK[".zst"](JSONL * 99)[:-4], "a.jsonl.zst cannot be read (it was cut"),
+    ("a.jsonl.xz", lzma.compress(JSONL)[:-4], "a.jsonl.xz cannot be read (it was cut short"),
+    ("a.jsonl.bz2", bz2.compress(JSONL)[:-4], "a.jsonl.bz2 cannot be read (it was cut short"),
+    ("a.parquet", LFS, "is a pointer of Git LFS"),
+    ("a.parquet", PAGE, "is parquet by its name and a page of HTML by its first bytes"),
+    ("a.parquet", JSONL, "is parquet by its name and JSON lines by its first bytes"),
+    ("a.parquet.gz", gzip.compress(parquet()), "is parquet, which is packed inside"),
+    ("a.jsonl", PAGE, "is a page of HTML"),
+    ("a.jsonl", LFS, "is a pointer of Git LFS"),
+    ("a.txt", LFS, "is a pointer of Git LFS"),
+    ("a.txt", PAGE, "is a page of HTML"),
+    ("a.txt", JSONL, "holds JSON lines"),
+    ("part-00000", JSONL, "holds JSON lines"),
+    ("rows.jsonl.1", JSONL, "holds JSON lines"),
+    ("a.json", LIST, "is one JSON list"),
+    ("a.json", json.dumps(ROWS).encode(), "is one JSON list"),
+    ("a.json", OBJECT, "is one JSON object over several lines"),
+    # Other formats, by name or by first bytes.
+    ("a.tar", archive("w"), "is a tar archive"),
+    ("a.tar.gz", archive("w:gz"), "is a tar archive"),
+    ("a.tgz", archive("w:gz"), "is a tar archive"),
+    ("a", archive("w"), "is a tar archive"),
+    ("a.zip", archive("zip"), "is an archive"),
+    ("a.txt", archive("zip"), "is a zip archive"),
+    ("a.arrow", arrow(), "is a table of columns"),
+    ("a.feather", arrow(), "is a table of columns"),
+    ("data-00000-of-00001", arrow(), "is arrow"),
+    ("a.orc", b"ORC" + RANDOM, "is a table of columns"),
+    ("a.avro", b"Obj\x01" + RANDOM, "is a table of columns"),
+    ("a.csv", b"text,n\nhello,1\n", "is a table, by its ending .csv"),
+    ("a.tsv.gz", gzip.compress(b"text\tn\n"), "is a table, by its ending .tsv.gz"),
+    ("a.jsonl.lz4", LZ4, "packed in a way that is not read"),
+    ("a.jsonl.br", RANDOM, "packed in a way that is not read"),
+    ("a.dump", LZ4, "is lz4"),
+    ("a.7z", b"7z\xbc\xaf\x27\x1c" + RANDOM, "is an archive"),
+    ("train.bin", TOKENS, "is tokens or tensors"),
+    ("train", TOKENS, "is no text, it has a NUL"),
+    ("a.npy", array(), "is tokens or tensors"),
+    ("a.npy.gz", gzip.compress(array()), "is tokens or tensors"),
+    ("a.safetensors", TENSORS, "is tensors or objects"),
+    ("model", TENSORS, "is tensors (safetensors)"),
+    ("a.pkl", pickle.dumps(ROWS), "is tensors or objects"),
+    ("dump", pickle.dumps(ROWS), "is a pickle"),
+    ("a.tfrecord", RECORDS, "is a file of records"),
+    ("a.warc.gz", gzip.compress(b"WARC/1.0\r\n"), "is a file of records of the web"),
+    ("crawl", b"WARC/1.0\r\n" + TXT, "is warc"),
+    ("a.pdf", b"%PDF-1.7\n" + RANDOM, "is pages"),
+    ("a.docx", archive("zip"), "is pages"),
+    ("a.png", b"\x89PNG\r\n" + RANDOM, "is images"),
+    ("a.gpg", RANDOM, "is encrypted"),
+    ("a.jsonl.md5", b"d41d8 a.jsonl\n", "is a checksum"),
+    ("a.jsonl.tmp", JSONL, "is unfinished"),
+    ("a.jsonl~", JSONL, "is an old copy"),
+    # Encodings.
+    ("latin.txt", LATIN, "is no utf-8"),
+    ("gbk.txt", "汉字文本，" .encode("gbk") * 9, "iconv"),
+    ("sjis.txt", "日本語の文章です。".encode("shift-jis") * 9, "is no utf-8"),
+    ("jis.txt", "日本語の文章です。".encode("iso-2022-jp") * 9, "is ISO-2022-JP"),
+    ("nobom.txt", PROSE.encode("utf-16-le"), "has a NUL at byte 1"),
+    ("late.txt", TXT * 99 + b"\x00" + TXT, f"has a NUL at byte {len(TXT) * 99:,}"),
+    ("u16.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, and jsonl is UTF-8"),
+    ("noise", RANDOM, "is no utf-8"),
+]  # fmt: skip
+
+
+def read_inputs(path: Path) -> list[str]:
+    count, found = Count(), []
+    for shard in cut(find_inputs(str(path))):
+        here = Count()
+        found += [one.text for one in documents(shard, "text", here)]
+        count.add(here)
+    judge(count, 1, BAD, "bad=0.01", "mend them")
+    return found
+
+
+def tokenizer_of(path: Path) -> list[str]:
+    content, count = train_tokenizer(find_inputs(str(path)), 257, "text", lambda *_: None)
+    if count.bad:
+        raise UserError("; ".join(count.shown))
+    assert content and count.size
+    return read_inputs(path)
+
+
+def texts_in(data: DataConfig) -> list[str]:
+    corpus = open_corpus(data, 8)
+    assert isinstance(corpus, Corpus)
+    tokens = np.concatenate([corpus.train[:], corpus.valid[:]])
+    assert tokens[-1] == 256
+    parts = np.split(tokens, np.flatnonzero(tokens == 256) + 1)[:-1]
+    return [bytes(part[:-1].astype(np.uint8)).decode() for part in parts]
+
+
+def trained_on(path: Path) -> list[str]:
+    return texts_in(DataConfig(name="text", path=str(path), cache_dir=str(path.parent / ".c")))
+
+
+def evaluated(path: Path) -> list[str]:
+    data = DataConfig(name="text", valid={"v": str(path)}, cache_dir=str(path.parent / ".c"))
+    return texts_in(sets_of(data)["v"])
+
+
+def conversations(path: Path) -> list[str]:
+    found = take_documents(DataConfig(name="chat", path=str(path))).documents
+    rows = [row for _, row in _rows(found)]
+    rows = [json.loads(row) if isinstance(row, bytes) else row for row in rows]
+    assert all(row["messages"] == MESSAGES for row in rows)
+    return [row["text"] for row in rows]
+
+
+def questions(path: Path) -> list[str]:
+    return [row.context for row in read_rows(str(path))]
+
+
+DOORS = [read_inputs, tokenizer_of, trained_on, evaluated, conversations, questions]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_file_is_what_its_name_and_its_bytes_say_or_refused(
+    tmp_path: Path, door: Callable[[Path], list[str]]
+) -> None:
+    for number, (name, content, right) in enumerate(FILES):
+        path = tmp_path / str(number) / name
+        path.parent.mkdir()
+        path.write_bytes(content)
+        try:
+            found = door(path)
+        except UserError as error:
+            sentence = str(error)
+            assert "\n" not in sentence and name in sentence, sentence
+            others = door in (conversations, questions) and right != ROW
+            is_kind = others and "is text, and" in sentence and "takes jsonl or parq" in sentence
+            assert right in sentence or is_kind, (name, sentence)
+        else:
+            expected = {ROW: TEXTS, WHOLE: [content.decode()] if name.endswith((".html", ".py"))
+                        else [PROSE]}  # fmt: skip
+            assert found == expected.get(right), (name, right)
+
+
+def test_every_ending_of_the_register_has_a_row_that_is_read_or_is_refused() -> None:
+    known = [*formats.ROWS_ENDS, *formats.PROSE, *formats.CODE]
+    for end in known:
+        assert formats.named(f"a{end}") is not None
+        for packed in formats.PACKED:
+            if formats.ROWS_ENDS.get(end) != formats.PARQUET:
+                assert formats.named(f"a{end}{packed}") is not None
+    for table in (formats.REFUSED, formats.CHECKSUMS, formats.UNFINISHED, formats.ASSETS):
+        assert not table.keys() & {*known, *formats.PACKED}
+        for end in table.keys() - {".br"}:
+            for name in (f"a{end}", f"a.jsonl{end}", f"A{end.upper()}"):
+                with pytest.raises(formats.NotTaken, match=r": \w"):
+                    formats.named(name)
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://hub/d/resolve/main/a.jsonl?download=true", "a.jsonl"),
+        ("https://s3.host/b/a.jsonl.gz?X-Amz-Date=1&X-Amz-Signature=a.b/c", "a.jsonl.gz"),
+        ("https://host/a.parquet#part", "a.parquet"),
+        ("https://host/a%2Ejsonl", "a.jsonl"),
+        ("https://host/what%3F.txt?x=.gz", "what?.txt"),
+        ("https://host/get?file=a.jsonl", "get"),
+        ("hf://datasets/u/d@main/data/train-0.parquet", "train-0.parquet"),
+        ("s3://bucket/odd? name#1.jsonl", "odd? name#1.jsonl"),
+        ("s3://bucket/a.jsonl?versionId=3sL4", "a.jsonl"),
+        ("file:///home/me/a?b.txt", "a?b.txt"),
+        ("/home/me/a.txt?download=true", "a.txt?download=true"),
+    ],
+)
+def test_the_ending_of_an_address_is_that_of_its_path(address: str, name: str) -> None:
+    assert file_name(address) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train-00000-of-00010.parquet", "train"),
+        ("validation-00000-of-00001.parquet", "validation"),
+        ("data/test/a.jsonl", "test"),
+        ("en_test.jsonl", "test"),
+        ("wiki.valid.txt", "valid"),
+        ("held-out.jsonl", "heldout"),
+        ("webTest.jsonl", "test"),
+        ("DEV.jsonl", "dev"),
+        ("newstest2014.en", "newstest"),
+        ("test/train.jsonl", "train"),
+        ("train_test_mix.jsonl", ""),
+        ("latest.jsonl", ""),
+        ("contest/attestation.jsonl", ""),
+        ("devices.jsonl", ""),
+        ("evaluable.txt", ""),
+        ("protests.txt", ""),
+    ],
+)
+def test_the_split_of_a_name(name: str, split: str) -> None:
+    assert split_of(name) == split
+
+
+def rows_of(text: str) -> bytes:
+    return json.dumps({"text": text}).encode() + b"\n"
+
+
+TRAIN, TEST = rows_of("train"), rows_of("test")
+SHARDS = {
+    "data/train-00000-of-00002.jsonl": rows_of("a"),
+    "data/train-00001-of-00002.jsonl": rows_of("b"),
+    "data/validation-00000-of-00001.jsonl": rows_of("v"),
+    "data/test-00000-of-00001.jsonl": rows_of("t"),
+}
+BESIDE = {
+    "README.md": b"# About",
+    "LICENSE": b"free",
+    ".gitattributes": b"*.parquet filter=lfs",
+    "dataset_infos.json": b'{"default": {}}',
+    "_SUCCESS": b"",
+    "data/.part-0.jsonl.crc": b"crc\x00\x00\x01",
+    "data/train-00000-of-00002.jsonl.md5": b"d41d8",
+    "data/x.jsonl.crc": b"crc\x00",
+    "data/b.jsonl.tmp": rows_of("x"),
+    "load.py": b"import datasets\n",
+    "config.json": b"{}",
+}
+# files, what is taken (in their order) or words of the sentence, words of the lines
+FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
+    "a snapshot of the hub": (
+        SHARDS | BESIDE,
+        ["a", "b"],
+        ["jsonl, train: 2 files", "named test", "named validation", "README, LICENSE and the like",
+         "checksums", "unfinished", "text beside rows: 1 (load.py)", "JSON that holds no rows: 2"],
+    ),
+    "the hub's cache": (
+        {"blobs/ab12": TRAIN, "snapshots/c0ffee/train.jsonl": TRAIN, "refs/main": b"c0ffee"},
+        "give a snapshot in it, as snapshots/c0ffee",
+        [],
+    ),
+    "gzip -k": ({"x.jsonl": TRAIN, "x.jsonl.gz": gzip.compress(TRAIN)}, "the same twice", []),
+    "two formats": ({"x.jsonl": TRAIN, "x.parquet": parquet()}, "the same twice", []),
+    "a job of Spark": (
+        {"part-0.json": rows_of("a"), ".part-0.json.crc": b"crc\x00", "_SUCCESS": b"",
+         "_committed_12": b"{}"},
+        ["a"],
+        ["jsonl: 1 file", "marks and checksums: 2"],
+    ),
+    "a mixture": (
+        {"a.jsonl": rows_of("row"), "b.txt": b"text", "c.jsonl.zst": PACK[".zst"](rows_of("z"))},
+        ["row", "text", "z"],
+        ["jsonl: 1 file; text: 1 file; jsonl.zst: 1 file"],
+    ),
+    "test beside others": (
+        {"web.jsonl": TRAIN, "web_test.jsonl": TEST, "latest.jsonl": rows_of("l")},
+        ["l", "train"],
+        ["named test, not trained on unless it is named", "(web_test.jsonl)"],
+    ),
+    "test alone": ({"test-0.jsonl": TEST, "test-1.jsonl": TRAIN}, ["test", "train"], []),
+    "code": (
+        {"a.py": b"a = 1\n", "test_a.py": b"import a\n", "logo.png": b"\x89PNG\r\n\x00",
+         "package.json": b'{\n "name": "a"\n}', "__pycache__/a.pyc": b"\x00"},
+        ["a = 1\n", "import a\n"],
+        ["text: 2 files", "images, sound, fonts or compiled: 1 (logo.png)"],
+    ),
+    "an archive among rows": (
+        {"a.jsonl": TRAIN, "b.tar.gz": archive("w:gz")},
+        "holds b.tar.gz, which is a tar archive",
+        [],
+    ),
+    "pages of languages": (
+        {"train.de": b"eins", "dev.de": b"zwei", "train.cs": b"jedna", "dev.cs": b"dve"},
+        ["jedna", "eins"],
+        ["named dev"],
+    ),
+    "a pair": ({"web.bin": TOKENS, "web.idx": b"MMIDIDX\x00\x00"}, "data=corpus", []),
+    "checksums alone": ({"a.md5": b"d4"}, "holds no documents", []),
+    "nothing": ({".hidden": b"x"}, "holds no files", []),
+    "empty ones": ({"a.jsonl": b"", "b.txt": b""}, "only empty files", []),
+}  # fmt: skip
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_a_folder_says_what_its_files_are_taken_for(tmp_path: Path, what: str) -> None:
+    files, right, words = FOLDERS[what]
+    root = write(tmp_path / "in", files)
+    more = {"path": str(root), "cache_dir": str(tmp_path / ".c"), "valid_fraction": 0.0}
+    data = DataConfig(name="text", **more)
+    if isinstance(right, str):
+        for door in (lambda: read_inputs(root), lambda: texts_in(data)):
+            with pytest.raises(UserError) as caught:
+                door()
+            assert right in str(caught.value) and "\n" not in str(caught.value)
+        return
+    assert sorted(read_inputs(root)) == sorted(right)
+    lines = "\n".join(take_inputs(str(root)).lines)
+    assert all(word in lines for word in words), lines
+    assert sorted(text[:20] for text in texts_of(data)) == sorted(text[:20] for text in right)
+
+
+def texts_of(data: DataConfig) -> list[str]:
+    corpus = open_corpus(data, 1)
+    assert isinstance(corpus, Corpus)
+    whole = bytes(np.where(corpus.train[:] == 256, 0, corpus.train[:]).astype(np.uint8))
+    return [part.decode() for part in whole.split(b"\x00")[:-1]]
+
+
+def test_what_is_named_is_taken(tmp_path: Path) -> None:
+    root = write(tmp_path / "in", SHARDS | BESIDE)
+    everything = [*SHARDS]
+    for given, right in (
+        (f"{root}/data/test-00000-of-00001.jsonl", ["t"]),
+        (f"{root}/data/test-*", ["t"]),
+        (f"{root}/data/train-*.jsonl,{root}/data/test-*", ["a", "b", "t"]),
+        (f"{root}/data/*.jsonl", ["a", "b"]),
+        (",".join(f"{root}/{name}" for name in everything), ["a", "b", "v", "t"]),
+        (f"{root}/README.md", ["# About"]),
+    ):
+        found = [
+            one.text
+            for shard in cut(find_inputs(given))
+            for one in documents(shard, "text", Count())
+        ]
+        assert found == right, given
+
+
+def test_a_set_of_a_folder_with_both_splits_must_say_which(tmp_path: Path) -> None:
+    root = write(tmp_path / "in", SHARDS)
+
+    def texts(path: str) -> list[str]:
+        data = DataConfig(name="text", valid={"v": path}, cache_dir=str(tmp_path / ".c"))
+        return texts_in(sets_of(data)["v"])
+
+    with pytest.raises(UserError, match="name those to evaluate"):
+        texts(str(root))
+    assert texts(f"{root}/data/test-*") == ["t"]
+
+
+def test_a_set_is_a_pair_by_its_prefix_or_one_of_its_files(tmp_path: Path) -> None:
+    pair(tmp_path / "c" / "web", 1)
+    for name in ("web", "web.bin", "web.idx"):
+        (found,) = sets_of(DataConfig(name="text", valid={"v": f"{tmp_path}/c/{name}"})).values()
+        assert (found.name, found.path) == ("corpus", f"{tmp_path}/c/web")
+    for path, words in (
+        (f"{tmp_path}/c", "holds pairs of tokens (web): name each"),
+        ("https://host/a.jsonl?download=true", "is an address of jsonl"),
+        ("s3://bucket/a.parquet", "is an address of parquet"),
+    ):
+        with pytest.raises(UserError, match="its set v") as caught:
+            sets_of(DataConfig(name="text", valid={"v": path}))
+        assert words in str(caught.value)
+    remote = {"a": "s3://b/c/web", "b": "s3://b/c/web.bin", "c": "s3://b/c/v1.5"}
+    found = sets_of(DataConfig(name="text", valid=remote))
+    assert [one.path for one in found.values()] == ["s3://b/c/web", "s3://b/c/web", "s3://b/c/v1.5"]
+
+
+def test_a_typed_format_is_of_the_file_but_not_against_its_bytes(tmp_path: Path) -> None:
+    for name, content, kind, right in (
+        ("a", JSONL, "jsonl", Form("jsonl")),
+        ("a.dump", gzip.compress(JSONL), "jsonl", Form("jsonl", ".gz")),
+        ("a.jsonl", JSONL, "text", Form("text")),
+        ("a.csv", b"a,b\n1,2\n", "text", Form("text")),
+        ("a.txt", PAGE, "text", Form("text")),
+        ("a.bin", parquet(), "parquet", Form("parquet")),
+        ("a.txt", archive("w"), "text", "is a tar archive"),
+        ("a.txt", TOKENS, "text", "has a NUL"),
+        ("a.txt", LFS, "text", "Git LFS"),
+        ("a.jsonl", JSONL, "parquet", "is parquet by its name and JSON lines"),
+        ("a.parquet", parquet(), "jsonl", "is parquet by its first bytes"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        if isinstance(right, Form):
+            assert find_inputs(str(tmp_path / name), kind)[0].form == right
+        else:
+            with pytest.raises(UserError) as caught:
+                find_inputs(str(tmp_path / name), kind)
+            assert right in str(caught.value), str(caught.value)
+
+
+def test_a_file_that_becomes_another_between_look_and_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(JSONL)
+    inputs = find_inputs(str(path))
+    path.write_bytes(gzip.compress(JSONL))
+    with pytest.raises(UserError, match="is gzip by its first bytes"):
+        list(cut(inputs))
+
+
+def test_bad_documents_of_a_folder_are_left_out_up_to_a_share(tmp_path: Path) -> None:
+    root = write(tmp_path / "in", {f"{k}.txt": TXT for k in range(150)} | {"x.txt": LATIN})
+    data = DataConfig(name="text", path=str(root), cache_dir=str(tmp_path / ".c"))
+    assert texts_in(data) == [PROSE] * 150 == read_inputs(root)
+    write(root, {"y.txt": LATIN, "z.txt": TOKENS[:1] + b"a"})
+    with pytest.raises(UserError, match=r"x\.txt is no utf-8"):
+        read_inputs(root)
+
+
+def test_parquet_that_cannot_tell_null_from_absent_is_refused(tmp_path: Path) -> None:
+    def calling(arguments: object) -> list[dict]:
+        return [*MESSAGES, {"role": "tool", "content": "x", "calls": [{"arguments": arguments}]}]
+
+    rows = [{"messages": calling({"a": 1})}, {"messages": calling({"b": 2})}]
+    (tmp_path / "a.parquet").write_bytes(parquet(rows))
+    with pytest.raises(UserError, match="column messages has objects in objects"):
+        conversations(tmp_path / "a.parquet")
+
+
+def test_answers_that_count_from_1_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+
+    def rows(answers: list[object], choices: tuple[str, ...] = ("a", "b", "c")) -> int:
+        made = ({"context": "q", "choices": choices, "answer": answer} for answer in answers)
+        path.write_text("".join(json.dumps(row) + "\n" for row in made))
+        return len(read_rows(str(path)))
+
+    assert rows([0, 1, 2, 1]) == rows([1, 1, 2, 0]) == 4
+    assert rows(["b", "c", "b", "c"]) == 4 and rows([1]) == 1
+    for answers, words in (
+        ([1, 2, 3], "answer=3 must be the number of a choice, from 0 to 2"),
+        ([1, 2, 1, 2], "no answer of the 4 rows of task q is 0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            rows(answers)
+    with pytest.raises(UserError, match="is the number of a choice and the text of another"):
+        rows([1], ("1", "2"))
+
+
+def test_a_file_without_a_state_is_not_tokenized_for_hours(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (source,) = find_inputs(str(tmp_path / "a.txt"))
+    odd = source.__class__("https://h/a.txt", "text", "", 1, "")
+    with pytest.raises(UserError, match="neither an ETag nor a time of change"):
+        tokenize(PreprocessJob((odd,), "byte", tmp_path / "to"), lambda _: None)
+
+
+def test_a_corpus_and_its_sampler_may_be_given_to_another_process(tmp_path: Path) -> None:
+    prefix = pair(tmp_path / "p", 1)
+    corpus = IndexedCorpus(prefix)
+    sampler = Sampler(corpus.tokens, 8, 1, True, 0, False, True, corpus.starts)
+    there, again = pickle.loads(pickle.dumps((corpus, sampler)))
+    assert np.array_equal(there.tokens[:], corpus.tokens[:])
+    for i in range(20):
+        assert np.array_equal(again.sample(i).tokens, sampler.sample(i).tokens)
+        assert np.array_equal(again.sample(i).starts, sampler.sample(i).starts)
+    kept = pickle.dumps(corpus)
+    os.utime(f"{prefix}.bin", (1, 1))
+    with pytest.raises(UserError, match="was changed since it was opened"):
+        pickle.loads(kept)
+
+
+def test_tokenizing_a_folder_prints_a_line_a_kind_and_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(tmp_path / "in", SHARDS | {"c.txt": b"c", "README.md": b"#"})
+    assert (
+        _run("tokenize", {"input": str(root), "to": str(tmp_path / "o"), "workers": "1"}, []) == 0
+    )
+    out, err = capsys.readouterr()
+    assert "jsonl, train: 2 files, 2 documents\n" in out and "text: 1 files, 1 documents" in out
+    assert "left out, README, LICENSE and the like: 1 (README.md)" in err
+    assert "left out, named test, not trained on" in err
