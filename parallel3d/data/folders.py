@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -49,7 +50,7 @@ _INFO = re.compile(
 )
 _MARKS = re.compile(
     r"_(success|metadata|common_metadata|delta_log|temporary|spark_metadata|manifest|"
-    r"(started|committed)_.*)|__pycache__|__macosx|thumbs\.db|desktop\.ini|"
+    r"(started|committed)_.*)|__pycache__|__macosx|thumbs\.db|desktop\.ini|.*:zone\.identifier|"
     r"(md5|sha\d+)(sums?)?(\.txt)?|b2sums?(\.txt)?|checksums?(\.txt)?|.*~|#.*#",
     re.IGNORECASE,
 )
@@ -106,27 +107,31 @@ def sort_out(
     """Sorts the files of a folder or glob, relative name → first bytes (b"" if it is empty, None if
     unknown). `asked`: words of the glob; `held_out`: they are not to be trained on.
 
-    Raises NotTaken for a file that may be data and is not read, with its name, and for a folder
-    that holds the same twice, or pairs.
+    Raises NotTaken for a file that may be data and is not read, with its name, unless most files
+    are code; and for a cache of the hub.
     """
     taken: dict[str, Form] = {}
     left_out: dict[str, list[str]] = {}
     _check_cache(files)
+    candidates = {}
     for below, head in files.items():
-        why = _no_document(below, typed)
+        why = _no_document(below)
         if why is None and _is_info(below, head, typed):
             why = "JSON that holds no rows"
-        if why is not None:
+        if why is None:
+            candidates[below] = head
+        else:
             left_out.setdefault(why, []).append(below)
-            continue
+    # In code, tables and archives are examples of its tests, and no data.
+    is_code = sum(_end(below) in CODE for below in candidates) * 2 > len(candidates)
+    for below, head in candidates.items():
         name = below.rpartition("/")[2]
         try:
             taken[below] = judged(name, head, door, typed=typed, web=web)
         except NotTaken as error:
-            if head == b"":
-                left_out.setdefault("empty", []).append(below)
-                continue
-            raise _in_folder(below, error) from None
+            if head != b"" and not is_code:
+                raise _in_folder(below, error) from None
+            left_out.setdefault("not read" if head != b"" else "empty", []).append(below)
     if typed is None and any(form.kind != TEXT for form in taken.values()):
         beside = [name for name, form in taken.items()
                   if form.kind == TEXT and _end(name) not in PROSE]  # fmt: skip
@@ -146,7 +151,7 @@ def _in_folder(below: str, error: NotTaken) -> NotTaken:
     return NotTaken(f"holds {plain(below)}, which {error}; or name the files to take, or a glob")
 
 
-def _no_document(below: str, typed: str | None) -> str | None:
+def _no_document(below: str) -> str | None:
     """Returns why a name is none of a document; None if it may be one."""
     *folders, name = below.split("/")
     end = endings(name)[0]
@@ -176,7 +181,7 @@ def _is_info(below: str, head: bytes | None, typed: str | None) -> bool:
 
 def _check_cache(files: Iterable[str]) -> None:
     """Raises NotTaken for a folder of the hub's cache, which has each file twice."""
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for below in files:
         parts = below.split("/")
         for kind in ("blobs", "snapshots"):
@@ -253,12 +258,28 @@ def label_of(form: Form, split: str) -> str:
 
 
 def listing(found: Sorted) -> list[str]:
-    """Returns a phrase for each format and split of the files that are taken."""
-    counts: dict[str, int] = {}
+    """Returns a phrase for each format and split of the files that are taken: how many, the endings
+    of text, and the folders if they lie in several."""
+    groups: dict[str, list[str]] = {}
     for name, form in found.taken.items():
         label = label_of(form, found.splits.get(name, ""))
-        counts[label] = counts.get(label, 0) + 1
-    return [f"{label}: {count:,} file{'s' * (count > 1)}" for label, count in counts.items()]
+        groups.setdefault(label, []).append(name)
+    phrases = []
+    for label, names in groups.items():
+        phrase = f"{label}: {len(names):,} file{'s' * (len(names) > 1)}"
+        ends = Counter(_end(name) or "no ending" for name in names)
+        if label.startswith(TEXT):
+            phrase += f" ({_first(f'{end} {count:,}' for end, count in ends.most_common())})"
+        folders = sorted({name.rpartition("/")[0] or "." for name in names})
+        if folders[1:]:
+            phrase += f" in {len(folders):,} folders ({_first(folders)})"
+        phrases.append(phrase)
+    return phrases
+
+
+def _first(words: Iterable[str], count: int = 4) -> str:
+    words = list(words)
+    return plain(", ".join(words[:count]) + (", …" if words[count:] else ""))
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:

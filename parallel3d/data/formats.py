@@ -108,17 +108,16 @@ UNFINISHED: Final = _named(
     (".bak .old .orig .backup .save", "a copy of another state", "give the file of it"),
 )  # fmt: skip
 _LFS = b"version https://git-lfs.github.com/spec/"
+# Place, bytes there, what they are, remedy. Packings that are read and parquet by a key of NAMES.
 _MAGIC: Final = (
-    (0, b"\x1f\x8b", ".gz"),
-    (0, b"\x28\xb5\x2f\xfd", ".zst"),
-    *((0, bytes((0x50 + k,)) + b"\x2a\x4d\x18", ".zst") for k in range(16)),
-    (0, b"\xfd7zXZ\x00", ".xz"),
-    (0, b"\x5d\x00\x00", ".xz"),
-    *((0, b"BZh%d1AY&SY" % k, ".bz2") for k in range(1, 10)),
-    *((0, b"BZh%d\x17rE8P\x90" % k, ".bz2") for k in range(1, 10)),  # of nothing
-    (0, b"PAR1", PARQUET),
-)
-_OTHER: Final = (
+    (0, b"\x1f\x8b", ".gz", ""),
+    (0, b"\x28\xb5\x2f\xfd", ".zst", ""),
+    *((0, bytes((0x50 + k,)) + b"\x2a\x4d\x18", ".zst", "") for k in range(16)),
+    (0, b"\xfd7zXZ\x00", ".xz", ""),
+    (0, b"\x5d\x00\x00", ".xz", ""),
+    *((0, b"BZh%d1AY&SY" % k, ".bz2", "") for k in range(1, 10)),
+    *((0, b"BZh%d\x17rE8P\x90" % k, ".bz2", "") for k in range(1, 10)),  # of nothing
+    (0, b"PAR1", PARQUET, ""),
     (0, b"\x04\x22\x4d\x18", "lz4", REPACK),
     (0, b"\x02\x21\x4c\x18", "lz4", REPACK),
     (0, b"\xff\x06\x00\x00sNaPpY", "snappy", REPACK),
@@ -174,6 +173,8 @@ _PAGE = re.compile(
     rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html|head)\b",
     re.IGNORECASE | re.DOTALL,
 )
+CONTROLS = bytes({*range(32), 127} - {*b"\0\t\n\v\f\r\b\x1b\x1a"})
+MOST_CONTROLS = 0.01  # of the bytes of a text
 BROKEN = 1000  # one replaced character in so many is more than text may have
 
 
@@ -266,15 +267,27 @@ def _is_language(name: str, end: str) -> bool:
 def content_of(head: bytes) -> tuple[str, str] | None:
     """Returns what bytes that no text begins with are, and the remedy; None for others. Packings
     that are read, and parquet, are named by their key in `NAMES`."""
-    for at, magic, what in _MAGIC:
-        if head.startswith(magic, at):
-            return what, ""
-    for at, magic, what, remedy in _OTHER:
-        if head.startswith(magic, at):
+    for at, magic, what, remedy in _MAGIC:
+        if head.startswith(magic, at) and (not _is_word(magic) or _is_binary(head)):
             return what, remedy
     if re.match(rb"[^\x00]{0,7}\x00[\x00-\xff]{0,7}\{\"", head[:16]):
         return "tensors (safetensors)", EXTRACT
     return None
+
+
+def _is_word(magic: bytes) -> bool:
+    """Returns whether a text may begin with a format's first bytes, as with ORC or GIF8."""
+    return len(magic) <= 6 and magic.isalnum()
+
+
+def _is_binary(head: bytes) -> bool:
+    if b"\x00" in head:
+        return True
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def encoding_of(head: bytes) -> str | None:
@@ -339,7 +352,14 @@ def check_content(
     if form.kind == LINES:
         _check_lines(head, door)
         return
-    if typed or (end in CODE and not web):
+    if typed:
+        return
+    if b"<mediawiki" in head[:1000]:
+        raise NotTaken(
+            "is a dump of a wiki with all its markup: write the text of its pages as jsonl, a row "
+            f"a page; the markup on purpose: {door.other}text"
+        )
+    if end in CODE and not web:
         return
     if _PAGE.match(head):
         raise NotTaken(
@@ -438,9 +458,10 @@ def text_of(content: bytes) -> tuple[str, int]:
 
 def check_text(blocks: Iterable[bytes]) -> int:
     """Reads the bytes of a file; returns how many of its characters are replaced ones. Raises
-    NotTaken for NULs, and where more than one character in BROKEN is replaced."""
+    NotTaken for NULs, for many control characters, and where more than one character in BROKEN is
+    replaced."""
     decoder = None
-    size = characters = broken = 0
+    size = characters = broken = controls = 0
     first, encoding = -1, None
     for block in chain(blocks, (b"",)):
         if decoder is None:
@@ -448,6 +469,8 @@ def check_text(blocks: Iterable[bytes]) -> int:
             decoder = codecs.getincrementaldecoder(encoding or "utf-8-sig")("replace")
         if encoding is None and (at := block.find(b"\x00")) >= 0:
             raise NotTaken(_nul(size + at))
+        if encoding is None:
+            controls += len(block) - len(block.translate(None, CONTROLS))
         text = decoder.decode(block, final=not block)
         if (at := text.find("\x00")) >= 0:
             raise NotTaken(f"is no text, it has a NUL at character {characters + at:,}: mend it")
@@ -458,6 +481,8 @@ def check_text(blocks: Iterable[bytes]) -> int:
             first = characters + at
         broken += text.count("\ufffd")
         size, characters = size + len(block), characters + len(text)
+    if controls > MOST_CONTROLS * size:
+        raise NotTaken(f"is no text, {controls:,} of its {size:,} bytes are control characters")
     if broken * BROKEN > characters:
         raise NotTaken(
             f"is no {encoding or 'utf-8'}, {broken:,} of its {characters:,} characters are none, "

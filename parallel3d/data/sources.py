@@ -172,6 +172,11 @@ def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document]
     """Returns the documents of one file, folder or glob of data.path, and what the files of the
     latter two were taken for."""
     key, path = f"data.path={item}", os.path.expanduser(item)
+    if re.match(r"\w+://", item) and not os.path.lexists(path):
+        raise UserError(
+            f"{key} is an address, and files of this host are read here: copy it, or make a corpus "
+            "of it by `parallel3d data tokenize`, which reads addresses"
+        )
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -99,7 +99,7 @@ def test_order_and_fingerprint_depend_on_names_and_text_alone(tmp_path: Path) ->
 def test_split_is_the_tail_and_never_overlaps(
     tmp_path: Path, size: int, seq: int, fraction: float, held_out: int
 ) -> None:
-    content = bytes(1 + i % 127 for i in range(size))
+    content = bytes(32 + i % 95 for i in range(size))
     path = write(tmp_path / "long.txt", content)
     corpus = open_corpus(text(tmp_path, path, valid_fraction=fraction), seq)
     assert len(corpus.valid) == held_out

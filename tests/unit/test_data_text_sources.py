@@ -290,6 +290,6 @@ def test_a_bad_input_is_one_sentence(
     (tmp_path / "hollow" / ".hidden").write_text("a")
     (tmp_path / "empty.txt").touch()
     for name in ("a.parquet.gz", "broken.parquet"):
-        (tmp_path / name).write_bytes(b"PAR1 no more")
+        (tmp_path / name).write_bytes(b"PAR1 no more\x00")
     sentence = refused(given)
     assert all(word in sentence for word in words), sentence

@@ -37,7 +37,9 @@ def config_of(data: DataConfig) -> Config:
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 def test_every_token_of_a_set_is_a_label_once(tmp_path: Path, packing: str) -> None:
     (tmp_path / "t.txt").write_bytes(bytes(range(48, 58)) * 20)
-    (tmp_path / "v.txt").write_bytes(bytes(range(27, 127)))  # 101 tokens: no multiple of 16
+    (tmp_path / "v.txt").write_bytes(
+        bytes(range(32, 127)) + b"abcde"
+    )  # 101 tokens: no multiple of 16
     pair(tmp_path / "p", 3, documents=9)
     more = {"cache_dir": str(tmp_path / "cache"), "packing": packing, "cut_documents": True}
     sets = {"text": str(tmp_path / "v.txt"), "pair": str(tmp_path / "p")}

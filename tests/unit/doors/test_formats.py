@@ -10,6 +10,7 @@ import json
 import lzma
 import os
 import pickle
+import re
 import sqlite3
 import tarfile
 import zipfile
@@ -108,7 +109,7 @@ LZ4 = b"\x04\x22\x4d\x18" + RANDOM
 RECORDS = (12).to_bytes(8, "little") + bytes(4) + b"\x0a\x0atextual data" + bytes(4)
 TENSORS = (99).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1]}}' + bytes(9)
 
-ROW, WHOLE = "rows", "text"  # what a file is taken for
+ROW, WHOLE, WORD = "rows", "text", "text of "  # what a file is taken for
 # name, content, what it is taken for or words of the sentence
 FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl", JSONL, ROW),
@@ -138,6 +139,8 @@ FILES: list[tuple[str, bytes, str]] = [
     ("main.py", b"x = {}\n" * 9, WHOLE),
     ("what?.txt", TXT, WHOLE),
     ("a::b#c%41.txt", TXT, WHOLE),
+    *((f"{word}.txt", f"{word} is a word\n".encode() + TXT, WORD + word) for word in
+      ("ORC", "GIF89a", "RIFF", "ID3", "PAR1", "BZh9", "OggS")),
     ("bom.txt", b"\xef\xbb\xbf" + TXT, WHOLE),
     ("utf16.txt", PROSE.encode("utf-16"), WHOLE),
     ("utf32.txt", PROSE.encode("utf-32"), WHOLE),
@@ -204,6 +207,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl.md5", b"d41d8 a.jsonl\n", "is a checksum"),
     ("a.jsonl.tmp", JSONL, "is unfinished"),
     ("a.jsonl~", JSONL, "is an old copy"),
+    ("wiki.xml.bz2", bz2.compress(b'<mediawiki xmlns="x">\n<page>'), "is a dump of a wiki"),
     # Encodings.
     ("latin.txt", LATIN, "is no utf-8"),
     ("gbk.txt", "汉字文本，" .encode("gbk") * 9, "iconv"),
@@ -212,7 +216,9 @@ FILES: list[tuple[str, bytes, str]] = [
     ("nobom.txt", PROSE.encode("utf-16-le"), "has a NUL at byte 1"),
     ("late.txt", TXT * 99 + b"\x00" + TXT, f"has a NUL at byte {len(TXT) * 99:,}"),
     ("u16.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, and jsonl is UTF-8"),
-    ("noise", RANDOM, "is no utf-8"),
+    ("noise", RANDOM, "control characters"),
+    ("numbers.txt", bytes(range(1, 32)) * 20, "control characters"),
+    ("ansi.txt", b"\x1b[1mbold\x1b[0m\x0c\n" + TXT, WORD),
 ]  # fmt: skip
 
 
@@ -284,6 +290,9 @@ def test_a_file_is_what_its_name_and_its_bytes_say_or_refused(
             is_kind = others and "is text, and" in sentence and "takes jsonl or parq" in sentence
             assert right in sentence or is_kind, (name, sentence)
         else:
+            if right.startswith(WORD):
+                assert found == [content.decode()]
+                continue
             expected = {ROW: TEXTS, WHOLE: [content.decode()] if name.endswith((".html", ".py"))
                         else [PROSE]}  # fmt: skip
             assert found == expected.get(right), (name, right)
@@ -302,6 +311,19 @@ def test_every_ending_of_the_register_has_a_row_that_is_read_or_is_refused() -> 
             for name in (f"a{end}", f"a.jsonl{end}", f"A{end.upper()}"):
                 with pytest.raises(formats.NotTaken, match=r": \w"):
                     formats.named(name)
+
+
+def test_the_page_on_data_names_every_ending() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text("utf-8")
+    section = page.split("### Formats")[1].split("\n## ")[0]
+    told = set(re.findall(r"`(\.\w+)`", section))
+    for table in (formats.ROWS_ENDS, formats.PROSE, formats.PACKED):
+        assert {*table} <= told
+    refused = {**formats.REFUSED, **formats.CHECKSUMS, **formats.UNFINISHED, **formats.ASSETS}
+    assert told <= {*refused, *formats.ROWS_ENDS, *formats.PROSE, *formats.PACKED, *formats.CODE}
+    assert {what for what, _ in formats.REFUSED.values()} <= {
+        refused[end][0] for end in told & formats.REFUSED.keys()
+    }
 
 
 @pytest.mark.parametrize(
@@ -397,19 +419,26 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
     "a mixture": (
         {"a.jsonl": rows_of("row"), "b.txt": b"text", "c.jsonl.zst": PACK[".zst"](rows_of("z"))},
         ["row", "text", "z"],
-        ["jsonl: 1 file; text: 1 file; jsonl.zst: 1 file"],
+        ["jsonl: 1 file; text: 1 file (.txt 1); jsonl.zst: 1 file"],
     ),
     "test beside others": (
         {"web.jsonl": TRAIN, "web_test.jsonl": TEST, "latest.jsonl": rows_of("l")},
         ["l", "train"],
         ["named test, not trained on unless it is named", "(web_test.jsonl)"],
     ),
+    "configurations": (
+        {"de/train-0.jsonl": rows_of("d"), "en/train-0.jsonl": rows_of("e")},
+        ["d", "e"],
+        ["jsonl, train: 2 files in 2 folders (de, en)"],
+    ),
     "test alone": ({"test-0.jsonl": TEST, "test-1.jsonl": TRAIN}, ["test", "train"], []),
     "code": (
         {"a.py": b"a = 1\n", "test_a.py": b"import a\n", "logo.png": b"\x89PNG\r\n\x00",
-         "package.json": b'{\n "name": "a"\n}', "__pycache__/a.pyc": b"\x00"},
-        ["a = 1\n", "import a\n"],
-        ["text: 2 files", "images, sound, fonts or compiled: 1 (logo.png)"],
+         "b.rs": b"fn\n", "c.go": b"go\n", "package.json": b'{\n "name": "a"\n}', "x.csv": b"a,b",
+         "__pycache__/a.pyc": b"\x00"},
+        ["a = 1\n", "import a\n", "fn\n", "go\n"],
+        ["text: 4 files (.py 2, .rs 1, .go 1)", "not read: 1 (x.csv)",
+         "images, sound, fonts or compiled: 1 (logo.png)"],
     ),
     "an archive among rows": (
         {"a.jsonl": TRAIN, "b.tar.gz": archive("w:gz")},
