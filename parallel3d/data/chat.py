@@ -196,7 +196,10 @@ class Reader:
         """Drops blanks after the last special token of a turn; `until`: the text up to its end."""
         special = np.isin(made.tokens, list(self._tokenizer.special.values()))
         ends = np.flatnonzero(within & special)
-        if not ends.size or until[made.ends[ends[-1]] :].strip():
+        if not ends.size:
+            return within
+        last = re.compile(self._special).search(until, made.begins[ends[-1]])
+        if last is None or until[last.end() :].strip():
             return within
         return within & (np.arange(within.size) <= ends[-1])
 

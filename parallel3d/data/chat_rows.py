@@ -8,7 +8,7 @@ left out: it is obeyed or the row is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
@@ -58,6 +58,15 @@ _LEARNING = (
     "training_detail train_on_input train_on_inputs train_on_turn should_train assistant_masks "
     "learn learned supervise supervised no_loss ignore_loss compute_loss calculate_loss is_target"
 )
+# A key of a message with one of these words tells about learning.
+_LEARNING_WORDS = frozenset(
+    ("train", "trained", "training", "loss", "mask", "masked", "weight", "learn", "learned")
+)
+_SYSTEMS = (
+    "system_message system_msg system_instruction system_instructions sys sys_prompt sysprompt "
+    "developer_message"
+)
+_TOOLS = "available_tools tools_json tool_list tools_list tool_definitions tool_schemas tool_defs"
 _OPTIONS = "enable_thinking reasoning_effort thinking_budget thinking_mode add_generation_prompt"
 _OTHER_THOUGHTS = "thought thoughts think cot chain_of_thought rationale reasoning_text"
 
@@ -74,12 +83,15 @@ REFUSED_OF_ROWS = {
     "continue_final_message": "an answer that is to be continued cannot be learned",
     "chat_template": "the template is the tokenizer's",
     "history": f"earlier turns stand in {MESSAGES}",
+    **_each(_SYSTEMS, f"{SYSTEM} is, and so is a first message of this role"),
+    **_each(_TOOLS, f"{TOOLS} is"),
+    **_each("thinking reasoning_content", f"thoughts stand in {THOUGHTS[0]} of a message"),
 }
 REFUSED_OF_MESSAGES = {
     **_each(f"{_NOT_TEXT} file files attachments", "conversations are learned from as text alone"),
     **_each(_OTHER_THOUGHTS, f"thoughts stand in {THOUGHTS[0]}"),
     **_each("prefix partial", "an answer that is to be continued cannot be learned"),
-    **_each("tools functions documents", "they stand beside the messages"),
+    **_each(f"tools functions documents {KWARGS}", "it stands beside the messages"),
     "refusal": "words that are to be learned stand in content",
     **_each("channel recipient end_turn", "the chat template does not read it"),
 }
@@ -130,11 +142,9 @@ def parse(text: str | bytes) -> Any:
     """Returns what JSON text spells. Raises Refused, also for a key that stands there twice."""
     try:
         return json.loads(text, object_pairs_hook=_once)
-    except RecursionError:
-        raise Refused("is no JSON") from None
     except Refused:
         raise
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Refused("is no JSON") from None
 
 
@@ -369,6 +379,8 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
     for key, value in given.items():
         if key in read:
             continue
+        if _LEARNING_WORDS & set(key.lower().split("_")):
+            raise Refused(f"has {show(plain(key))}{of}, which is not read: {_LEARN_BY}")
         if key not in REFUSED_OF_MESSAGES:
             _check_not_close(key, (*read, *LEARNED), _NEVER_OF_MESSAGES, of)
         elif _is_empty(key, value):
@@ -510,8 +522,21 @@ def _arguments(function: Mapping[str, Any], what: str) -> Any:
         raise Refused(f"has no {what}: write {{}} for a call without any")
     if given == "":
         return {}
-    _spelled(given, dict, what)
+    if any(
+        number != number or abs(number) == float("inf")
+        for number in _floats(_spelled(given, dict, what))
+    ):
+        raise Refused(f"has {what} with NaN or Infinity, which are no JSON")
     return given
+
+
+def _floats(value: Any) -> Iterator[float]:
+    """Yields all floats in a value."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _floats(each)
 
 
 def as_of_today(messages: Sequence[Message]) -> list[Message]:

@@ -206,7 +206,11 @@ class Template:
 
     def _spelled(self, call: Mapping[str, Any]) -> dict[str, Any]:
         if FUNCTION in call:
-            return {**call, FUNCTION: self._spelled(call[FUNCTION])}
+            return {**call, FUNCTION: self._arguments(call[FUNCTION])}
+        bare = self._arguments(call)
+        return {"type": FUNCTION, FUNCTION: bare} if self.reads(FUNCTION) else bare
+
+    def _arguments(self, call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = call["arguments"]
         is_text = isinstance(arguments, str)
         if is_text and not self.takes_text:

@@ -64,7 +64,6 @@ class Right(NamedTuple):
     tools: list[Json] | None = None
     more: dict[str, Json] = {}  # noqa: RUF012
     learned: list[bool] | None = None
-    only: tuple[str, ...] = tuple(TEMPLATES)  # templates that are asked
 
 
 def row(*messages: Json, **more: Json) -> Json:
@@ -137,6 +136,10 @@ ROWS: dict[str, tuple[Json, Right]] = {
     "content missing": (
         row(user("w"), without(CALLED, "content"), RESULT, assistant("s"), tools=[TOOL]),
         Right([user("w"), without(CALLED, "content"), RESULT, assistant("s")], [TOOL]),
+    ),
+    "a bare call": (
+        row(user("w"), assistant("", tool_calls=[CALL["function"]]), RESULT, tools=[TOOL]),
+        Right([user("w"), assistant("", tool_calls=[without(CALL, "id")]), RESULT], [TOOL]),
     ),
     "words and a call": (
         row(user("w"), assistant("let me see", tool_calls=[CALL]), RESULT, tools=[TOOL]),
@@ -278,11 +281,6 @@ ROWS: dict[str, tuple[Json, Right]] = {
         row(*TALK, chat_template_kwargs='{"enable_thinking": false}'),
         Right(TALK, more={"enable_thinking": False}),
     ),
-    # special tokens as words
-    "an end that is spelled": (
-        row(user(f"what is {END}?"), assistant("an end")),
-        Right([user("what is it?"), assistant("an end")], only=()),
-    ),
 }  # fmt: skip
 
 
@@ -317,8 +315,6 @@ def test_a_row_is_what_it_spells_or_refused(
 ) -> None:
     read, right = ROWS[name]
     reader, tokenizer, peer = opened(homes[template])
-    if template not in right.only:
-        return
     expected = said(
         *(template, right.messages, right.tools, right.more.get("enable_thinking")), right.learned
     )
@@ -442,6 +438,18 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "that are not text alone",
     ),
     "thoughts by another name": (row(user("hi"), assistant("ho", cot="a")), "has cot in message 2"),
+    "options of a message": (
+        row(user("hi"), assistant("ho", chat_template_kwargs={"enable_thinking": False})),
+        "has chat_template_kwargs in message 2",
+    ),
+    "learning by another word": (row(user("hi"), assistant("ho", no_train=1)), "has no_train of"),
+    "a system text by another name": (row(*TALK, system_message="be"), "has system_message, which"),
+    "tools by another name": (row(*TALK, available_tools=[TOOL]), "has available_tools, which is"),
+    "thoughts of a row": (row(*TALK, reasoning_content="mm"), "stand in reasoning_content of a"),
+    "arguments that are no JSON": (
+        row(user("w"), assistant("", tool_calls=[{"name": "a", "arguments": '{"a": NaN}'}])),
+        "with NaN or Infinity",
+    ),
     "contents": (row(user("hi", contents="a"), assistant("ho")), "contents of message 1"),
     "two calls of 2023": (
         row(user("hi"), assistant("", tool_calls=[CALL], function_call=OLD_CALL)),
@@ -491,6 +499,18 @@ def made_of(tmp_path: Path, template: str) -> Reader:
     tokenizer = open_tokenizer(str(path))
     assert isinstance(tokenizer, FileTokenizer)
     return Reader(tokenizer, ChatTemplate(tokenizer))
+
+
+@pytest.mark.parametrize("template", ["chatml", "qwen2", "qwen3"])
+def test_a_turn_that_spells_special_tokens_ends_with_its_own(
+    homes: dict[str, Path], template: str
+) -> None:
+    reader, tokenizer, _ = opened(homes[template])
+    found = reader.read(row(user("what is <|im_end|>?"), assistant("a<|im_start|> or <|im_end|>")))
+    (text,) = spoken(found, tokenizer)
+    assert text.endswith("a<|im_start|> or <|im_end|><|im_end|>")
+    ends = found.tokens == tokenizer.special["<|im_end|>"]
+    assert (ends & found.spoken).sum() == 1
 
 
 def test_documents_and_options_are_given_to_a_template_that_takes_them(tmp_path: Path) -> None:
