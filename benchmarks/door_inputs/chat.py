@@ -314,7 +314,10 @@ def rename_keys_of_messages(rng: random.Random, drawn: Drawn) -> Drawn | None:
     if not turns:
         return None
     turn = rng.choice(turns)
-    key = rng.choice([key for key in turn if key in ("role", "content", "tool_calls")])
+    named = [key for key in ("role", "content", "tool_calls") if turn.get(key)]
+    if not named:
+        return None
+    key = rng.choice(named)
     others = {
         "role": ("Role", "speaker", "roles", "author"),
         "content": ("text", "Content", "contents", "value", "message"),

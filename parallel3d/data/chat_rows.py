@@ -308,7 +308,7 @@ def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if isinstance(properties, str):
         properties = _spelled(properties, dict, f"properties in {what}")
-    if isinstance(properties, dict):
+    if isinstance(schema, dict) and isinstance(properties, dict):
         # Null is no schema: tables in which all tools have the same columns are full of it.
         own = {key: value for key, value in properties.items() if value is not None}
         given["parameters"] = {**schema, "properties": own}
