@@ -4,7 +4,7 @@ A private name may go or change its meaning with any release. So parallel3d take
 alone (tests/unit/test_private_names.py looks), and one that is missing is a sentence at its
 first use, never a default. The same test tries what each one does, with any installed version.
 
-Read in torch 2.11, 2.13 and 2.15, hydra-core 1.3.8.
+Read in torch 2.11, 2.13 and 2.15, hydra-core 1.3.8, fsspec 2026.9.
 
     from parallel3d.private_names import foreach_copy_
 
@@ -187,6 +187,11 @@ def is_of_fsdp1(parameter: Tensor) -> bool:
     flat = find("torch.distributed.fsdp._flat_param:FlatParameter")
     mark = find("torch.distributed.fsdp._common_utils:FSDP_FLATTENED")
     return isinstance(parameter, flat) or hasattr(parameter, mark)
+
+
+def path_in(files: Any, address: str) -> str:
+    """Returns an address as a path of fsspec's file system `files`, without its protocol."""
+    return files._strip_protocol(address)
 
 
 def backend_for(group: ProcessGroup, device: torch.device) -> Backend:

@@ -45,6 +45,7 @@ from parallel3d.data.tokens import version_of
 from parallel3d.data.unpacking import Unpacked
 from parallel3d.errors import UserError
 from parallel3d.files import plain
+from parallel3d.private_names import path_in
 
 if TYPE_CHECKING:
     from fsspec.spec import AbstractFileSystem
@@ -60,7 +61,7 @@ def file_system(address: str) -> tuple[AbstractFileSystem, str]:
     if "://" not in address or address.startswith(LOCAL):
         # Not by fsspec.core, to which `::` in a name of a local file is a chain of addresses.
         files = fsspec.filesystem("file")
-        return files, files._strip_protocol(address)
+        return files, path_in(files, address)
     return fsspec.core.url_to_fs(address)
 
 

@@ -320,6 +320,14 @@ def test_modules_and_operators_have_their_tables() -> None:
     assert schema.name == "aten::copy_" and schema.arguments[0].alias_info.is_write
 
 
+def test_a_local_address_is_a_path_whatever_its_name() -> None:
+    import fsspec
+
+    local = fsspec.filesystem("file")
+    assert names.path_in(local, "file:///a/b::c.gz") == "/a/b::c.gz"
+    assert names.path_in(local, "/a/b::c.gz") == "/a/b::c.gz"
+
+
 def test_torchs_own_marks_are_found_where_torch_sets_them() -> None:
     from torch.distributed.algorithms import Joinable
     from torch.distributed.algorithms.join import _JoinConfig
@@ -415,7 +423,7 @@ def test_a_name_that_is_gone_is_a_sentence_and_no_default(monkeypatch: pytest.Mo
 
 # --- And it stands in one file ----------------------------------------------------------------
 
-FOREIGN = ("torch", "hydra", "omegaconf", "wandb", "tokenizers", "transformers", "numpy", "triton")
+FOREIGN = ("torch", "hydra", "omegaconf", "wandb", "tokenizers", "numpy", "fsspec")
 # Documented, though they begin with a line.
 DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames"}
 DOCUMENTED |= {"_DummyThread"}  # of Python's own
