@@ -24,7 +24,7 @@ TRIED = {
     "hydra-core": Tried("1.3.2", "1.3"),
     "omegaconf": Tried("2.3", "2.3"),
     "tokenizers": Tried(None, "0.23"),
-    "transformers": Tried(None, "5.24"),
+    "transformers": Tried("5", "5.24"),
     "wandb": Tried("0.31", "0.31"),
 }
 OF_A_RUN = ("torch", "hydra-core", "omegaconf", "tokenizers")

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -326,6 +327,15 @@ def test_a_local_address_is_a_path_whatever_its_name() -> None:
     local = fsspec.filesystem("file")
     assert names.path_in(local, "file:///a/b::c.gz") == "/a/b::c.gz"
     assert names.path_in(local, "/a/b::c.gz") == "/a/b::c.gz"
+
+
+def test_a_tokenizer_reads_special_words_as_text_where_it_is_told_to() -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "?": 2}, "?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<s>"])
+    assert [e.ids for e in made.encode_batch_fast(["a<s>"], add_special_tokens=False)] == [[0, 1]]
+    made.encode_special_tokens = True
+    assert made.encode("a <s>").ids == [0, 1] and made.encode("a<s>").ids == [2]
 
 
 def test_torchs_own_marks_are_found_where_torch_sets_them() -> None:

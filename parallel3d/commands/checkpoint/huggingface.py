@@ -47,6 +47,7 @@ from parallel3d.files import plain, read_bounded, write_durably
 from parallel3d.host.quotas import available_memory
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
+from parallel3d.versions import TRIED, newer, parts
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
 NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"
@@ -132,7 +133,6 @@ def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
 
 
 TRANSFORMERS = "transformers"
-OLDEST = 5  # older versions drop a tied head that differs, and read other keys
 LONGEST = 256  # tokens
 # Share of the largest logit. Two implementations of a model differ by some 1e-6 in fp32, the most
 # similar two models (gelu and its tanh approximation) by some 1e-3.
@@ -145,9 +145,10 @@ def why_not(model: ModelConfig) -> str | None:
         found = version(TRANSFORMERS)
     except PackageNotFoundError:
         return "transformers is not installed (pip install transformers)"
-    major = found.partition(".")[0]
-    if major.isdigit() and int(major) < OLDEST:
-        return f"transformers {found} is older than {OLDEST}"
+    # Versions before 5 drop a tied head that differs, and read other keys.
+    oldest = TRIED[TRANSFORMERS].oldest
+    if oldest is not None and parts(found) < parts(oldest):
+        return f"transformers {found} is older than {oldest}"
     needed = 2 * 4 * parameter_count(model) + 3 * 4 * LONGEST * model.vocab_size
     if needed > (free := available_memory()):
         return f"it would take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
@@ -331,6 +332,8 @@ def import_run(
 
 
 def _prove(folder: Path, config: Config, run_dir: Path) -> str:
+    if sentence := newer((TRANSFORMERS,)):
+        print_line(sentence)
     tokens = some_tokens(config.model)
     theirs = their_logits(folder, tokens)  # its model is freed before ours is made
     stage = blank_model(config.model, master_dtype(config.precision))

@@ -42,7 +42,8 @@ NAMED = [
     ("hydra-core", "1.4.0.dev1", f"hydra-core 1.4.0.dev1 is newer than 1.3, {TORCH}"),
     ("omegaconf", "2.4.0", f"omegaconf 2.4.0 is newer than 2.3, {TORCH}"),
     ("wandb", "1.0.0", f"wandb 1.0.0 is newer than 0.31, {TORCH}"),
-    ("transformers", "4.57.1", ""),
+    ("transformers", "5.0.0rc1", ""),
+    ("transformers", "5.25.0.dev0", f"transformers 5.25.0.dev0 is newer than 5.24, {TORCH}"),
     ("tokenizers", "0.19.1", ""),
 ]
 
@@ -65,6 +66,7 @@ REFUSED = [
     ("hydra-core", "1.3.1", "pip install -U 'hydra-core>=1.3.2'"),
     ("omegaconf", "2.2.3", "pip install -U 'omegaconf>=2.3'"),
     ("wandb", "0.30.5", "pip install -U 'wandb>=0.31'"),
+    ("transformers", "4.57.1", "pip install -U 'transformers>=5'"),
 ]
 
 
