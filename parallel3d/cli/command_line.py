@@ -304,8 +304,8 @@ def _place(app: str, config: Config) -> RankAssignment | None:
     """Returns the place that a launcher gave this process; None if it starts the ranks itself."""
     launch = config.launch
     # `generate` asks nobody else, wherever it is typed.
-    addr, needs_all = launch.master_addr, app != GENERATE
-    place = detect(os.environ, addr, launch.master_port, needs_all)
+    addr, starts = launch.master_addr, None if app == GENERATE else config.world_size
+    place = detect(os.environ, addr, launch.master_port, starts)
     if place is not None:
         return place
     if addr is not None:
@@ -313,7 +313,7 @@ def _place(app: str, config: Config) -> RankAssignment | None:
             f"launch.master_addr={addr} is for ranks that srun or mpirun starts, and this process "
             "starts its own: leave it out, or put srun before parallel3d"
         )
-    if needs_all and CGROUPS.is_file():
+    if starts is not None and CGROUPS.is_file():
         refuse_lost_variables(os.environ, CGROUPS.read_text())
     return None
 

@@ -177,7 +177,7 @@ def detect(
     environ: Mapping[str, str],
     master_addr: str | None = None,
     master_port: int = 0,
-    needs_all: bool = True,
+    starts: int | None = 1,
     read: Read = _text_of,
 ) -> RankAssignment | None:
     """Returns this process's rank by its launcher's variables; None where it starts its own ranks.
@@ -188,7 +188,8 @@ def detect(
         environ: variables; empty ones do not count.
         master_addr: launch.master_addr, the address of rank 0 where the launcher's is wrong.
         master_port: launch.master_port, or 0.
-        needs_all: refuse a start that leaves out other tasks or hosts that its user has asked for.
+        starts: ranks that this process would start by itself: without a launcher it must leave out
+            no task or host that its user has asked for. None: it needs no others.
         read: returns the text of a file; raises OSError.
 
     Raises:
@@ -211,13 +212,13 @@ def detect(
                 )
     if _first(claim.size for claim in claims) == 1:
         # An image may set WORLD_SIZE=1 for whatever starts in it.
-        if needs_all and all(claim is torch for claim in claims):
-            _refuse_left_out(given)
+        if starts is not None and all(claim is torch for claim in claims):
+            _refuse_left_out(given, starts)
         return None
     if not claims:
         _refuse_lonely_marks(given)
-        if needs_all:
-            _refuse_left_out(given)
+        if starts is not None:
+            _refuse_left_out(given, starts)
         return None
     return _assigned(
         given, claims, step if step in claims else None, master_addr, master_port, read
@@ -611,9 +612,9 @@ def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None)
 # Processes that a launcher should have started, and did not
 
 
-def _refuse_left_out(given: Mapping[str, str]) -> None:
+def _refuse_left_out(given: Mapping[str, str], starts: int) -> None:
     """Raises UserError where this process would train alone though more was asked for."""
-    _refuse_batch_script(given)
+    _refuse_batch_script(given, starts)
     for name, hosts in _host_counts(given).items():
         if hosts > 1:
             raise UserError(
@@ -623,8 +624,11 @@ def _refuse_left_out(given: Mapping[str, str]) -> None:
             )
 
 
-def _refuse_batch_script(given: Mapping[str, str]) -> None:
-    """Raises UserError in a batch script or shell of a Slurm job of several tasks."""
+def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:
+    """Raises UserError in a batch script or shell of a Slurm job of several tasks.
+
+    On one node the process may start as many ranks as there are tasks by itself.
+    """
     if _named(given, "SLURM_JOB_ID", "SLURM_JOBID") is None:
         return
     nodes = _count(given, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
@@ -632,7 +636,7 @@ def _refuse_batch_script(given: Mapping[str, str]) -> None:
     components = _count(given, "SLURM_HET_SIZE")
     per_node = _count(given, "SLURM_NTASKS_PER_NODE")
     tasks = asked or per_node * max(1, nodes) or _tasks_asked_for(given)
-    if max(nodes, tasks, components) <= 1:
+    if max(nodes, components) <= 1 and tasks in (0, 1, starts):
         return
     job = (
         f"{components} components"

@@ -184,6 +184,7 @@ READ_S = 5.0  # for which rank 0 keeps the store, so that the others can read wh
 NCCL_DUMP_KEY = "exception_dump"
 START_KEY = "parallel3d/start"  # what rank 0 says of its start, for all who reach its store
 HOST_KEY = "parallel3d/host"
+CONNECT_S = 10.0  # of one attempt: a firewall may drop all
 HINT_S = 30.0  # after which a rank says that it waits for rank 0
 CLEARED_KEY = "parallel3d/cleared"
 
@@ -202,7 +203,8 @@ def rendezvous(config: Config, place: RankAssignment) -> PrefixStore:
         if place.rank == 0 and not agent_listens:
             store = _listening_store(place, timeout)
         else:
-            _wait_for_listener(place, config.launch.timeout_s)
+            if not agent_listens:
+                _wait_for_listener(place, config.launch.timeout_s)
             store = dist.TCPStore(
                 place.master_addr,
                 place.master_port,
@@ -236,7 +238,8 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
     mend = "MASTER_ADDR" if place.launcher == "torchrun" else "launch.master_addr"
     while True:
         try:
-            socket.create_connection((place.master_addr, place.master_port), seconds).close()
+            address = place.master_addr, place.master_port
+            socket.create_connection(address, min(seconds, CONNECT_S)).close()
             return
         except OSError as error:
             waited, why = time.monotonic() - begin, error.strerror or str(error)

@@ -469,7 +469,17 @@ def test_one_process_of_many_prints() -> None:
 
 def test_some_commands_leave_others_out() -> None:
     """`parallel3d generate` in a shell of an allocation of many tasks."""
-    assert detect(BATCH, needs_all=False) is None
+    assert detect(BATCH, starts=None) is None
+
+
+def test_one_process_may_start_the_tasks_of_one_node() -> None:
+    """`sbatch -N1 -n8 --wrap "parallel3d train tp=8"`."""
+    node = BATCH_OF_ONE | env("SLURM_NTASKS=8 SLURM_TASKS_PER_NODE=8")
+    assert detect(node, starts=8) is None
+    with pytest.raises(UserError, match="8 tasks"):
+        detect(node, starts=4)
+    with pytest.raises(UserError, match="16 tasks"):
+        detect(BATCH, starts=16)  # over two nodes
 
 
 def test_the_kernel_knows_a_task_without_variables() -> None:
