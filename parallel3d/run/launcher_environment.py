@@ -632,6 +632,8 @@ def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:
     if _named(given, "SLURM_JOB_ID", "SLURM_JOBID") is None:
         return
     nodes = _count(given, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    if listed := _named(given, "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        nodes = max(nodes, len(expand_hostlist(given[listed], listed)))
     asked = _count(given, "SLURM_NTASKS", "SLURM_NPROCS")
     components = _count(given, "SLURM_HET_SIZE")
     per_node = _count(given, "SLURM_NTASKS_PER_NODE")

@@ -263,6 +263,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         BATCH_OF_ONE | env("SLURM_NNODES=2 SLURM_JOB_NUM_NODES=2 SLURM_TASKS_PER_NODE=1(x2)"),
         "put srun before",
     ),
+    "a job's names alone": (env("SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n[1-2]"), "2 nodes"),
     "the image's WORLD_SIZE=1 in it": (BATCH | env("RANK=0 WORLD_SIZE=1"), "put srun before"),
     "the batch script's own step": (
         BATCH | {"SLURM_STEP_ID": str(0xFFFFFFFB)},
