@@ -277,12 +277,6 @@ def _run_job(
             config = check_config(config, world_size, goes_on=_goes_on(app, config))
         else:
             config = check_communication(config, world_size)
-        is_training = app == TRAIN and not config.train.eval_only
-        if first and is_training and config.checkpoint.every == 0 and "SLURM_JOB_ID" in os.environ:
-            print_line(
-                "checkpoint.every=0 saves nothing, so this Slurm job loses its run at a time limit "
-                "or preemption, and is not queued again"
-            )
         if place is None:
             return _start(app, config, lines)
         if not place.local_world_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -71,6 +72,12 @@ def train(config: Config, worker: Worker) -> None:
     if worker.rank == 0:
         if not config.train.eval_only and (sentence := toy_defaults(config)) is not None:
             print_line(sentence)
+        saves = config.train.eval_only or config.checkpoint.every > 0
+        if not saves and "SLURM_JOB_ID" in os.environ:
+            print_line(
+                "checkpoint.every=0 saves nothing, so a time limit or preemption of this Slurm job "
+                "loses the run, and the job is not queued again"
+            )
         log_choices(config, groups, device)
     if config.preflight:
         preflight(config, groups, worker, print_line)
