@@ -1264,7 +1264,8 @@ class Config:
     )
     device: str = key(
         "auto",
-        "where to compute; auto: on GPUs (CUDA or ROCm) if each rank has one, else on the CPU; "
+        "where to compute; auto: on GPUs (CUDA or ROCm), one a rank, and on the CPU only where "
+        "nothing says that a GPU is meant; "
         "simulated: an accelerator simulated on the CPU, which finds races and host waits: for "
         "tests, slow",
         choices=("auto", "cpu", "cuda", "simulated"),

@@ -72,14 +72,16 @@ def init(
 
     Args:
         tp, pp, dp, cp: sizes; one of them may be None: the rest of the world.
-        device: cpu, cuda or auto: GPUs if there is one for each rank of the host.
+        device: cpu, cuda or auto: GPUs, one a rank, and the CPU only where nothing says that a GPU
+            is meant.
         order: the dimensions, from the one whose ranks are adjacent on.
         timeout_s: of a collective.
         shared_memory: CPU ranks of one host communicate through shared memory.
 
     Raises:
         UserError: on every rank alike, sizes that do not make up the world or differ between ranks;
-            a launcher's variables that contradict each other; no such device.
+            a launcher's variables that contradict each other; two ranks on one GPU. On the hosts
+            concerned: no such device, or GPUs that cannot be used.
     """
     own = not dist.is_initialized()
     check_versions(OF_A_SCRIPT)

@@ -54,8 +54,9 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """The lines on stderr."""
-        return [line for line in self.err.splitlines() if line.strip()]
+        """The lines on stderr, but for the one that every start has: what it computes on."""
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        return [line for line in lines if not line.startswith("parallel3d: device: ")]
 
 
 @dataclass
