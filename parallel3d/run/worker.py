@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from parallel3d.host.memory import (
     nothing_collected,
 )
 from parallel3d.host.processes import die_with_parent, drop_failed_output
+from parallel3d.host.quotas import available_cores, cores
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
 from parallel3d.run.failure import (
@@ -187,6 +189,8 @@ def _join(app: str, config: Config, worker: Worker, store: Store) -> None:
     assign_rank(config, worker, store, os.environ, app)
     worker.phase = "starting torch.distributed"
     device = torch.device(worker.device)
+    if threads := threads_within_quota(worker.local_world_size, os.environ):
+        torch.set_num_threads(threads)
     if is_accelerator(device):
         _prepare_accelerator(config, device)
     else:
@@ -240,6 +244,17 @@ def _prepare_cpu(config: Config, worker: Worker) -> None:
         give_back_freed_memory()
     if interfaces := Interfaces.of_run(config.cluster, worker.placement):
         interfaces.check(layout_of(config), worker.rank)
+
+
+def threads_within_quota(local_ranks: int, environ: Mapping[str, str]) -> int | None:
+    """Returns a rank's share of the cores of a quota; None without one, or if the user has chosen.
+
+    torch begins with a thread for each core of the machine, and those beyond a quota stand still.
+    """
+    within = available_cores()
+    if "OMP_NUM_THREADS" in environ or within == cores():
+        return None
+    return max(1, within // local_ranks)
 
 
 def _die_with(launcher_pid: int) -> None:

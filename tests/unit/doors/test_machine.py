@@ -13,6 +13,7 @@ import pytest
 
 from parallel3d.host import quotas
 from parallel3d.host.quotas import available_cores, available_memory, memory_in_all
+from parallel3d.run import worker
 
 CORES = 64  # of the machine
 GIB = 1 << 30
@@ -238,3 +239,25 @@ def test_a_system_that_says_nothing_has_all_of_it(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     assert 1 <= available_cores() <= quotas.cores()
     assert 0 < available_memory() <= memory_in_all()
+
+
+@pytest.mark.parametrize(
+    ("within", "ranks", "environ", "threads"),
+    [
+        (4, 1, {}, 4),
+        (4, 2, {}, 2),
+        (1, 8, {}, 1),
+        (CORES, 1, {}, None),  # no quota: torch's own choice stays
+        (4, 1, {"OMP_NUM_THREADS": "16"}, None),
+    ],
+)
+def test_ranks_have_no_more_threads_than_the_quota_has_cores(
+    within: int,
+    ranks: int,
+    environ: dict[str, str],
+    threads: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "available_cores", lambda: within)
+    monkeypatch.setattr(worker, "cores", lambda: CORES)
+    assert worker.threads_within_quota(ranks, environ) == threads
