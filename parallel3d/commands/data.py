@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from parallel3d.commands.their_tokens import unlike_theirs
 from parallel3d.commands.verbs import Verb, run_verb, true_or_false, whole_number
 from parallel3d.config.fields import show as shown
 from parallel3d.data.formats import KINDS, PACKED
@@ -213,6 +214,9 @@ def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
     if not isinstance(tokenizer, FileTokenizer):
         return []
     sentences = list(tokenizer.doubts())
+    assert tokenizer.folder is not None  # the corpus's own
+    if unlike := unlike_theirs(tokenizer, tokenizer.folder):
+        sentences.append(unlike)
     if tokenizer.bos:
         begin = tokenizer.spelled(tokenizer.bos)
         does = "each document begins with" if facts.begin else "no document begins with"

@@ -73,6 +73,11 @@ class ByteTokenizer:
         self.begin = self.prefix = [self.eot]
         self.bos: list[int] = []
 
+    def decides(self) -> dict[str, Any]:
+        """Returns the parts of its file that decide on a text's tokens."""
+        own = json.loads(byte_tokenizer())
+        return {key: own[key] for key in DECIDES}
+
     def vocabulary(self) -> dict[str, int]:
         """Returns token → number, spelled as in its `files`."""
         return _opened(byte_tokenizer()).get_vocab(with_added_tokens=True)
@@ -445,8 +450,12 @@ class FileTokenizer:
 
     def is_of_bytes(self) -> bool:
         """Returns whether its tokens are those of `byte_tokenizer`."""
-        ours, own = json.loads(byte_tokenizer()), parse_json(self._content)
-        return isinstance(own, dict) and all(own.get(key) == ours[key] for key in DECIDES)
+        return self.decides() == ByteTokenizer().decides()
+
+    def decides(self) -> dict[str, Any]:
+        """Returns the parts of the file that decide on a text's tokens."""
+        own = parse_json(self._content)
+        return {key: own.get(key) for key in DECIDES} if isinstance(own, dict) else {}
 
     def to_export(self) -> dict[str, bytes]:
         """Returns `files` for others than parallel3d: prompts begin and generations end there as
@@ -718,6 +727,8 @@ def check_same_tokens(there: Tokenizer, here: Tokenizer, where: str) -> str | No
         differs.append(f"has {more:,} tokens more, which the weights do not know")
     if there.eot != here.eot:
         differs.append(f"ends a text in token {here.eot} instead of {there.eot}")
+    if not differs and there.decides() == here.decides():
+        return None  # written in another way
     how = " and ".join(differs) or "splits text in another way"
     return f"data.tokenizer={show(here.name)} has the tokens of {where}, but {how}"
 

@@ -23,6 +23,7 @@ from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, fi
 from parallel3d.commands.checkpoint.new_runs import KEPT_FILE, new_run, save_first
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
+from parallel3d.commands.their_tokens import unlike_theirs
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
@@ -278,6 +279,10 @@ def export_run(
             ends=tokenizer.all_ends if isinstance(tokenizer, FileTokenizer) else None,
             beside=_beside(tokenizer),
         )
+    if isinstance(tokenizer, FileTokenizer):
+        unlike = unlike_theirs(tokenizer, to)
+        for sentence in (*tokenizer.doubts(), *([] if unlike is None else [unlike])):
+            print_line(sentence)
     size = sum(path.stat().st_size for path in files)
     run = f"the average of {run}'s weights" if weights == "ema" else run
     print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {about}")
@@ -324,6 +329,10 @@ def import_run(
     if source.untied:
         print_line(UNTIED)
     print_line(proof)
+    if isinstance(tokenizer, FileTokenizer):
+        unlike = None if prove is False else unlike_theirs(tokenizer, run_dir / FOLDER)
+        for sentence in (*tokenizer.doubts(), *([] if unlike is None else [unlike])):
+            print_line(sentence)
     print_line(describe_tokenizer(tokenizer, folder))
     print_line("train it on with (data and optimizer as you like; the model is the run's own):")
     where = [] if runs_dir == Path(Config().runs_dir) else [spell("runs_dir", config.runs_dir)]

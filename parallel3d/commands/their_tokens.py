@@ -1,0 +1,64 @@
+"""Compares a tokenizer's prompts with those of transformers, where that is installed."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from parallel3d.data.tokenizer import TOKENIZER_CONFIG, FileTokenizer
+from parallel3d.files import plain
+
+TRANSFORMERS = "transformers"
+# Classes that take tokenizer.json as it is; others make a tokenizer of its parts.
+AS_IT_IS = ("PreTrainedTokenizer", "TokenizersBackend")
+COUNT = 200  # texts
+PIECES = (
+    *("the", "def f(x):", "Hello", "wörld", "漢字", "😀", "1234", "3.14", "don't", "I'm", "a_b"),
+    *(" ", "  ", "\n", "\n\n", "\t", ".", ", ", "!?", "(", ")", "e\u0301", "\u00a0", "ß", "Ω"),
+)
+
+
+def texts() -> list[str]:
+    """Returns texts of words, numbers, blanks and marks of several scripts, always the same."""
+    rng = random.Random(0)
+    return ["".join(rng.choices(PIECES, k=rng.randint(0, 12))) for _ in range(COUNT)]
+
+
+def unlike_theirs(tokenizer: FileTokenizer, folder: Path) -> str | None:
+    """Returns a sentence if transformers makes other prompts with the tokenizer in `folder`.
+
+    None also where it is not installed, and without a look where its class takes tokenizer.json as
+    it is: loading transformers takes seconds.
+    """
+    made_by = str(tokenizer.beside.get(TOKENIZER_CONFIG, {}).get("tokenizer_class", AS_IT_IS[0]))
+    if made_by.removesuffix("Fast") in AS_IT_IS or tokenizer.folder is None:
+        return None
+    try:
+        name = f"{TRANSFORMERS} {version(TRANSFORMERS)}"
+    except PackageNotFoundError:
+        return None
+    import transformers
+
+    transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            found = [list(theirs(text)["input_ids"]) for text in texts()]
+    except Exception as error:  # of any kind, as the folder is untrusted
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        return f"{name} does not load the tokenizer of {folder} ({plain(why)})"
+    ours = [[*tokenizer.prefix, *tokenizer.encode_prompt(text.encode())] for text in texts()]
+    odd = [k for k, (one, other) in enumerate(zip(ours, found, strict=True)) if one != other]
+    if not odd:
+        return None
+    first = min(odd, key=lambda k: len(texts()[k]))
+    return (
+        f"{name} makes other tokens than parallel3d of {len(odd)} of {COUNT} texts with the "
+        f"tokenizer of {folder}, a {plain(made_by)}: of {texts()[first]!r} {found[first][:8]} "
+        f"instead of {ours[first][:8]}, which are those of its tokenizer.json"
+    )
