@@ -6,13 +6,26 @@ import bisect
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from parallel3d.checkpoint.checkpoints import to_go
+from parallel3d.cli.continued import Given, continued
+from parallel3d.config.checks import check_config
+from parallel3d.config.fields import with_values
 from parallel3d.config.length import Length, clock_of
 from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
 from parallel3d.optim import learning_rate
+from parallel3d.run.directory import (
+    check_run,
+    last_config,
+    left_out,
+    make_run_directory,
+    save_config,
+)
 
 SEQUENCE = 64
 WINDOWS = 7000  # samples of an epoch
@@ -219,3 +232,92 @@ def test_a_checkpoint_from_before_clocks_goes_on() -> None:
 def test_a_clock_that_makes_no_sense_is_no_clock(clock: object) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
         clock_of({"steps": 7, "consumed_samples": 56, "clock": clock}, {})
+
+
+def make_run(runs: Path, name: str, **keys: object) -> Config:
+    config = check_config(with_values(Config(run=name, runs_dir=str(runs)), keys))
+    make_run_directory(config)
+    return config
+
+
+def test_a_run_without_a_checkpoint_may_begin_again_with_any_keys(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "a")
+    other = check_config(with_values(config, {"seed": 9, "model.num_layers": 3}))
+    check_run(other, may_go_on=True)
+    (tmp_path / "a" / "checkpoints" / "step-00000005").mkdir(parents=True)
+    with pytest.raises(UserError, match="cannot resume with another configuration: model"):
+        check_run(other, may_go_on=True)
+
+
+@pytest.mark.parametrize(
+    ("has_begun", "typed", "taken"),
+    [
+        (True, {"init_from": "old"}, "old@175"),  # the step that was chosen once
+        (False, {"init_from": "old"}, "old"),  # looked up anew
+        (False, {}, "old@175"),
+        (True, {"init_from": "old@9"}, "old@9"),  # refused later
+    ],
+)
+def test_the_source_of_a_run_that_goes_on(
+    has_begun: bool, typed: dict[str, object], taken: str
+) -> None:
+    there = check_config(Config(run="n1", init_from="old@175"), own_samples=True)
+    here = with_values(Config(run="n1"), typed)
+    config, _ = continued(here, there, Given({*typed}, set()), None, has_begun=has_begun)
+    assert config.init_from == taken
+
+
+def test_a_copied_run_goes_by_its_new_name() -> None:
+    there = check_config(Config(run="a", seed=5), own_samples=True)
+    config, line = continued(Config(run="b"), there, Given(set(), set()), None)
+    assert config.run == "b" and line is not None and line.startswith("run=b: what is not typed")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("", None),
+        ("trace: false\n", None),
+        ("trace: true\n", "trace=true (now schedule.timeline)"),
+        ("tensor_parallel:\n  symmetric_memory: true\n", "tensor_parallel.symmetric_memory=true ("),
+        ("topology:\n  width: 80\n", None),  # of another command
+    ],
+)
+def test_keys_of_an_old_configuration_that_are_no_more(
+    tmp_path: Path, keys: str, said: str | None
+) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"run: a\nseed: 4\n{keys}")
+    assert last_config(folder).seed == 4
+    line = left_out(folder)
+    assert line is None if said is None else line is not None and said in line
+    assert said is None or str(line).startswith("run=a: this version has no more ")
+
+
+def test_the_last_start_is_the_last_one_that_came_to_a_step(tmp_path: Path) -> None:
+    """One that was refused has left a newer configuration."""
+    config = make_run(tmp_path, "a")
+    folder = tmp_path / "a"
+    save_config(with_values(config, {"optim.lr": 0.5}), folder, "config-2.yaml")
+    assert last_config(folder).optim.lr == 0.5  # nothing tells
+    start = {"first_step": 1, "started": "2026-11-27T17:00:00+00:00"}
+    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    assert last_config(folder).optim.lr == 0.5  # by an older version
+    lines = [json.dumps({**start, "config": "config.yaml"}), '{"account": 1, "step": 3}', "{torn"]
+    (folder / "starts.jsonl").write_text("\n".join(lines))
+    assert last_config(folder).optim.lr == config.optim.lr
+
+
+def test_the_line_of_a_resume_says_what_is_done_and_to_go() -> None:
+    words = []
+    for case, batch in ((CASES[0], 16), (Case(S, (), 16), 16), (Case(T, (), 16), GROWS)):
+        config = config_of(case, batch)
+        steps, samples = 745, config_of(case, GROWS).batch_sizes.samples(745)
+        samples = samples if batch == GROWS else 745 * 8
+        words.append(to_go(config, Length.of_run(config, steps, samples), steps, samples))
+    assert words == [
+        "381,440 of 1,024,000 tokens are done, 628 steps of 16 sequences to go",
+        "745 of 2,000 steps are done, 1,255 steps of 16 sequences to go",
+        "190,720 of 1,024,000 tokens are done, 1,318 steps of 4 to 16 sequences to go",
+    ]
