@@ -18,9 +18,9 @@ from parallel3d.metrics.wandb_ledger import (
     Ledger,
     Row,
     begin,
-    number_of_ids,
+    name_of_id,
+    own_ids,
     replaced,
-    session_name,
 )
 
 if TYPE_CHECKING:
@@ -182,10 +182,13 @@ def resolve_mode(mode: str) -> str:
 
 
 def sync_command(folder: Path) -> str:
-    """Returns the command that uploads a run, given its newest offline folder."""
+    """Returns the command that uploads a run, given its newest offline folder. Sessions of another
+    run, of which its folder is a copy, are left out."""
     if len(list(folder.parent.glob("offline-run-*"))) < 2:
         return f"wandb sync {shlex.quote(str(folder))}"
-    return f"wandb sync {shlex.quote(str(folder.parent))}/offline-run-*"
+    begin = f"{shlex.quote(str(folder.parent))}/offline-run-*"
+    own, is_copy = own_ids(folder.parents[1])
+    return f"wandb sync {' '.join(f'{begin}-{id}' for id in own) if is_copy else begin}"
 
 
 class WandbLogger:
@@ -307,7 +310,7 @@ class WandbLogger:
 
         config, run_dir = self._config, self._run_dir
         content = dataclasses.asdict(config) | {"code": self._code}
-        name = session_name(number_of_ids(run_dir, id), run_dir.name)
+        name = name_of_id(run_dir, id)
         run = wandb.init(
             # None lets W&B's own variables decide.
             project=config.logger.project or os.environ.get("WANDB_PROJECT") or "parallel3d",

@@ -312,13 +312,15 @@ def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> Row | N
     return row
 
 
-def session_name(number: int, run: str) -> str:
-    """Returns the name in W&B of a run under its `number`-th id."""
-    return run if number == 1 else f"{run}-{number}"
+def own_ids(run_dir: Path) -> tuple[list[str], bool]:
+    """Returns the ids that a run had in this folder, and whether the folder has another run's too,
+    as a copy has."""
+    home, sessions = run_dir.absolute(), sessions_of(run_dir)
+    own = list(dict.fromkeys(session.id for session in sessions if Path(session.home) == home))
+    return own, any(session.id not in own for session in sessions)
 
 
-def number_of_ids(run_dir: Path, id: str) -> int:
-    """Returns which of this folder's ids `id` is, counted from 1."""
-    home = run_dir.absolute()
-    ids = [session.id for session in sessions_of(run_dir) if Path(session.home) == home]
-    return len(dict.fromkeys([*ids, id]))
+def name_of_id(run_dir: Path, id: str) -> str:
+    """Returns the name in W&B of a run's session under `id`: `run`, `run-2` under a second one."""
+    number = len(dict.fromkeys([*own_ids(run_dir)[0], id]))
+    return run_dir.name if number == 1 else f"{run_dir.name}-{number}"

@@ -13,6 +13,7 @@ import pytest
 
 from parallel3d.config.schema import Config
 from parallel3d.metrics import wandb_ledger
+from parallel3d.metrics.loggers import sync_command
 from parallel3d.metrics.wandb_ledger import (
     Ledger,
     Row,
@@ -20,6 +21,7 @@ from parallel3d.metrics.wandb_ledger import (
     begin,
     kept_id,
     last_row,
+    name_of_id,
     read_rows,
     sessions_of,
 )
@@ -227,6 +229,13 @@ def test_a_copied_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert begin(a, 10, config_of(), {}) == (made, Row(9, False), False, ())
     assert session(b, config_of(), Row(12, False), 10, stamp="20260101_000001") == begun.id
     assert begin(b, 13, config_of(), {}) == (begun.id, Row(12, False), False, ())
+    assert name_of_id(b, begun.id) == "b" and name_of_id(b, "another") == "b-2"
+    # The copy's command does not upload the other run's sessions again.
+    newest = max((b / "wandb").iterdir())
+    assert sync_command(newest) == f"wandb sync {b}/wandb/offline-run-*-{begun.id}"
+    assert sync_command(max((a / "wandb").iterdir())).endswith(
+        f"offline-run-20260101_000000-{made}"
+    )
 
 
 def test_a_moved_folder_is_the_run_that_it_was(tmp_path: Path) -> None:
