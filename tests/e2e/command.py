@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARALLEL3D = (sys.executable, "-m", "parallel3d")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 COMPUTING = {"train", "verify", "generate", "eval", "bench"}
+DEVICE = "parallel3d: device: "  # begins the line of what a start computes on
 HOOKS = Path(__file__).parent / "hooks"
 # Of another launcher around the tests, or of the user: a test says what it wants.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
