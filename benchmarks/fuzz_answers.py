@@ -30,8 +30,8 @@ from benchmarks.fuzz_words import Drawn
 from parallel3d.cli import command_line, hydra_run
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import all_keys
-from parallel3d.config.overrides import composing_error, groups, presets
-from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
+from parallel3d.config.overrides import composing_error, config_of, groups, presets, register
+from parallel3d.config.schema import SECTIONS, Config, conf_dir
 from parallel3d.errors import UserError, readable
 from parallel3d.run.failure import full_stop
 
@@ -65,7 +65,7 @@ class Composer:
     """
 
     def __init__(self) -> None:
-        register_schema()
+        register()
         self._parser = OverridesParser.create()
         self._bases: dict[tuple[str, ...], bytes] = {}
 
@@ -106,7 +106,7 @@ def outcome(drawn: Drawn, compose_words: Callable[[Sequence[str]], DictConfig]) 
 
     def checked() -> Outcome:
         try:
-            config = OmegaConf.to_object(compose_words(drawn.words))
+            config = config_of(compose_words(drawn.words))
         except Exception as error:
             raise composing_error(error, drawn.words) from None
         return Outcome(TAKEN, config=check_config(config, drawn.world_size))

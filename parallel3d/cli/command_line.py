@@ -55,8 +55,14 @@ from parallel3d.config.checks import (
     check_precision_of,
 )
 from parallel3d.config.fields import check_fields
-from parallel3d.config.overrides import check_filled, composing_error, typed_alternatives
+from parallel3d.config.overrides import (
+    check_filled,
+    composing_error,
+    config_of,
+    typed_alternatives,
+)
 from parallel3d.config.schema import Config
+from parallel3d.config.words import check_twice
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
@@ -181,6 +187,7 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
     Raises UserError if it cannot be composed; SystemExit carries the job's exit code past Hydra,
     which would otherwise continue with a sweep's next job.
     """
+    check_twice(arguments)  # by the names that are typed
     arguments, prompt = take_prompt(arguments) if app == GENERATE else (arguments, None)
     arguments, own = order_arguments([without_alias(word, app) for word in arguments])
     if HELP & set(arguments):
@@ -226,14 +233,14 @@ def _run_job(
     place: RankAssignment | None = None
     lines: list[str] = []
     try:
-        config = OmegaConf.to_object(composed)
-        assert isinstance(config, Config)  # the schema's class
+        config = config_of(composed)
         if app not in ALONE:
             place = _place(app, config)
         # Under srun every task gets here with the same configuration.
         first = place.rank == 0 if place else prints_for_all(os.environ)
         _check_versions(app, config, first)
         typed = HydraConfig.get().overrides.task
+        hydra_run.check_sweep_words(typed)
         config = typed_alternatives(config, typed)
         world_size = place.world_size if place else None
         if app in FROM_RUNS:

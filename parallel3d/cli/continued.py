@@ -19,6 +19,7 @@ from parallel3d.config.fields import show, values_of, with_values
 from parallel3d.config.identity import OF_COMMANDS, flat
 from parallel3d.config.overrides import experiment_files, groups
 from parallel3d.config.schema import SECTIONS, Config
+from parallel3d.config.words import option
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
@@ -54,7 +55,8 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
     pairs = [word.lstrip("+~").partition("=")[::2] for word in words]
     keys = {f"{n}." if n in SECTIONS else n for n, _ in pairs if n not in groups()}
     presets = {name for name, _ in pairs if name in groups() and name in SECTIONS}
-    for file in experiment_files(dict(pairs).get(EXPERIMENT), own):
+    chosen = next((option(word) for word in words if word.startswith(f"{EXPERIMENT}=")), None)
+    for file in experiment_files(chosen, own):
         for entry in file.pop("defaults", ()):
             if isinstance(entry, DictConfig):  # override /model: llama_1b
                 presets |= {str(name).rpartition("/")[2] for name in entry}

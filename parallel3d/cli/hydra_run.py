@@ -16,8 +16,9 @@ from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, open_dict
 
-from parallel3d.config.overrides import VERSION, check_overrides, compose_tree
-from parallel3d.config.schema import Config, conf_dir, register_schema
+from parallel3d.config.overrides import VERSION, check_overrides, compose_tree, register
+from parallel3d.config.paths import at_home, check_path
+from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments
 
@@ -52,7 +53,7 @@ def without_alias(word: str, app: str = "train") -> str:
     bare = key.lstrip("+~")
     if app == "eval" and bare in TYPED:
         return f"eval.{bare}={value}"
-    is_file = value.endswith((".yaml", ".yml")) or "/" in value
+    is_file = value.strip("'\"").endswith((".yaml", ".yml")) or "/" in value
     if app in READ_FILES and bare == "cluster" and is_file:
         return f"cluster.file={value}"
     if bare == "logger" and value.startswith("["):  # of several presets Hydra would take the last
@@ -65,6 +66,20 @@ def numbered(config: Config) -> Config:
     if config.run is None or not is_sweep():
         return config
     return dataclasses.replace(config, run=f"{config.run}-{HydraConfig.get().job.num}")
+
+
+def check_sweep_words(words: Sequence[str]) -> None:
+    """Raises UserError for a sweep's word that Hydra reads otherwise than it is written.
+
+    The command line's words are checked before; these come from `hydra.sweeper.params` of a file.
+    """
+    for word in words if is_sweep() else ():
+        kept = check_overrides([word], OwnFolder.path)[0]
+        if kept != word:
+            raise UserError(
+                f"hydra.sweeper.params: {word} is read otherwise than it is written; put the value "
+                f"into quotes of its own, as {kept.partition('=')[2]}, or type it."
+            )
 
 
 def failed_elsewhere(code: int) -> str:
@@ -87,6 +102,9 @@ def order_arguments(arguments: list[str]) -> tuple[list[str], Path | None]:
     parser = hydra_arguments()
     parser.error = _raise_argument_error
     known, rest = parser.parse_known_args(arguments)
+    flags = [word.partition("=")[0] for word in arguments if word.startswith("--config-")]
+    if len(flags) > len(set(flags)):  # argparse takes the last
+        raise UserError(f"{max(flags, key=flags.count)} is typed twice; give it once.")
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(
             f"--config-path={known.config_path} would take the place of all presets; "
@@ -98,11 +116,14 @@ def order_arguments(arguments: list[str]) -> tuple[list[str], Path | None]:
     sweeps = known.multirun or "hydra.mode=multirun" in map(str.lower, overrides)
     for word in overrides:
         _check_has_effect(word, sweeps)
-    if not known.shell_completion:  # whose word is install=…
-        check_overrides(overrides, own, sweeps)
     flags = list(arguments)
     for word in overrides:
         flags.remove(word)
+    if known.config_dir and known.config_dir.startswith("~"):  # which Hydra takes for a name
+        ends = known.config_dir
+        flags = [w.removesuffix(ends) + str(own) if w.endswith(ends) else w for w in flags]
+    if not known.shell_completion:  # whose word is install=…
+        overrides = check_overrides(overrides, own, sweeps)
     return [*flags, *overrides], own
 
 
@@ -141,7 +162,8 @@ def _own_folder(given: str | None, config_name: str | None) -> Path | None:
     """Returns the folder of --config-dir. Raises UserError for a bad one."""
     if given is None:
         return None
-    folder, typed = Path(given).absolute(), f"--config-dir={given}"
+    check_path("--config-dir", at_home(given))
+    folder, typed = Path(at_home(given)).absolute(), f"--config-dir={given}"
     if not folder.is_dir():
         raise UserError(f"{typed} is not a folder; give one with experiment/, model/, … inside")
     primary = folder / f"{NAME}.yaml"
@@ -161,8 +183,14 @@ class PrivateSweepFolder(Callback):
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Raises SystemExit if the folder is another user's: Hydra only warns of exceptions."""
+        """Raises SystemExit if the folder is another user's, or `runs_dir` is no path: Hydra only
+        warns of exceptions."""
         folder = Path(config.hydra.sweep.dir)
+        try:
+            check_path("runs_dir", str(config.runs_dir))
+        except UserError as error:
+            print_line(str(error))
+            raise SystemExit(USER_ERROR) from None
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():
             print_line(
@@ -183,7 +211,7 @@ def run(job: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
     second more for each single job: it is for words that are Hydra's own, or a sweep's.
     """
     if any(map(_is_hydras, arguments)):
-        register_schema()
+        register()
         hydra.main(version_base=VERSION, config_path=str(conf_dir()), config_name=NAME)(job)()
         return
     composed = compose_tree(arguments, with_hydra=True)

@@ -65,6 +65,7 @@ VERBS = {
         "parallel3d data tokenize input='dump/*.jsonl.zst' tokenizer=my/tokenizer.json "
         "to=corpora/web\n"
         "parallel3d data tokenize input=rows.parquet text_key=content to=corpora/rows workers=8",
+        paths=("input", "to", "tokenizer"),
     ),
     "train-tokenizer": Verb(
         "train a byte-level BPE tokenizer on text",
@@ -77,6 +78,7 @@ VERBS = {
         },
         ("input", "vocab_size", "to"),
         "parallel3d data train-tokenizer input=book.txt vocab_size=8192 to=tok.json",
+        paths=("input", "to"),
     ),
     "show": Verb(
         "show a corpus: documents, tokens, lengths, the first ones as text; reads every byte and "
@@ -89,6 +91,7 @@ VERBS = {
         ("prefix",),
         "parallel3d data show corpora/web\nparallel3d data show corpora/web documents=10",
         names=("prefix",),
+        paths=("prefix", "tokenizer"),
     ),
 }
 
@@ -106,7 +109,7 @@ def _run(name: str, given: Mapping[str, str], _: list[str]) -> int:
     if kind is not None and kind not in KINDS:
         hint = nearest_hint(kind, KINDS, "format=")
         raise UserError(f"format={shown(kind)} must be one of {', '.join(KINDS)}{hint}")
-    to = Path(os.path.expanduser(given["to"]))
+    to = Path(given["to"])
     if name == "train-tokenizer":
         vocab_size = whole_number("vocab_size", given, SMALLEST, LARGEST) or SMALLEST
         return train(given["input"], kind, text_key, vocab_size, to)
@@ -265,7 +268,6 @@ def show(prefix: str, given: str | None, documents: int) -> int:
 
     Returns the exit code, 1 for a damaged corpus. Raises UserError for an invalid one.
     """
-    prefix = os.path.expanduser(prefix)
     corpus, facts = IndexedCorpus(prefix), facts_beside(prefix)
     tokenizer = _tokenizer(prefix, given, facts)
     print(f"{prefix}: {corpus.documents:,} documents, {len(corpus):,} tokens, {corpus.dtype}")

@@ -38,7 +38,7 @@ class TaskRow(NamedTuple):
 def read_rows(path: str) -> list[TaskRow]:
     """Reads a jsonl, packed or not, or a parquet. Raises UserError with the first line that is no
     row, and for answers that seem to count from 1."""
-    file = Path(path).expanduser()
+    file = Path(path)
     named = f"tasks={show(path)}"
     try:
         if file.is_dir():

@@ -40,6 +40,7 @@ VERBS = {
         ("name",),
         "parallel3d recipes copy llama3_1_8b\nparallel3d recipes copy llama3_1_8b to=mine",
         names=("name", "to"),
+        paths=("to",),
     ),
 }
 # launch/local.sh, setup.sh and test.sh install a checkout: an installed package needs none of them.
@@ -52,6 +53,7 @@ INIT_VERBS = {
         (),
         "parallel3d init slurm\nparallel3d init slurm ~/training",
         names=("folder",),
+        paths=("folder",),
     ),
 }
 
@@ -73,7 +75,7 @@ def _recipes(verb: str, given: Mapping[str, str], _: list[str]) -> int:
     if verb == "show":
         print(text.decode().rstrip())
         return 0
-    folder = Path(os.path.expanduser(given.get("to", ".")))
+    folder = Path(given.get("to", "."))
     written = folder / GROUP / f"{name}.yaml"
     write_new(command, {written: text})
     keys = "".join(f" {key}=…" for key in left_open(name))
@@ -112,7 +114,7 @@ def init(arguments: Sequence[str]) -> int:
 
 
 def _init(verb: str, given: Mapping[str, str], _: list[str]) -> int:
-    folder, package = Path(os.path.expanduser(given.get("folder", "."))), conf_dir().parent
+    folder, package = Path(given.get("folder", ".")), conf_dir().parent
     source = package / "scripts" if (package / "scripts").is_dir() else package
     scripts = {folder / name: (source / name).read_bytes() for name in SCRIPTS}
     write_new(f"{INIT} {verb}", scripts)

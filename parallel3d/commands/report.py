@@ -27,6 +27,7 @@ KEYS = Verb(
     "parallel3d report run=my_run\n"
     "parallel3d report run=my_run run=other_run to=both.html\n"
     "parallel3d report run=my_run runs_dir=/data/runs",
+    paths=("to", "runs_dir"),
 )
 
 

@@ -13,6 +13,7 @@ from textwrap import dedent
 
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.config.fields import all_keys, nearest_key, show
+from parallel3d.config.paths import at_home, check_path
 from parallel3d.errors import UserError, nearest, nearest_hint
 from parallel3d.files import plain
 
@@ -24,7 +25,7 @@ class Verb:
     """A verb: its keys with their help, the required ones, its description and examples.
 
     `names`: keys that may be given by position. `free`: other keys are passed on as configuration
-    overrides.
+    overrides. `paths`: keys that are paths, whose `~` is a home.
     """
 
     about: str
@@ -33,6 +34,7 @@ class Verb:
     examples: str
     names: tuple[str, ...] = ()
     free: bool = False
+    paths: tuple[str, ...] = ()
 
 
 def run_verb(
@@ -84,11 +86,13 @@ def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str]
                 f"{command}: {arg} is not of the form KEY=VALUE; the nearest is {example}"
             )
         if key in given:
-            raise UserError(f"{command}: {key} is given twice")
+            raise UserError(f"{command}: {key} is given twice, as {given[key]} and as {value}")
         if key in verb.keys:
             if not value:
                 raise UserError(f"{command}: {key}= is empty; it is the {verb.keys[key]}")
-            given[key] = value
+            given[key] = at_home(value) if key in verb.paths else value
+            if key in verb.paths:
+                check_path(key, given[key])
             left = [k for k in left if k != key]
         elif verb.free and _is_of_configuration(key):
             overrides.append(arg)

@@ -762,12 +762,12 @@ def check_run_name(config: Config) -> None:
     run = config.run
     if run is None:
         return
-    is_plain = run.isprintable() and not re.search(r"[/\\]", run)
-    if run.strip() in ("", ".", "..") or not is_plain or len(os.fsencode(run)) > LONGEST_RUN_NAME:
+    is_plain = run.isprintable() and not re.search(r"[/\\]|^~|^\s|\s$", run)
+    if run in ("", ".", "..") or not is_plain or len(os.fsencode(run)) > LONGEST_RUN_NAME:
         raise UserError(
             f"run={show(run)} must be the plain name of a folder inside runs_dir="
-            f"{show(config.runs_dir)}, of at most {LONGEST_RUN_NAME} bytes; null makes a name, and "
-            "runs_dir moves the place."
+            f"{show(config.runs_dir)}, with no blank around it and no ~ before it, of at most "
+            f"{LONGEST_RUN_NAME} bytes; null makes a name, and runs_dir moves the place."
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from parallel3d.config.paths import check_path, paths_in
 from parallel3d.config.schema import SECTIONS, Config
 from parallel3d.config.values import RANKS, words_of
 from parallel3d.errors import UserError, nearest
@@ -27,6 +28,11 @@ class Key:
     item: type | None  # of a list
     optional: bool
     meta: dict[str, Any]
+
+    @property
+    def holds(self) -> Any:
+        """Path for text that is a path; of values in braces the types of names and values."""
+        return self.meta["holds"]
 
     @property
     def leaf(self) -> str:
@@ -266,6 +272,8 @@ def check_value(name: str, value: Any) -> None:
             f"{key.name}={show(value)} must be {allowed(key)}{', and fit into 64 bits' * is_long}; "
             f"the nearest is {spell(key.name, near)}."
         )
+    for path in paths_in(value, key.holds):
+        check_path(key.name, path)
 
 
 def check_fields(config: Config) -> None:

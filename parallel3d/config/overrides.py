@@ -12,8 +12,12 @@ from operator import attrgetter
 from pathlib import Path
 
 import hydra
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from yaml.error import MarkedYAMLError
 
@@ -26,9 +30,12 @@ from parallel3d.config.fields import (
     show,
     spell,
     unknown_key,
+    values_of,
     with_values,
 )
 from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
+from parallel3d.config.text import read_yaml, with_text
+from parallel3d.config.words import as_typed, braces, check_twice, option, quoted_twice
 from parallel3d.errors import UserError, nearest_hint, readable
 
 VERSION = "1.3"  # Hydra's defaults are those of this version
@@ -51,20 +58,57 @@ def compose(*overrides: str, world_size: int | None = None) -> Config:
 
 def composed(overrides: Sequence[str]) -> Config:
     """Returns the configuration before its checks. Raises UserError if it cannot be composed."""
-    check_overrides(overrides)
+    kept = check_overrides(overrides)
     try:
-        config = OmegaConf.to_object(compose_tree(overrides))
+        config = config_of(compose_tree(kept))
     except Exception as error:  # Hydra passes on errors of Python's conversions too
         raise composing_error(error, overrides) from None
-    assert isinstance(config, Config)
     return typed_alternatives(config, overrides)
+
+
+def config_of(tree: DictConfig) -> Config:
+    """Returns what was composed as a configuration, whose text is as it was written.
+
+    Raises the errors of OmegaConf for values of other types.
+    """
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)  # the schema's class
+    values = {name: value for name, value in values_of(config).items() if isinstance(value, str)}
+    held = {name: braces(value) for name, value in values.items() if all_keys()[name].kind is dict}
+    return with_text(with_values(config, held))
 
 
 def compose_tree(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
     """Returns what the overrides come to, also with Hydra's own keys."""
-    register_schema()
+    register()
     with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION):
         return hydra.compose("config", list(overrides), return_hydra_config=with_hydra)
+
+
+class WrittenFiles(FileConfigSource):
+    """Reads a user's YAML files with `read_yaml`, for Hydra: their text is what stands in them."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Returns a file's keys; `config_path` is as "data/web"."""
+        found = super().load_config(config_path)
+        group = config_path.rpartition("/")[0].replace("/", ".")
+        if Path(self.path) == conf_dir() or group.partition(".")[0] == "hydra":
+            return found
+        package = found.header.get("package") or group
+        path = Path(self.path, self._normalize_file_name(config_path))
+        tree = read_yaml(path, "" if package == "_global_" else package)
+        if isinstance(tree, dict):
+            if "hydra" in tree:  # whose keys of any type have truths and numbers
+                tree["hydra"] = found.config["hydra"]
+            found.config = OmegaConf.create(tree)
+        return found
+
+
+def register() -> None:
+    """Registers the schema, and the reader of files, with Hydra; may be called repeatedly."""
+    register_schema()
+    Plugins.instance()  # which registers Hydra's own reader
+    SourcesRegistry.instance().types[WrittenFiles.scheme()] = WrittenFiles
 
 
 def presets(group: str, own: Path | None = None) -> list[str]:
@@ -104,8 +148,9 @@ def check_filled(config: Config, overrides: Sequence[str], own: Path | None = No
         overrides: as typed.
         own: the folder of --config-dir, whose experiments come first.
     """
-    typed = {name.lstrip("+"): value for name, _, value in (o.partition("=") for o in overrides)}
-    name, keys = typed.get("experiment"), all_keys()
+    typed = {override.partition("=")[0].lstrip("+"): override for override in overrides}
+    keys = all_keys()
+    name = option(typed["experiment"]) if "experiment" in typed else None
     missing = [
         keys[key]
         for key in left_open(name, own)
@@ -128,9 +173,10 @@ def experiment_files(experiment: str | None, own: Path | None = None) -> list[Di
     folders = [folder for folder in (own, conf_dir()) if folder is not None]
     paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
-    values = None if path is None else OmegaConf.load(path)
-    if not isinstance(values, DictConfig):
+    tree = None if path is None else read_yaml(path)
+    if not isinstance(tree, dict):
         return []
+    values = OmegaConf.create(tree)
     found = [values]
     for entry in values.get("defaults", ()):
         if isinstance(entry, str) and entry not in ("_self_", experiment):
@@ -138,49 +184,81 @@ def experiment_files(experiment: str | None, own: Path | None = None) -> list[Di
     return found
 
 
-def check_overrides(words: Sequence[str], own: Path | None = None, sweeps: bool = False) -> None:
-    """Raises UserError for the first override that is not KEY=VALUE of a key, a section or a group.
+def check_overrides(
+    words: Sequence[str], own: Path | None = None, sweeps: bool = False
+) -> list[str]:
+    """Returns the overrides with their text in the quotes of Hydra's grammar where it needs them.
 
-    Hydra's own pass; the values of keys are checked as they are composed.
+    Raises UserError for the first that is not KEY=VALUE of a key, a section or a group, and for
+    two that give the same key. Hydra's own pass; the values of keys are checked as they are
+    composed.
 
     Args:
         words: as typed.
         own: the folder of --config-dir.
         sweeps: several values for a key are a run each.
     """
-    for word in words:
-        try:
-            parsed = OverridesParser.create().parse_override(word)
-        except (HydraException, ValueError):  # ValueError: more digits than Python reads
-            parsed = None
-        if parsed is None or not parsed.key_or_group:
-            raise UserError(_not_read(word))
-        name, value = parsed.key_or_group, word.partition("=")[2]
-        if re.match("hydra([./]|$)", name):
-            continue
-        if name not in {*groups(), *SECTIONS, *all_keys()} or parsed.package is not None:
-            raise UserError(unknown_key(name, value or None))
-        if parsed.is_add() or parsed.is_delete():
+    check_twice(words)
+    return [_check_override(word, own, sweeps) for word in words]
+
+
+def _check_override(word: str, own: Path | None, sweeps: bool) -> str:
+    """Returns one override as `check_overrides` has it. Raises UserError."""
+    bare, is_set, value = word.partition("=")
+    key = all_keys().get(bare.lstrip("+"))
+    has_text = key is None or key.kind in (str, dict) or key.item is str
+    is_ours = not re.match("hydra([./]|$)", bare.lstrip("+~"))
+    is_list = key is not None and key.kind is str and value.startswith(("[", "{"))
+    kept = word
+    try:
+        if is_set and is_ours and has_text and not (is_list and key and not key.meta["list_of"]):
+            kept = as_typed(word, key)
+        parsed = OverridesParser.create().parse_override(kept)
+    except (HydraException, ValueError) as error:  # ValueError: more digits than Python reads
+        if isinstance(error, UserError):
+            raise
+        parsed = None
+    if parsed is None or not parsed.key_or_group:
+        raise UserError(_not_read(word))
+    name = parsed.key_or_group
+    if not is_ours:
+        return word
+    if name not in {*groups(), *SECTIONS, *all_keys()} or parsed.package is not None:
+        raise UserError(unknown_key(name, value or None))
+    if parsed.is_add() or parsed.is_delete():
+        raise UserError(
+            f"{word}: {name} is there already and cannot be deleted; the nearest is {name}=…."
+        )
+    if parsed.is_sweep_override():
+        if not sweeps:
+            also = "" if "(" in value else f", or a list as {name}=[{value}]"
             raise UserError(
-                f"{word}: {name} is there already and cannot be deleted; the nearest is {name}=…."
+                f"{word} is several values for one key; give --multirun to run each of them{also}."
             )
-        if parsed.is_sweep_override():
-            if not sweeps:
-                also = "" if "(" in value else f", or a list as {name}=[{value}]"
-                raise UserError(
-                    f"{word} is several values for one key; give --multirun to run each of "
-                    f"them{also}."
-                )
-        elif name in groups():
-            known, given = presets(name, own), parsed.value()
-            for option in given if isinstance(given, list) else [given]:
-                if option is not None and option not in known:
-                    raise UserError(_wrong_preset(name, show(option), known, word))
-        elif name in SECTIONS and not isinstance(parsed.value(), dict):
-            inside = next(key for key in all_keys() if key.startswith(f"{name}."))
-            raise UserError(
-                f"{word}: {name} is a group of keys, not one; set one of them, as {inside}=…."
-            )
+        return kept
+    given = parsed.value()
+    if name in groups():
+        known = presets(name, own)
+        for chosen in given if isinstance(given, list) else [given]:
+            if chosen is not None and chosen not in known:
+                raise UserError(_wrong_preset(name, show(chosen), known, word))
+    elif name in SECTIONS and not isinstance(given, dict):
+        inside = next(key for key in all_keys() if key.startswith(f"{name}."))
+        raise UserError(
+            f"{word}: {name} is a group of keys, not one; set one of them, as {inside}=…."
+        )
+    elif key is not None and has_text and not _has_form(given, key):
+        raise UserError(_not_allowed(word, key))
+    return kept
+
+
+def _has_form(value: object, key: Key) -> bool:
+    """Returns whether a value is text, or a list where the key has one; else OmegaConf refuses."""
+    if key.kind is dict or key.meta["list_of"] or value is None:
+        return True
+    if key.kind is str:
+        return not isinstance(value, (list, dict))
+    return isinstance(value, list) or "${" in str(value)
 
 
 def _not_allowed(typed: str, key: Key) -> str:
@@ -204,9 +282,10 @@ def _not_read(word: str) -> str:
         return unknown_key(left.strip("+~"), value)
     if key is not None and key.kind in (bool, int, float):
         return _not_allowed(word, key)
-    plain = value.replace('"', "").replace("'", "")
-    advice = f"a value with special characters is quoted twice, as '{left}=\"{plain}\"'"
+    plain = value.strip("'\"")
+    advice = f"a value with special characters is quoted twice, as {quoted_twice(left, plain)}"
     if value.startswith("{"):
+        plain = value.replace('"', "").replace("'", "")
         advice = f"names in braces stand without quotes, the nearest is '{left}={plain}'"
     return f"{word} is not of the form KEY=VALUE; {advice}."
 

@@ -257,15 +257,18 @@ class DataConfig:
         None,
         "text, chat: file, folder or glob, several joined by commas; corpus: prefix of a .bin/.idx "
         "pair",
+        holds=Path,
         megatron="--data-path",
     )
     blend: Any = key(
         None,
         "blend: weights by prefix, {web:0.7,code:0.3}; or the word tokens: as many as it has",
+        holds=dict[Path, float],
     )
     blend_stages: Any = key(
         None,
         "blend: other weights from a number of tokens on, {1000000000:{web:0.5,math:0.5}}",
+        holds=dict[float, dict[Path, float]],
     )
     most_epochs: float | None = key(
         None,
@@ -303,6 +306,7 @@ class DataConfig:
         None,
         "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: the "
         "run's own or the corpus's, else byte",
+        holds=Path,
         megatron="--tokenizer-type",
         differs="there a kind of tokenizer, here the tokenizer itself",
     )
@@ -315,6 +319,7 @@ class DataConfig:
         None,
         "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or what "
         "data.path takes for text; each has a loss of its own",
+        holds=dict[str, Path],
         megatron="--valid-data-path",
         differs="there a blend, or with --multiple-validation-sets several; here sets by name",
     )
@@ -340,6 +345,7 @@ class DataConfig:
     cache_dir: str | None = key(
         None,
         "folder of the token cache; null: the user's cache folder",
+        holds=Path,
         megatron="--data-cache-path",
     )
 
@@ -471,6 +477,7 @@ class OptimConfig:
         None,
         "factors of learning rate and weight decay by patterns of names, of which the first that "
         "matches counts: {embedding.*:{lr_mult:0.1,wd_mult:0}}",
+        holds=dict[str, dict[str, float]],
     )
     clip_grad: float = key(
         1.0,
@@ -639,9 +646,12 @@ class EvalConfig:
     tasks: str | None = key(
         None,
         "jsonl, a row a context with choices and answer, or with a continuation; typed tasks=",
+        holds=Path,
     )
     to: str | None = key(
-        None, "file for the scores of all rows, as JSON; null: in eval/ of the run directory"
+        None,
+        "file for the scores of all rows, as JSON; null: in eval/ of the run directory",
+        holds=Path,
     )
     batch_tokens: int = key(8192, "tokens of a forward of one rank, padding included", minimum=1)
     step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
@@ -664,14 +674,16 @@ class DryrunConfig:
         "workspace and what the allocator loses to fragments",
         minimum=0,
     )
-    json: str | None = key(None, "file for everything shown and more, as JSON")
+    json: str | None = key(None, "file for everything shown and more, as JSON", holds=Path)
 
 
 @dataclass
 class PlanConfig:
     """Options of `parallel3d plan`."""
 
-    html: str | None = key(None, "plan: file for the whole plan as one page, with pictures")
+    html: str | None = key(
+        None, "plan: file for the whole plan as one page, with pictures", holds=Path
+    )
 
 
 @dataclass
@@ -686,7 +698,9 @@ class ScheduleConfig:
             *("auto", "file"),
         ),
     )
-    file: str | None = key(None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2")
+    file: str | None = key(
+        None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2", holds=Path
+    )
     layers_per_stage: list[int] | None = key(
         None,
         "layers of each stage, pp · vpp of them in the order of the model, e.g. [3,5]; null "
@@ -730,9 +744,13 @@ class ScheduleConfig:
         "draw the third step of a start: when each pipeline rank computed what, measured and on "
         "the clock, as timeline.svg and, for Perfetto, timeline.json in the run directory",
     )
-    svg: str | None = key(None, "parallel3d schedule: file for the timeline as SVG")
-    csv: str | None = key(None, "parallel3d schedule: file for the schedule as a table of actions")
-    json: str | None = key(None, "parallel3d schedule: file for the table of all schedules as JSON")
+    svg: str | None = key(None, "parallel3d schedule: file for the timeline as SVG", holds=Path)
+    csv: str | None = key(
+        None, "parallel3d schedule: file for the schedule as a table of actions", holds=Path
+    )
+    json: str | None = key(
+        None, "parallel3d schedule: file for the table of all schedules as JSON", holds=Path
+    )
 
 
 @dataclass
@@ -912,6 +930,7 @@ class TrainConfig:
         None,
         "global batch by the samples read before a step, {0:16,1000:32}: 16, and 32 from 1000 "
         "samples on; it ends with global_batch_size; null: that one always",
+        holds=dict[float, float],
         megatron="--rampup-batch-size",
         differs="there start, increment and samples; here any sizes",
     )
@@ -1106,9 +1125,12 @@ class ClusterConfig:
         None,
         "plan and layout=auto: a machine that parallel3d calibrate measured; may be typed "
         "cluster=FILE.yaml",
+        holds=Path,
     )
     topology_file: str | None = key(
-        None, "with source=slurm: a topology.conf, or what `scontrol show topology` printed"
+        None,
+        "with source=slurm: a topology.conf, or what `scontrol show topology` printed",
+        holds=Path,
     )
     nvlink_interface: str | None = key(
         None, "on CPU: network interface for groups inside one domain; null: the system's choice"
@@ -1135,8 +1157,8 @@ class TopologyConfig:
     """Options of `parallel3d topology`."""
 
     rank: int = key(0, "the rank whose groups are highlighted", minimum=0)
-    svg: str | None = key(None, "file for a picture of the cluster, as SVG")
-    json: str | None = key(None, "file for everything shown, as JSON")
+    svg: str | None = key(None, "file for a picture of the cluster, as SVG", holds=Path)
+    json: str | None = key(None, "file for everything shown, as JSON", holds=Path)
     search: int = key(5, "rows of the placement search to list; 0: no search", minimum=0)
 
 
@@ -1151,14 +1173,16 @@ class BenchConfig:
     outlier: float = key(
         1.5, "a pair or rank slower than this many times the median is named", above=1
     )
-    json: str | None = key(None, "file for all rows; null: bench.json in the run directory")
+    json: str | None = key(
+        None, "file for all rows; null: bench.json in the run directory", holds=Path
+    )
 
 
 @dataclass
 class CalibrateConfig:
     """Options of `parallel3d calibrate`, which measures in the type of `precision`."""
 
-    file: str = key("calibrated.yaml", "the cluster file that it writes")
+    file: str = key("calibrated.yaml", "the cluster file that it writes", holds=Path)
     replace: bool = key(False, "whether a file of that name may be written anew")
     ranks: int | None = key(
         None,
@@ -1247,12 +1271,13 @@ class Config:
         megatron="--save",
         differs="there a folder; here the name of a folder inside runs_dir",
     )
-    runs_dir: str = key("runs", "folder of all runs")
+    runs_dir: str = key("runs", "folder of all runs", holds=Path)
     init_from: str | None = key(
         None,
         "weights of a new run: another run (its newest whole checkpoint; run@500 for that of step "
         "500), the folder of a run or of a checkpoint, or a Hugging Face folder; model and "
         "tokenizer come along",
+        holds=Path,
         megatron="--finetune",
         differs="there of --load, beside all sizes of its model",
     )
@@ -1305,7 +1330,7 @@ class Config:
         "such as tp-cp-pp-dp, a tiling such as tp4-dp2-pp2-dp4, or file (rank_file)",
     )
     rank_file: str | None = key(
-        None, "for placement=file: a line `rank host local_index` for each rank"
+        None, "for placement=file: a line `rank host local_index` for each rank", holds=Path
     )
     prompt: str = key("\n", "generate: the text to continue, taken as it is typed")
     preflight: bool = key(False, "probe every group before step 1 and name what is slow")

@@ -16,6 +16,7 @@ def key(
     *,
     choices: tuple[str, ...] | None = None,
     list_of: tuple[str, ...] | None = None,
+    holds: Any = None,
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -27,13 +28,15 @@ def key(
 
     `fields` enforces `choices`, `minimum` and `maximum` (inclusive), `above` and `below`
     (exclusive). With `list_of`, one or a list of such words may stand for a choice, as a list or
-    as text; of RANKS, a list of numbers. `megatron` names Megatron-LM's flags of the same meaning,
-    `differs` in which way they differ.
+    as text; of RANKS, a list of numbers. `holds` is Path for text that is a path; for values in
+    braces it gives the types of names and values, as dict[str, float]. `megatron` names
+    Megatron-LM's flags of the same meaning, `differs` in which way they differ.
     """
     meta = {
         "help": help,
         "choices": choices,
         "list_of": list_of,
+        "holds": holds,
         "minimum": minimum,
         "above": above,
         "maximum": maximum,

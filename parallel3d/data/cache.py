@@ -163,7 +163,7 @@ def folder_of(data: DataConfig) -> Path:
     """Returns `data.cache_dir`, else `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`. Raises
     UserError without a home folder."""
     if data.cache_dir is not None:
-        return Path(os.path.expanduser(data.cache_dir)).absolute()
+        return Path(data.cache_dir).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative paths
         base = os.path.expanduser("~/.cache")

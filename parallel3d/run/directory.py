@@ -40,6 +40,7 @@ from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import REMOVED, RENAMED, spell
 from parallel3d.config.identity import flat
 from parallel3d.config.schema import Config
+from parallel3d.config.text import read_yaml, with_text
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, lock, no_link, replace_durably
@@ -159,11 +160,9 @@ def next_name(directory: Path) -> str:
 def read_config(path: Path) -> Config:
     """Returns the configuration in a file. Raises OSError and NO_CONFIG."""
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except OSError as error:
-        if error.errno is None:  # raised by OmegaConf for a file with a single word in it
-            raise ValueError(str(error)) from None
-        raise
+        tree = read_yaml(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(str(error)) from None
     if not tree:
         raise ValueError("it is empty")
     return typed_config(tree)
@@ -180,7 +179,7 @@ def typed_config(tree: object) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), known))
     if not isinstance(config, Config):
         raise TypeError(f"it holds a {type(config).__name__}")
-    return config
+    return with_text(config)
 
 
 def _without(tree: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def composer() -> fuzz.Composer:
             ["must divide the rows of the padded vocabulary", "is tp=1,"],
         ),
         (
-            ["pp=9", "model.num_layers=4096", "pp=4096", "schedule.layers_per_stage=[1]"],
+            ["model.num_layers=4096", "pp=4096", "schedule.layers_per_stage=[1]"],
             ["schedule.layers_per_stage=[1] has 1 entries", "give schedule.layers_per_stage=null"],
         ),
         (

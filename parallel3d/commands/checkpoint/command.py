@@ -30,12 +30,14 @@ VERBS = {
         {"run": "name of one run (all)", RUNS_DIR: RUN[RUNS_DIR]},
         (),
         "parallel3d checkpoint ls\nparallel3d checkpoint ls run=my_run",
+        paths=("runs_dir",),
     ),
     "verify": Verb(
         "read every byte of a run's checkpoints and prove it; exit code 1 if one is damaged",
         RUN | {"step": "step of one checkpoint (all)"},
         ("run",),
         "parallel3d checkpoint verify run=my_run\nparallel3d checkpoint verify run=my_run step=500",
+        paths=("runs_dir",),
     ),
     "export": Verb(
         "write a checkpoint's model as a Hugging Face folder (Llama, Qwen2, Qwen3 or GPT-2)",
@@ -49,6 +51,7 @@ VERBS = {
         ("run", "to"),
         "parallel3d checkpoint export run=my_run to=my_model\n"
         "parallel3d checkpoint export run=my_run to=my_model step=500 dtype=bf16",
+        paths=("to", "runs_dir"),
     ),
     "import": Verb(
         "make a run whose checkpoint, at step 0, has the weights of a Hugging Face folder; keys "
@@ -63,6 +66,7 @@ VERBS = {
         "parallel3d checkpoint import from=gpt2 run=from_gpt2\n"
         "parallel3d checkpoint import from=my_llama run=tuned model.seq_length=512",
         free=True,
+        paths=("from", "runs_dir"),
     ),
     "branch": Verb(
         "make a run that continues from another run's checkpoint: same step, optimizer and "
@@ -71,6 +75,7 @@ VERBS = {
         ("from", "run"),
         "parallel3d checkpoint branch my_run@500 run=cooldown",
         names=("from",),
+        paths=("runs_dir",),
     ),
     "average": Verb(
         "make a run whose checkpoint, at step 0, has the mean of the weights of several "
@@ -84,6 +89,7 @@ VERBS = {
         ("run",),
         "parallel3d checkpoint average run=my_run last=5\n"
         "parallel3d checkpoint average run=my_run steps=[300,400,500] to=my_mean",
+        paths=("runs_dir",),
     ),
     "diff": Verb(
         "compare two checkpoints: weights, optimizer state, progress; exit code 1 if they differ",
@@ -92,6 +98,7 @@ VERBS = {
         "parallel3d checkpoint diff my_run other_run\n"
         "parallel3d checkpoint diff my_run@100 my_run@200",
         names=("a", "b"),
+        paths=("runs_dir",),
     ),
 }
 

@@ -1,0 +1,59 @@
+"""Knows what a path is: its `~` is a home, or it is refused; an address (`s3://…`) stays."""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel3d.errors import UserError
+
+
+def at_home(text: str) -> str:
+    """Returns a path, or several joined by commas, with `~` and `~user` as the homes they mean.
+
+    A shell expands neither behind a `=`, in YAML, nor for a program. What means no home stays.
+    """
+    return ",".join(map(_at_home, text.split(",")))
+
+
+def _at_home(item: str) -> str:
+    path = item.lstrip()
+    # Python takes an empty HOME for the root.
+    if not path.startswith("~") or (path[1:2] in ("", "/") and os.environ.get("HOME") == ""):
+        return item
+    there = os.path.expanduser(path)
+    return item[: len(item) - len(path)] + there if os.path.isabs(there) else item
+
+
+def check_path(name: str, text: str) -> None:
+    """Raises UserError for a path, as `at_home` returns it, that means nothing or a guess.
+
+    `name`: the key, for the sentence.
+    """
+    if not text.strip():
+        raise UserError(f"{name}={text} is empty: give a path, or leave {name} out.")
+    for item in map(str.strip, text.split(",")):
+        if item.startswith("~"):
+            raise UserError(
+                f"{name}={text} begins with ~, which is nobody's home on this host; give the whole "
+                f"path, or ./{item} for a name that begins so."
+            )
+        if item.startswith("$"):
+            raise UserError(
+                f"{name}={text} begins with $, which nothing here expands; let the shell do it, or "
+                f"give '{name}=${{oc.env:NAME}}/…' with the variable's name, or ./{item} for a "
+                "name that begins so."
+            )
+
+
+def paths_in(value: Any, holds: Any) -> Iterator[str]:
+    """Yields the paths in a value of a key that holds them."""
+    if holds is Path and isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping) and typing.get_origin(holds) is dict:
+        for pair in value.items():
+            for part, kind in zip(pair, typing.get_args(holds), strict=True):
+                yield from paths_in(part, kind)

@@ -1,0 +1,128 @@
+"""Keeps text as it is written: in YAML files, and in the values that are typed in braces.
+
+YAML and Hydra take `1.10`, `0123`, `1:30`, `on` and `5e10423` for numbers and truths. Here such a
+scalar becomes a number only if that is spelled as the scalar is; else it stays text, which a key of
+type text keeps and a key of numbers reads by Python's rules: 0123 is 123, and 1:30 is no number.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parallel3d.config.fields import all_keys, values_of, with_values
+from parallel3d.config.paths import at_home
+from parallel3d.config.schema import Config
+from parallel3d.config.values import RANKS
+
+_YAML = "tag:yaml.org,2002:"
+_BASED = re.compile("[-+]?0[xb][0-9a-fA-F_]+")  # numbers to another base than ten
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML; a scalar whose value is spelled otherwise than itself stays text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raises ConstructorError for a name that is there twice, whatever its type."""
+        names = set()
+        for name, _ in node.value:
+            if name.value in names:
+                raise yaml.constructor.ConstructorError(
+                    "while constructing a mapping",
+                    node.start_mark,
+                    f"found duplicate key {name.value}",
+                    name.start_mark,
+                )
+            if isinstance(name, yaml.ScalarNode):
+                names.add(name.value)
+        return super().construct_mapping(node, deep=deep)
+
+    def spelled(self, node: yaml.ScalarNode) -> Any:
+        """Returns a number or a truth that is spelled as it is read, or the text."""
+        kind = node.tag.removeprefix(_YAML)
+        try:
+            value = getattr(self, f"construct_yaml_{kind}")(node)
+        except ValueError:  # more digits than Python reads
+            return node.value
+        return value if str(value) == node.value else node.value
+
+
+for _kind in ("int", "float", "bool"):
+    _Loader.add_constructor(f"{_YAML}{_kind}", _Loader.spelled)
+for _kind in ("timestamp", "value"):  # a date, and a lone "="
+    _Loader.add_constructor(f"{_YAML}{_kind}", _Loader.construct_scalar)
+
+
+def read_yaml(path: Path, package: str = "") -> Any:
+    """Returns what stands in a YAML file of the configuration.
+
+    Args:
+        path: its place.
+        package: the dotted name of the section that its keys belong to; "": the whole.
+
+    Raises OSError, and yaml's errors.
+    """
+    with path.open(encoding="utf-8") as file:
+        return _in_place(yaml.load(file, _Loader), package)
+
+
+def _in_place(value: Any, place: str) -> Any:
+    """Returns a value with homes in its paths, and the numbers to other bases as numbers."""
+    key = all_keys().get(place)
+    if key is None:
+        if not isinstance(value, dict):
+            return value
+        dot = f"{place}." if place else ""
+        return {name: _in_place(inside, f"{dot}{name}") for name, inside in value.items()}
+    if isinstance(value, str) and key.holds is Path:
+        return at_home(value)
+    if isinstance(value, str) and key.kind in (int, float) and _BASED.fullmatch(value):
+        return int(value, 0)
+    return value
+
+
+def number_of(text: Any) -> Any:
+    """Returns the number or truth that text spells, by Python's rules; or what it is given."""
+    if not isinstance(text, str) or not text.isascii():
+        return text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:  # no number, or more digits than Python reads
+            continue
+    return text
+
+
+def with_text(config: Config) -> Config:
+    """Returns the configuration with names as text, numbers as numbers, and homes in paths.
+
+    Values in braces have no types for OmegaConf: `schema` declares what they hold.
+    """
+    old = values_of(config)
+    new = {name: _typed(value, all_keys()[name].holds) for name, value in old.items()}
+    for name, key in all_keys().items():
+        if key.meta["list_of"] == RANKS and isinstance(old[name], list):
+            new[name] = [number_of(item) for item in old[name]]
+    changed = {k: v for k, v in new.items() if repr(v) != repr(old[k])}
+    return with_values(config, changed) if changed else config
+
+
+def _typed(value: Any, holds: Any) -> Any:
+    if value is None or holds is None:
+        return value
+    if holds is float:
+        return number_of(value)
+    if holds in (str, Path):
+        text = str(value) if isinstance(value, (bool, int, float)) else value
+        return at_home(text) if holds is Path and isinstance(text, str) else text
+    if not isinstance(value, Mapping):  # a word that stands for all
+        return value
+    of_names, of_values = typing.get_args(holds)
+    return {_typed(name, of_names): _typed(inside, of_values) for name, inside in value.items()}

@@ -1,0 +1,274 @@
+"""Keeps the words of a command line as they are typed, before Hydra reads them.
+
+Hydra takes `run=5e10423` for the number inf, `1.10` for 1.1 and `{007:1}` for the name 7, and it
+has no place for `~` and `ü` outside quotes. A word is parsed here by Hydra's grammar, and what
+Hydra would change is put into its quotes; values in braces, whose names have no quotes in that
+grammar, become text that `braces` reads afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from antlr4.tree.Tree import TerminalNodeImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.overrides_visitor import HydraErrorListener
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
+
+from parallel3d.config.fields import Key
+from parallel3d.config.paths import at_home, check_path
+from parallel3d.errors import UserError
+
+# Words that Hydra leaves as they are, by far the most; nothing is parsed for them.
+_PLAIN = re.compile(r"(?!(?i:true|false|inf|nan)\Z)[A-Za-z_/][A-Za-z0-9_./-]*")
+# Characters that mean nothing to Hydra's grammar, which yet refuses them outside quotes.
+_FOREIGN = re.compile(r"[^\w\s=,:()\[\]{}'\"\\/\-+.$%*@?|]|[^\x00-\x7f]|[\n\r\f\v]")
+_NUMBERS = (OverrideLexer.INT, OverrideLexer.FLOAT)
+_CASTS = ("int", "float", "bool")
+_RANGES = ("range", "interval")
+
+
+class Edit(NamedTuple):
+    """New text for the characters `start` to `end` of a word."""
+
+    start: int
+    end: int
+    text: str
+
+
+def in_quotes(text: str) -> str:
+    """Returns text as Hydra's grammar has it in quotes."""
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def quoted_twice(name: str, text: str) -> str:
+    """Returns an override as it is typed in a shell, with its text in Hydra's quotes."""
+    return shlex.quote(f"{name}={QuotedString(text, Quote.double).with_quotes()}")
+
+
+def as_typed(word: str, key: Key | None = None) -> str:
+    """Returns an override with all that Hydra would change in its value in quotes.
+
+    Args:
+        word: KEY=VALUE; the value is text, a list, braces, or several of these for a sweep.
+        key: the key; None: a group or a section.
+
+    Raises UserError for a name that is twice in braces, a number where text stands, and a path
+    that means nothing; HydraException for what Hydra's grammar does not have.
+    """
+    start = word.index("=") + 1
+    typed = word[start:]
+    if _PLAIN.fullmatch(typed):
+        return word
+    value = _parsed(word).value()
+    is_text = key is not None and key.kind is str and not key.meta["choices"]
+    edits = [] if value is None else [*_edits(value, word, key)]
+    is_plain = value is None or _is_plain(value)
+    if is_text and is_plain and typed != typed.strip(" \t"):  # Hydra drops the blanks around it
+        inside = "" if value is None else _text(_primitive(value), word)
+        before = typed[: len(typed) - len(typed.lstrip(" \t"))]
+        after = typed[len(typed.rstrip(" \t")) :] if inside else ""
+        edits = [Edit(start, len(word), in_quotes(f"{before}{inside}{after}"))]
+    if is_text and key is not None and key.holds is Path:
+        edits = [*_path_edits(word, key, value, start, edits)]
+    for edit in sorted(edits, reverse=True):
+        word = f"{word[: edit.start]}{edit.text}{word[edit.end :]}"
+    return word
+
+
+def option(word: str) -> str:
+    """Returns the value of a plain override, without the quotes of Hydra's grammar."""
+    value = word.partition("=")[2]
+    return (
+        str(OverridesParser.create().parse_override(word).value()) if value[:1] in "'\"" else value
+    )
+
+
+def braces(text: str) -> Any:
+    """Returns the names and values of text in braces, all as text; or the text if it has none."""
+    if not text.startswith("{"):
+        return text
+    word = f"x={text}"
+    try:
+        value = _parsed(word).value()
+    except HydraException:
+        return text
+    element = value.element()
+    return text if element is None else _inside(element, word)
+
+
+def check_twice(words: Sequence[str]) -> None:
+    """Raises UserError for a key or a group that two words give; Hydra would take the last."""
+    seen: dict[str, str] = {}
+    for word in words:
+        typed, equals, _ = word.partition("=")
+        if word.startswith("-") or not (equals or word.startswith("~")):
+            continue
+        for name in _names(typed.lstrip("+~"), word):
+            if name in seen:
+                raise UserError(
+                    f"{seen[name]} and {word}: {name} is typed twice, and only one of them can "
+                    "hold; give one of them (a script may add words of its own)."
+                )
+            seen[name] = word
+
+
+def _names(name: str, word: str) -> list[str]:
+    """Returns the keys that a word gives: those in the braces of a section, `train={steps:1}`."""
+    inside = braces(word.partition("=")[2]) if "." not in name else None
+    return [f"{name}.{leaf}" for leaf in inside] if isinstance(inside, dict) else [name]
+
+
+def _parsed(word: str) -> OverrideParser.OverrideContext:
+    """Returns Hydra's tree of an override, in which foreign characters count as letters.
+
+    Places in it are places in `word`. Raises HydraException.
+    """
+    name, equals, value = word.partition("=")
+    listener, stream = HydraErrorListener(), InputStream(name + equals + _FOREIGN.sub("x", value))
+    lexer = OverrideLexer(stream)
+    parser = OverrideParser(CommonTokenStream(lexer))
+    for part in (lexer, parser):
+        part.removeErrorListeners()
+        part.addErrorListener(listener)
+    return parser.override()
+
+
+def _edits(ctx: Any, word: str, key: Key | None) -> Iterator[Edit]:
+    """Yields what Hydra would change below a node."""
+    if isinstance(ctx, OverrideParser.PrimitiveContext):
+        if not _is_kept(ctx, word):
+            start, end = _place(ctx)
+            yield Edit(start, end, in_quotes(_text(ctx, word)))
+    elif isinstance(ctx, OverrideParser.DictContainerContext):
+        if _has_other_names(ctx, word):
+            start, end = _place(ctx)
+            yield Edit(start, end, in_quotes(word[start:end]))
+        else:
+            for pair in _pairs(ctx):
+                yield from _edits(pair.element(), word, key)
+    elif isinstance(ctx, OverrideParser.FunctionContext):
+        name = ctx.ID().getText()
+        if name in _CASTS and key is not None and key.kind in (str, list):
+            raise UserError(
+                f"{word}: {key.name} is text, and {name}() makes a number; give the text itself, "
+                f"or {quoted_twice(key.name, word[slice(*_place(ctx))])} for these words."
+            )
+        if name not in (*_CASTS, *_RANGES):
+            named = False
+            for child in ctx.getChildren():
+                if isinstance(child, OverrideParser.ElementContext) and not named:
+                    yield from _edits(child, word, key)
+                named = isinstance(child, OverrideParser.ArgNameContext)
+    elif not isinstance(ctx, TerminalNodeImpl):
+        for child in ctx.getChildren():
+            yield from _edits(child, word, key)
+
+
+def _path_edits(word: str, key: Key, value: Any, start: int, edits: list[Edit]) -> Iterator[Edit]:
+    """Yields edits of a path, with its homes. Raises UserError for one that means nothing."""
+    if value is None and not edits:
+        check_path(key.name, "")
+    if value is None or not _is_plain(value, quoted=True):
+        yield from edits
+        return
+    ctx = _primitive(value)
+    text = _text(ctx, word)
+    if "${" not in text and not _is_null(ctx):
+        check_path(key.name, at_home(text))
+    if at_home(text) == text:
+        yield from edits
+    else:
+        yield Edit(start, len(word), in_quotes(at_home(text)))
+
+
+def _inside(ctx: Any, word: str) -> Any:
+    """Returns the value of an element: text, None, a list, or a dict."""
+    if ctx.dictContainer():
+        pairs = _pairs(ctx.dictContainer())
+        return {_text(p.dictKey(), word): _inside(p.element(), word) for p in pairs}
+    if ctx.listContainer():
+        return [_inside(element, word) for element in ctx.listContainer().element()]
+    if ctx.function():
+        return word[slice(*_place(ctx))]
+    return None if _is_null(ctx.primitive()) else _text(ctx.primitive(), word)
+
+
+def _pairs(ctx: OverrideParser.DictContainerContext) -> list[Any]:
+    return list(ctx.dictKeyValuePair())
+
+
+def _has_other_names(ctx: OverrideParser.DictContainerContext, word: str) -> bool:
+    """Returns whether Hydra would change a name in braces, or in braces inside them.
+
+    Raises UserError for a name that is there twice.
+    """
+    names = [_text(pair.dictKey(), word) for pair in _pairs(ctx)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{word}: {twice} is twice in the same braces; leave one of them out.")
+    inside = [pair.element().dictContainer() for pair in _pairs(ctx)]
+    deeper = [_has_other_names(container, word) for container in inside if container]
+    return any(deeper) or not all(_is_kept(p.dictKey(), word, name=True) for p in _pairs(ctx))
+
+
+def _tokens(ctx: Any) -> list[Any]:
+    """Returns the tokens of a primitive, without the blanks around it."""
+    symbols = [child.symbol for child in ctx.getChildren()]
+    while symbols and symbols[0].type == OverrideLexer.WS:
+        symbols.pop(0)
+    while symbols and symbols[-1].type == OverrideLexer.WS:
+        symbols.pop()
+    return symbols
+
+
+def _place(ctx: Any) -> tuple[int, int]:
+    return ctx.start.start, ctx.stop.stop + 1
+
+
+def _text(ctx: Any, word: str) -> str:
+    """Returns the text that a primitive spells, without the grammar's quotes and backslashes."""
+    symbols = _tokens(ctx)
+    if [symbol.type for symbol in symbols] == [OverrideLexer.QUOTED_VALUE]:
+        quoted = word[symbols[0].start : symbols[0].stop + 1]
+        return str(OverridesParser.create().parse_override(f"x={quoted}").value())
+    spelled = (word[symbol.start : symbol.stop + 1] for symbol in symbols)
+    is_escape = (symbol.type == OverrideLexer.ESC for symbol in symbols)
+    return "".join(t[1::2] if e else t for t, e in zip(spelled, is_escape, strict=True))
+
+
+def _is_kept(ctx: Any, word: str, name: bool = False) -> bool:
+    """Returns whether text is the same after Hydra and `str` as it is typed."""
+    symbols = _tokens(ctx)
+    if any(_FOREIGN.search(word, symbol.start, symbol.stop + 1) for symbol in symbols):
+        return [symbol.type for symbol in symbols] == [OverrideLexer.QUOTED_VALUE]
+    if len(symbols) != 1:
+        return True
+    kind, text = symbols[0].type, symbols[0].text
+    if kind in _NUMBERS:
+        number = int if kind == OverrideLexer.INT else float
+        return len(text) < 4300 and str(number(text)) == text  # Python reads no longer ones
+    return kind != OverrideLexer.BOOL and not (name and kind == OverrideLexer.NULL)
+
+
+def _is_null(ctx: Any) -> bool:
+    return [symbol.type for symbol in _tokens(ctx)] == [OverrideLexer.NULL]
+
+
+def _primitive(value: Any) -> Any:
+    return value.element().primitive()
+
+
+def _is_plain(value: Any, quoted: bool = False) -> bool:
+    """Returns whether a value is one piece of text, in quotes only if `quoted`."""
+    ctx = value.element() and value.element().primitive()
+    if not ctx:
+        return False
+    return quoted or OverrideLexer.QUOTED_VALUE not in [s.type for s in _tokens(ctx)]
