@@ -127,10 +127,11 @@ class Optimizer:
         return self.segments[0].grad.device if self.segments else torch.device("cpu")
 
     @torch.no_grad()
-    def squared_norm(self) -> Tensor:
+    def squared_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
         """Returns this rank's share of the squared gradient norm, each parameter once, float64.
 
-        Not finite if any gradient here is not, also of a parameter that another rank counts.
+        Not finite if any gradient here is not, also of a parameter that another rank counts, or
+        if its squares are beyond `summed_in`; None: fp32, or fp64 for gradients of that type.
         """
         counted: list[Tensor] = []
         rest: list[Tensor] = []
@@ -139,7 +140,7 @@ class Optimizer:
             for tp_replicas, run in segment.split(tp_replicas_of):
                 first = self.tp.index % tp_replicas == 0  # of the ranks that share the run
                 (counted if counts and first else rest).append(run.grad)
-        return norm_share(counted, rest, self.device)
+        return norm_share(counted, rest, self.device, summed_in=summed_in)
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, loss_scale: float = 1.0) -> None:
@@ -311,19 +312,31 @@ def trained_parts(parts: list[SegmentPart], optim: OptimConfig) -> list[SegmentP
 
 
 def norm_share(
-    counted: list[Tensor], rest: list[Tensor], device: torch.device, norm_type: float = 2.0
+    counted: list[Tensor],
+    rest: list[Tensor],
+    device: torch.device,
+    norm_type: float = 2.0,
+    summed_in: torch.dtype | None = None,
 ) -> Tensor:
     """Returns Σ |g|^p over the flat gradients that this rank counts (inf: max |g|), float64.
 
     Not finite if any gradient here is not, also of the rest, which another rank counts.
     """
     # 0 · inf and 0 · NaN are NaN
-    own, others = (sum_of_powers(grads, device, norm_type) for grads in (counted, rest))
+    own, others = (sum_of_powers(grads, device, norm_type, summed_in) for grads in (counted, rest))
     return own + 0.0 * others
 
 
-def sum_of_powers(grads: list[Tensor], device: torch.device, norm_type: float = 2.0) -> Tensor:
-    """Returns Σ |g|^norm_type, or max |g| for inf, float64; of half precision taken in fp32."""
+def sum_of_powers(
+    grads: list[Tensor],
+    device: torch.device,
+    norm_type: float = 2.0,
+    summed_in: torch.dtype | None = None,
+) -> Tensor:
+    """Returns Σ |g|^norm_type, or max |g| for inf, float64; of half precision taken in fp32.
+
+    `summed_in`: type of the sums inside a gradient, instead of fp32 or the gradient's own.
+    """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if not is_accelerator(device):
@@ -332,9 +345,9 @@ def sum_of_powers(grads: list[Tensor], device: torch.device, norm_type: float = 
         grads = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
     half = [g for g in grads if g.dtype.itemsize < 4]
     wide = [g for g in grads if g.dtype.itemsize >= 4]
-    norms = [*foreach_norm(wide, norm_type)] if wide else []
+    norms = [*foreach_norm(wide, norm_type, dtype=summed_in)] if wide else []
     if half:
-        norms += foreach_norm(half, norm_type, dtype=torch.float32)
+        norms += foreach_norm(half, norm_type, dtype=summed_in or torch.float32)
     all_norms = torch.stack(norms).double()
     return all_norms.amax() if math.isinf(norm_type) else all_norms.pow(norm_type).sum()
 

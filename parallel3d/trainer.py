@@ -398,11 +398,7 @@ class Trainer:
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:
         """Reduces over the world: loss, unscaled gradient norm, whether a rank is asked to stop."""
-        squared = self.optimizer.squared_norm().to(self.device)
-        if self.data_parallel.replicas[0] > 0:
-            # Only the first of equal replicas contributes; 0 · inf is NaN, so any rank's overflow
-            # reaches the sum.
-            squared = squared * 0.0
+        squared = self._share_of_norm()
         # Filled by a kernel: copying a number from the host would block it.
         stop = torch.full_like(squared, float(self.stop_requested()))
         own = (self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop)))
@@ -410,9 +406,23 @@ class Trainer:
         collectives.all_reduce_few(sums, self.groups.world)
         with blocking(self.groups.world):
             loss, count, square, stops, *squares = sums.tolist()
+        if not math.isfinite(square) and self.config.optim.clip_grad > 0:
+            # Of finite gradients above 1e19 only the squares are beyond fp32, and clipped they are
+            # as any. Without clipping AdamW would square them itself.
+            wide = self._share_of_norm(torch.float64)
+            collectives.all_reduce_few(wide, self.groups.world)
+            with blocking(self.groups.world):
+                square = wide.item()
         self.noise.update(squares, self.loss_scale.scale)
         mean = loss / count if count else None
         return mean, self.loss_scale.unscaled(square**0.5), stops > 0
+
+    def _share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
+        """Returns this rank's share of the squared gradient norm, float64."""
+        squared = self.optimizer.squared_norm(summed_in).to(self.device)
+        # Only the first of equal replicas contributes; 0 · inf is NaN, so any rank's overflow
+        # reaches the sum.
+        return squared * 0.0 if self.data_parallel.replicas[0] > 0 else squared
 
     def parameter_slices(self) -> list[ParameterSlice]:
         two_tables = self.tied_name is not None  # of which this rank holds one

@@ -53,6 +53,7 @@ from parallel3d.config.checks import (
     check_config,
     check_loggers,
     check_precision_of,
+    single_process,
 )
 from parallel3d.config.fields import check_fields
 from parallel3d.config.overrides import (
@@ -100,8 +101,8 @@ CGROUPS = Path("/proc/self/cgroup")
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
-TRAIN = "train"
-NEED_DATA = (TRAIN, "verify")
+TRAIN, VERIFY = "train", "verify"
+NEED_DATA = (TRAIN, VERIFY)
 FROM_RUNS = (GENERATE, EVAL)  # take the model from a run
 # Subcommands of this process alone, by the modules of their functions: topology, schedule and plan
 # without torch, dryrun on a device that is not there.
@@ -282,6 +283,8 @@ def _run_job(
             config = calibrate_config(config, typed, world_size)
         elif app in NEED_DATA:
             config = check_config(config, world_size, goes_on=_goes_on(app, config))
+            if app == VERIFY:
+                single_process(config)  # refused here, once, and not by its ranks
         else:
             config = check_communication(config, world_size)
         if place is None:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks import single_process
 from parallel3d.config.fields import spell, with_values
-from parallel3d.config.schema import Config, OptimConfig, ProfileConfig, ScheduleConfig
+from parallel3d.config.schema import Config, OptimConfig
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
 from parallel3d.data.loader import sources_of, with_length
@@ -181,13 +181,6 @@ def compare(
                 yield Comparison(*name, step, result, expected, worst, failure)
         if broadcast_flag(differs, groups, device):
             return
-
-
-def single_process(config: Config) -> Config:
-    """Returns the config of the same training on one rank, with micro-batches for replicas."""
-    one = dict.fromkeys(("tp", "pp", "dp", "cp", "vpp"), 1)
-    alone = {"sp": False, "schedule": ScheduleConfig(), "profile": ProfileConfig()}
-    return check_config(with_values(config, one | alone), 1)
 
 
 def differences(

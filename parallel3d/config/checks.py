@@ -29,7 +29,14 @@ from parallel3d.config.fields import (
     with_values,
 )
 from parallel3d.config.parameters import check_treatment
-from parallel3d.config.schema import Config, DataConfig, LoggerConfig, ModelConfig
+from parallel3d.config.schema import (
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    ProfileConfig,
+    ScheduleConfig,
+)
 from parallel3d.config.values import CUDNN, HALF_PRECISION, NARROW, PACKAGES, parts_of, spelled
 from parallel3d.errors import UserError, closest, nearest
 from parallel3d.schedules.choose import check_search, wanted
@@ -755,6 +762,18 @@ def check_loggers(logger: LoggerConfig) -> None:
             f"logger={given} needs the package tensorboard, which is not installed: give "
             f"pip install 'parallel3d[tensorboard]', or logger={show(others) if others else 'none'}"
         )
+
+
+def single_process(config: Config) -> Config:
+    """Returns the config of the same training on one rank, with micro-batches for replicas.
+
+    Numbers for each stage say where memory is saved, and no layer computes anything else by them:
+    a process that has all layers goes without. Raises UserError if one process cannot train it.
+    """
+    one = dict.fromkeys(("tp", "pp", "dp", "cp", "vpp"), 1)
+    of_stages = dict.fromkeys(("recompute_layers", "offload_layers"))
+    alone = {"sp": False, "schedule": ScheduleConfig(), "profile": ProfileConfig()}
+    return check_config(with_values(config, one | of_stages | alone), 1)
 
 
 def check_run_name(config: Config) -> None:
