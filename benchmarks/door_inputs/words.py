@@ -6,8 +6,10 @@ any case is no value. Names in braces and items of lists are words as well.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import pickle
 import pwd
 import random
 import re
@@ -43,39 +45,19 @@ GUESSED = (
     *("inf", "-inf", "NaN", "Infinity", "1,5", "v1.10", "r2.0", "exp-001", "a_b", "3d", "1.2.3"),
 )
 # Characters that stand in names; those that Hydra's grammar lacks among them.
-ODD = [
-    "ü",
-    "ñ",
-    "é",
-    "ö",
-    "漢",
-    "#",
-    "!",
-    "&",
-    ";",
-    "<",
-    ">",
-    "^",
-    "§",
-    "~",
-    "|",
-    "@",
-    "%",
-    "?",
-    "*",
-    "+",
-    "-",
-    "_",
-    ".",
-    "/",
-]
+ODD = [*"üñéö漢#!&;<>^§~|@%?*+-_./"]
 NULLS = ("null", "Null", "NULL")
 DIGITS = "0123456789abcdef"
 
 
+@functools.cache
+def _defaults() -> bytes:
+    return pickle.dumps(OmegaConf.structured(Config))  # read again in a third of its time
+
+
 def taken_from_words(words: list[str]) -> Config:
     """Returns what the words of a command line come to, on top of the defaults."""
-    tree = OmegaConf.structured(Config)
+    tree = pickle.loads(_defaults())
     for word in check_overrides(words):
         parsed = OverridesParser.create().parse_override(word)
         OmegaConf.update(tree, parsed.key_or_group, parsed.value())
@@ -97,7 +79,7 @@ def taken_from_file(text: str, folder: Path, package: str = "") -> Config:
     tree: Any = read_yaml(path, package)
     for section in reversed(package.split(".") if package else []):
         tree = {section: tree}
-    return config_of(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(tree)))
+    return config_of(OmegaConf.merge(pickle.loads(_defaults()), OmegaConf.create(tree)))
 
 
 def taken_again(config: Config) -> Config:

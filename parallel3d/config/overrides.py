@@ -208,10 +208,11 @@ def _check_override(word: str, own: Path | None, sweeps: bool) -> str:
     key = all_keys().get(bare.lstrip("+"))
     has_text = key is None or key.kind in (str, dict) or key.item is str
     is_ours = not re.match("hydra([./]|$)", bare.lstrip("+~"))
-    is_list = key is not None and key.kind is str and value.startswith(("[", "{"))
+    if key is not None and _is_of_another_form(value, key):
+        raise UserError(_not_allowed(word, key))
     kept = word
     try:
-        if is_set and is_ours and has_text and not (is_list and key and not key.meta["list_of"]):
+        if is_set and is_ours and has_text:
             kept = as_typed(word, key)
         parsed = OverridesParser.create().parse_override(kept)
     except (HydraException, ValueError) as error:  # ValueError: more digits than Python reads
@@ -247,23 +248,31 @@ def _check_override(word: str, own: Path | None, sweeps: bool) -> str:
         raise UserError(
             f"{word}: {name} is a group of keys, not one; set one of them, as {inside}=…."
         )
-    elif key is not None and has_text and not _has_form(given, key):
+    elif key is not None and key.item is str and not _may_be_list(given):
         raise UserError(_not_allowed(word, key))
     return kept
 
 
-def _has_form(value: object, key: Key) -> bool:
-    """Returns whether a value is text, or a list where the key has one; else OmegaConf refuses."""
-    if key.kind is dict or key.meta["list_of"] or value is None:
-        return True
-    if key.kind is str:
-        return not isinstance(value, (list, dict))
-    return isinstance(value, list) or "${" in str(value)
+def _may_be_list(value: object) -> bool:
+    return value is None or isinstance(value, list) or "${" in str(value)
+
+
+def _is_of_another_form(value: str, key: Key) -> bool:
+    """Returns whether what is typed is a list or braces, and the key has none.
+
+    Found without a parser, which takes seconds for a list of thousands.
+    """
+    is_list, is_braces = (value[:1] + value[-1:] == pair for pair in ("[]", "{}"))
+    takes_list = key.item is not None or key.meta["list_of"]
+    return (is_list and not takes_list) or (is_braces and key.kind is not dict)
 
 
 def _not_allowed(typed: str, key: Key) -> str:
-    default = spell(key.name, key.default)
-    return f"{typed}: {key.name} must be {allowed(key)}; the default is {default}."
+    default, value = spell(key.name, key.default), typed.partition("=")[2]
+    also = ""
+    if key.kind is str and not key.meta["choices"] and value[:1] in ("[", "{"):
+        also = f"; text in brackets is quoted twice, as {quoted_twice(key.name, value)}"
+    return f"{typed}: {key.name} must be {allowed(key)}{also}; the default is {default}."
 
 
 def _not_read(word: str) -> str:

@@ -28,9 +28,16 @@ class _Loader(yaml.SafeLoader):
     """Reads YAML; a scalar whose value is spelled otherwise than itself stays text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ConstructorError for a name that is there twice, whatever its type."""
+        """Returns values by their names, which are text: 1, 1.0 and True are three of them.
+
+        Raises ConstructorError for a name that is there twice.
+        """
         names = set()
         for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                continue
+            if name.tag != f"{_YAML}merge":
+                name.tag = f"{_YAML}str"
             if name.value in names:
                 raise yaml.constructor.ConstructorError(
                     "while constructing a mapping",
@@ -38,8 +45,7 @@ class _Loader(yaml.SafeLoader):
                     f"found duplicate key {name.value}",
                     name.start_mark,
                 )
-            if isinstance(name, yaml.ScalarNode):
-                names.add(name.value)
+            names.add(name.value)
         return super().construct_mapping(node, deep=deep)
 
     def spelled(self, node: yaml.ScalarNode) -> Any:

@@ -254,7 +254,9 @@ def _is_kept(ctx: Any, word: str, name: bool = False) -> bool:
     kind, text = symbols[0].type, symbols[0].text
     if kind in _NUMBERS:
         number = int if kind == OverrideLexer.INT else float
-        return len(text) < 4300 and str(number(text)) == text  # Python reads no longer ones
+        # 1 and 1.0 are one name to Python, and it reads no more digits than these.
+        is_one = kind == OverrideLexer.INT or not name
+        return is_one and len(text) < 4300 and str(number(text)) == text
     return kind != OverrideLexer.BOOL and not (name and kind == OverrideLexer.NULL)
 
 

@@ -1,0 +1,274 @@
+"""Text is what was typed or written, by every way in; a path's `~` is a home; a key comes once."""
+
+from __future__ import annotations
+
+import os
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from benchmarks.door_inputs.words import (
+    GUESSED,
+    LISTS,
+    NAMED,
+    PATHS,
+    TEXT,
+    taken_again,
+    taken_by_verb,
+    taken_from_file,
+    taken_from_sweep,
+    taken_from_words,
+)
+from parallel3d.cli import hydra_run
+from parallel3d.commands.verbs import Verb, parse
+from parallel3d.config.checks import check_run_name
+from parallel3d.config.fields import all_keys, check_value
+from parallel3d.config.overrides import check_overrides, compose_tree, composed, config_of
+from parallel3d.config.paths import at_home
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+
+HOME = "/home/somebody"
+WORDS = [word for word in GUESSED if "," not in word]
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", HOME)
+
+
+@pytest.mark.parametrize("word", [*WORDS, "größe", "gro\u0308ße", "a;b", "a b", "#1", "1.10!"])
+def test_every_key_of_text_gives_hydra_the_word_that_is_typed(word: str) -> None:
+    parser = OverridesParser.create()
+    for kept in check_overrides([f"{key.name}={word}" for key in TEXT]):
+        assert str(parser.parse_override(kept).value()) == word, kept
+
+
+@pytest.mark.parametrize("first", range(0, len(WORDS), 7))
+def test_every_key_of_text_keeps_its_word_and_gives_it_back(first: int, tmp_path: Path) -> None:
+    words = {key.name: WORDS[(first + i) % len(WORDS)] for i, key in enumerate(TEXT)}
+    sections: dict[str, list[str]] = {}
+    for name, word in words.items():
+        section, _, leaf = name.rpartition(".")
+        sections.setdefault(section, []).append(f"{leaf}: {word}")
+    lines = [*sections.pop("")]
+    for section, inside in sections.items():
+        lines += [f"{section}:", *(f"  {line}" for line in inside)]
+    typed = taken_from_words([f"{name}={word}" for name, word in words.items()])
+    written = taken_from_file("\n".join(lines), tmp_path)
+    for config in (typed, written, taken_again(typed)):
+        assert {name: attrgetter(name)(config) for name in words} == words
+
+
+@pytest.mark.parametrize("name", ["run", "data.path"])
+def test_a_sweep_runs_the_words_that_are_typed(name: str) -> None:
+    words = WORDS[::9]
+    assert taken_from_sweep(name, words) == words
+
+
+@pytest.mark.parametrize("key", LISTS, ids=[key.name for key in LISTS])
+def test_lists_keep_their_words(key: Any, tmp_path: Path) -> None:
+    section, _, leaf = key.name.rpartition(".")
+    typed = taken_from_words([f"{key.name}=[{','.join(WORDS)}]"])
+    written = taken_from_file(f"{leaf}: [{', '.join(WORDS)}]\n", tmp_path, section)
+    for config in (typed, taken_again(typed), written):
+        assert attrgetter(key.name)(config) == WORDS
+
+
+@pytest.mark.parametrize("name", [*NAMED])
+def test_names_in_braces_are_text(name: str, tmp_path: Path) -> None:
+    words = [word for word in WORDS if ":" not in word]
+    typed = taken_from_words([f"{name}={{{','.join(f'{w}:{NAMED[name]}' for w in words)}}}"])
+    section, _, leaf = name.partition(".")
+    value = NAMED[name].replace(":", ": ")
+    lines = "".join(f"  {word}: {value}\n" for word in words)
+    written = taken_from_file(f"{leaf}:\n{lines}", tmp_path, section)
+    for config in (typed, taken_again(typed), written):
+        assert [*attrgetter(name)(config)] == words
+
+
+# What is typed, key, what it comes to.
+TYPED = [
+    ("run=null", "run", None),
+    ("run=NULL", "run", None),
+    ("run='null'", "run", "null"),
+    ('run="1.10"', "run", "1.10"),
+    ("run=a\\,b", "run", "a,b"),
+    ("run=str(1.10)", "run", "1.10"),
+    ("++run=1.10", "run", "1.10"),
+    ("logger.notes= two  blanks ", "logger.notes", " two  blanks "),
+    ("logger.notes=", "logger.notes", ""),
+    ("logger.notes=1\n2", "logger.notes", "1\n2"),
+    ("eval={to:1.10,tasks:007}", "eval.to", "1.10"),
+    ("logger.tags=['1,2',1e3]", "logger.tags", ["1,2", "1e3"]),
+    ("data.blend={2024:0.5,1.10:1e3}", "data.blend", {"2024": 0.5, "1.10": 1000.0}),
+    ("data.blend={1:1,1.0:2,true:3}", "data.blend", {"1": 1, "1.0": 2, "true": 3}),
+    ("data.blend={null:1,true:tokens}", "data.blend", {"null": 1, "true": "tokens"}),
+    ("data.blend=tokens", "data.blend", "tokens"),
+    ("data.blend={~/c:1,a b:2}", "data.blend", {f"{HOME}/c": 1, "a b": 2}),
+    ("data.blend_stages={1e9:{1.10:0.5}}", "data.blend_stages", {10**9: {"1.10": 0.5}}),
+    ("data.valid={web:1.10}", "data.valid", {"web": "1.10"}),
+    ("data.valid={1.10:~/c/v}", "data.valid", {"1.10": f"{HOME}/c/v"}),
+    ("optim.groups={1.10:{lr_mult:1e-1}}", "optim.groups", {"1.10": {"lr_mult": 0.1}}),
+    ("train.batch_schedule={0:8,1e3:16}", "train.batch_schedule", {0: 8, 1000: 16}),
+    ("train.batch_schedule={0:8,007:16}", "train.batch_schedule", {0: 8, 7: 16}),
+    ("profile.ranks=[0,01]", "profile.ranks", [0, 1]),
+    ("train.steps=0123", "train.steps", 123),
+    ("optim.lr=1e-3", "optim.lr", 1e-3),
+    ("tp=1_0", "tp", 10),
+    ("runs_dir=~/runs", "runs_dir", f"{HOME}/runs"),
+    ("runs_dir='~/runs'", "runs_dir", f"{HOME}/runs"),
+    ("runs_dir=~", "runs_dir", HOME),
+    ("runs_dir=./~", "runs_dir", "./~"),
+    ("data.path=${oc.env:HOME}/1.10", "data.path", f"{HOME}/1.10"),
+    ('data.path="~/a.txt,~/b.txt"', "data.path", f"{HOME}/a.txt,{HOME}/b.txt"),
+    ("data.path=s3://bucket/1.10", "data.path", "s3://bucket/1.10"),
+    ("data.path=C\\:\\\\a", "data.path", "C:\\a"),
+]
+
+
+@pytest.mark.parametrize(("word", "name", "right"), TYPED, ids=[row[0] for row in TYPED])
+def test_what_a_word_comes_to(word: str, name: str, right: object) -> None:
+    assert attrgetter(name)(taken_from_words([word])) == right
+
+
+# A line of a file of one's own, key, what it comes to.
+WRITTEN = [
+    ("run: null", "run", None),
+    ("run: ~", "run", None),
+    ("run: 'null'", "run", "null"),
+    ("run: 2026-01-01", "run", "2026-01-01"),
+    ("run: =", "run", "="),
+    ("runs_dir: ~/runs", "runs_dir", f"{HOME}/runs"),
+    ("logger: {tags: [no, 007, 1.10], notes: 12:30}", "logger.tags", ["no", "007", "1.10"]),
+    (
+        "data: {blend: {2024: 0.5, 1.10: 1e0, on: 2}}",
+        "data.blend",
+        {"2024": 0.5, "1.10": 1.0, "on": 2},
+    ),
+    ("data: {valid: {1.10: ~/c}}", "data.valid", {"1.10": f"{HOME}/c"}),
+    ("optim: {lr: 3e-4}", "optim.lr", 3e-4),
+    ("tp: 0123", "tp", 123),
+    ("seed: 0x10", "seed", 16),
+    ("compile: on", "compile", True),
+    ("compile: no", "compile", False),
+    ("recompute: [norm, mlp]", "recompute", ["norm", "mlp"]),
+    ("train: {batch_schedule: {0: 8, 1e3: 16}}", "train.batch_schedule", {0: 8, 1000: 16}),
+]
+
+
+@pytest.mark.parametrize(("line", "name", "right"), WRITTEN, ids=[row[0] for row in WRITTEN])
+def test_what_a_line_of_a_file_comes_to(
+    line: str, name: str, right: object, tmp_path: Path
+) -> None:
+    assert attrgetter(name)(taken_from_file(f"{line}\n", tmp_path)) == right
+
+
+@pytest.mark.parametrize("line", ["tp: 1:30", "optim: {lr: 1:30}", "train: {steps: 1e3}"])
+def test_what_is_no_number_is_none_in_a_file(line: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="could not be converted"):
+        taken_from_file(f"{line}\n", tmp_path)
+
+
+def test_a_name_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="duplicate key 2024"):
+        taken_from_file("data:\n  blend: {2024: 0.5, 2024: 0.6}\n", tmp_path)
+
+
+# Words of one line, and parts of the sentence that refuses them.
+REFUSED = [
+    (["optim.lr=1e-3", "optim.lr=3e-4"], ["optim.lr=1e-3 and optim.lr=3e-4", "typed twice"]),
+    (["tp=1", "++tp=2"], ["tp=1 and ++tp=2", "typed twice"]),
+    (["model=gpt_tiny", "model=llama_tiny"], ["model is typed twice"]),
+    (["train={steps:1}", "train.steps=2"], ["train={steps:1} and train.steps=2"]),
+    (["data.blend={a:1,a:2}"], ["a is twice in the same braces"]),
+    (["data.blend={1.10:1,2:1,1.10:2}"], ["1.10 is twice"]),
+    (["run=int(5)"], ["run is text", "'run=\"int(5)\"'"]),
+    (["run=it's"], ["""'run="it'"'"'s"'"""]),
+    (["data.path=a=b"], ["'data.path=\"a=b\"'"]),
+    (["run=[a]"], ["must be null or text", "'run=\"[a]\"'"]),
+    (["run={a:1}"], ["must be null or text"]),
+    (["logger.tags=1.10"], ["must be a list of words"]),
+    (["runs_dir="], ["runs_dir= is empty"]),
+    (["runs_dir=~nobody-of-this-name/x"], ["nobody's home", "./~nobody-of-this-name/x"]),
+    (["runs_dir=$SCRATCH/x"], ["begins with $", "${oc.env:NAME}"]),
+    (['data.path="~/a,~nobody-of-this-name/b"'], ["nobody's home"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=[" ".join(row[0]) for row in REFUSED])
+def test_what_is_refused_says_why(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        taken_from_words(words)
+    assert [part for part in parts if part not in str(raised.value)] == [], raised.value
+
+
+@pytest.mark.parametrize("run", ["", " a", "a ", "~", "~a", "a/b", "..", "a\tb"])
+def test_a_run_whose_name_is_no_good_folder_is_refused(run: str) -> None:
+    with pytest.raises(UserError, match="must be the plain name of a folder"):
+        check_run_name(Config(run=run))
+
+
+def test_a_preset_and_a_key_of_it_are_not_twice() -> None:
+    assert check_overrides(["model=llama_tiny", "model.num_layers=1"]) == [
+        "model=llama_tiny",
+        "model.num_layers=1",
+    ]
+
+
+@pytest.mark.parametrize("home", ["", "relative"])
+def test_a_home_that_is_none_is_not_the_root(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", home)
+    assert at_home("~/runs") == "~/runs"
+    with pytest.raises(UserError, match="nobody's home"):
+        check_value("runs_dir", at_home("~/runs"))
+
+
+def test_paths_are_known_from_the_schema() -> None:
+    words = ("file", "folder", "prefix of", "file,")
+    for key in all_keys().values():
+        says = key.kind is str and not key.meta["choices"] and key.meta["help"].startswith(words)
+        assert not says or key.name in PATHS, key.name
+    config = taken_from_words([f"{name}=~/1.10" for name in PATHS])
+    assert {attrgetter(name)(config) for name in PATHS} == {f"{HOME}/1.10"}
+
+
+@pytest.mark.parametrize("word", [*WORDS, "a=b", "ü"])
+def test_verbs_take_text_as_it_is_and_homes_in_paths(word: str) -> None:
+    assert taken_by_verb("run", word) == word
+    assert taken_by_verb("runs_dir", f"~/{word}") == f"{HOME}/{word}"
+
+
+def test_a_key_of_a_verb_is_given_once() -> None:
+    with pytest.raises(UserError, match=r"run is given twice, as 1\.10 and as 1\.1$"):
+        parse("checkpoint ls", Verb("", {"run": ""}, (), ""), ["run=1.10", "run=1.1"])
+
+
+def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Hydra itself: an experiment and a preset named as numbers, in a home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = {
+        "experiment/1.10.yaml": "# @package _global_\ndefaults:\n  - override /data: 007\n"
+        "run: 5e10423\nruns_dir: ~/runs\nlogger:\n  tags: [no, 1.10]\n",
+        "data/007.yaml": "name: text\npath: ~/1.10\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).write_text(text)
+    monkeypatch.setattr(hydra_run.OwnFolder, "path", None)
+    line = ["--config-dir=~/mine", "experiment=1.10", "seed=7"]
+    (flag, *words), own = hydra_run.order_arguments(line)
+    config = config_of(compose_tree(words))
+    assert (flag, own) == (f"--config-dir={tmp_path}/mine", tmp_path / "mine")
+    assert (config.run, config.runs_dir) == ("5e10423", f"{tmp_path}/runs")
+    assert (config.data.path, config.logger.tags) == (f"{tmp_path}/1.10", ["no", "1.10"])
+
+
+def test_words_of_python() -> None:
+    assert composed(["run=1.10", "data.path=~/1.10"]).data.path == f"{HOME}/1.10"
+    assert os.environ["HOME"] == HOME
+    assert HydraConfig.instance().cfg is None
