@@ -94,6 +94,8 @@ NAMES = {
     "handle_kernel_launch": "torch.cuda._sanitizer:EventHandler._handle_kernel_launch",
     # Hydra.
     "hydra_arguments": "hydra._internal.utils:get_args_parser",
+    "HydraFiles": "hydra._internal.core_plugins.file_config_source:FileConfigSource",
+    "hydra_sources": "hydra._internal.sources_registry:SourcesRegistry",
 }  # fmt: skip
 # The first version that has a name; before it the name is None.
 SINCE = {"self_recording_backends": "2.15"}

@@ -12,8 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 
 import hydra
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
@@ -37,6 +35,7 @@ from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.config.words import as_typed, braces, check_twice, option, quoted_twice
 from parallel3d.errors import UserError, nearest_hint, readable
+from parallel3d.private_names import HydraFiles, hydra_sources
 
 VERSION = "1.3"  # Hydra's defaults are those of this version
 
@@ -85,7 +84,7 @@ def compose_tree(overrides: Sequence[str], with_hydra: bool = False) -> DictConf
         return hydra.compose("config", list(overrides), return_hydra_config=with_hydra)
 
 
-class WrittenFiles(FileConfigSource):
+class WrittenFiles(HydraFiles):
     """Reads a user's YAML files with `read_yaml`, for Hydra: their text is what stands in them."""
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -95,7 +94,7 @@ class WrittenFiles(FileConfigSource):
         if Path(self.path) == conf_dir() or group.partition(".")[0] == "hydra":
             return found
         package = found.header.get("package") or group
-        path = Path(self.path, self._normalize_file_name(config_path))
+        path = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
         tree = read_yaml(path, "" if package == "_global_" else package)
         if isinstance(tree, dict):
             if "hydra" in tree:  # whose keys of any type have truths and numbers
@@ -108,7 +107,7 @@ def register() -> None:
     """Registers the schema, and the reader of files, with Hydra; may be called repeatedly."""
     register_schema()
     Plugins.instance()  # which registers Hydra's own reader
-    SourcesRegistry.instance().types[WrittenFiles.scheme()] = WrittenFiles
+    hydra_sources.instance().types[WrittenFiles.scheme()] = WrittenFiles
 
 
 def presets(group: str, own: Path | None = None) -> list[str]:

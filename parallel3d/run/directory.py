@@ -123,7 +123,7 @@ def has_begun(directory: Path) -> bool:
 
 def left_out(directory: Path) -> str | None:
     """Returns a sentence on keys of a run's newest configuration that this version has no more."""
-    tree: Any = OmegaConf.to_container(OmegaConf.load(config_files(directory)[-1]), resolve=False)
+    tree: Any = read_yaml(config_files(directory)[-1])
     found = flat(tree) if isinstance(tree, Mapping) else {}
     words = []
     for key, instead in (RENAMED | REMOVED).items():

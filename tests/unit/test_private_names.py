@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import parallel3d
 from parallel3d import private_names as names
 from parallel3d import versions
+from parallel3d.config import overrides
+from parallel3d.config.schema import conf_dir
 from parallel3d.errors import UserError
 from parallel3d.private_names import NAMES, OVERRIDDEN, SINCE, find
 
@@ -199,6 +201,12 @@ def the_world_has_a_backend() -> bool:
     )
 
 
+def reads_files_as_written() -> bool:
+    """Whether Hydra reads files of a folder by the class that stands in its table."""
+    overrides.register()
+    return names.hydra_sources.instance().resolve("file") is overrides.WrittenFiles
+
+
 IN_PLACE = {
     "foreach_add_": lambda: changed(names.foreach_add_, 1) == [2, 3],
     "foreach_copy_": lambda: changed(names.foreach_copy_, tensors(5.0, 6.0)) == [5, 6],
@@ -298,6 +306,11 @@ BEHAVIOUR: dict[str, Callable[[], Any]] = {
     "TensorsAccessed": kernels_race,
     "handle_kernel_launch": kernels_race,
     "hydra_arguments": lambda: names.hydra_arguments().parse_args(["a=1"]).overrides == ["a=1"],
+    "HydraFiles": lambda: (
+        names.HydraFiles("main", f"file://{conf_dir()}").load_config("model/gpt_tiny").config.name
+        == "gpt_tiny"
+    ),
+    "hydra_sources": reads_files_as_written,
 }  # fmt: skip
 
 
