@@ -209,6 +209,8 @@ def read_row(row: Any) -> Row:
     if not listed:
         raise Refused(_without_messages(row))
     turns, tools, unread = row[listed[0]], _tools(row), set(listed[1:])
+    if isinstance(turns, str):
+        turns = _spelled(turns, list, listed[0])
     if not isinstance(turns, list) or not all(isinstance(m, dict) for m in turns):
         raise Refused(f"has {listed[0]} that are no list of objects")
     known = {*LISTS, *SYSTEMS, TOOLS, FUNCTIONS, DOCUMENTS, KWARGS, *LEARNED}

@@ -126,7 +126,8 @@ def test_a_message_that_spells_special_tokens_cannot_end_its_turn(tmp_path: Path
     [
         ([], "is no object"),
         ({"message": []}, "has no messages, the nearest is message"),
-        ({"messages": "a"}, "no list of objects"),
+        ({"messages": "a"}, "has messages as text that is no JSON"),
+        ({"messages": ["a"]}, "no list of objects"),
         ({"messages": [{"role": "user", "content": 3}]}, "no text as content of message 1"),
         (row([("user", "a")]), "has no message of role assistant"),
         (row([]), "has no message of role assistant"),

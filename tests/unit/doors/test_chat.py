@@ -196,6 +196,7 @@ ROWS: dict[str, tuple[Json, Right]] = {
         },
         Right([system("be"), *TALK]),
     ),
+    "messages as text": ({"messages": dumps(TALK)}, Right(TALK)),
     "conversation": ({"conversation": TALK}, Right(TALK)),
     "conversations of roles": ({"conversations": TALK}, Right(TALK)),
     "system beside": (row(*TALK, system="be"), Right([system("be"), *TALK])),
@@ -426,7 +427,8 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "alpaca": ({"instruction": "a", "output": "b"}, "has no messages, and its keys are"),
     "a prompt": ({"prompt": "a", "completion": "b"}, "has no messages, and its keys are prompt"),
     "text": ({"text": "a"}, "has no messages"),
-    "messages as text": ({"messages": dumps(TALK)}, "has messages that are no list of objects"),
+    "messages of words": ({"messages": "hi"}, "has messages as text that is no JSON"),
+    "messages as text of text": ({"messages": dumps(dumps(TALK))}, "has messages that are not a"),
     "a continued answer": (row(user("hi"), assistant("ho", prefix=True)), "has prefix in message"),
     "a refusal": (row(user("hi"), assistant("ho", refusal="no")), "has refusal in message 2"),
     "different thoughts": (
