@@ -13,6 +13,7 @@ import errno
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -228,8 +229,8 @@ def branch_and_go_on(
     """On every rank: go on from the branch `branch-0`; `bug`: with the data from its beginning."""
     restore = Trainer.restore
 
-    def restart_data(self: Trainer, progress: dict[str, int | float]) -> None:
-        restore(self, progress | {"consumed_samples": 0})
+    def restart_data(self: Trainer, progress: dict[str, int | float], *more: Any) -> None:
+        restore(self, progress | {"consumed_samples": 0}, *more)
 
     with patch.object(Trainer, "restore", restart_data if bug else restore):
         return go_on(layout, [("branch", 0, TIED)], folder)

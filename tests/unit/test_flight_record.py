@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from parallel3d.comm.operation_log import LoggedOperation
 from parallel3d.faults import hang
 from parallel3d.faults.hang import KEPT, Queued, read_flight_record
@@ -105,3 +107,13 @@ def test_torchs_own_recorder_can_be_read() -> None:
     taken = hang.take_flight_record()
     assert taken is not None
     assert read_flight_record(taken, {}).queue == ()
+
+
+def test_the_record_that_has_entries_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 has one of its old class of NCCL groups and one of each name of the new class."""
+    empty, full = '{"version": "2.10"}', '{"version": "2.10", "entries": [{}]}'
+    for records in ([empty, full, empty], [full, empty]):
+        monkeypatch.setattr(hang, "flight_records", lambda found=records: found)
+        assert hang.take_flight_record() == full
+    monkeypatch.setattr(hang, "flight_records", lambda: [empty, empty])
+    assert hang.take_flight_record() == empty
