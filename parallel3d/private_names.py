@@ -13,6 +13,7 @@ binds a name once, so that a call costs what a call of torch's costs. No package
 
 from __future__ import annotations
 
+import functools
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -186,9 +187,14 @@ def is_of_fsdp1(parameter: Tensor) -> bool:
     """Returns whether FullyShardedDataParallel holds the parameter, with either use_orig_params."""
     if not hasattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel"):
         return False
-    flat = find("torch.distributed.fsdp._flat_param:FlatParameter")
-    mark = find("torch.distributed.fsdp._common_utils:FSDP_FLATTENED")
+    flat, mark = _marks_of_fsdp1()
     return isinstance(parameter, flat) or hasattr(parameter, mark)
+
+
+@functools.cache
+def _marks_of_fsdp1() -> tuple[type, str]:
+    flat = find("torch.distributed.fsdp._flat_param:FlatParameter")
+    return flat, find("torch.distributed.fsdp._common_utils:FSDP_FLATTENED")
 
 
 def path_in(files: Any, address: str) -> str:
