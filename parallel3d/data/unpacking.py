@@ -6,7 +6,7 @@ import bz2
 import io
 import lzma
 import zlib
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 TAKEN = (
     1 << 12
@@ -15,81 +15,34 @@ MOST = 1 << 20  # bytes unpacked at a time by the others
 PADDED = (".gz", ".xz")  # after whose frames zeros may follow
 
 
-class Frame(Protocol):
-    """A decompressor of one frame, member or stream."""
+class Frame:
+    """A decompressor of one frame, member or stream. inner: the library's object, with `eof` and
+    `unused_data`."""
 
-    eof: bool
-    unused_data: bytes
+    def __init__(self, packed: str) -> None:
+        """`packed`: ".gz", ".zst", ".xz" or ".bz2"."""
+        self._packed = packed
+        self.inner: Any
+        if packed == ".gz":
+            self.inner = zlib.decompressobj(wbits=31)
+        elif packed == ".xz":
+            self.inner = lzma.LZMADecompressor()
+        elif packed == ".bz2":
+            self.inner = bz2.BZ2Decompressor()
+        else:
+            import zstandard
 
-    def take(self, packed: bytes, most: int) -> bytes: ...
-
-
-class _Zlib:
-    def __init__(self) -> None:
-        self._inner = zlib.decompressobj(wbits=31)
-
-    @property
-    def eof(self) -> bool:
-        return self._inner.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inner.unused_data
-
-    def take(self, packed: bytes, most: int) -> bytes:
-        """Unpacks what was kept of earlier bytes and then `packed`, to at most `most` bytes."""
-        return self._inner.decompress(self._inner.unconsumed_tail + packed, most)
-
-
-class _Bounded:
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    @property
-    def eof(self) -> bool:
-        return self._inner.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inner.unused_data
+            # Frames of `zstd --long=31`, as public dumps have, need 2 GiB; others what they say.
+            self.inner = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
     def take(self, packed: bytes, most: int) -> bytes:
-        """Unpacks what was kept of earlier bytes and then `packed`, to at most `most` bytes."""
-        return self._inner.decompress(packed, most)
-
-
-class _Zstd:
-    """The library's object has no bound: what few packed bytes unpack to is held."""
-
-    def __init__(self) -> None:
-        import zstandard
-
-        # Frames of `zstd --long=31`, as public dumps have them, need 2 GiB; others what they say.
-        self._inner = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-
-    @property
-    def eof(self) -> bool:
-        return self._inner.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inner.unused_data
-
-    def take(self, packed: bytes, most: int) -> bytes:
-        """Unpacks `packed`."""
-        return self._inner.decompress(packed)
-
-
-def frame(packed: str) -> Frame:
-    """Returns a decompressor of one frame."""
-    if packed == ".gz":
-        return _Zlib()
-    if packed == ".zst":
-        return _Zstd()
-    if packed == ".xz":
-        return _Bounded(lzma.LZMADecompressor())
-    assert packed == ".bz2", packed
-    return _Bounded(bz2.BZ2Decompressor())
+        """Unpacks what was kept of earlier bytes and then `packed`, to at most `most` bytes; zstd,
+        which keeps nothing, to any number."""
+        if self._packed == ".zst":
+            return self.inner.decompress(packed)
+        if self._packed == ".gz":
+            packed = self.inner.unconsumed_tail + packed
+        return self.inner.decompress(packed, most)
 
 
 class Unpacked(io.RawIOBase):
@@ -118,11 +71,11 @@ class Unpacked(io.RawIOBase):
             if self._frame is None:
                 if self._packed in PADDED and not (packed := packed.lstrip(b"\0")):
                     continue
-                self._frame = frame(self._packed)
+                self._frame = Frame(self._packed)
             made = self._frame.take(packed, MOST)
             self._ready, self._full = memoryview(made), len(made) >= MOST
-            if self._frame.eof:
-                self._rest, self._frame, self._full = self._frame.unused_data, None, False
+            if self._frame.inner.eof:
+                self._rest, self._frame, self._full = self._frame.inner.unused_data, None, False
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
@@ -135,8 +88,8 @@ def first_unpacked(packed: str, head: bytes, most: int) -> bytes:
     libraries raise."""
     if not packed:
         return head
-    one = frame(packed)
+    one = Frame(packed)
     made = one.take(head, most)
-    if one.eof and not made and one.unused_data:  # a frame without content
-        return first_unpacked(packed, one.unused_data, most)
+    if one.inner.eof and not made and one.inner.unused_data:  # a frame without content
+        return first_unpacked(packed, one.inner.unused_data, most)
     return made[:most]

@@ -248,7 +248,7 @@ def test_two_processes_at_the_same_time_make_one_build_and_one_intact_cache(
     tmp_path: Path,
 ) -> None:
     content = letters(3, 300_000)
-    data = text(tmp_path, write(tmp_path / "t.bin", content))
+    data = text(tmp_path, write(tmp_path / "t.txt", content))
     results, start = SPAWN.Queue(), SPAWN.Barrier(2)
     processes = [SPAWN.Process(target=build_slowly, args=(data, results, start)) for _ in "ab"]
     for process in processes:
@@ -421,7 +421,7 @@ def test_a_glob_goes_once_round_folders_that_link_to_themselves(tmp_path: Path) 
 
 def test_a_cache_that_is_cut_short_in_use_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
     content = letters(0, 100_000)
-    corpus = open_corpus(text(tmp_path, write(tmp_path / "t.bin", content)), 20)
+    corpus = open_corpus(text(tmp_path, write(tmp_path / "t.txt", content)), 20)
     assert np.array_equal(corpus.valid[:9], stream(corpus)[len(corpus.train) :][:9])
     assert corpus.train[-3:].tobytes() == stream(corpus)[: len(corpus.train)][-3:].tobytes()
     assert len(corpus.train[5:5]) == 0
