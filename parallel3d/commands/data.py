@@ -200,7 +200,7 @@ def tokenize_corpus(
     if lines:
         files = Counter(each.label for each in inputs)
         for label, count in done.by_label.items():
-            print(f"{label}: {files[label]:,} files, {count:,} documents")
+            print(f"{label}: {_counted(files[label], 'file')}, {_counted(count, 'document')}")
     for sentence in _of_tokenizer(to, facts):
         print_line(sentence)
     print(
@@ -226,6 +226,10 @@ def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
         more = "add_bos=false leaves it out" if facts.begin else "as add_bos=false asks"
         sentences.append(f"{does} {begin}, which the tokenizer puts before every text; {more}")
     return sentences
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _so_far(done: JournalEntry) -> str:

@@ -295,9 +295,11 @@ def encoding_of(head: bytes) -> str | None:
     return next((name for mark, name in _BOMS if head.startswith(mark)), None)
 
 
-def check_packing(name: str, form: Form, head: bytes, door: Door = INPUT) -> None:
-    """Checks the first bytes of a file as it is stored. Raises NotTaken where they are of another
-    packing than its name tells, or of what is not read."""
+def check_packing(
+    name: str, form: Form, head: bytes, door: Door = INPUT, *, typed: bool = False
+) -> None:
+    """Checks the first bytes of a file as it is stored. `typed`: the user gave the kind. Raises
+    NotTaken where they are of another packing than its name tells, or of what is not read."""
     found = content_of(head)
     if form.packed:
         if found != (form.packed, ""):
@@ -316,9 +318,10 @@ def check_packing(name: str, form: Form, head: bytes, door: Door = INPUT) -> Non
     if found is not None and found[0] not in NAMES:
         raise NotTaken(f"is {found[0]} by its first bytes: {found[1]}")
     if form.kind == PARQUET and found is None:
+        by, remedy = ("what you typed", "leave that out") if typed else ("its name", "mend that")
         raise NotTaken(
-            f"is parquet by its name and {_what(found, head)} by its first bytes: mend its name, "
-            "or fetch it again"
+            f"is parquet by {by} and {_what(found, head)} by its first bytes: {remedy}, or fetch "
+            "it again"
         )
 
 
@@ -509,7 +512,7 @@ def judged(
         found = content_of(head)
         if typed and not form.packed and found and found[0] in PACKED.values():
             form = form._replace(packed=found[0])
-        check_packing(name, form, head, door)
+        check_packing(name, form, head, door, typed=typed is not None)
         try:
             inner = first_unpacked(form.packed, head, HEAD)
         except Exception as error:  # each library raises its own kinds

@@ -80,7 +80,7 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         try:
             head = stored.peek(HEAD)[:HEAD]
             if head:
-                check_packing(source.name, source.form, head, source.door)
+                check_packing(*(source.name, source.form, head, source.door), typed=source.typed)
             if source.packed:
                 content = io.BufferedReader(Unpacked(stored, source.packed), BUFFER)
                 head = content.peek(HEAD)[:HEAD]
@@ -536,7 +536,9 @@ def take_inputs(given: str, kind: str | None = None) -> Taken:
         for each in inputs:
             found.setdefault(each.address, each)
     if not any(each.size for each in found.values()):
-        raise UserError(f"input={show(given)} has only empty files ({len(found)}): {HOW}")
+        raise UserError(
+            f"input={show(given)} has only empty files, pipes or devices ({len(found)}): {HOW}"
+        )
     try:
         check_twins(found)
     except NotTaken as error:

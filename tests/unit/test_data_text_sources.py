@@ -273,7 +273,7 @@ def test_items_keep_their_order_and_files_come_once(tmp_path: Path) -> None:
         ("webb", ["input=", "webb is not there", "the nearest is", "/web"]),
         ("none/*.txt", ["matches no file"]),
         ("hollow", ["holds no files"]),
-        ("empty.txt", ["only empty files (1)"]),
+        ("empty.txt", ["only empty files, pipes or devices (1)"]),
         ("web,,web", ["empty item between its commas"]),
         ("nowhere://a/b", ["cannot be read", "nowhere"]),
         ("a.parquet.gz", ["is parquet, which is packed inside"]),

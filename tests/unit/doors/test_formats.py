@@ -39,6 +39,7 @@ from parallel3d.data.sampler import Sampler
 from parallel3d.data.sources import take_documents
 from parallel3d.errors import UserError
 from tests.corpora import pair
+from tests.http_files import ETAG, Server, use_some_http
 
 TEXTS = ["one wörd", "two 漢字 words\nand a line"]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -549,7 +550,7 @@ def test_a_typed_format_is_of_the_file_but_not_against_its_bytes(tmp_path: Path)
         ("a.txt", archive("w"), "text", "is a tar archive"),
         ("a.txt", TOKENS, "text", "has a NUL"),
         ("a.txt", LFS, "text", "Git LFS"),
-        ("a.jsonl", JSONL, "parquet", "is parquet by its name and JSON lines"),
+        ("a.jsonl", JSONL, "parquet", "is parquet by what you typed and JSON lines"),
         ("a.parquet", parquet(), "jsonl", "is parquet by its first bytes"),
     ):
         (tmp_path / name).write_bytes(content)
@@ -559,6 +560,24 @@ def test_a_typed_format_is_of_the_file_but_not_against_its_bytes(tmp_path: Path)
             with pytest.raises(UserError) as caught:
                 find_inputs(str(tmp_path / name), kind)
             assert right in str(caught.value), str(caught.value)
+
+
+def test_addresses_with_queries_are_read_and_pages_are_not(tmp_path: Path) -> None:
+    use_some_http()
+    rows, page = "a.jsonl?download=true", "book"
+    write(tmp_path, {rows: JSONL, "b.jsonl.gz?X-Sig=a.b": gzip.compress(JSONL), page: PAGE})
+    with Server(tmp_path, (ETAG,)).serving() as server:
+        for name in (rows, "b.jsonl.gz?X-Sig=a.b"):
+            (source,) = find_inputs(f"{server.address}/{name}")
+            found = (one.text for each in cut([source]) for one in documents(each, "text", Count()))
+            assert list(found) == TEXTS and source.kind == "jsonl" and "ETag" in source.stamp
+        with pytest.raises(UserError, match="is a page of HTML, perhaps a server's answer"):
+            find_inputs(f"{server.address}/{page}")
+        with pytest.raises(UserError, match="is not there"):
+            find_inputs(f"{server.address}/none.jsonl?download=true")
+        data = DataConfig(name="text", path=f"{server.address}/{page}")
+        with pytest.raises(UserError, match="is an address, and files of this host are read here"):
+            take_documents(data)
 
 
 def test_a_file_that_becomes_another_between_look_and_read_is_refused(tmp_path: Path) -> None:
@@ -640,6 +659,6 @@ def test_tokenizing_a_folder_prints_a_line_a_kind_and_split(
         _run("tokenize", {"input": str(root), "to": str(tmp_path / "o"), "workers": "1"}, []) == 0
     )
     out, err = capsys.readouterr()
-    assert "jsonl, train: 2 files, 2 documents\n" in out and "text: 1 files, 1 documents" in out
+    assert "jsonl, train: 2 files, 2 documents\n" in out and "text: 1 file, 1 document\n" in out
     assert "left out, README, LICENSE and the like: 1 (README.md)" in err
     assert "left out, named test, not trained on" in err
