@@ -262,7 +262,7 @@ def ask_rocm() -> Answer:
 
     found = []
     for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
+        facts: Any = torch.cuda.get_device_properties(index)
         bus = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
         name, units, memory = facts.name, facts.multi_processor_count, facts.total_memory
         # Partitions of one GPU (CPX) share its address and differ by their UUID.
@@ -295,8 +295,8 @@ def in_subprocess(ask: Callable[[], Answer]) -> Answer:
     if not text:
         how = f"{signal.Signals(-code).name}" if code < 0 else f"code {code}"
         return Answer(error=f"the process that asked for GPUs ended by {how}")
-    gpus, number, error = json.loads(text)
-    return Answer(tuple(Gpu(*gpu) for gpu in gpus), number, error)
+    gpus, number, said = json.loads(text)
+    return Answer(tuple(Gpu(*gpu) for gpu in gpus), number, said)
 
 
 # Masks

@@ -33,7 +33,7 @@ def peak_memory(device: torch.device) -> dict[str, int] | None:
 
 TERA = 1e12
 # One short measurement: on a machine that others use, two starts may differ by a factor.
-MEASURED = "about, measured once"
+MEASURED = "roughly measured"
 MEASURE_BUDGET_S = 0.1  # for all timed matmuls together; the start barrier waits for it
 
 _TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8

@@ -120,8 +120,8 @@ def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.Monke
     finally:
         torch.set_num_threads(threads)
     assert alone.flops == pytest.approx(2 * 1024**3 / 0.02)  # the fastest
-    assert alone.source == "about, measured once: fp32 GEMM on 1 CPU thread"
-    assert shared.source == "about, measured once: fp32 GEMM × 1 cores / 8 threads"
+    assert alone.source == "roughly measured: fp32 GEMM on 1 CPU thread"
+    assert shared.source == "roughly measured: fp32 GEMM × 1 cores / 8 threads"
     assert shared.flops == pytest.approx(alone.flops / 8)
 
 
@@ -182,7 +182,7 @@ def test_another_is_measured_at_a_size_that_fits_its_speed(
     monkeypatch.setattr(peak_module, "_time", lambda n: 2 * n**3 / flops)
     peak = device_peak_flops(CPU, "bf16")
     assert peak.flops == pytest.approx(flops)
-    assert peak.source == f"about, measured once: New Chip, bf16 GEMM of {size}"
+    assert peak.source == f"roughly measured: New Chip, bf16 GEMM of {size}"
     assert max(sizes) == size
 
 

@@ -184,7 +184,7 @@ class GpuRow(NamedTuple):
 def gpu_rows(run: Run) -> list[GpuRow]:
     """Returns the host's GPUs by nvidia-smi. Raises UserError if it cannot tell."""
     text = run(GPUS.split())
-    rows = []
+    rows: list[GpuRow] = []
     for line in filter(str.strip, text.splitlines()):
         uuid, _, rest = line.partition(",")
         name, _, mib = rest.rpartition(",")
