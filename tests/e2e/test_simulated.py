@@ -86,7 +86,7 @@ def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
         assert waiting.code == 1 and "calls destroy" not in waiting.err, waiting
         assert "onnection" in waiting.err, waiting
     ended = run_script(shell, "")
-    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, ended
+    assert [(each.code, each.errors) for each in ended] == [(0, [])] * 2, ended
 
 
 def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -> None:
