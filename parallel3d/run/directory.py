@@ -90,9 +90,7 @@ def last_config(directory: Path) -> Config:
     `load_config` if there is nothing else.
     """
     problem: Exception | None = None
-    files = config_files(directory)[::-1]
-    begun = config_of_last_start(directory)
-    for path in sorted(files, key=lambda path: path.name != begun):  # that one first
+    for path in _last_first(directory):
         try:
             return read_config(path)
         except UserError:
@@ -105,6 +103,12 @@ def last_config(directory: Path) -> Config:
         except Exception:
             continue  # reported when the checkpoint is to be loaded
     raise problem or FileNotFoundError(directory / CONFIG_FILE)
+
+
+def _last_first(directory: Path) -> list[Path]:
+    """Returns the configurations: that of the last start that came to a step, then the newest."""
+    begun = config_of_last_start(directory)
+    return sorted(config_files(directory)[::-1], key=lambda path: path.name != begun)
 
 
 def config_of_last_start(directory: Path) -> str | None:
@@ -122,9 +126,16 @@ def has_begun(directory: Path) -> bool:
 
 
 def left_out(directory: Path) -> str | None:
-    """Returns a sentence on keys of a run's newest configuration that this version has no more."""
-    tree: Any = read_yaml(config_files(directory)[-1])
-    found = flat(tree) if isinstance(tree, Mapping) else {}
+    """Returns a sentence on keys of a run's last configuration that this version has no more."""
+    found: Mapping[str, Any] = {}
+    for path in _last_first(directory):
+        try:
+            read_config(path)
+        except NO_CONFIG:
+            continue  # torn: `last_config` passes it over, too
+        tree: Any = read_yaml(path)
+        found = flat(tree)
+        break
     words = []
     for key, instead in (RENAMED | REMOVED).items():
         if found.get(key) and not key.startswith(identity.OF_COMMANDS):

@@ -60,7 +60,7 @@ def test_a_line_per_step_with_the_promised_keys(tmp_path: Path) -> None:
         recorder.step(2, 5.0, 1.5, 2e-3, 4096, 0.25)
         recorder.evaluation(2, 5.25)
     first, second, evaluation = [*rows_of(tmp_path / "metrics.jsonl")]
-    assert list(first) == STEP_KEYS
+    assert list(first) == [*STEP_KEYS, "goodput"]
     assert (first["tokens"], second["tokens"]) == (4096, 8192)
     assert second["tokens_per_s"] == 4096 / 0.25
     # 1000 FLOPs a token; four devices of 1 GFLOP/s.

@@ -147,7 +147,8 @@ def test_run_goes_on_with_another_layout_and_keeps_every_configuration(tmp_path:
 
 def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
-    make_run_directory(mine)
+    _, directory = make_run_directory(mine)
+    (directory / "checkpoints" / "step-00000004").mkdir(parents=True)  # else nothing binds it
     model = dataclasses.replace(mine.model, hidden_size=96)
     other = dataclasses.replace(mine, seed=5, model=model, tp=1)
     keys = "model.hidden_size is 128 there, now 96, seed is 1234 there, now 5; choose another run="
@@ -216,6 +217,7 @@ def test_torn_newest_configuration_is_passed_over_for_an_older_one(
         os.close(take_run(start, directory))
         assert load_config(directory) == start
         assert (directory / f"config-{number}.yaml").exists()
+    (directory / "checkpoints" / "step-00000004").mkdir(parents=True)
     with pytest.raises(UserError, match="seed is 1234 there, now 5"):
         check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
 
