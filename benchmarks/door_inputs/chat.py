@@ -116,9 +116,10 @@ def tools_as_text(rng: random.Random, drawn: Drawn) -> Drawn | None:
 
 
 def tools_as_texts(rng: random.Random, drawn: Drawn) -> Drawn | None:
-    if not isinstance(drawn.row.get("tools"), list):
+    tools = drawn.row.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return None
-    drawn.row["tools"] = [dumps(tool) for tool in drawn.row["tools"]]
+    drawn.row["tools"] = [dumps(tool) for tool in tools]
     return drawn
 
 
@@ -231,7 +232,7 @@ def drop_content(rng: random.Random, drawn: Drawn) -> Drawn | None:
 
 def empty_answer(rng: random.Random, drawn: Drawn) -> Drawn | None:
     turns = [turn for turn in _turns(drawn) if turn.get("role") == "assistant"]
-    if not turns or any("reasoning_content" in turn for turn in turns):
+    if not turns or not all(drawn.learned) or any("reasoning_content" in turn for turn in turns):
         return None
     turn = rng.choice(turns)
     turn["content"] = rng.choice(("", " ", "\n"))
