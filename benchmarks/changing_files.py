@@ -273,7 +273,8 @@ class Given:
     err: str
 
     def sentences(self) -> list[str]:
-        usual = ("resumes at step", "no checkpoint yet", "stopped by")
+        # What each start says: its device, and what the files of a folder are taken for.
+        usual = ("resumes at step", "no checkpoint yet", "stopped by", "device: ", ": text: ")
         lines = [line for line in self.err.splitlines() if line.startswith("parallel3d: ")]
         return [line for line in lines if not any(word in line for word in usual)]
 
