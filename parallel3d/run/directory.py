@@ -138,7 +138,8 @@ def left_out(directory: Path) -> str | None:
         break
     words = []
     for key, instead in (RENAMED | REMOVED).items():
-        if found.get(key) and not key.startswith(identity.OF_COMMANDS):
+        is_set = str(found.get(key)).lower() not in ("none", "null", "false", "[]", "")
+        if is_set and not key.startswith(identity.OF_COMMANDS):
             now = f"now {instead}" if key in RENAMED else instead
             words.append(f"{spell(key, found[key])} ({now})")
     if not words:
