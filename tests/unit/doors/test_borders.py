@@ -278,3 +278,10 @@ def test_samples_of_the_user_are_checked_on_the_host(given: Sample, words: str) 
         found = checked(given, 7, 16)
         assert found.loss_mask.dtype == np.bool_
         assert np.array_equal(found.loss_mask, np.asarray(given.loss_mask) != 0)
+
+
+def test_a_token_behind_the_sampled_ones_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    path = file(tmp_path / "tok.json", trained())
+    long = [[5] * 150 + [400] + [5] * 49 + [0]] * 3
+    with pytest.raises(UserError, match=r"holds the token 400 \(at 150\), and must hold tokens"):
+        opened(pair(tmp_path / "p", long), path).train[:]
