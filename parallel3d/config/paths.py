@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,16 @@ def _at_home(item: str) -> str:
         return item
     there = os.path.expanduser(path)
     return item[: len(item) - len(path)] + there if os.path.isabs(there) else item
+
+
+_OR_ELSE = re.compile(r"(\$\{oc\.env:[^,{}'\"$]+,)\s*([^,{}'\"$]+?)\s*\}")
+
+
+def with_texts_of_variables(text: str) -> str:
+    """Returns text with the words of `${oc.env:NAME,WORD}` in quotes, or OmegaConf reads 1.10 as a
+    number."""
+    mark = '"' if "'" in text else "'"
+    return text if mark in text else _OR_ELSE.sub(rf"\1{mark}\2{mark}}}", text)
 
 
 def check_path(name: str, text: str) -> None:

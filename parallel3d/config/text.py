@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from parallel3d.config.fields import all_keys, values_of, with_values
-from parallel3d.config.paths import at_home
+from parallel3d.config.paths import at_home, with_texts_of_variables
 from parallel3d.config.schema import Config
 from parallel3d.config.values import RANKS
 
@@ -80,6 +80,10 @@ def read_yaml(path: Path, package: str = "") -> Any:
 def _in_place(value: Any, place: str) -> Any:
     """Returns a value with homes in its paths, and the numbers to other bases as numbers."""
     key = all_keys().get(place)
+    if isinstance(value, str):
+        value = with_texts_of_variables(value)
+    if isinstance(value, list):
+        return [_in_place(item, f"{place}[]") for item in value]
     if key is None:
         if not isinstance(value, dict):
             return value

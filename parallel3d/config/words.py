@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from antlr4.tree.Tree import TerminalNodeImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.overrides_visitor import HydraErrorListener
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -23,7 +22,7 @@ from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, Over
 from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from parallel3d.config.fields import Key
-from parallel3d.config.paths import at_home, check_path
+from parallel3d.config.paths import at_home, check_path, with_texts_of_variables
 from parallel3d.errors import UserError
 
 # Words that Hydra leaves as they are, by far the most; nothing is parsed for them.
@@ -63,7 +62,7 @@ def as_typed(word: str, key: Key | None = None) -> str:
     Raises UserError for a name that is twice in braces, a number where text stands, and a path
     that means nothing; HydraException for what Hydra's grammar does not have.
     """
-    start = word.index("=") + 1
+    word, start = with_texts_of_variables(word), word.index("=") + 1
     typed = word[start:]
     if _PLAIN.fullmatch(typed):
         return word
@@ -167,7 +166,7 @@ def _edits(ctx: Any, word: str, key: Key | None) -> Iterator[Edit]:
                 if isinstance(child, OverrideParser.ElementContext) and not named:
                     yield from _edits(child, word, key)
                 named = isinstance(child, OverrideParser.ArgNameContext)
-    elif not isinstance(ctx, TerminalNodeImpl):
+    elif ctx.getChildCount():  # else a token
         for child in ctx.getChildren():
             yield from _edits(child, word, key)
 
