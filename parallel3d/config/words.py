@@ -18,7 +18,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.overrides_visitor import HydraErrorListener
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
+from hydra.grammar.gen.OverrideLexer import (  # type: ignore[attr-defined]
+    CommonTokenStream,
+    InputStream,
+    OverrideLexer,
+)
 from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from parallel3d.config.fields import Key
