@@ -16,7 +16,7 @@ from parallel3d.data_parallel import engine
 from parallel3d.data_parallel.engine import build_buckets
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
-from parallel3d.optim import Optimizer
+from parallel3d.optim import Optimizer, norm_share, sum_of_powers
 from parallel3d.parameters.sharding import (
     Initializer,
     ParameterSpec,
@@ -148,3 +148,12 @@ def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
         assert optimizer.squared_norm().device.type == "meta"
     # A multi-tensor kernel takes 110 of them; in pieces they were 37,000.
     assert sum(len(call.args[0]) for call in norms.call_args_list) < 110
+
+
+def test_norm_of_gradients_whose_squares_are_beyond_fp32() -> None:
+    grads = [torch.full((8,), 1e25), torch.full((8,), 2e25)]
+    device = torch.device("cpu")
+    assert sum_of_powers(grads, device).isinf()
+    wide = sum_of_powers(grads, device, summed_in=torch.float64)
+    assert wide.sqrt().item() == pytest.approx(40**0.5 * 1e25, rel=1e-6)
+    assert not norm_share([*grads, torch.tensor([torch.inf])], [], device).isfinite()

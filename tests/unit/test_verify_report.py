@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from parallel3d import compose
 from parallel3d.commands.verify import Comparison, ShardDifference, Tolerance, judge, table
+from parallel3d.config.checks import single_process
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult
 
@@ -21,3 +23,9 @@ def test_a_step_without_a_token_to_learn_is_compared_too(
     assert said == (words and f"after step 1, {words}")
     row = Comparison("fp64", "adamw", 1, *results, ShardDifference(0.0, "", 0), said)
     assert list(table([row], Layout()).columns[1].cells) == ["none"]
+
+
+@pytest.mark.parametrize("key", ["recompute_layers", "offload_layers"])
+def test_one_process_goes_without_numbers_for_each_stage(key: str) -> None:
+    config = compose("pp=2", "recompute=full", f"{key}=[2,1]", "model.num_layers=3")
+    assert getattr(single_process(config), key) is None
