@@ -205,7 +205,7 @@ def test_world_size_that_does_not_fit_is_refused_by_rank_0_alone(shell: Shell) -
 def test_taken_run_is_refused_and_left_alone(
     shell: Shell, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("train", "run=mine", *TINY, *shell.text(), "train.steps=1")
+    words = ("train", "run=mine", *TINY, *shell.text())
     assert shell.run(*PARALLEL3D, *words).code == 0
     assert_refusal(shell, words, "run=mine", "exists already")
     before = shell.snapshot()

@@ -115,7 +115,7 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path, said: Lines) 
         (["recipes", "copi"], "the nearest is copy"),
         (["recipes", "copy"], "needs name=…"),
         (["recipes", "list", "all"], "recipes list has no keys; give it without all"),
-        (["train", "--config-dir={}/none", "tp=1"], "is not a folder; give one with experiment/"),
+        (["train", "--config-dir={}/none"], "is not a folder; give one with experiment/"),
         (["train", "--config-dir={}", "experiment=mne"], "the nearest is experiment=mine"),
         (["train", "--config-dir={}", "experiment=mine"], "=mine leaves run and data.path to you"),
         (["train", "--config-dir={}", "experiment=more"], "=more leaves run and data.path to you"),
@@ -123,7 +123,7 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path, said: Lines) 
         (["train", "--config-dir={}", "experiment=torn"], "torn.yaml, line 1, must be YAML"),
         (["train", "experiment=llama_1b"], "experiment=llama_1b leaves data.path to you: give"),
         (["train", "experiment=llama_1b", "data=blend"], "data.blend"),
-        (["train", "--config-dir={}/whole", "tp=1"], "would take the place of all defaults"),
+        (["train", "--config-dir={}/whole"], "would take the place of all defaults"),
     ],
 )
 def test_a_line_that_cannot_work_is_one_sentence(
