@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,13 @@ TINY = (
     "launch.timeout_s=60",
     "device=cpu",
 )
+
+
+def without_replaced(words: Sequence[str]) -> tuple[str, ...]:
+    """Returns a line without the words of TINY whose key another word gives: it is typed once."""
+    given = {word.partition("=")[0] for word in words if word not in TINY}
+    kept = [word for word in words if word not in TINY or word.partition("=")[0] not in given]
+    return tuple(kept)
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,7 @@ class Shell:
         return "data=text", f"data.path={book}", f"data.cache_dir={self.cwd / 'cache'}"
 
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+        words = without_replaced(words)
         computes = words[:3] == PARALLEL3D and set(words[3:4]) & COMPUTING
         forked = computes and not self.anew
         return (ReadyPopen if forked else subprocess.Popen)(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.e2e.command import Ended, Shell
+from tests.e2e.command import Ended, Shell, without_replaced
 from tests.e2e.ready import ReadyPopen
 from tests.pace import PATIENCE
 from tests.ports import free_port
@@ -63,7 +63,7 @@ class Forked:
         """One more process for the next start; in a `slot` of a rail network as `railnet exec`
         enters it ({"host", "netns", "etc"})."""
         self.count += 1
-        self.jobs.append(Job(words, self.shell, environ, slot, self.count))
+        self.jobs.append(Job(without_replaced(words), self.shell, environ, slot, self.count))
 
     def add_world(self, size: int, *words: str) -> None:
         """The ranks of one run on this host."""
