@@ -210,7 +210,7 @@ def test_taken_run_is_refused_and_left_alone(
     assert_refusal(shell, words, "run=mine", "exists already")
     before = shell.snapshot()
     # What does not belong to a run's identity is not what differs.
-    watched = ("train.progress=false", "logger.project=other", "launch.timeout_s=61")
+    watched = ("train.progress=false", "logger.project=other", "launch.master_port=29511")
     for more, sentence in (((), "exists already"), (("seed=7",), "seed is 1234 there, now 7")):
         ended = answer(shell, capfd, *words, *watched, *more)
         assert_refused(ended, "run=mine", sentence)
