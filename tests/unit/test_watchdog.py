@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import train
+from parallel3d.config.length import Length
 from parallel3d.config.schema import Config, LaunchConfig, TrainConfig
 from parallel3d.faults import watchdog as stacks
 from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stack
@@ -234,6 +235,10 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     resting.stop()
 
 
+def _trainer_of(config: Config, *_: object, **__: object) -> Mock:
+    return Mock(config=config, length=Length.of_run(config))
+
+
 def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +252,7 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     own = ("open_corpus", "check_same_text", "save_weights", "run_steps", "dist")
     for name in own:
         monkeypatch.setattr(train, name, Mock())
-    monkeypatch.setattr(train, "Trainer", lambda config, *_, **__: Mock(config=config))
+    monkeypatch.setattr(train, "Trainer", _trainer_of)
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls]
     assert [name for name in order if name not in ("restore", "groups.observed")] == [
@@ -332,6 +337,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         config=config,
         device=torch.device("cpu"),
         steps_done=2,
+        length=Length.of_run(config),
         train_step=lambda: look("step"),
         evaluate=lambda: look("evaluation"),
         held_out=Mock(),
