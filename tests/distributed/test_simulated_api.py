@@ -18,7 +18,7 @@ from tests.distributed.test_grad_norm import MAX_NORM, batch, loss_of, mine, net
 
 def mesh() -> list[str]:
     """The mesh is collective here: a dimension of one rank takes a split of the world."""
-    groups = p3d.init(tp=2, device="cuda")
+    groups = p3d.init(tp=2, device="simulated")
     assert groups.mesh.mesh_dim_names == ("pp", "dp", "tp")
     assert groups.mesh["tp"].device_type == here().type
     for name in ("pp", "dp", "tp"):
@@ -37,7 +37,7 @@ def test_the_mesh_splits_one_communicator_more(simulated: SimulatedPool) -> None
 def clipped(layout: dict[str, int]) -> tuple[float, int]:
     """The norm beside that of one process on a CPU, and how often the host waits."""
     norm, _ = one_process(2.0)
-    groups = p3d.init(**layout, device="cuda")
+    groups = p3d.init(**layout, device="simulated")
     module: nn.Module = net(groups.tp).to(here())
     inputs, targets = (t.to(here()) for t in mine(groups.dp))
     if groups.pp.size > 1:
@@ -66,7 +66,7 @@ def test_the_norm_is_that_of_one_process_and_the_host_waits_once(
 
 
 def saved_and_loaded(folder: str) -> None:
-    groups = p3d.init(tp=2, device="cuda")
+    groups = p3d.init(tp=2, device="simulated")
     module = net(groups.tp).to(here())
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     inputs, targets = (t.to(here()) for t in batch())
