@@ -36,7 +36,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
     try:
         forked.start()
         first, *others = forked.finish(timeout_s=60 * pace())
-        assert first.err + "".join(each.out + each.err for each in others) == ""
+        assert first.errors == [] and not any(each.out + each.err for each in others)
         yield first.out, shell.cwd
     finally:
         shell.end_all()
