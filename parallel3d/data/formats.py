@@ -362,17 +362,16 @@ def check_content(
             "is a dump of a wiki with all its markup: write the text of its pages as jsonl, a row "
             f"a page; the markup on purpose: {door.other}text"
         )
-    if end in CODE and not web:
-        return
-    if _PAGE.match(head):
-        raise NotTaken(
-            f"is a page of HTML, perhaps a server's answer instead of the file: fetch it again; "
-            f"a page on purpose: {door.other}text"
-        )
-    if end not in CODE and are_rows(head):
+    # No code begins with two objects: such a .jl is of JSON lines, not of Julia.
+    if are_rows(head) and (end not in CODE or b"\n{" in head):
         raise NotTaken(
             f"holds JSON lines by its first bytes, and is text by its name: name it "
             f"{_bare(name)}.jsonl, or {door.other}jsonl; its raw lines: {door.other}text"
+        )
+    if _PAGE.match(head) and (end not in CODE or web):
+        raise NotTaken(
+            f"is a page of HTML, perhaps a server's answer instead of the file: fetch it again; "
+            f"a page on purpose: {door.other}text"
         )
 
 

@@ -168,6 +168,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.txt", PAGE, "is a page of HTML"),
     ("a.txt", JSONL, "holds JSON lines"),
     ("part-00000", JSONL, "holds JSON lines"),
+    ("rows.jl", JSONL, "holds JSON lines"),
     ("rows.jsonl.1", JSONL, "holds JSON lines"),
     ("a.json", LIST, "is one JSON list"),
     ("a.json", json.dumps(ROWS).encode(), "is one JSON list"),
