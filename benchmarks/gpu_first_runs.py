@@ -48,7 +48,7 @@ def train_words(given: Given, compiled: bool) -> list[str]:
         "precision=bf16",
         *(f"micro_batch_size={batch}", f"global_batch_size={batch}"),
         *(f"train.steps={5 if given.is_tiny else 20}", *UNSAVED),
-        *(f"compile={str(compiled).lower()}", f"device={given.device.type}"),
+        f"compile={str(compiled).lower()}",
     ]
 
 
@@ -70,7 +70,8 @@ def dryrun(given: Given) -> Row:
     """`parallel3d dryrun` of the eager run, beside what that run took."""
     if (missing := command_line_missing()) is not None:
         return missing
-    foretold = dry_run(given, *train_words(given, compiled=False))
+    words = train_words(given, compiled=False)
+    foretold = dry_run(given, *words, f"device={given.device.type}")
     found = compared(foretold, given.earlier.get("train", {}))
     # What is foretold is an accelerator's step.
     return found if given.is_timed else found | {"verdict": NOTED}

@@ -138,9 +138,10 @@ def planned(given: Given, words: str, batch: int) -> dict[str, float]:
     layout.pop("sp", None)  # the planner's own choice, by tp
     model = [word for word in TINY if word.startswith("model")] if given.is_tiny else []
     where = cluster_of(accelerator.name(given.device)) or ["cluster=dgx_h100"]
+    if model:  # no preset's host, which has eight
+        where.append(f"cluster.gpus_per_node={ranks_of(words)}")
     out = run("plan", *(model or ["model=llama3_8b"]), *where, f"global_batch_size={batch}",
-              "cluster.nodes=1", *(f"cluster.gpus_per_node={ranks_of(words)}" for _ in model),
-              *(f"{key}={value}" for key, value in layout.items()))  # fmt: skip
+              "cluster.nodes=1", *(f"{key}={value}" for key, value in layout.items()))  # fmt: skip
     return row_of_plan(out)
 
 
