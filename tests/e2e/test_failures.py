@@ -34,9 +34,9 @@ def by_hand(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
     return [shell.start(*PARALLEL3D, *words, **slurm_environment(rank)) for rank in (0, 1)]
 
 
-def start_training(shell: Shell, *more: str) -> subprocess.Popen[str]:
-    """A run of two local ranks, under way."""
-    process = shell.start(*PARALLEL3D, *words(shell, "pp=2", LONG, *more))
+def start_training(shell: Shell, *more: str, pp: int = 2) -> subprocess.Popen[str]:
+    """A run of two local ranks, or of `pp`, under way."""
+    process = shell.start(*PARALLEL3D, *words(shell, f"pp={pp}", LONG, *more))
     metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size, 60, "the first step")
     return process
@@ -212,7 +212,7 @@ def test_an_interrupt_during_the_start_is_one_line(shell: Shell, library: str, l
 
 
 def test_interrupt_of_a_single_process_without_checkpoints(shell: Shell) -> None:
-    process = start_training(shell, "pp=1", "checkpoint.every=0")
+    process = start_training(shell, "checkpoint.every=0", pp=1)
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
     ended = shell.finish(process, started, 30)
@@ -278,7 +278,8 @@ def test_taken_run_is_refused_once_under_slurm(shell: Shell) -> None:
     processes = by_hand(shell, *words(shell, "tp=2"))
     results = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert [code for *_, code in results] == [2, 2]
-    said = [line for _, err, _ in results for line in err.splitlines()]
+    lines = [line for _, err, _ in results for line in err.splitlines()]
+    said = [line for line in lines if not line.startswith("parallel3d: device: ")]
     refusal = "run=mine: runs/mine exists and is not a run directory: choose another run=."
     assert said == [f"parallel3d: {refusal}"]
     assert list(Path(taken).iterdir()) == []
