@@ -164,7 +164,7 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
         return lambda rank: rendezvous.rendezvous(Config(), dataclasses.replace(here, rank=rank))
 
     meet = start(0)
-    meet(1), meet(0)
+    meet(0), meet(1)
     store.set("exception_dump", "1")  # ProcessGroupNCCL's, of the whole store
     assert meet(0).underlying_store.underlying_store.check(["exception_dump"])
     meet = start(1)
