@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.random_files import HOOK, Failing
 from parallel3d.metrics.jsonl import rows_of
-from parallel3d.run.launch import FIRST_SPECIAL_STEP
+from parallel3d.topology.cluster.slurm import FIRST_SPECIAL_STEP
 from tests.e2e.command import PARALLEL3D, ROOT, TORCHRUN
 from tests.e2e.private_slurm import OVER, Job, Slurm
 from tests.e2e.ready import ReadyPopen
