@@ -37,7 +37,7 @@ def test_shared_memory_the_store_without_pickles_and_sigterm(shell: Shell) -> No
     """One run that is looked at, asked for what its store holds, and then told to stop."""
     shell.environ = {"GLOO_SOCKET_IFNAME": "eth0"}
     with Watched(shell) as watched:
-        process = start_training(shell, "pp=1", "tp=2", "checkpoint.every=500")
+        process = start_training(shell, "tp=2", "checkpoint.every=500", pp=1)
     assert watched.elsewhere == []
     assert watched.seen
     ((_, port),) = listeners([process.pid])
