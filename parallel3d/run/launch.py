@@ -222,6 +222,7 @@ class Worker:
         stopped: the run ended early because of a signal, on some rank.
         store: the ranks' store.
         log: operations that this rank communicates, which `watchdog`, if any, watches.
+        taking_run: held while rank 0 makes its run directory, for who would remove it.
     """
 
     rank: int
@@ -238,6 +239,7 @@ class Worker:
     store: Store | None = None
     watchdog: ProgressWatch | None = None
     log: OperationLog = field(default_factory=OperationLog)
+    taking_run: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def at(cls, place: RankAssignment, run_dir: Path, launcher: Launcher) -> Worker:

@@ -344,14 +344,15 @@ def agree_on_run(
         named, before = config, store.underlying_store
         if _attempt() and before.check([RUN_KEY]):  # torchrun's agent restarted the ranks
             named = dataclasses.replace(config, run=get(before, RUN_KEY))
-        if app in READ_A_RUN:
-            run_dir = folder_in_run(named, app)
-        else:
-            named, run_dir = make_run_directory(
-                named, job_id=place.job_id, may_go_on=app in CAN_GO_ON
-            )
-            take_run(named, run_dir)
-        worker.run_dir = run_dir  # set once it is ours: a later failure cleans it up
+        with worker.taking_run:  # a signal that ends this process removes the whole directory
+            if app in READ_A_RUN:
+                run_dir = folder_in_run(named, app)
+            else:
+                named, run_dir = make_run_directory(
+                    named, job_id=place.job_id, may_go_on=app in CAN_GO_ON
+                )
+                take_run(named, run_dir)
+            worker.run_dir = run_dir  # set once it is ours: a later failure cleans it up
         put(before, RUN_KEY, named.run)
         return {
             "run": named.run,

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import PrefixStore, Store
 
+TAKING_S = 0.5  # that a signal waits for a run directory to be whole, unless its disk hangs
+
 # Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
 APPS = {
     "train": ("parallel3d.commands.train", "train"),
@@ -148,7 +150,8 @@ def run_joined(
 
 def _give_up(worker: Worker) -> None:
     """Removes the directory of a run that has not begun."""
-    if worker.rank == 0 and worker.run_dir != Path():
+    is_made = worker.taking_run.acquire(timeout=TAKING_S)
+    if is_made and worker.rank == 0 and worker.run_dir != Path():
         discard_unused(worker.run_dir)
 
 
