@@ -9,7 +9,7 @@ import time
 import pytest
 
 from parallel3d.cli import command_line
-from tests.e2e.command import FOREIGN, FOREIGN_PREFIXES, Ended, Shell
+from tests.e2e.command import FOREIGN, FOREIGN_PREFIXES, Ended, Shell, without_replaced
 
 
 def answer(shell: Shell, capfd: pytest.CaptureFixture[str], *words: str, **environ: str) -> Ended:
@@ -30,7 +30,7 @@ def answer(shell: Shell, capfd: pytest.CaptureFixture[str], *words: str, **envir
             patch.setenv(name, value)
         capfd.readouterr()
         started, cpu = time.monotonic(), time.process_time()
-        code = command_line.main(words)
+        code = command_line.main(without_replaced(words))
         cpu = time.process_time() - cpu
         out, err = capfd.readouterr()
     return Ended(code, out, err, time.monotonic() - started, cpu)
