@@ -48,7 +48,7 @@ def without_replaced(words: Sequence[str]) -> tuple[str, ...]:
     """Returns a line without the words of TINY whose key another word gives: it is typed once."""
     given = {word.partition("=")[0] for word in words if word not in TINY}
     kept = [word for word in words if word not in TINY or word.partition("=")[0] not in given]
-    return tuple(kept)
+    return tuple(dict.fromkeys(kept))
 
 
 @dataclass(frozen=True)
