@@ -22,7 +22,8 @@ def compiled_and_found(folder: str) -> tuple[int, int]:
     """
     from torch._dynamo.utils import counters
     from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
-    from torch._inductor.runtime import runtime_utils
+
+    from parallel3d import private_names
 
     counters.clear()
     groups = plain_groups(Layout(tp=1, dp=2))
@@ -30,7 +31,7 @@ def compiled_and_found(folder: str) -> tuple[int, int]:
         with (
             no_kernels(),
             torch.compiler.config.patch(cache_key_tag=folder),
-            mock.patch.object(runtime_utils, "cache_dir", lambda: folder),
+            mock.patch.object(private_names, "inductor_cache", lambda: folder),
         ):
             problem = Problem("gpt_tiny", "sgd", True, layers=1)
             make_trainer(Case(problem, compile=True), groups).train_step()
