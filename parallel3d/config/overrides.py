@@ -84,8 +84,12 @@ def compose_tree(overrides: Sequence[str], with_hydra: bool = False) -> DictConf
         return hydra.compose("config", list(overrides), return_hydra_config=with_hydra)
 
 
-class WrittenFiles(HydraFiles):
-    """Reads a user's YAML files with `read_yaml`, for Hydra: their text is what stands in them."""
+class FileConfigSource(HydraFiles):
+    """Reads a user's YAML files with `read_yaml`, for Hydra: their text is what stands in them.
+
+    It has the name of Hydra's own: a job of the submitit launcher gets this process's table of
+    sources, registers Hydra's again, and would refuse one of another name.
+    """
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Returns a file's keys; `config_path` is as "data/web"."""
@@ -107,7 +111,7 @@ def register() -> None:
     """Registers the schema, and the reader of files, with Hydra; may be called repeatedly."""
     register_schema()
     Plugins.instance()  # which registers Hydra's own reader
-    hydra_sources.instance().types[WrittenFiles.scheme()] = WrittenFiles
+    hydra_sources.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
 def presets(group: str, own: Path | None = None) -> list[str]:

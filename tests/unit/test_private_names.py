@@ -204,7 +204,7 @@ def the_world_has_a_backend() -> bool:
 def reads_files_as_written() -> bool:
     """Whether Hydra reads files of a folder by the class that stands in its table."""
     overrides.register()
-    return names.hydra_sources.instance().resolve("file") is overrides.WrittenFiles
+    return names.hydra_sources.instance().resolve("file") is overrides.FileConfigSource
 
 
 IN_PLACE = {
