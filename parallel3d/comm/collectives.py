@@ -112,7 +112,7 @@ def own_shard(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _begun(work: Any) -> Work:
-    """Is the handle of what `async_op=True` begun; torch's annotations allow for None."""
+    """Returns the handle of a call with `async_op=True`; torch's annotations allow for None."""
     return work
 
 

@@ -111,7 +111,7 @@ def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
         except UserError as error:
             if not folders:
                 raise
-            # As a run that still trains does: its newest is another one by now.
+            # A run that still trains does that: its newest is another one by now.
             raise UserError(
                 f"init_from={name}@{step}: {error}; checkpoint.keep of {run_dir.name} may have "
                 f"removed it, and init_from={name} takes the newest"

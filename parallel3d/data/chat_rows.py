@@ -19,7 +19,7 @@ SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION = (
     *("system", "developer", "user", "assistant", "tool", "function"),
 )
 MESSAGES = "messages"
-# Of several, the first is read: others are earlier states of the same conversation.
+# A row with several has earlier states of its conversation in all but the first, which is read.
 LISTS = (MESSAGES, "conversations", "conversation")
 SYSTEMS = ("system", "system_prompt")
 TOOLS, FUNCTIONS, DOCUMENTS, KWARGS = "tools", "functions", "documents", "chat_template_kwargs"
@@ -46,8 +46,8 @@ OTHER_ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant with tool_calls"),
 }
 ROLES = (SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION)
-# What tells whether a message is learned: OpenAI's weight, axolotl's train and training, ms-swift's
-# loss. Values that are true or 1 keep a message, those that are false or 0 do not.
+# Keys that tell whether a message is learned: OpenAI's weight, axolotl's train and training,
+# ms-swift's loss. Values that are true or 1 keep a message, those that are false or 0 do not.
 LEARNED = ("weight", "train", "training", "loss")
 FLAGS: tuple[tuple[Any, bool], ...] = ((False, False), (True, True), (0, False), (1, True))
 
@@ -555,7 +555,7 @@ def _of_today(message: Message) -> Message:
     return given | ({"role": TOOL} if given["role"] == FUNCTION else {})
 
 
-# What a line at the start says of rows
+# Sentences about rows, at the start of a run
 
 
 class Told:

@@ -244,7 +244,7 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        # As in transformers, without HTML escapes.
+        # JSON without HTML escapes, as transformers writes it.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         try:
@@ -269,7 +269,7 @@ def _refuse(message: str) -> NoReturn:
 def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
     """Returns the chat templates of a tokenizer by name. Raises UserError if there is none.
 
-    As in transformers, files of their own replace what tokenizer_config.json holds. A processor's
+    Files of their own replace what tokenizer_config.json holds, as in transformers. A processor's
     template counts where there is no other.
     """
     folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"

@@ -201,7 +201,7 @@ class Blend:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """What a user must know of its corpora, a sentence each, of the first."""
+        """Returns what a user must know of the first of its corpora, a sentence each."""
         told = [sentence for corpus in self.corpora for sentence in corpus.told]
         if len(told) > _SENTENCES:
             told[_SENTENCES:] = [f"{len(told) - _SENTENCES:,} more of its parts have the like"]
@@ -281,7 +281,7 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         *(pair.tokens, held_out, tokenizer),
         fingerprint=files[0].digest,
         tokenizer_name=data.tokenizer or BYTE,
-        # Of bytes, the pair's documents are blocks.
+        # A pair of bytes has blocks for documents.
         documents=None if isinstance(tokenizer, ByteTokenizer) else pair,
         taught=Roles(tuple(begin), ()),
         named=origin(data),

@@ -27,7 +27,7 @@ USUAL = 0.01  # share of turns that an end must have
 
 
 class Taught(NamedTuple):
-    """What sampled documents teach; `sentences`: what to say of it."""
+    """Facts that sampled documents teach; `sentences` tell them to a user."""
 
     roles: Roles
     sentences: tuple[str, ...] = ()

@@ -51,7 +51,7 @@ PACKED: Final = {
     ".bz2": ".bz2",
 }
 
-# What is refused, with what its holder can do.
+# Formats that are refused, with what their holder can do.
 UNPACK = "unpack it and give the files in it"
 REPACK = f"pack it as {', '.join(dict.fromkeys(PACKED.values()))}, or give it unpacked"
 ROWS = "write it as jsonl or parquet, a row a document"

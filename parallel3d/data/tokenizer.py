@@ -39,7 +39,7 @@ SPECIAL_MAP = "special_tokens_map.json"
 GENERATION, CONFIG = "generation_config.json", "config.json"
 EOS = "eos_token_id"
 CHAT_TEMPLATE = "chat_template.jinja"
-# Of processors, and a folder of templates by name.
+# The template of a processor, and a folder of templates by name.
 PROCESSORS_TEMPLATE, MORE_TEMPLATES = "chat_template.json", "additional_chat_templates"
 BESIDE = (
     *(TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
