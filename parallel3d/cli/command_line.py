@@ -314,8 +314,8 @@ def _place(app: str, config: Config) -> RankAssignment | None:
         return place
     if addr is not None:
         raise UserError(
-            f"launch.master_addr={addr} is for ranks that srun or mpirun starts, and this process "
-            "starts its own: leave it out, or put srun before parallel3d"
+            f"launch.master_addr={addr} is for ranks that srun or mpirun starts, and must be null "
+            "where this process starts its own: leave it out, or put srun before parallel3d"
         )
     if starts is not None and CGROUPS.is_file():
         refuse_lost_variables(os.environ, CGROUPS.read_text())
