@@ -407,8 +407,8 @@ class Trainer:
         with blocking(self.groups.world):
             loss, count, square, stops, *squares = sums.tolist()
         if not math.isfinite(square) and self.config.optim.clip_grad > 0:
-            # Of finite gradients above 1e19 only the squares are beyond fp32, and clipped they are
-            # as any. Without clipping AdamW would square them itself.
+            # Finite gradients above 1e19 have squares beyond fp32, and are as any once they are
+            # clipped. Without clipping AdamW would square them itself.
             wide = self._share_of_norm(torch.float64)
             collectives.all_reduce_few(wide, self.groups.world)
             with blocking(self.groups.world):

@@ -252,8 +252,8 @@ class FileTokenizer:
     def role(self, name: str) -> str | None:
         """Returns the token of a role such as eos_token, by the files of the folder.
 
-        As in transformers, special_tokens_map.json counts before a tokenizer_config.json that does
-        not list the added tokens. Raises UserError for a token that is no text.
+        The file special_tokens_map.json counts before a tokenizer_config.json that does not list
+        the added tokens, as in transformers. Raises UserError for a token that is no text.
         """
         files = [TOKENIZER_CONFIG, SPECIAL_MAP]
         if "added_tokens_decoder" not in self.beside.get(TOKENIZER_CONFIG, {}):

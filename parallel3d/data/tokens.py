@@ -91,7 +91,7 @@ def whole_digest(file: File) -> str:
     return digest.hexdigest()
 
 
-# What fsspec's file systems call a content's version, and times of change.
+# Names by which fsspec's file systems tell a content's version, and times of change.
 VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
 TIMES = (
     *("Last-Modified", "LastModified", "last_modified", "last_commit", "mtime", "updated"),

@@ -56,7 +56,7 @@ class Gpu(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What this host shows.
+    """Holds what this host shows of its GPUs.
 
     Attributes:
         gpus: that torch can use, in their order.
@@ -345,7 +345,7 @@ def _numbers(mask: str | None) -> list[int] | None:
     return [int(word) for word in words] if all(map(str.isdecimal, words)) else None
 
 
-# What says that a GPU is meant
+# Hints that a GPU is meant
 
 
 def _of_job(environ: Mapping[str, str]) -> list[str]:

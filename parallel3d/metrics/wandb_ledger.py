@@ -48,7 +48,7 @@ _HEADER_BYTES = 64  # a file without records is shorter
 
 
 class UnknownRows(Exception):
-    """Is raised with a clause where it is not known which rows W&B has."""
+    """Tells, in a clause, why it is not known which rows W&B has."""
 
 
 class Row(NamedTuple):

@@ -48,7 +48,7 @@ from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
 
 GPU_KEY = "parallel3d/gpu"
-# What a script types for ranks on CPUs: its GPUs are not meant then.
+# A script types these for ranks on CPUs: its GPUs are not meant then.
 HOST_BACKENDS = ("gloo", "mpi", "cpu:gloo", "cpu:mpi")
 
 
@@ -155,8 +155,8 @@ def _check_devices(store: dist.Store, place: RankAssignment, device: torch.devic
 def _device_in_world(requested: str) -> torch.device:
     """Returns this rank's device in a world that the script has initialised itself.
 
-    Of the accelerator the script keeps what it bound the world to or made current; else the rank
-    takes that of LOCAL_RANK, as PyTorch's own meshes do.
+    A device that the script bound the world to, or made current, is kept; else the rank takes that
+    of LOCAL_RANK, as PyTorch's own meshes do.
 
     Raises:
         UserError: the world has no backend for `requested`; GPUs that cannot be used, or are meant

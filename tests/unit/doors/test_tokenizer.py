@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import transformers
 
 from parallel3d.commands.eval_rows import encode_pair
 from parallel3d.commands.their_tokens import unlike_theirs
@@ -180,7 +181,6 @@ def test_a_folder_tells_begin_and_ends_or_is_refused(tmp_path: Path, row: Row) -
 @pytest.mark.parametrize("row", [r for r in ROWS if not r.words], ids=lambda row: row.name)
 def test_prompts_and_ends_are_those_of_transformers(tmp_path: Path, row: Row) -> None:
     """Also of the folder that a run exports."""
-    transformers = pytest.importorskip("transformers")
     transformers.utils.logging.set_verbosity_error()
     path = made(tmp_path / "tok", row)
     tokenizer = open_tokenizer(str(path))
@@ -327,7 +327,6 @@ THEIRS = (
 def test_other_tokens_of_transformers_are_said(
     tmp_path: Path, name: str, made_by: str, words: str | None
 ) -> None:
-    pytest.importorskip("transformers")
     path = made(tmp_path / "tok", next(row for row in ROWS if row.name == name))
     facts = {"eos_token": END if name == "gpt2" else EOS, CLASS: made_by}
     (path / CONFIG).write_text(json.dumps(facts))
