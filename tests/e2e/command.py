@@ -45,10 +45,13 @@ TINY = (
 
 
 def without_replaced(words: Sequence[str]) -> tuple[str, ...]:
-    """Returns a line without the words of TINY whose key another word gives: it is typed once."""
+    """Returns a line in which each key of TINY is typed once: a word for it replaces TINY's."""
     given = {word.partition("=")[0] for word in words if word not in TINY}
-    kept = [word for word in words if word not in TINY or word.partition("=")[0] not in given]
-    return tuple(dict.fromkeys(kept))
+    kept = []
+    for word in words:
+        if word not in TINY or (word.partition("=")[0] not in given and word not in kept):
+            kept.append(word)
+    return tuple(kept)
 
 
 @dataclass(frozen=True)
