@@ -88,6 +88,7 @@ from parallel3d.run.failure import full_stop
 from parallel3d.run.launch import or_end
 from parallel3d.run.launcher_environment import (
     RankAssignment,
+    alone_in_a_job,
     detect,
     prints_for_all,
     refuse_lost_variables,
@@ -319,6 +320,8 @@ def _place(app: str, config: Config) -> RankAssignment | None:
         )
     if starts is not None and CGROUPS.is_file():
         refuse_lost_variables(os.environ, CGROUPS.read_text())
+    if starts is not None and (line := alone_in_a_job(os.environ)) is not None:
+        print_line(line)
     return None
 
 

@@ -201,7 +201,8 @@ def detect(
         return _of_agent(given, master_addr)
     step = _slurm_step(given)
     torch = _torch(given)
-    claims = [claim for claim in (step, torch, *_mpi(given), _pmix(given)) if claim is not None]
+    claims = [claim for claim in (step, torch, *_mpi(given)) if claim is not None]
+    claims += _ranks_alone(given)
     claims = _without_outer(step, claims, given)
     for place, claim in enumerate(claims):
         for other in claims[:place]:
@@ -213,12 +214,12 @@ def detect(
     if _first(claim.size for claim in claims) == 1:
         # An image may set WORLD_SIZE=1 for whatever starts in it.
         if starts is not None and all(claim is torch for claim in claims):
-            _refuse_left_out(given, starts)
+            _refuse_left_out(given, starts, read)
         return None
     if not claims:
         _refuse_lonely_marks(given)
         if starts is not None:
-            _refuse_left_out(given, starts)
+            _refuse_left_out(given, starts, read)
         return None
     return _assigned(
         given, claims, step if step in claims else None, master_addr, master_port, read
@@ -227,7 +228,7 @@ def detect(
 
 def prints_for_all(environ: Mapping[str, str]) -> bool:
     """Returns whether this process prints for all that were started like it: rank 0, or alone."""
-    names = ("RANK", "SLURM_PROCID", "PMIX_RANK", *(row.rank for row in MPI))
+    names = ("RANK", "SLURM_PROCID", *RANKS_ALONE, *(row.rank for row in MPI))
     return not any(NUMBER.fullmatch(environ.get(n, "")) and int(environ[n]) > 0 for n in names)
 
 
@@ -305,16 +306,12 @@ def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
     )
 
 
-# Numbers of launchers that say no more, in variables at least, than that there are others.
-LONELY = ("PALS_RANKID", "ALPS_APP_PE", "PMI_ID", "MPIRUN_RANK")
-
-
 def _refuse_lonely_marks(given: Mapping[str, str]) -> None:
-    """Raises UserError for marks of torchrun and others without RANK and WORLD_SIZE.
+    """Raises UserError for marks of torchrun without RANK and WORLD_SIZE.
 
     LOCAL_RANK=0 alone is none: some platforms set it for any process.
     """
-    marks = [name for name in (*AGENTS, *LONELY) if name in given]
+    marks = [name for name in AGENTS if name in given]
     local = given.get("LOCAL_RANK", "0")
     if local != "0" or ("LOCAL_RANK" in given and _count(given, *TORCH_LOCAL_SIZE) > 1):
         marks.append("LOCAL_RANK")
@@ -374,11 +371,16 @@ def _numbered(given: Mapping[str, str], row: Numbered) -> Claim | None:
     return Claim(words, "mpi", rank, size, local_rank, local_size, start)
 
 
-def _pmix(given: Mapping[str, str]) -> Claim | None:
-    """Returns the number of a process of PMIx, which tells it no others by its environment."""
-    if "PMIX_RANK" not in given:
-        return None
-    return Claim(f"PMIX_RANK={given['PMIX_RANK']}", "mpi", rank=_number(given, "PMIX_RANK", 0))
+# Ranks by launchers of which no variable, or none beside these, says how many there are.
+RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "PMI_ID", "MPIRUN_RANK")
+
+
+def _ranks_alone(given: Mapping[str, str]) -> list[Claim]:
+    return [
+        Claim(f"{name}={given[name]}", "mpi", rank=_number(given, name))
+        for name in RANKS_ALONE
+        if name in given
+    ]
 
 
 # Slurm
@@ -514,10 +516,10 @@ def _assigned(
         )
     local_size = _first(c.local_size for c in claims)
     if local_rank is None:
-        row = next(row for row in MPI if row.rank in claims[0].words)
+        name = next((row.local_rank[0] for row in MPI if row.rank in given), "LOCAL_RANK")
         raise UserError(
-            f"{claims[0].words} are set, but {row.local_rank[0]} is not, the number of this "
-            f"process on its host: export it, or start with torchrun"
+            f"{claims[0].words} are set, but {name} is not, the number of this process on its "
+            "host: export it, or start with torchrun"
         )
     start = next((c.start for c in claims if c.start), "")
     addr, from_environment = master_addr, False
@@ -612,16 +614,43 @@ def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None)
 # Processes that a launcher should have started, and did not
 
 
-def _refuse_left_out(given: Mapping[str, str], starts: int) -> None:
+def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
     """Raises UserError where this process would train alone though more was asked for."""
     _refuse_batch_script(given, starts)
-    for name, hosts in _host_counts(given).items():
+    torchrun = (
+        "this process would train on its own alone: start torchrun on each (torchrun --nnodes={} "
+        "--node-rank=… --nproc-per-node=… --master-addr=… --master-port=… -m parallel3d …)"
+    )
+    found = _host_counts(given, read)
+    for name, hosts in found.items():
         if hosts > 1:
+            raise UserError(f"{name} tells of {hosts} hosts, and {torchrun.format(hosts)}")
+    for _, number in HOSTS:
+        if not found and NUMBER.fullmatch(given.get(number, "")) and int(given[number]) > 0:
             raise UserError(
-                f"{name} tells of {hosts} hosts, and this process would train on its own alone: "
-                f"start torchrun on each (torchrun --nnodes={hosts} --node-rank=… "
-                "--nproc-per-node=… --master-addr=… --master-port=… -m parallel3d …)"
+                f"{number}={given[number]} tells of a host before this one, and "
+                f"{torchrun.format('…')}; or unset {number}"
             )
+    if "K_MPI_JOB_ROLE" in given:
+        raise UserError(
+            f"K_MPI_JOB_ROLE={given['K_MPI_JOB_ROLE']} is of an MPIJob, whose ranks mpirun starts: "
+            "put mpirun before the command, or unset K_MPI_JOB_ROLE"
+        )
+
+
+def alone_in_a_job(environ: Mapping[str, str]) -> str | None:
+    """Returns a line for a process alone that may be meant as one of several; else None.
+
+    The pods of a Kubernetes Job are a sweep as often as the hosts of one run, and none knows how
+    many there are.
+    """
+    name = "JOB_COMPLETION_INDEX"
+    if not environ.get(name):
+        return None
+    return (
+        f"{name}={environ[name]}: this pod of a Kubernetes Job trains a run of its own; for one of "
+        f"all its pods start torchrun --nnodes=… --node-rank=${name} …"
+    )
 
 
 def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:
@@ -672,41 +701,91 @@ def _tasks_asked_for(given: Mapping[str, str]) -> int:
 
 
 # Variables with the number of hosts, by platforms that leave the launcher to the user, each with
-# one that must be beside it, as its own name may be anybody's.
+# one that must be beside it, as its own name may be anybody's: most often the number of this host.
 HOSTS = (
     ("GROUP_WORLD_SIZE", "GROUP_RANK"),
     ("NUM_MACHINES", "MACHINE_RANK"),
-    ("SKYPILOT_NUM_NODES", "SKYPILOT_NUM_NODES"),
+    ("PET_NNODES", "PET_NNODES"),
+    ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
+    ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK"),
+    ("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
+    ("BEAKER_REPLICA_COUNT", "BEAKER_REPLICA_RANK"),
+    ("LEPTON_JOB_TOTAL_WORKERS", "LEPTON_JOB_WORKER_INDEX"),
+    ("MLP_WORKER_NUM", "MLP_ROLE_INDEX"),  # Volcengine's
+    ("MA_NUM_HOSTS", "VC_TASK_INDEX"),  # ModelArts'
+    ("NGC_ARRAY_SIZE", "NGC_ARRAY_INDEX"),
+    ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
+    ("_CONDOR_NPROCS", "_CONDOR_PROCNO"),
     ("PBS_NUM_NODES", "PBS_JOBID"),
     ("FLUX_JOB_NNODES", "FLUX_JOB_ID"),
     ("NHOSTS", "PE_HOSTFILE"),
     ("NUM_NODES", "NODE_RANK"),
     ("NNODES", "NODE_RANK"),
 )
+OF_VOLCANO = re.compile("VC_[A-Z0-9_]+_NUM")  # the pods of each kind of task
+# Lists of hosts, with the separator of their items and how many belong to a host.
+HOST_LISTS = (
+    ("LSB_MCPU_HOSTS", None, 2),  # host slots host slots
+    ("LSB_HOSTS", None, 1),
+    ("AZ_BATCH_HOST_LIST", ",", 1),
+)
+# Files with a host in each line, or in its first word.
+HOST_FILES = (
+    *("PBS_NODEFILE", "OAR_NODEFILE", "COBALT_NODEFILE", "LSB_DJOB_HOSTFILE"),
+    "BATCH_HOSTS_FILE",  # Google's
+)
 
 
-def _host_counts(given: Mapping[str, str]) -> dict[str, int]:
+def _host_counts(given: Mapping[str, str], read: Read) -> dict[str, int]:
     """Returns the number of hosts by the variable that tells it."""
-    found = {name: _count(given, name) for name, beside in HOSTS if beside in given}
-    if "PET_NNODES" in given:  # 2, or from 1 to 4: 1:4
-        found["PET_NNODES"] = max(
-            map(int, re.findall("[0-9]{1,9}", given["PET_NNODES"])), default=0
-        )
-    for name, every in (("LSB_MCPU_HOSTS", 2), ("LSB_HOSTS", 1)):  # host slots …; host host …
+    found = {}
+    for name, beside in HOSTS:
+        if name in given and beside in given:
+            found[name] = _most_hosts(name, given[name])
+    if "VC_TASK_INDEX" in given:
+        pods = [_most_hosts(name, given[name]) for name in given if OF_VOLCANO.fullmatch(name)]
+        found |= {"VC_*_NUM": sum(pods)} if pods else {}
+    for name, separator, every in HOST_LISTS:
         if name in given:
-            found[name] = len(set(given[name].split()[::every]))
+            found[name] = len(set(given[name].split(separator)[::every]))
     for name in ("SM_HOSTS", "CLUSTER_SPEC", "TF_CONFIG"):  # SageMaker's, Vertex AI's, TensorFlow's
         if name in given:
-            found[name] = _entries(given[name])
+            found[name] = _entries(name, given[name])
+    for name in HOST_FILES:
+        if name in given:
+            found[name] = _lines(name, given[name], read)
     return found
 
 
-def _entries(text: str) -> int:
-    """Returns the hosts of a list in JSON, or of {"cluster": lists by role}; 0 without."""
+def _most_hosts(name: str, text: str) -> int:
+    """Returns the hosts of a number, or of a range "1:4". Raises UserError."""
+    if not re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", text):
+        raise UserError(f"{name}={text!r} is no number of hosts: give it as 2 or 1:4, or unset it")
+    return max(map(int, text.split(":")))
+
+
+def _lines(name: str, path: str, read: Read) -> int:
+    """Returns the hosts in a scheduler's file, which has one for each slot. Raises UserError."""
+    try:
+        return len({line.split()[0] for line in read(path).splitlines() if line.strip()})
+    except OSError as error:
+        raise UserError(
+            f"{name}={path} cannot be read ({error.strerror}), so that it is not known how many "
+            f"hosts this job has: let the file reach this process, or unset {name}"
+        ) from None
+
+
+def _entries(name: str, text: str) -> int:
+    """Returns the hosts of a list in JSON, or of {"cluster": lists by role}; 0 without.
+
+    Raises UserError.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return 0
+        raise UserError(
+            f"{name}={text!r} is no JSON, as its hosts are: mend it or unset it"
+        ) from None
     groups = [value]
     if isinstance(value, dict) and isinstance(value.get("cluster"), dict):
         groups = list(value["cluster"].values())

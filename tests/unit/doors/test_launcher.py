@@ -16,6 +16,7 @@ from parallel3d.run.launcher_environment import (
     FIRST_PORT,
     PORTS,
     RankAssignment,
+    alone_in_a_job,
     detect,
     prints_for_all,
     refuse_lost_variables,
@@ -384,7 +385,20 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "PMIx alone": (env("PMIX_RANK=3 PMIX_NAMESPACE=x"), "PMIX_RANK=3 come from a launcher that"),
     "PMI_RANK alone": (env("PMI_RANK=3"), "but PMI_SIZE is not"),
-    "PALS without PMI": (env("PALS_RANKID=1 PALS_APID=x"), "PALS_RANKID=1 is set but RANK and"),
+    "PALS without PMI": (
+        env("PALS_RANKID=1 PALS_APID=x"),
+        "PALS_RANKID=1 come from a launcher that does not say how many ranks",
+    ),
+    "PALS, the image's WORLD_SIZE=1": (
+        env("RANK=0 WORLD_SIZE=1 PALS_RANKID=1 PALS_APID=x"),
+        "RANK=0 WORLD_SIZE=1 and PALS_RANKID=1 contradict each other",
+    ),
+    "PMIx and RANK without LOCAL_RANK": (
+        env("RANK=5 WORLD_SIZE=8 PMIX_RANK=5 MASTER_ADDR=h MASTER_PORT=29500"),
+        "are set, but LOCAL_RANK is not",
+    ),
+    "mpirun_rsh of MVAPICH": (env("MPIRUN_RANK=1 MPIRUN_NPROCS=4"), "MPIRUN_RANK=1 come from"),
+    "MPIJob without mpirun": (env("K_MPI_JOB_ROLE=launcher"), "put mpirun before the command"),
     "Vertex AI": (
         {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"], "workerpool1": ["b", "c"]}}'},
         "CLUSTER_SPEC tells of 3 hosts",
@@ -393,13 +407,54 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "elastic Kubeflow": (env("PET_NNODES=1:4"), "PET_NNODES tells of 4 hosts"),
     "LSF without jsrun": (env("LSB_JOBID=1 LSB_MCPU_HOSTS=c1 LSB_HOSTS=x"), ALONE),
     "LSF over hosts": ({"LSB_MCPU_HOSTS": "c1 8 c2 8"}, "LSB_MCPU_HOSTS tells of 2 hosts"),
+    "Azure Batch": (env("AZ_BATCH_HOST_LIST=10.0.0.4,10.0.0.5"), "AZ_BATCH_HOST_LIST tells of 2"),
     "PBS over hosts": (env("PBS_JOBID=1.pbs PBS_NUM_NODES=2"), "PBS_NUM_NODES tells of 2 hosts"),
+    "PBS Professional": (env("PBS_JOBID=1 PBS_NODEFILE=/pbs/two"), "PBS_NODEFILE tells of 2 hosts"),
+    "PBS Professional, one host": (env("PBS_JOBID=1 PBS_NODEFILE=/pbs/one NCPUS=64"), ALONE),
+    "PBS in a container": (env("PBS_NODEFILE=/pbs/gone"), "PBS_NODEFILE=/pbs/gone cannot be read"),
+    "mpiexec in PBS": (
+        PALS | env("PBS_NODEFILE=/pbs/two MASTER_ADDR=x1000"),
+        (5, 8, 1, 4, "x1000", None),
+    ),
+    "OAR": (env("OAR_JOB_ID=7 OAR_NODEFILE=/pbs/two"), "OAR_NODEFILE tells of 2 hosts"),
+    "Volcano": (
+        env(
+            "VC_TASK_INDEX=1 VC_WORKER_NUM=2 VC_WORKER_HOSTS=a,b VC_MASTER_NUM=1 VC_MASTER_HOSTS=m"
+        ),
+        "VC_*_NUM tells of 3 hosts",
+    ),
+    "Volcano, one pod": (env("VC_TASK_INDEX=0 VC_WORKER_NUM=1 VC_WORKER_HOSTS=a"), ALONE),
+    "Volcano's plugin for torch": (
+        env("VC_TASK_INDEX=0 VC_WORKER_NUM=2 RANK=1 WORLD_SIZE=3 MASTER_ADDR=m MASTER_PORT=23456"),
+        "count hosts (Kubeflow, DLC)",
+    ),
+    "ModelArts": (env("MA_NUM_HOSTS=2 VC_TASK_INDEX=0"), "MA_NUM_HOSTS tells of 2 hosts"),
+    "a LeaderWorkerSet": (env("LWS_GROUP_SIZE=4 LWS_WORKER_INDEX=0"), "LWS_GROUP_SIZE tells of 4"),
+    "AWS Batch": (
+        env("AWS_BATCH_JOB_NUM_NODES=4 AWS_BATCH_JOB_NODE_INDEX=0"),
+        "AWS_BATCH_JOB_NUM_NODES tells of 4 hosts",
+    ),
+    "dstack": (env("DSTACK_NODES_NUM=2 DSTACK_NODE_RANK=1"), "DSTACK_NODES_NUM tells of 2 hosts"),
+    "dstack, one host": (env("DSTACK_NODES_NUM=1 DSTACK_NODE_RANK=0"), ALONE),
+    "Beaker": (env("BEAKER_REPLICA_COUNT=2 BEAKER_REPLICA_RANK=0"), "tells of 2 hosts"),
+    "Lepton": (env("LEPTON_JOB_TOTAL_WORKERS=2 LEPTON_JOB_WORKER_INDEX=0"), "tells of 2 hosts"),
+    "Volcengine": (env("MLP_WORKER_NUM=2 MLP_ROLE_INDEX=0"), "MLP_WORKER_NUM tells of 2 hosts"),
+    "Base Command": (env("NGC_ARRAY_SIZE=2 NGC_ARRAY_INDEX=1"), "NGC_ARRAY_SIZE tells of 2 hosts"),
+    "HTCondor": (env("_CONDOR_NPROCS=4 _CONDOR_PROCNO=2"), "_CONDOR_NPROCS tells of 4 hosts"),
+    "a script's range of hosts": (env("NNODES=1:4 NODE_RANK=0"), "NNODES tells of 4 hosts"),
+    "a script's number that is none": (env("NNODES=two NODE_RANK=0"), "NNODES='two' is no number"),
+    "a host's number alone": (env("NODE_RANK=1"), "NODE_RANK=1 tells of a host before this one"),
+    "the first host's number alone": (env("NODE_RANK=0"), ALONE),
+    "a torn list of hosts": (env("SM_HOSTS=[algo-1"), "SM_HOSTS='[algo-1' is no JSON"),
+    "a pod of an indexed Job": (env("JOB_COMPLETION_INDEX=3"), ALONE),
 }
 
 
 def read(path: str) -> str:
     if path == "/home/u/hosts":
         return "# rank 0\nnode3*1\nnode1\n"
+    if path in ("/pbs/one", "/pbs/two"):
+        return "x1000\nx1000\n" + "x1001\n" * (path == "/pbs/two")
     raise FileNotFoundError(2, "No such file or directory")
 
 
@@ -460,6 +515,12 @@ def test_torchruns_address_is_not_ours_to_choose() -> None:
     assert place is not None and place.with_port(29600).master_port == 29500
     with pytest.raises(UserError, match="give torchrun --master-addr=host1"):
         detect(TORCHRUN, "host1")
+
+
+def test_a_pod_that_may_be_one_of_several_says_so() -> None:
+    line = alone_in_a_job(env("JOB_COMPLETION_INDEX=3"))
+    assert line is not None and "trains a run of its own" in line
+    assert alone_in_a_job({}) is None
 
 
 def test_one_process_of_many_prints() -> None:
