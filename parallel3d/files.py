@@ -182,12 +182,17 @@ def parse_json(text: bytes) -> Any:
         content = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    check_depth(content)
+    return content
+
+
+def check_depth(content: Any) -> None:
+    """Raises ValueError for lists and objects that are nested too deep."""
     level = [content]
     for _ in range(MAX_DEPTH):
         level = [value for item in level for value in _items(item)]
     if level:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
-    return content
 
 
 def _items(value: Any) -> list[Any]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
+from parallel3d.data.chat_rows import Refused, keys_not_read, parse
 from parallel3d.data.formats import HEAD, LINES, PARQUET, TASKS, NotTaken, check_kind, judged
 from parallel3d.data.inputs import LOCAL, Input, rows
 from parallel3d.data.tokenizer import Tokenizer, begun
 from parallel3d.errors import UserError
-from parallel3d.files import parse_json, plain
+from parallel3d.files import plain
 
 LONGEST = 64 << 20  # bytes of a row
 ENOUGH = 4  # rows whose answers show whether they count from 1
+KEYS = frozenset(("task", "context", "choices", "answer", "continuation"))
 HOW = (
     'give rows such as {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0} or '
     '{"context": "to be or not to", "continuation": " be"}'
@@ -35,7 +38,19 @@ class TaskRow(NamedTuple):
     place: str
 
 
+class TakenRows(NamedTuple):
+    """rows: of a file. lines: what a user must know of them, a sentence each."""
+
+    rows: list[TaskRow]
+    lines: list[str]
+
+
 def read_rows(path: str) -> list[TaskRow]:
+    """Returns the rows of a file. Raises UserError."""
+    return take_rows(path).rows
+
+
+def take_rows(path: str) -> TakenRows:
     """Reads a jsonl, packed or not, or a parquet. Raises UserError with the first line that is no
     row, and for answers that seem to count from 1."""
     file = Path(path)
@@ -53,13 +68,15 @@ def read_rows(path: str) -> list[TaskRow]:
     source = Input(f"{LOCAL}{file.absolute()}", *form, file.stat().st_size, "", door=TASKS)
     task = file.name.partition(".")[0]
     places = {LINES: "line", PARQUET: "row"}[form.kind]
-    found = []
+    found, unread = [], Counter[str]()
     for number, value in rows(source, LONGEST):
-        found.append(_row(value, task, f"{named}, {places} {number}"))
+        found.append(_row(value, task, f"{named}, {places} {number}", unread))
     if not found:
         raise UserError(f"{named} has no rows: {HOW}")
     _check_labels(found, named)
-    return [each for each, _ in found]
+    return TakenRows(
+        [each for each, _ in found], [f"{named}: {line}" for line in keys_not_read(unread)]
+    )
 
 
 def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
@@ -78,23 +95,29 @@ def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
             )
 
 
-def _row(row: Any, task: str, place: str) -> tuple[TaskRow, bool]:
-    """Returns a row, and whether its answer was a number. Raises UserError."""
+def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow, bool]:
+    """Returns a row, and whether its answer was a number. Counts its keys that are not read. Raises
+    UserError."""
     try:
-        row = parse_json(row) if isinstance(row, bytes) else row
-    except ValueError as error:
-        raise UserError(f"{place} is no JSON ({plain(str(error))}): {HOW}") from None
+        row = parse(row) if isinstance(row, bytes) else row
+    except Refused as error:
+        raise UserError(f"{place} {error}: {HOW}") from None
     if not isinstance(row, dict) or not isinstance(row.get("context"), str):
         raise UserError(f"{place} has no text under context: {HOW}")
+    unread.update(plain(key) for key in row.keys() - KEYS)
     task = row.get("task", task)
     if not (isinstance(task, str) and task.isprintable()):
         raise UserError(f"{place}: task={plain(show(task))} must be a name of one line; give one")
     if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
         raise UserError(f"{place} has half of a pair of surrogates, which is no text: {HOW}")
-    if "choices" not in row:
+    if row.get("choices") is None:
+        if row.get("answer") is not None:
+            raise UserError(f"{place} has an answer and no choices: {HOW}")
         if not (isinstance(row.get("continuation"), str) and row["continuation"]):
             raise UserError(f"{place} has neither choices nor a continuation: {HOW}")
         return TaskRow(task, row["context"], (row["continuation"],), None, place), False
+    if row.get("continuation") is not None:
+        raise UserError(f"{place} has choices and a continuation, and one of them counts: {HOW}")
     choices, answer = row["choices"], row.get("answer")
     texts = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
     if not texts or len(choices) < 2:

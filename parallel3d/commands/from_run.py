@@ -11,14 +11,14 @@ from pathlib import Path
 
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.commands.checkpoint.listing import check_ema, find_checkpoint, find_run, run_names
-from parallel3d.commands.eval_rows import read_rows
+from parallel3d.commands.eval_rows import take_rows
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values
 from parallel3d.config.schema import Config, EvalConfig
 from parallel3d.config.values import in_other_precision
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.tokenizer import FOLDER, tokenizer_of
-from parallel3d.errors import UserError, first_line
+from parallel3d.errors import UserError, first_line, print_line
 from parallel3d.host.devices import check_numerics, choose_device
 from parallel3d.run.directory import CONFIG_FILE, NO_CONFIG, last_config
 from parallel3d.run.local_workers import run_here
@@ -72,13 +72,16 @@ def config_from_run(
 
 
 def _check_rows(keys: EvalConfig) -> None:
-    """Raises UserError for rows that are none, and for a file of scores that exists."""
+    """Checks the rows, and prints what a user must know of them. Raises UserError for rows that are
+    none, and for a file of scores that exists."""
     if keys.tasks is None:
         raise UserError(
             "eval needs tasks=…, a jsonl of rows, as in: eval run=my_run tasks=questions.jsonl"
         )
-    read_rows(keys.tasks)
+    lines = take_rows(keys.tasks).lines
     check_free("to", keys.to, None, "parallel3d eval")
+    for line in lines:
+        print_line(line)
 
 
 def run_on_checkpoint(app: str, config: Config) -> int:

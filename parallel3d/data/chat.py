@@ -23,7 +23,6 @@ from parallel3d.data.chat_rows import (
     parse,
     read_row,
     unread_of,
-    without_nulls,
 )
 from parallel3d.data.chat_shown import Rendering, Shown
 from parallel3d.data.chat_template import ChatTemplate
@@ -424,7 +423,7 @@ def _judge(chat: Chat, told: Told, least: int) -> None:
 def _row_of(row: Any) -> Any:
     """Returns the row of a line of jsonl, or of parquet as it is. Raises Refused."""
     if not isinstance(row, bytes):
-        return without_nulls(row)
+        return row
     if len(row) > LONGEST:
         raise Refused(f"has more than {LONGEST:,} bytes, which is no conversation")
     return parse(row)

@@ -8,12 +8,13 @@ left out: it is obeyed or the row is refused.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
 from parallel3d.errors import nearest
-from parallel3d.files import plain
+from parallel3d.files import check_depth, plain
 
 SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION = (
     *("system", "developer", "user", "assistant", "tool", "function"),
@@ -27,7 +28,7 @@ FROM, VALUE = "from", "value"
 # The first is the one that templates read; transformers fills it from the others.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 DETAILS = "reasoning_details"
-CALLS, CALL_OF_2023 = "tool_calls", "function_call"
+CALLS, CALL_OF_2023, CALL_ID = "tool_calls", "function_call", "tool_call_id"
 # ShareGPT's names of roles.
 SPEAKERS = {
     "human": USER,
@@ -139,23 +140,19 @@ class Row(NamedTuple):
 
 
 def parse(text: str | bytes) -> Any:
-    """Returns what JSON text spells. Raises Refused, also for a key that stands there twice."""
+    """Returns what JSON text spells. Raises Refused, also for a key that stands there twice, and
+    for lists and objects that are nested too deep."""
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        content = json.loads(text, object_pairs_hook=_once)
     except Refused:
         raise
     except (ValueError, RecursionError):
         raise Refused("is no JSON") from None
-
-
-def without_nulls(value: Any) -> Any:
-    """Returns a row of a table, in which all objects of a column have the same keys, without the
-    keys that only others have."""
-    if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [without_nulls(each) for each in value]
-    return value
+    try:
+        check_depth(content)
+    except ValueError as error:
+        raise Refused(f"is {error}") from None
+    return content
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -252,7 +249,7 @@ def read_row(row: Any) -> Row:
 
 
 def _without_messages(row: Mapping[str, Any]) -> str:
-    close = nearest(MESSAGES, row)
+    close = nearest(MESSAGES, [key for key in row if key != MESSAGES])
     if close:
         return f"has no {MESSAGES}, the nearest is {show(plain(close))}"
     keys = ", ".join(plain(key) for key in list(row)[:5]) or "none"
@@ -564,22 +561,16 @@ class Told:
     def __init__(self) -> None:
         self.rows, self.bad = 0, 0
         self.first = ""  # reason of the first row that is left out
-        self._unread: dict[str, int] = {}
+        self._unread = Counter[str]()
         self._thoughts = 0  # rows
 
     def count(self, unread: Iterable[str], dropped_thoughts: bool) -> None:
-        for key in unread:
-            self._unread[key] = self._unread.get(key, 0) + 1
+        self._unread.update(unread)
         self._thoughts += dropped_thoughts
 
     def lines(self) -> list[str]:
         """Returns what a user must know of the rows, a sentence each."""
-        found = []
-        if self._unread:
-            many = sorted(self._unread.items(), key=lambda item: (-item[1], item[0]))
-            keys = ", ".join(f"{key} ({_rows(count)})" for key, count in many[:SHOWN])
-            more = f" and {len(many) - SHOWN:,} others" if len(many) > SHOWN else ""
-            found.append(f"keys not read: {keys}{more}")
+        found = keys_not_read(self._unread)
         if self._thoughts:
             found.append(
                 f"{_rows(self._thoughts)} with thoughts of turns that the chat template leaves out"
@@ -593,6 +584,17 @@ class Told:
 
 
 SHOWN = 12  # keys
+
+
+def keys_not_read(unread: Mapping[str, int]) -> list[str]:
+    """Returns a sentence on keys that nothing reads, with the number of rows of each; none without
+    one."""
+    if not unread:
+        return []
+    many = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
+    keys = ", ".join(f"{key} ({_rows(count)})" for key, count in many[:SHOWN])
+    more = f" and {len(many) - SHOWN:,} others" if len(many) > SHOWN else ""
+    return [f"keys not read: {keys}{more}"]
 
 
 def _rows(count: int) -> str:
@@ -619,4 +621,24 @@ def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
         found |= {f"{plain(key)} of messages"}
     if row.documents and not takes(DOCUMENTS):
         raise Refused(f"has {DOCUMENTS}, which the chat template does not show: remove them")
+    if not reads(CALL_ID):
+        _check_order(row)
     return found
+
+
+def _check_order(row: Row) -> None:
+    """Raises Refused for results of calls in another order than the calls: a template that shows no
+    ids shows each as the result of another call."""
+    calls: list[Any] = []
+    last = -1
+    for name, message in zip(row.names, row.messages, strict=True):
+        if message["role"] == ASSISTANT:
+            calls, last = [call.get("id") for call in message.get(CALLS, ())], -1
+        elif message.get(CALL_ID) in calls:
+            at = calls.index(message[CALL_ID])
+            if at < last:
+                raise Refused(
+                    f"has {name} in another order than the calls, whose ids its chat template does "
+                    "not show: order the results as the calls"
+                )
+            last = at

@@ -27,6 +27,7 @@ from parallel3d.data.tokenizer import (
     CHAT_TEMPLATE,
     LARGEST_BESIDE,
     PROCESSORS_TEMPLATE,
+    TOKENIZER,
     TOKENIZER_CONFIG,
     FileTokenizer,
     read_json,
@@ -53,6 +54,15 @@ class ChatTemplate:
         self.texts = templates_of(tokenizer)
         names = {name: tokenizer.role(name) for name in ROLES}
         tokens = {name: text for name, text in names.items() if text is not None}
+        spelled = next(
+            (t for t in tokenizer.missing if any(t in s for s in self.texts.values())), None
+        )
+        if spelled is not None:
+            raise UserError(
+                f"{self.named} writes {plain(spelled)}, which a file beside it calls a token, and "
+                f"which is none of its {TOKENIZER}: save the tokenizer with all its tokens, as "
+                "save_pretrained of transformers does"
+            )
         tokens.setdefault("eos_token", tokenizer.eot_text)
         tokens.setdefault("bos_token", "")
         used = {name: self.texts[name] for name in (DEFAULT, WITH_TOOLS) if name in self.texts}

@@ -56,10 +56,10 @@ _MARKS = re.compile(
 )
 
 TRAIN = "train"
-_TRAINED = frozenset(("train", "training", "trainset"))
+_TRAINED = frozenset(("train", "training", "trainset", "trn"))
 _HELD = frozenset(
     [
-        *("test", "tests", "testing", "testset", "devtest", "newstest"),
+        *("test", "tests", "testing", "testset", "tst", "devtest", "newstest"),
         *("valid", "validation", "validate", "validset", "val", "valset", "dev", "devset"),
         *("eval", "evals", "evaluation", "evalset", "holdout", "heldout"),
     ]
@@ -236,13 +236,12 @@ def check_twins(addresses: Iterable[str]) -> None:
     `gzip -k` leaves them, or they are the same rows in two formats."""
     seen: dict[tuple[str, str], str] = {}
     for address in addresses:
-        folder, _, name = address.rpartition("/")
-        name = file_name(address)
+        folder, name = address.rpartition("/")[0], file_name(address)
         end, packed = endings(name)
-        bare = os.path.splitext(name)[0] if packed else name
-        keys = {bare}
+        stem = os.path.splitext(os.path.splitext(name)[0] if packed else name)[0]
+        keys = {f"{stem}{end}"}
         if end in ROWS_ENDS:
-            keys.add(f"{os.path.splitext(bare)[0]}/rows")
+            keys.add(f"{stem}/rows")
         for key in keys:
             other = seen.setdefault((folder, key), name)
             if other != name:

@@ -37,7 +37,7 @@ PROSE = (".txt", ".text")
 # about them.
 CODE = _words(
     ".md .markdown .rst .tex .bib .org .adoc .html .htm .xhtml .xml .css .scss .less .js .mjs .cjs "
-    ".ts .tsx .jsx .vue .py .pyi .pyx .ipynb .c .h .cc .cpp .cxx .hpp .hh .hxx .cu .cuh .m .mm "
+    ".ts .tsx .jsx .vue .py .pyi .pyx .c .h .cc .cpp .cxx .hpp .hh .hxx .cu .cuh .m .mm "
     ".java .kt .kts .scala .go .rs .swift .rb .php .pl .pm .lua .r .jl .hs .lhs .ml .mli .fs .cs "
     ".vb .dart .ex .exs .erl .hrl .clj .cljs .lisp .el .scm .rkt .asm .s .f .f90 .f95 .for .sql "
     ".sh .bash .zsh .fish .ps1 .bat .cmd .mk .cmake .gradle .toml .yaml .yml .ini .cfg .conf "
@@ -84,7 +84,12 @@ REFUSED: Final = _named(
         EXTRACT,
     ),
     (".pdf .eps .djvu .doc .docx .odt .rtf .ppt .pptx .odp .epub .mobi", "pages", EXTRACT),
-    (".warc .wat .wet .arc .eml .mbox .pst .msg", "a file of records of the web or mail", EXTRACT),
+    (
+        ".warc .wat .wet .arc .wacz .zim .mht .mhtml .eml .mbox .pst .msg",
+        "a file of records of the web or mail",
+        EXTRACT,
+    ),
+    (".ipynb", "a notebook, JSON around its cells", "write its cells as .md or .py"),
     (".gpg .age .enc .pgp", "encrypted", "decrypt it"),
     (".torrent .url .webloc .lnk", "a pointer to a file", "give the file itself"),
 )

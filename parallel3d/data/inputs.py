@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
@@ -107,6 +107,7 @@ def not_taken(source: Input, error: NotTaken) -> UserError:
 
 SHOWN = 5  # bad rows kept for the report
 EXCERPT = 60  # characters
+KEYS = 5  # of a row without its text that are shown
 AT_ONCE = 256 << 10  # characters tokenized at a time: a tokenizer needs many times as much memory
 ROWS = 256  # of a parquet file held at a time
 
@@ -224,10 +225,12 @@ def documents(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
 
 
 def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
+    names = {json.dumps(text_key, ensure_ascii=is_ascii).encode() for is_ascii in (True, False)}
     for number, line in enumerate(shard.content.split(b"\n"), shard.at):
         if not line or line.isspace():
             continue
-        where, why, row = f"{shard.sources[0].name}:{number}", "is no object", None
+        where, why = f"{shard.sources[0].name}:{number}", "is no object"
+        row: Any = None
         count.rows += 1
         try:
             row = json.loads(line)
@@ -236,17 +239,35 @@ def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
         except (ValueError, RecursionError):
             why = "is no JSON"
         if isinstance(row, dict):
-            if isinstance(row.get(text_key), str):
-                yield Found(where, row[text_key])
-                continue
-            why = f"has no {'text at' if text_key in row else 'key'} {show(text_key)}"
-        count.leave_out(where, why, line)
+            why = ""
+            if text_key not in row:
+                keys = ", ".join(list(row)[:KEYS]) or "none"
+                why = f"has no key {show(text_key)}, and its keys are {plain(keys)}"
+            elif not isinstance(row[text_key], str):
+                why = f"has no text at {show(text_key)}"
+            elif any(line.count(name) > 1 for name in names) and _is_twice(line, text_key):
+                why = f"has the key {show(text_key)} twice"
+        if why:
+            count.leave_out(where, why, line)
+        else:
+            yield Found(where, row[text_key])
+
+
+def _is_twice(line: bytes, key: str) -> bool:
+    """Returns whether the object of a line has a key twice, of which json takes the last."""
+    pairs = json.loads(line, object_pairs_hook=list)
+    return [name for name, _ in pairs].count(key) > 1
 
 
 def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
     (source,), group = shard.sources, shard.at
     with _parquet(source) as file:
         names = file.schema_arrow.names
+        if names.count(text_key) > 1:
+            raise UserError(
+                f"{source.key}={show(source.shown)} has several columns {show(text_key)}: write it "
+                "with one"
+            )
         if text_key not in names:
             remedy = "text_key must be one of" if source.key == INPUT.key else "it has"
             raise UserError(
@@ -404,7 +425,7 @@ def rows(source: Input, longest: int) -> Iterator[Row]:
             _check_flat(source, file.schema_arrow)
             batches = (batch.to_pylist() for batch in file.iter_batches(ROWS))
             for number, value in enumerate(itertools.chain.from_iterable(batches), 1):
-                yield Row(number, _without_nulls(value))
+                yield Row(number, without_nulls(value))
         return
     with of_input(source.shown, source.key), opened(source) as (content, _):
         number = 0
@@ -416,11 +437,12 @@ def rows(source: Input, longest: int) -> Iterator[Row]:
                 line = content.readline(longest + 1)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Returns a row of parquet with the keys that it was written with."""
+def without_nulls(value: Any) -> Any:
+    """Returns a row of parquet, in which all objects of a column have the same keys, without the
+    keys that only others have."""
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _check_flat(source: Input, schema: Any) -> None:
@@ -534,13 +556,15 @@ def take_inputs(given: str, kind: str | None = None) -> Taken:
         inputs, said = _inputs_of(item, kind)
         lines += said
         for each in inputs:
-            found.setdefault(each.address, each)
+            # A file reached twice (folder and glob, or a link) is one input.
+            path = each.shown if each.address.startswith(LOCAL) else ""
+            found.setdefault(os.path.realpath(path) if path else each.address, each)
     if not any(each.size for each in found.values()):
         raise UserError(
             f"input={show(given)} has only empty files, pipes or devices ({len(found)}): {HOW}"
         )
     try:
-        check_twins(found)
+        check_twins(each.address for each in found.values())
     except NotTaken as error:
         raise UserError(f"input={show(given)} {error}") from None
     return Taken(list(found.values()), lines)
@@ -651,7 +675,7 @@ def _globbed(files: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any
     """Returns matching files, and all files below matching folders."""
     found: dict[str, dict[str, Any]] = {}
     for name, info in files.glob(pattern, detail=True).items():
-        found |= _files_below(files, name) if info["type"] == "directory" else {name: info}
+        found |= _files_below(files, name) if _is_folder(info) else {name: info}
     return found
 
 
@@ -659,16 +683,25 @@ def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, 
     """Returns all files below a folder. Raises OSError for a folder that cannot be listed."""
     if not is_local(files):  # object stores list all at once
         return files.find(folder, detail=True)
-    found, waiting = {}, [folder]
+    found, waiting, seen = {}, [folder], set[str]()
     while waiting:  # `find` leaves a folder out that cannot be listed
-        for info in files.ls(waiting.pop(), detail=True):
+        at = waiting.pop()
+        if os.path.realpath(at) in seen:  # a link that leads back
+            continue
+        seen.add(os.path.realpath(at))
+        for info in files.ls(at, detail=True):
             if is_hidden(os.path.basename(info["name"])):
                 continue
-            if info["type"] == "directory":
+            if _is_folder(info):
                 waiting.append(info["name"])
             else:
                 found[info["name"]] = info
     return found
+
+
+def _is_folder(info: Mapping[str, Any]) -> bool:
+    """Returns whether fsspec's `info` is of a folder, or of this host's link to one."""
+    return info["type"] == "directory" or (bool(info.get("islink")) and os.path.isdir(info["name"]))
 
 
 def is_hidden(below: str) -> bool:
@@ -684,10 +717,11 @@ def _input(
     split: str = "",
 ) -> Input:
     name = info["name"]
-    told = version_of(info)
-    stamp = info.get("mtime") if is_local(files) else " ".join(f"{k}={v}" for k, v in told.items())
+    if is_local(files):  # a listing has the time of a link, not of its file
+        stamp = str(os.stat(name).st_mtime)
+    else:
+        stamp = " ".join(f"{key}={value}" for key, value in version_of(info).items())
     # A server that tells no size may have a file of any.
     size = 1 if info.get("size") is None else int(info["size"])
     address = files.unstrip_protocol(name)
-    stamp = "" if stamp is None else str(stamp)
     return Input(address, *form, size, stamp, typed is not None, split=split)

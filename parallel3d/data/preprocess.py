@@ -338,7 +338,7 @@ def _texts(
 
 
 VERSION = 1
-MEND = "mend them, or give a larger bad="
+MEND = "mend them, give their text_key=, or a larger bad="
 
 
 @dataclass(frozen=True)

@@ -406,7 +406,7 @@ def cached_pair(
 
 def _judge(count: Count, least: int) -> None:
     """Raises UserError if too many of at least `least` rows hold no text."""
-    judge(count, least, BAD, f"{BAD:.0%}", "mend or remove them")
+    judge(count, least, BAD, f"{BAD:.0%}", f"mend or remove them{PATH.column}")
 
 
 def _add_bytes(

@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,14 +37,14 @@ if TYPE_CHECKING:
 
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-SPECIAL_MAP = "special_tokens_map.json"
+SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 GENERATION, CONFIG = "generation_config.json", "config.json"
 EOS = "eos_token_id"
 CHAT_TEMPLATE = "chat_template.jinja"
 # The template of a processor, and a folder of templates by name.
 PROCESSORS_TEMPLATE, MORE_TEMPLATES = "chat_template.json", "additional_chat_templates"
 BESIDE = (
-    *(TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
+    *(TOKENIZER_CONFIG, SPECIAL_MAP, ADDED, GENERATION, CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
     f"{MORE_TEMPLATES}/*.jinja",
 )
 LARGEST_BESIDE = 64 << 20  # bytes; configurations that list every added token are long
@@ -58,6 +60,7 @@ WITHOUT_POST_PROCESSOR = ("GPTNeoXTokenizer",)
 
 BYTE = "byte"
 HOW = "byte, a tokenizer.json or a folder that holds one"
+RARE = "\U00010380\U00012000"  # letters of two old scripts, which few tokenizers have
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # of a byte that no other token holds
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -204,13 +207,19 @@ class FileTokenizer:
             raise UserError(f"{key}={show(name)} is no {TOKENIZER} ({_words(error)})") from None
         if not vocabulary:
             raise UserError(f"{key}={show(name)} has no tokens")
+        _check_numbers(content, vocabulary, f"{key}={show(name)}")
+        if getattr(inner.model, "dropout", None):
+            raise UserError(
+                f"{key}={show(name)} has dropout={inner.model.dropout:g}, so that its tokens of a "
+                f'text are random: write "dropout": null into its {TOKENIZER}'
+            )
         self.special: dict[str, int] = {
             token.content: number for number, token in added.items() if token.special
         }
         self.added: dict[str, int] = {token.content: number for number, token in added.items()}
         self._where = where = f"{key}={show(name)}"
-        names = (TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CONFIG) if folder is not None else ()
-        self.beside = {file: read_json(folder, file, where) for file in names if folder}
+        names = (TOKENIZER_CONFIG, SPECIAL_MAP, ADDED, GENERATION, CONFIG)
+        self.beside = {file: read_json(folder, file, where) for file in names if folder is not None}
         end = self._end_of_text(vocabulary)
         # Special tokens spelled out in a document are text: they must not end it or begin a turn.
         inner.encode_special_tokens = True
@@ -290,7 +299,46 @@ class FileTokenizer:
                 f"tokenizer {self.name}: {TOKENIZER} puts {self.spelled(self._suffix)} behind "
                 "every text: documents have their end of text, and prompts go on without it"
             )
+        if self.missing:
+            shown = ", ".join(map(plain, self.missing[:5])) + (" …" if self.missing[5:] else "")
+            sentences.append(
+                f"tokenizer {self.name}: files beside its {TOKENIZER} name tokens that it does not "
+                f"have, {shown}: they are plain text here, and transformers adds them"
+            )
+        if self._spells(self.eot_text, self.eot):
+            sentences.append(
+                f"tokenizer {self.name}: a text that spells out {plain(self.eot_text)} has its end "
+                "of text there, as it is a token of texts"
+            )
+        if not self._spells(RARE):
+            sentences.append(
+                f"tokenizer {self.name}: characters that are none of its tokens are left out of "
+                "texts, as it has no token for unknown ones"
+            )
         return sentences
+
+    def _spells(self, text: str, token: int | None = None) -> bool:
+        """Returns whether a text has the token; None: any token."""
+        try:
+            found = self.encode(text.encode())
+        except Unencodable:
+            return token is None
+        return bool(found.size) if token is None else token in found
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """Tokens that its folder's files name, and that tokenizer.json does not have."""
+        named: list[Any] = list(self.beside.get(ADDED, {}))
+        for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
+            for key, value in self.beside.get(file, {}).items():
+                if key.endswith("_token") and not key.startswith("add_"):
+                    named.append(value)
+                elif key.endswith("special_tokens") or key == "added_tokens_decoder":
+                    several = value.values() if isinstance(value, dict) else value
+                    named += several if isinstance(several, Iterable) else ()
+        texts = [one.get("content") if isinstance(one, dict) else one for one in named]
+        known = self.vocabulary()
+        return sorted({text for text in texts if isinstance(text, str) and text not in known})
 
     def spelled(self, tokens: Iterable[int]) -> str:
         """Returns tokens for a sentence, as in "<s> (1)"."""
@@ -516,6 +564,26 @@ def _opened(content: bytes) -> Any:
     inner.no_truncation()
     inner.no_padding()
     return inner
+
+
+def _check_numbers(content: bytes, vocabulary: Mapping[str, int], where: str) -> None:
+    """Raises UserError for numbers of tokens that the file tells otherwise than the library, which
+    numbers added tokens anew, and for two tokens of one number."""
+    for added in json.loads(content).get("added_tokens") or ():
+        number = vocabulary.get(added["content"])
+        if number != added["id"]:
+            raise UserError(
+                f"{where} numbers its added token {plain(added['content'])} {added['id']}, and the "
+                f"library of tokenizers {number}: mend the numbers, which must go on behind the "
+                "vocabulary without a gap"
+            )
+    if len({*vocabulary.values()}) < len(vocabulary):
+        numbers = Counter(vocabulary.values())
+        twice = max(numbers, key=numbers.__getitem__)
+        names = ", ".join(plain(token) for token, number in vocabulary.items() if number == twice)
+        raise UserError(
+            f"{where} has {names} as token {twice}: give each token a number of its own"
+        )
 
 
 def _pretty(content: Any) -> bytes:

@@ -210,7 +210,7 @@ def test_bad_rows_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
         assert count.shown == [
             "a.jsonl:43 is no JSON: {",
             "a.jsonl:44 is no object: [1]",
-            'a.jsonl:45 has no key text: {"txt": "a"}',
+            'a.jsonl:45 has no key text, and its keys are txt: {"txt": "a"}',
             'a.jsonl:46 has no text at text: {"text": 3}',
             'a.jsonl:47 is no UTF-8: {"text": "�"}',
         ]

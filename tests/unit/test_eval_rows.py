@@ -17,6 +17,7 @@ from parallel3d.commands.eval_rows import (
     encode_pair,
     figures_of,
     read_rows,
+    take_rows,
 )
 from parallel3d.commands.evaluate import (
     Request,
@@ -46,6 +47,15 @@ BAD = (
     ('{"context": "a", "continuation": "\\ud83d"}', "half of a pair of surrogates"),
     ('{"context": "a", "continuation": "b", "task": "x\\u001b[31m"}', "must be a name of one line"),
     ('{"context": "a", "continuation": "b", "task": null}', "must be a name of one line"),
+    (
+        '{"context": "a", "choices": ["b", "c"], "answer": 0, "answer": 1}',
+        "has the key answer twice",
+    ),
+    ('{"context": "a", "continuation": "b", "answer": 0}', "has an answer and no choices"),
+    (
+        '{"context": "a", "choices": ["b", "c"], "answer": 0, "continuation": "b"}',
+        "choices and a continuation, and one of them counts",
+    ),
     ("\n\n", "has no rows"),
 )
 
@@ -60,10 +70,12 @@ def test_what_is_no_row_is_refused(line: str, words: str, tmp_path: Path) -> Non
 
 def test_rows(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
-    first = {"context": "a", "choices": [" b", " c"], "answer": " c"}
+    first = {"context": "a", "choices": [" b", " c"], "answer": " c", "subject": "x"}
     path.write_text(f'{json.dumps(first)}\n\n{{"context":"","continuation":"x","task":"t"}}\n')
     place = f"tasks={path}, line"
-    assert read_rows(str(path)) == [
+    taken = take_rows(str(path))
+    assert taken.lines == [f"tasks={path}: keys not read: subject (1 row)"]
+    assert taken.rows == [
         TaskRow("mine", "a", (" b", " c"), 1, f"{place} 1"),
         TaskRow("t", "", ("x",), None, f"{place} 3"),
     ]

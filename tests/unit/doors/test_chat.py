@@ -17,7 +17,7 @@ import pytest
 import transformers
 
 from parallel3d.data.chat import ChatTemplate, Conversation, Reader, Refused
-from parallel3d.data.chat_rows import without_nulls
+from parallel3d.data.inputs import without_nulls
 from parallel3d.data.tokenizer import FileTokenizer, open_tokenizer
 from tests.chat_templates import CHATML, CONTENT, QWEN2, TEMPLATES, dumps, given, home, said
 from tests.tokenizers import END, folder
@@ -453,6 +453,25 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "with NaN or Infinity",
     ),
     "contents": (row(user("hi", contents="a"), assistant("ho")), "contents of message 1"),
+    "results in another order": (
+        row(
+            user("w"),
+            assistant("", tool_calls=[{**CALL, "id": "a"}, {**CALL, "id": "b"}]),
+            {**RESULT, "tool_call_id": "b"},
+            {**RESULT, "tool_call_id": "a"},
+            assistant("s"),
+        ),
+        "has message 4 of role tool in another order than the calls",
+    ),
+    "arguments of arguments": (
+        row(user("w"), assistant("", tool_calls=[
+            {"name": "a", "arguments": '{"a":' * 60 + "1" + "}" * 60}])),
+        "as text that is nested deeper than 50",
+    ),
+    "messages null": (
+        {"messages": None, "instruction": "a"},
+        "has no messages, and its keys are messages, instruction",
+    ),
     "two calls of 2023": (
         row(user("hi"), assistant("", tool_calls=[CALL], function_call=OLD_CALL)),
         "has tool_calls and function_call",

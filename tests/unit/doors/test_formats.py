@@ -206,6 +206,8 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.docx", archive("zip"), "is pages"),
     ("a.png", b"\x89PNG\r\n" + RANDOM, "is images"),
     ("a.gpg", RANDOM, "is encrypted"),
+    ("a.ipynb", b'{"cells": [{"source": ["x"]}]}', "is a notebook"),
+    ("page.mhtml", b"MIME-Version: 1.0\n\n" + PAGE, "is a file of records of the web"),
     ("a.jsonl.md5", b"d41d8 a.jsonl\n", "is a checksum"),
     ("a.jsonl.tmp", JSONL, "is unfinished"),
     ("a.jsonl~", JSONL, "is an old copy"),
@@ -360,6 +362,7 @@ def test_the_ending_of_an_address_is_that_of_its_path(address: str, name: str) -
         ("webTest.jsonl", "test"),
         ("DEV.jsonl", "dev"),
         ("newstest2014.en", "newstest"),
+        ("tst2012.en", "tst"),
         ("test/train.jsonl", "train"),
         ("train_test_mix.jsonl", ""),
         ("latest.jsonl", ""),
@@ -411,6 +414,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
         [],
     ),
     "gzip -k": ({"x.jsonl": TRAIN, "x.jsonl.gz": gzip.compress(TRAIN)}, "the same twice", []),
+    "gzip -k, in capitals": ({"x.TXT": b"a", "x.txt.gz": gzip.compress(b"a")}, "same twice", []),
     "two formats": ({"x.jsonl": TRAIN, "x.parquet": parquet()}, "the same twice", []),
     "a job of Spark": (
         {"part-0.json": rows_of("a"), ".part-0.json.crc": b"crc\x00", "_SUCCESS": b"",
@@ -489,6 +493,54 @@ def texts_of(data: DataConfig) -> list[str]:
     assert isinstance(corpus, Corpus)
     whole = bytes(np.where(corpus.train[:] == 256, 0, corpus.train[:]).astype(np.uint8))
     return [part.decode() for part in whole.split(b"\x00")[:-1]]
+
+
+def column(*names: str) -> bytes:
+    out = io.BytesIO()
+    table = pyarrow.table([pyarrow.array([name]) for name in names], names=["text"] * len(names))
+    pyarrow.parquet.write_table(table, out)
+    return out.getvalue()
+
+
+# name, content, the texts or words of the sentence
+ROWS_OF_TEXT: list[tuple[str, bytes, list[str] | str]] = [
+    ("a.jsonl", b'{"text": "a", "text": "b"}\n', "has the key text twice"),
+    ("a.jsonl", b'{"text": "a", "more": {"text": "b"}}\n', ["a"]),
+    ("a.jsonl", b'{"text": "a \\"text\\" b", "x": "text"}\n', ['a "text" b']),
+    ("a.jsonl", b'{"body": "a", "id": 1}\n', "has no key text, and its keys are body, id"),
+    ("a.jsonl", b"{}\n", "has no key text, and its keys are none"),
+    ("a.jsonl", b'{"text": ["a"]}\n', "has no text at text"),
+    ("a.jsonl", b'"a"\n', "is no object"),
+    ("a.parquet", column("a"), ["a"]),
+    ("a.parquet", column("a", "b"), "has several columns text"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "right"), ROWS_OF_TEXT)
+def test_a_row_has_one_text_at_its_key(
+    tmp_path: Path, name: str, content: bytes, right: list[str] | str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    if isinstance(right, list):
+        assert read_inputs(tmp_path / name) == right == evaluated(tmp_path / name)
+        return
+    for door in (read_inputs, evaluated):
+        with pytest.raises(UserError) as caught:
+            door(tmp_path / name)
+        assert right in str(caught.value)
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    root = write(tmp_path, {"in/a.jsonl": TRAIN, "other/deep/b.jsonl": TEST})
+    (root / "in/linked").symlink_to("../other")
+    (root / "in/again.jsonl").symlink_to("a.jsonl")
+    (root / "other/back").symlink_to("../in")
+    assert sorted(read_inputs(root / "in")) == ["test", "train"]
+    assert sorted(evaluated(root / "in")) == ["test", "train"]
+    before = find_inputs(f"{root}/in/again.jsonl")[0].stamp
+    os.utime(root / "in/a.jsonl", (1, 1))
+    (after,) = find_inputs(f"{root}/in/again*")
+    assert before != after.stamp == "1.0"
 
 
 def test_what_is_named_is_taken(tmp_path: Path) -> None:

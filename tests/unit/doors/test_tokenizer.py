@@ -13,6 +13,7 @@ import transformers
 from parallel3d.commands.eval_rows import encode_pair
 from parallel3d.commands.their_tokens import unlike_theirs
 from parallel3d.config.schema import DataConfig
+from parallel3d.data.chat_template import ChatTemplate
 from parallel3d.data.tokenizer import (
     FOLDER,
     FileTokenizer,
@@ -197,6 +198,75 @@ def test_prompts_and_ends_are_those_of_transformers(tmp_path: Path, row: Row) ->
                 suffix = tokenizer._suffix
                 assert theirs(text)["input_ids"] == [*ours, *suffix]
             assert theirs.eos_token_id == tokenizer.eot
+
+
+def changed(path: list[Any], value: Any) -> str:
+    """A tokenizer.json of QWEN with another value at a path of keys."""
+    whole = json.loads(content(QWEN, ""))
+    at = whole
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return json.dumps(whole)
+
+
+# What is wrong with a tokenizer.json → words of the sentence.
+NUMBERS = (
+    (["added_tokens", 2, "id"], 5000, "numbers its added token <|im_end|> 5000, and the library"),
+    (["model", "vocab", "zz"], 5, "as token 5: give each token a number of its own"),
+    (["model", "dropout"], 0.1, "has dropout=0.1, so that its tokens of a text are random"),
+)
+
+
+@pytest.mark.parametrize(("path", "value", "words"), NUMBERS)
+def test_numbers_that_are_none_are_refused(
+    tmp_path: Path, path: list[Any], value: Any, words: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(changed(path, value))
+    (tmp_path / CONFIG).write_text(json.dumps({"eos_token": END}))
+    with pytest.raises(UserError) as caught:
+        open_tokenizer(str(tmp_path))
+    assert words in str(caught.value)
+
+
+def of_letters() -> str:
+    """A tokenizer.json without bytes and without a token for unknown characters."""
+    from tokenizers import Tokenizer, models
+
+    inner = Tokenizer(models.BPE({letter: n for n, letter in enumerate("abc ")}, []))
+    inner.add_special_tokens([END])
+    return inner.to_str()
+
+
+# A tokenizer.json, files beside it → words of the line, and of the refusal of data=chat.
+NAMED = (
+    (content(QWEN, ""), {CONFIG: {"eos_token": END, "pad_token": "[PAD]"}}, "have, [PAD]", ""),
+    (
+        content(QWEN, ""),
+        {CONFIG: {"eos_token": END}, "added_tokens.json": {"<x>": 9}},
+        "<x>",
+        "<x>",
+    ),
+    (content(QWEN, ""), {MAP: {"eos_token": END, "extra_special_tokens": ["<x>"]}}, "<x>", "<x>"),
+    (content(QWEN, ""), {CONFIG: {"eos_token": "def"}}, "spells out def has its end", ""),
+    (of_letters(), {CONFIG: {"eos_token": END}}, "are left out of texts", ""),
+)
+
+
+@pytest.mark.parametrize(("inner", "files", "words", "refused"), NAMED)
+def test_tokens_that_are_none_are_told(
+    tmp_path: Path, inner: str, files: dict[str, Any], words: str, refused: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(inner, encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<x>{{ m.content }}")
+    for name, found in files.items():
+        (tmp_path / name).write_text(json.dumps(found))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert isinstance(tokenizer, FileTokenizer)
+    (line,) = tokenizer.doubts()
+    assert words in line
+    with pytest.raises(UserError, match=f"writes {refused}, which a" if refused else "cannot be"):
+        ChatTemplate(tokenizer)
 
 
 DOUBTS = (
