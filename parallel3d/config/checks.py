@@ -788,6 +788,12 @@ def check_run_name(config: Config) -> None:
             f"{show(config.runs_dir)}, with no blank around it and no ~ before it, of at most "
             f"{LONGEST_RUN_NAME} bytes; null makes a name, and runs_dir moves the place."
         )
+    if (variable := re.search(r"\$\{?(\w+)", run)) is not None:
+        raise UserError(
+            f"run={show(run)} has {variable[0]}, which nothing here expands, so that others would "
+            f"have the same name; let the shell do it, or type ${{oc.env:{variable[1]}}} in its "
+            "place."
+        )
 
 
 def check_plain(config: Config) -> None:

@@ -7,9 +7,11 @@ is wrong in a file of the user's own shows when Hydra composes it, and is told i
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,6 +33,7 @@ from parallel3d.config.fields import (
     values_of,
     with_values,
 )
+from parallel3d.config.identity import flat
 from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.config.words import as_typed, braces, check_twice, option, quoted_twice
@@ -68,10 +71,20 @@ def composed(overrides: Sequence[str]) -> Config:
 def config_of(tree: DictConfig) -> Config:
     """Returns what was composed as a configuration, whose text is as it was written.
 
-    Raises the errors of OmegaConf for values of other types.
+    Raises the errors of OmegaConf for values of other types, and UserError for text with a null.
     """
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)  # the schema's class
+    written = flat(typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False)))
+    for name, text in written.items():
+        if isinstance(text, str) and "${" in text and name in all_keys():
+            found = attrgetter(name)(config)
+            # OmegaConf would put the word None in its place.
+            if isinstance(found, str) and found.count("None") > text.count("None"):
+                raise UserError(
+                    f"{name}={text}: what stands for ${{…}} there has no value, and the text would "
+                    f"be {found}; give it one, or leave it out."
+                )
     values = {name: value for name, value in values_of(config).items() if isinstance(value, str)}
     held = {name: braces(value) for name, value in values.items() if all_keys()[name].kind is dict}
     return with_text(with_values(config, held))

@@ -42,21 +42,22 @@ def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:
     names = full_shapes_of(model)
     for pattern in optim.freeze or ():
         _check_matches(f"optim.freeze={show(optim.freeze)}", pattern, names)
+    typed = {p: f"optim.groups={{{p}:{show(f)}}}" for p, f in (optim.groups or {}).items()}
+    for pattern, factors in (optim.groups or {}).items():
+        _check_factors(typed[pattern], factors)
     if all(treatment(optim, name).frozen for name in names):
         raise UserError(
             f"optim.freeze={show(optim.freeze)} must leave a parameter to train; give fewer "
             "patterns, such as optim.freeze=[embedding.*]."
         )
     left = set(names)
-    for pattern, factors in (optim.groups or {}).items():
-        typed = f"optim.groups={{{pattern}:{show(factors)}}}"
-        _check_factors(typed, factors)
-        _check_matches(typed, str(pattern), names)
+    for pattern in optim.groups or ():
+        _check_matches(typed[pattern], str(pattern), names)
         mine = {name for name in left if fnmatchcase(name, str(pattern))}
         if not mine:
             raise UserError(
-                f"{typed} matches only parameters of the groups before it, and the first that "
-                "matches counts; give it first."
+                f"{typed[pattern]} matches only parameters of the groups before it, and the first "
+                "that matches counts; give it first."
             )
         left -= mine
 

@@ -29,6 +29,10 @@ def _at_home(item: str) -> str:
     return item[: len(item) - len(path)] + there if os.path.isabs(there) else item
 
 
+# Keys of corpora, which may lie at an address; by their short names those of commands with verbs.
+OF_ADDRESSES = ("data.path", "data.blend", "data.blend_stages", "data.valid", "input", "prefix")
+_ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 _OR_ELSE = re.compile(r"(\$\{oc\.env:[^,{}'\"$]+,)\s*([^,{}'\"$]+?)\s*\}")
 
 
@@ -57,6 +61,19 @@ def check_path(name: str, text: str) -> None:
                 f"{name}={text} begins with $, which nothing here expands; let the shell do it, or "
                 f"give '{name}=${{oc.env:NAME}}/…' with the variable's name, or ./{item} for a "
                 "name that begins so."
+            )
+        if _ADDRESS.match(item):
+            if name in OF_ADDRESSES:
+                continue
+            raise UserError(
+                f"{name}={text} is an address, and must be a path of this host: mount it, or give "
+                "a folder here and copy."
+            )
+        variable = _VARIABLE.search(item)
+        if variable is not None and not os.path.lexists(item):
+            raise UserError(
+                f"{name}={text} has {variable[0]}, which nothing here expands; let the shell do "
+                f"it, or type ${{oc.env:{variable[1]}}} in its place."
             )
 
 

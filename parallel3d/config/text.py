@@ -19,6 +19,7 @@ from parallel3d.config.fields import all_keys, values_of, with_values
 from parallel3d.config.paths import at_home, with_texts_of_variables
 from parallel3d.config.schema import Config
 from parallel3d.config.values import RANKS
+from parallel3d.errors import UserError
 
 _YAML = "tag:yaml.org,2002:"
 _BASED = re.compile("[-+]?0[xb][0-9a-fA-F_]+")  # numbers to another base than ten
@@ -113,10 +114,11 @@ def number_of(text: Any) -> Any:
 def with_text(config: Config) -> Config:
     """Returns the configuration with names as text, numbers as numbers, and homes in paths.
 
-    Values in braces have no types for OmegaConf: `schema` declares what they hold.
+    Values in braces have no types for OmegaConf: `schema` declares what they hold. Raises UserError
+    for two names that are one number.
     """
     old = values_of(config)
-    new = {name: _typed(value, all_keys()[name].holds) for name, value in old.items()}
+    new = {name: _typed(value, all_keys()[name].holds, name) for name, value in old.items()}
     for name, key in all_keys().items():
         if key.meta["list_of"] == RANKS and isinstance(old[name], list):
             new[name] = [number_of(item) for item in old[name]]
@@ -124,7 +126,7 @@ def with_text(config: Config) -> Config:
     return with_values(config, changed) if changed else config
 
 
-def _typed(value: Any, holds: Any) -> Any:
+def _typed(value: Any, holds: Any, key: str) -> Any:
     if value is None or holds is None:
         return value
     if holds is float:
@@ -135,4 +137,9 @@ def _typed(value: Any, holds: Any) -> Any:
     if not isinstance(value, Mapping):  # a word that stands for all
         return value
     of_names, of_values = typing.get_args(holds)
-    return {_typed(name, of_names): _typed(inside, of_values) for name, inside in value.items()}
+    written: dict[Any, Any] = {}
+    for name in value:
+        other = written.setdefault(_typed(name, of_names, key), name)
+        if other is not name:
+            raise UserError(f"{key}: {other} and {name} are one name; leave one of them out.")
+    return {new: _typed(value[old], of_values, key) for new, old in written.items()}

@@ -24,7 +24,7 @@ from benchmarks.door_inputs.words import (
 from parallel3d.cli import hydra_run
 from parallel3d.commands.verbs import Verb, parse
 from parallel3d.config.checks import check_run_name
-from parallel3d.config.fields import all_keys, check_value
+from parallel3d.config.fields import all_keys, check_fields, check_value
 from parallel3d.config.overrides import check_overrides, compose_tree, composed, config_of
 from parallel3d.config.paths import at_home
 from parallel3d.config.schema import Config
@@ -201,14 +201,33 @@ REFUSED = [
     (["runs_dir=~nobody-of-this-name/x"], ["nobody's home", "./~nobody-of-this-name/x"]),
     (["runs_dir=$SCRATCH/x"], ["begins with $", "${oc.env:NAME}"]),
     (['data.path="~/a,~nobody-of-this-name/b"'], ["nobody's home"]),
+    (["runs_dir=/scratch/$USER/runs"], ["has $USER, which nothing here expands", "${oc.env:USER}"]),
+    (["data.path=web/x-$USER.txt"], ["has $USER, which nothing here expands"]),
+    (["runs_dir=s3://bucket/runs"], ["is an address, and must be a path of this host"]),
+    (["init_from=hf://someone/model"], ["is an address"]),
+    (["run=x-${dp}"], ["run=x-${dp}: what stands for ${…} there has no value", "x-None"]),
+    (["train.batch_schedule={0:8,0.0:16}"], ["0 and 0.0 are one name"]),
+    (["data.blend_stages={1e9:{a:1},1000000000:{b:1}}"], ["1e9 and 1000000000 are one name"]),
 ]
 
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED, ids=[" ".join(row[0]) for row in REFUSED])
 def test_what_is_refused_says_why(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as raised:
-        taken_from_words(words)
+        check_fields(taken_from_words(words))
     assert [part for part in parts if part not in str(raised.value)] == [], raised.value
+
+
+@pytest.mark.parametrize("run", ["exp-$SLURM_JOB_ID", "$USER", "${USER}-1"])
+def test_a_run_that_is_named_by_a_variable_is_refused(run: str) -> None:
+    """All jobs of a file with `run: exp-$SLURM_JOB_ID` would be one run."""
+    with pytest.raises(UserError, match=r"which nothing here expands.*\$\{oc\.env:(SLURM|USER)"):
+        check_run_name(Config(run=run))
+
+
+def test_a_path_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a$b.txt").touch()
+    check_value("data.path", f"{tmp_path}/a$b.txt")
 
 
 @pytest.mark.parametrize("run", ["", " a", "a ", "~", "~a", "a/b", "..", "a\tb"])
