@@ -421,7 +421,7 @@ def _check_versions(app: str, config: Config, first: bool) -> None:
 def _check_data(app: str, config: Config, first: bool = True) -> None:
     """Raises UserError for bad data; the `first` rank logs warnings."""
     if app == TRAIN and first:
-        check_loggers(config.logger)
+        check_loggers(config.logger, os.environ)
     if app in NEED_DATA:
         data, model = config.data, config.model
         run_dir = Path(config.runs_dir) / str(config.run)

@@ -38,7 +38,7 @@ from parallel3d.config.schema import (
     ScheduleConfig,
 )
 from parallel3d.config.values import CUDNN, HALF_PRECISION, NARROW, PACKAGES, parts_of, spelled
-from parallel3d.errors import UserError, closest, nearest
+from parallel3d.errors import UserError, closest, nearest, nearest_hint
 from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
@@ -754,8 +754,18 @@ def check_profile(config: Config, world_size: int | None, goes_on: bool = False)
         )
 
 
-def check_loggers(logger: LoggerConfig) -> None:
-    """Raises UserError if the package of a logger is missing here, where rank 0 is."""
+WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
+
+
+def check_loggers(logger: LoggerConfig, environ: Mapping[str, str]) -> None:
+    """Raises UserError if the package of a logger is missing here, where rank 0 is, and for a mode
+    of W&B's own variable that W&B does not know."""
+    mode = environ.get("WANDB_MODE")
+    if "wandb" in logger.names and logger.mode == "auto" and mode and mode not in WANDB_MODES:
+        raise UserError(
+            f"WANDB_MODE={mode} must be one of {', '.join(WANDB_MODES)}"
+            f"{nearest_hint(mode, WANDB_MODES)}: set it so, or give logger.mode"
+        )
     if "tensorboard" in logger.names and importlib.util.find_spec("tensorboard") is None:
         given, others = show(logger.name), [name for name in logger.names if name != "tensorboard"]
         raise UserError(

@@ -155,6 +155,7 @@ class TensorBoardLogger:
 # `fork_from` need a server that has all rows.
 
 
+TRUE = ("true", "1", "yes", "on")
 ONLINE_TIMEOUT_S = 30  # then the run continues offline; W&B's default blocks a job for 90 s
 
 
@@ -170,12 +171,15 @@ def has_credentials() -> bool:
 
 
 def resolve_mode(mode: str) -> str:
-    """Resolves `auto`: WANDB_MODE (also "disabled"), else online with a key, else offline."""
+    """Resolves `auto`: WANDB_MODE (also "disabled"), else online with a key, else offline.
+
+    WANDB_DISABLED, which W&B itself has dropped and others still obey, counts as "disabled".
+    """
     if mode != "auto":
         return mode
     wanted = os.environ.get("WANDB_MODE")
-    if wanted == "disabled":
-        return wanted
+    if wanted == "disabled" or os.environ.get("WANDB_DISABLED", "").lower() in TRUE:
+        return "disabled"
     if wanted in ("offline", "dryrun"):
         return "offline"
     return "online" if has_credentials() else "offline"
@@ -275,7 +279,8 @@ class WandbLogger:
     def shown(self) -> str:
         """Returns the run's address, or why it has none, for the header."""
         if self.mode == "disabled":
-            return "disabled by WANDB_MODE"
+            by_mode = os.environ.get("WANDB_MODE") == "disabled"
+            return f"disabled by {'WANDB_MODE' if by_mode else 'WANDB_DISABLED'}"
         if self._run is None:
             return f"{self.mode}, failed"
         return self.url or f"{self.mode}, project {self._run.project}"
@@ -352,14 +357,18 @@ class WandbLogger:
         try:
             action()
         except Exception as error:
-            # Only W&B's own errors, from several of its modules, and those of its background
-            # process, which may fail to start or die. Any other is a bug.
-            if not isinstance(error, OSError) and not type(error).__module__.startswith("wandb"):
+            # Only W&B's own errors, from several of its modules, those of its background process,
+            # which may fail to start or die, and what pydantic says of WANDB_… variables. Any other
+            # is a bug.
+            package = type(error).__module__.partition(".")[0]
+            if not isinstance(error, OSError) and package not in ("wandb", "pydantic_core"):
                 raise
             self._run = None
-            first_line = str(error).splitlines()[0] if str(error) else ""
+            # pydantic names the variable in the second line, and what is allowed in the third.
+            lines = str(error).splitlines()[: 3 if package == "pydantic_core" else 1]
+            said = " ".join(map(str.strip, lines))
             self._say(
-                f"warning: W&B {self.mode} failed ({type(error).__name__}: {first_line}); "
+                f"warning: W&B {self.mode} failed ({type(error).__name__}: {said}); "
                 "the training goes on and metrics.jsonl has everything"
             )
 

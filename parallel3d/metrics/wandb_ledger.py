@@ -214,22 +214,33 @@ def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str
     if not environ.get("WANDB_SWEEP_ID"):
         why = "taken beside a sweep's agent alone, as all runs of this shell would be one there"
         return made, (f"WANDB_RUN_ID={given} is {why}: {kept}",)
-    for other in run_dir.absolute().parent.glob(f"*/{ID_FILE}"):
-        if other.parent.name != run_dir.name and kept_id(other.parent) == given:
-            return made, (f"WANDB_RUN_ID={given} is run {other.parent.name} already: {kept}",)
+    if (other := _beside(run_dir, given)) is not None:
+        return made, (f"WANDB_RUN_ID={given} is run {other.name} already: {kept}",)
     return given, ()
+
+
+def _beside(run_dir: Path, id: str) -> Path | None:
+    """Returns the folder of another run of `runs_dir` which has this id in W&B."""
+    for file in sorted(run_dir.absolute().parent.glob(f"*/{ID_FILE}")):
+        if kept_id(file.parent) == id and not file.parent.samefile(run_dir):
+            return file.parent
+    return None
 
 
 def _copied_from(run_dir: Path, kept: str) -> Path | None:
     """Returns the folder of which `run_dir` is a copy: the ledger's, which still has the same id.
 
-    A folder that was moved leaves none behind. Without a ledger it is the folder of the run's name.
+    Without a ledger it is the folder of the run's name. A folder that was moved leaves none behind,
+    but where its home is no more, another of its copies may have been moved too.
     """
     sessions = sessions_of(run_dir)
     home = Path(sessions[-1].home) if sessions else _home_by_name(run_dir)
-    if home is None or not home.is_dir() or home.samefile(run_dir):
-        return None
-    return home if kept_id(home) == kept else None
+    if home is not None and home.is_dir():
+        if home.samefile(run_dir):
+            return None
+        if kept_id(home) == kept:
+            return home
+    return _beside(run_dir, kept)
 
 
 def _home_by_name(run_dir: Path) -> Path | None:

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-from parallel3d.config.schema import Config
+from parallel3d.config.checks import check_loggers
+from parallel3d.config.schema import Config, LoggerConfig
+from parallel3d.errors import UserError
 from parallel3d.metrics import wandb_ledger
-from parallel3d.metrics.loggers import sync_command
+from parallel3d.metrics.loggers import resolve_mode, sync_command
 from parallel3d.metrics.wandb_ledger import (
     Ledger,
     Row,
@@ -246,6 +248,45 @@ def test_a_moved_folder_is_the_run_that_it_was(tmp_path: Path) -> None:
     assert begin(tmp_path / "link", 10, config_of(), {}).id == made
     session(tmp_path / "a", config_of(), None)  # another run took the old name
     assert begin(tmp_path / "b", 10, config_of(), {}).id == made
+
+
+def test_two_copies_whose_home_is_gone_are_two_runs(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in "abc")
+    made = session(a, config_of(), Row(9, False))
+    shutil.copytree(a, b)
+    a.rename(c)
+    begun = begin(b, 10, config_of(), {})
+    assert begun.id != made and f"a copy of {c}, which keeps" in begun.lines[0]
+    assert begin(c, 10, config_of(), {}) == (made, Row(9, False), False, ())
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode"),
+    [
+        ({"WANDB_MODE": "dryrun"}, "offline"),
+        ({"WANDB_MODE": "disabled"}, "disabled"),
+        ({"WANDB_DISABLED": "true"}, "disabled"),
+        ({"WANDB_DISABLED": "True", "WANDB_MODE": "online"}, "disabled"),
+        ({"WANDB_DISABLED": "false", "WANDB_MODE": "offline"}, "offline"),
+        ({"WANDB_MODE": "Offline"}, "WANDB_MODE=Offline must be one of online, offline, disabled"),
+        ({"WANDB_MODE": "off"}, "the nearest is offline"),
+    ],
+)
+def test_modes_by_wandbs_own_variables(
+    environ: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = LoggerConfig(name="wandb")
+    for name in ("WANDB_MODE", "WANDB_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if " " in mode:
+        with pytest.raises(UserError, match=mode):
+            check_loggers(logger, environ)
+        check_loggers(dataclasses.replace(logger, mode="offline"), environ)
+        return
+    check_loggers(logger, environ)
+    assert resolve_mode("auto") == mode
 
 
 def test_a_copy_of_a_run_from_before_ledgers(tmp_path: Path) -> None:
