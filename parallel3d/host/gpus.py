@@ -31,10 +31,12 @@ MASKS = (
     *("GPU_DEVICE_ORDINAL", "CUDA_DEVICE_ORDER"),
 )
 NOTHING = ("", "-1", "NoDevFiles", "none", "void")  # a mask that hides all GPUs
-# Variables by which a scheduler says which or how many GPUs a job has.
+# Variables by which a scheduler or a platform says which or how many GPUs a job has.
 OF_JOBS = re.compile(
     r"SLURM_GPUS(_ON_NODE|_PER_NODE|_PER_TASK|_PER_SOCKET)?|SLURM_(JOB|STEP)_GPUS|PBS_NGPUS"
-    r"|PBS_GPUFILE|SGE_HGR_gpu|SLURM_TRES_PER_TASK|LSB_GPU_REQ"
+    r"|PBS_GPUFILE|SGE_HGR_gpu|SLURM_TRES_PER_TASK|LSB_GPU_REQ|SKYPILOT_NUM_GPUS_PER_NODE"
+    r"|SM_NUM_GPUS|DSTACK_GPUS_NUM|BEAKER_ASSIGNED_GPU_COUNT|MA_NUM_GPUS|MLP_WORKER_GPU"
+    r"|NGC_GPUS_PER_NODE|LEPTON_RESOURCE_ACCELERATOR_NUM"
 )
 OWN_MEMORY = 8 << 30  # of a GPU that is meant for computing; a laptop's shares the processor's
 
@@ -120,6 +122,10 @@ def _usable(
                 f"torch {build['__version__']} for ROCm cannot count them: {answer.error}",
                 "",
             )
+        inner = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        last = next((name for name in inner if name in environ), "")
+        if missing := _missing(last, environ, len(answer.gpus)):
+            return (), missing, ""
         return answer.gpus, "", "ROCm shows no GPU"
     if not build.get("cuda"):
         return (), "", f"the installed torch {build.get('__version__')} is a build without CUDA"
@@ -133,7 +139,7 @@ def _usable(
         return (), answer.error, ""
     if answer.code not in (0, NO_DEVICE):
         return (), code_words(answer.code), ""
-    if missing := _missing(environ, len(answer.gpus)):
+    if missing := _missing("CUDA_VISIBLE_DEVICES", environ, len(answer.gpus)):
         return (), missing, ""
     return answer.gpus, "", f"the driver shows no GPU ({NO_DEVICE} CUDA_ERROR_NO_DEVICE)"
 
@@ -302,19 +308,19 @@ def in_subprocess(ask: Callable[[], Answer]) -> Answer:
 # Masks
 
 
-def _missing(environ: Mapping[str, str], count: int) -> str:
-    """Returns a sentence if CUDA_VISIBLE_DEVICES names more GPUs than the driver shows.
+def _missing(name: str, environ: Mapping[str, str], count: int) -> str:
+    """Returns a sentence if the mask in variable `name` has more GPUs than the driver shows.
 
     The driver shows those before the first that it does not have.
     """
-    mask = environ.get("CUDA_VISIBLE_DEVICES", "")
+    mask = environ.get(name, "")
     words = [word.strip() for word in mask.split(",")]
     named = all(re.fullmatch(r"[0-9]+|GPU-[0-9a-fA-F-]+", word) for word in words)
     if not named or not 0 < count < len(words):
         return ""
     return (
-        f"CUDA_VISIBLE_DEVICES={mask} names {len(words)} GPUs, but the driver shows {count} of "
-        "them: name each GPU that is there once"
+        f"{name}={mask} names {len(words)} GPUs, but the driver shows {count} of them: name each "
+        "GPU that is there once"
     )
 
 

@@ -108,8 +108,11 @@ def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
         controllers, _, path = rest.partition(":")
         of_version_2 = number == "0" and not controllers
         mine = of_version_2 if version == 2 else controller in controllers.split(",")
-        if mine and (place := _mounted(controller, version, root)) is not None:
-            mount, top = place
+        mounts = [*_mounted(controller, version, root)] if mine else []
+        if mounts:
+            # A container may have the host's mount beside its own: the one that shows the group,
+            # and the most above it.
+            mount, top = min(mounts, key=lambda at: (not _is_in(path, at[1]), len(at[1])))
             # The mount shows the hierarchy from `top` on: all of it on a host, a container's own
             # group in its namespace. A group outside of `top` ("/../other") cannot be seen.
             inside = path[len(top.rstrip("/")) :] if _is_in(path, top) else "/"
@@ -124,8 +127,8 @@ def _is_in(path: str, top: str) -> bool:
     return ".." not in path.split("/") and f"{path.rstrip('/')}/".startswith(f"{top.rstrip('/')}/")
 
 
-def _mounted(controller: str, version: int, root: Path) -> tuple[Path, str] | None:
-    """Returns where a hierarchy is mounted and the group that the mount shows at its top."""
+def _mounted(controller: str, version: int, root: Path) -> Iterator[tuple[Path, str]]:
+    """Yields where a hierarchy is mounted and the group that the mount shows at its top."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -138,8 +141,7 @@ def _mounted(controller: str, version: int, root: Path) -> tuple[Path, str] | No
         if is_it:
             # Blanks in names are written as \040.
             top, place = (re.sub(r"\\([0-7]{3})", _character, word) for word in fields[3:5])
-            return root / place.lstrip("/"), top
-    return None
+            yield root / place.lstrip("/"), top
 
 
 def _character(octal: re.Match[str]) -> str:

@@ -130,6 +130,13 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
     ),
     "PBS": (none(environ={"PBS_NGPUS": "2"}), 1, "meant by PBS_NGPUS=2"),
     "tres": (none(environ={"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}), 1, "SLURM_TRES_PER_TASK"),
+    "SkyPilot": (
+        none(environ={"SKYPILOT_NUM_GPUS_PER_NODE": "8"}),
+        1,
+        "meant by SKYPILOT_NUM_GPUS",
+    ),
+    "SageMaker": (Host("cpu", environ={"SM_NUM_GPUS": "8"}), 1, "meant by SM_NUM_GPUS=8"),
+    "SageMaker on CPUs": (Host("cpu", environ={"SM_NUM_GPUS": "0"}), 1, "cpu"),
     "a mask of a GPU that is not there": (
         Host(environ={"CUDA_VISIBLE_DEVICES": "0"}),
         1,
@@ -165,6 +172,20 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
         Host("hip", environ={"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}),
         2,
         "leaves GPUs 0 to 1, and CUDA_VISIBLE_DEVICES=4,5 names others",
+    ),
+    "HIP takes two of the three that ROCR leaves": (
+        Host(
+            "hip",
+            rocm=Answer(TWO),
+            environ={"ROCR_VISIBLE_DEVICES": "4,5,6", "HIP_VISIBLE_DEVICES": "0,1"},
+        ),
+        2,
+        "cuda",
+    ),
+    "HIP names more than there are": (
+        Host("hip", rocm=Answer(TWO), environ={"HIP_VISIBLE_DEVICES": "0,1,9"}),
+        1,
+        "HIP_VISIBLE_DEVICES=0,1,9 names 3 GPUs, but the driver shows 2",
     ),
     "HIP and CUDA": (
         Host("hip", environ={"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}),

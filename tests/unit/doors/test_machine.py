@@ -130,6 +130,22 @@ MACHINES: dict[str, tuple[Tree, int, float, float]] = {
         512,
         500,
     ),
+    "the host's mount beside the own": (
+        v2("0::/\n", V2.replace(" / ", " /../../.. ", 1).replace("/sys/fs", "/host/sys/fs") + V2)
+        | files(GROUP, cpu__max="400000 100000")
+        | files("host/sys/fs/cgroup", cpu__max="max 100000"),
+        4,
+        512,
+        500,
+    ),
+    "a mount of another part first": (
+        v2("0::/job\n", V2.replace(" / ", " /other ", 1).replace("/sys/fs", "/mnt") + V2)
+        | files(f"{GROUP}/job", cpu__max="300000 100000"),
+        3,
+        512,
+        500,
+    ),
+    "a period of zero": (v2("0::/\n") | files(GROUP, cpu__max="400000 0"), 64, 512, 500),
     "a mount in a folder with a blank": (
         v2("0::/\n", V2.replace("/sys/fs/cgroup", "/sys/fs/my\\040groups"))
         | files("sys/fs/my groups", cpu__max="500000 100000"),
