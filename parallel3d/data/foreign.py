@@ -40,7 +40,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
     with the tokens that it puts before every text and some do not.
     """
     ends: Counter[int] = Counter()
-    count = begun = whole = same = 0
+    count = begun = inside = whole = same = 0
     bos, given = tokenizer.bos, f"data.tokenizer={show(name)}"
     for number, tokens in _documents(pair):
         if int(tokens.max()) >= tokenizer.vocab_size or int(tokens.min()) < 0:
@@ -51,6 +51,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
             )
         count += 1
         ends[int(tokens[-1])] += 1
+        inside += tokenizer.eot in tokens[1:-1]
         begun += bool(bos) and tokens[: len(bos)].tolist() == bos
         if isinstance(tokenizer, FileTokenizer):
             again = _gives_again(tokenizer, tokens[: len(tokens) - 1], len(bos))
@@ -70,6 +71,12 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
     )
     if ends[tokenizer.eot] < count:
         sentences.append(_of_ends(pair, tokenizer, ends, count, bool(learned)))
+    if inside:
+        eot = _spelled(tokenizer, tokenizer.eot)
+        sentences.append(
+            f"{pair.named}: {inside} of {count} sampled documents have the end of text {eot} "
+            "inside: each is one document, as borders are those of the .idx"
+        )
     if whole and 2 * same < whole:
         sentences.append(
             f"{pair.named}: {whole - same} of {whole} sampled documents are not the tokens that "

@@ -210,7 +210,7 @@ class Door(NamedTuple):
 
 INPUT = Door("input", "give format=")
 _TOKENIZE = "make a corpus of it by `parallel3d data tokenize` with "
-PATH = Door("data.path", f"{_TOKENIZE}format=", KINDS, f"; {_TOKENIZE}text_key=")
+PATH = Door("data.path", f"{_TOKENIZE}format=", KINDS, f"{_TOKENIZE}text_key=")
 CHAT = PATH._replace(kinds=(LINES, PARQUET), remedy="write a conversation a row")
 TASKS = Door("tasks", "write it as ", (LINES, PARQUET), remedy="write a question a row")
 

@@ -270,9 +270,10 @@ def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
             )
         if text_key not in names:
             remedy = "text_key must be one of" if source.key == INPUT.key else "it has"
+            more = f"; {source.door.column}" if source.door.column else ""
             raise UserError(
                 f"{source.key}={show(source.shown)} has no column {show(text_key)}: {remedy} "
-                f"{plain(', '.join(names))}{source.door.column}"
+                f"{plain(', '.join(names))}{more}"
             )
         batches = file.iter_batches(ROWS, row_groups=[group], columns=[text_key])
         values = (value for batch in batches for value in batch.column(0))

@@ -406,7 +406,8 @@ def cached_pair(
 
 def _judge(count: Count, least: int) -> None:
     """Raises UserError if too many of at least `least` rows hold no text."""
-    judge(count, least, BAD, f"{BAD:.0%}", f"mend or remove them{PATH.column}")
+    remedy = f"mend or remove them; where the text stands at another key, {PATH.column}"
+    judge(count, least, BAD, f"{BAD:.0%}", remedy)
 
 
 def _add_bytes(

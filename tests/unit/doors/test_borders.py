@@ -183,6 +183,16 @@ def test_foreign_documents_begin_alike(
         assert (corpus.taught, corpus.told) == (Roles(begin, ()), ())
 
 
+def test_ends_inside_documents_are_told(tmp_path: Path) -> None:
+    path = file(tmp_path / "tok.json", content(QWEN, ""))
+    tokenizer = open_tokenizer(path)
+    assert isinstance(tokenizer, FileTokenizer)
+    own = documents(tokenizer, 0)
+    joined = [[token for one in own[:5] for token in one], *own[5:], [0, *own[0]]]
+    (line,) = opened(pair(tmp_path / "p", joined), path).told
+    assert "1 of 47 sampled documents have the end of text <|endoftext|> (0) inside" in line
+
+
 def test_tokens_of_another_tokenizer_are_told(tmp_path: Path) -> None:
     path = file(tmp_path / "tok.json", trained())
     rng = np.random.default_rng(0)
