@@ -150,23 +150,25 @@ def learned(path: str) -> list[str]:
     return tokenized(path)
 
 
-def _stream(data: DataConfig) -> list[str]:
+def texts_in(data: DataConfig) -> list[str]:
+    """Returns the documents of bytes that a run reads."""
     corpus = open_corpus(data, 1)
     assert isinstance(corpus, Corpus)
     tokens = np.concatenate([corpus.train[:], corpus.valid[:]])
+    assert tokens[-1] == 256
     parts = np.split(tokens, np.flatnonzero(tokens == 256) + 1)[:-1]
     return [bytes(part[:-1].astype(np.uint8)).decode() for part in parts]
 
 
 def trained(path: str, cache: Path) -> list[str]:
     """Returns the documents that data=text trains on."""
-    return _stream(DataConfig(name="text", path=path, cache_dir=str(cache), valid_fraction=0.0))
+    return texts_in(DataConfig(name="text", path=path, cache_dir=str(cache), valid_fraction=0.0))
 
 
 def evaluated(path: str, cache: Path) -> list[str]:
     """Returns the documents of a set of data.valid."""
     data = DataConfig(name="text", valid={"v": path}, cache_dir=str(cache))
-    return _stream(sets_of(data)["v"])
+    return texts_in(sets_of(data)["v"])
 
 
 def asked(path: str) -> list[str]:

@@ -28,7 +28,7 @@ from parallel3d.data.chat_shown import Rendering, Shown
 from parallel3d.data.chat_template import ChatTemplate
 from parallel3d.data.formats import CHAT
 from parallel3d.data.indexed import IndexedWriter
-from parallel3d.data.inputs import rows
+from parallel3d.data.inputs import JUDGED, rows
 from parallel3d.data.sampler import DatasetOrder, Sample
 from parallel3d.data.sources import (
     Document,
@@ -374,9 +374,6 @@ class ChatSamples:
         spoken = (sample.tokens & SPOKEN) != 0
         tokens = sample.tokens & TOKEN
         return Sample(tokens, sample.loss_mask & spoken[1:], sample.starts)
-
-
-JUDGED = 1000  # rows before the share of bad ones is checked, as in `data tokenize`
 
 
 def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:

@@ -60,9 +60,11 @@ _LEARNING = (
     "learn learned supervise supervised no_loss ignore_loss compute_loss calculate_loss is_target"
 )
 # A key of a message with one of these words tells about learning.
-_LEARNING_WORDS = frozenset(
-    ("train", "trained", "training", "loss", "mask", "masked", "weight", "learn", "learned")
+_WORDS = (
+    "train trained training loss mask masked weight learn learned label labels ignore ignored skip "
+    "skipped exclude excluded"
 )
+_LEARNING_WORDS = frozenset(_WORDS.split())
 _SYSTEMS = (
     "system_message system_msg system_instruction system_instructions sys sys_prompt sysprompt "
     "developer_message"
@@ -352,7 +354,7 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
     of = f" of message {number}"
     if FROM in given or VALUE in given:
         if "role" in given or "content" in given:
-            raise Refused(f"has role and content beside {FROM} and {VALUE}{of}")
+            raise Refused(f"has role or content beside {FROM} or {VALUE}{of}")
         given = {"role": _speaker(given, number), **given}
         given.pop(FROM)
         if VALUE in given:

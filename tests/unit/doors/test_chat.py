@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "both layouts": (
         row({"from": "human", "value": "a", "role": "user", "content": "b"}, assistant("ho")),
-        "has role and content beside from and value",
+        "has role or content beside from or value",
     ),
     "alpaca": ({"instruction": "a", "output": "b"}, "has no messages, and its keys are"),
     "a prompt": ({"prompt": "a", "completion": "b"}, "has no messages, and its keys are prompt"),
@@ -440,6 +440,8 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "that are not text alone",
     ),
     "thoughts by another name": (row(user("hi"), assistant("ho", cot="a")), "has cot in message 2"),
+    "an answer to ignore": (row(user("hi"), assistant("ho", ignore=True)), "has ignore of message"),
+    "an answer's label": (row(user("hi"), assistant("ho", label=0)), "has label of message 2"),
     "options of a message": (
         row(user("hi"), assistant("ho", chat_template_kwargs={"enable_thinking": False})),
         "has chat_template_kwargs in message 2",

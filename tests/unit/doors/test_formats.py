@@ -24,6 +24,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from benchmarks.door_inputs.files import asked, texts_in, tokenized
 from parallel3d.commands.data import _run
 from parallel3d.commands.eval_rows import read_rows
 from parallel3d.config.schema import DataConfig
@@ -33,7 +34,7 @@ from parallel3d.data.corpus import Corpus, open_corpus, sets_of
 from parallel3d.data.folders import split_of
 from parallel3d.data.formats import Form, file_name
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.inputs import BAD, Count, cut, documents, find_inputs, judge, take_inputs
+from parallel3d.data.inputs import Count, cut, documents, find_inputs, take_inputs
 from parallel3d.data.preprocess import PreprocessJob, tokenize, train_tokenizer
 from parallel3d.data.sampler import Sampler
 from parallel3d.data.sources import take_documents
@@ -227,13 +228,7 @@ FILES: list[tuple[str, bytes, str]] = [
 
 
 def read_inputs(path: Path) -> list[str]:
-    count, found = Count(), []
-    for shard in cut(find_inputs(str(path))):
-        here = Count()
-        found += [one.text for one in documents(shard, "text", here)]
-        count.add(here)
-    judge(count, 1, BAD, "bad=0.01", "mend them")
-    return found
+    return tokenized(str(path))
 
 
 def tokenizer_of(path: Path) -> list[str]:
@@ -242,15 +237,6 @@ def tokenizer_of(path: Path) -> list[str]:
         raise UserError("; ".join(count.shown))
     assert content and count.size
     return read_inputs(path)
-
-
-def texts_in(data: DataConfig) -> list[str]:
-    corpus = open_corpus(data, 8)
-    assert isinstance(corpus, Corpus)
-    tokens = np.concatenate([corpus.train[:], corpus.valid[:]])
-    assert tokens[-1] == 256
-    parts = np.split(tokens, np.flatnonzero(tokens == 256) + 1)[:-1]
-    return [bytes(part[:-1].astype(np.uint8)).decode() for part in parts]
 
 
 def trained_on(path: Path) -> list[str]:
@@ -271,7 +257,7 @@ def conversations(path: Path) -> list[str]:
 
 
 def questions(path: Path) -> list[str]:
-    return [row.context for row in read_rows(str(path))]
+    return asked(str(path))
 
 
 DOORS = [read_inputs, tokenizer_of, trained_on, evaluated, conversations, questions]
