@@ -191,6 +191,7 @@ def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
         _spoiled,
         _two,
         _left_out,
+        _platform,
         _hosts,
         _uncounted,
         _emptied,
@@ -289,6 +290,24 @@ def _two(rng: random.Random) -> Input:
     names = ("srun", "mpirun", "mpiexec", "deepspeed")
     a, b = rng.sample(names, 2)
     return _input(f"{a} and {b}", LAUNCHERS[a](first) | LAUNCHERS[b](second), REFUSAL)
+
+
+# Variables of platforms that leave the launcher to the user, with the number of hosts.
+PLATFORMS = (
+    *("SKYPILOT_NUM_NODES={} SKYPILOT_NODE_RANK=0", "VC_TASK_INDEX=0 VC_WORKER_NUM={}"),
+    *("DSTACK_NODES_NUM={} DSTACK_NODE_RANK=0", "LWS_GROUP_SIZE={} LWS_WORKER_INDEX=0"),
+    *("PET_NNODES={}", "NNODES={} NODE_RANK=0", "PBS_JOBID=7.pbs PBS_NUM_NODES={}"),
+    *("AWS_BATCH_JOB_NUM_NODES={} AWS_BATCH_JOB_NODE_INDEX=0", "NUM_NODES=1:{} NODE_RANK=0"),
+)
+
+
+def _platform(rng: random.Random) -> Input:
+    """One process on each host of a platform, without torchrun: of one host it is alone."""
+    hosts, words = rng.choice((1, 1, 2, 8, 100)), rng.choice(PLATFORMS)
+    environ = dict(word.split("=") for word in words.format(hosts).split())
+    environ |= {k: STRAY[k] for k in rng.sample(list(STRAY), 2)}
+    name = f"{hosts} hosts, {words}"
+    return _input(name, environ, ALONE if hosts == 1 else REFUSAL, common=hosts == 1)
 
 
 def _left_out(rng: random.Random) -> Input:

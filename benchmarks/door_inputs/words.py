@@ -131,6 +131,8 @@ def some_path(rng: random.Random) -> tuple[str, object]:
             (f"~{user.pw_name}/{rest}", f"{user.pw_dir}/{rest}"),
             (f"~nobody-of-this-name/{rest}", REFUSAL),
             (f"$SCRATCH/{rest}", REFUSAL),
+            (f"/scratch/$USER/{rest}", REFUSAL),
+            (f"/scratch/run-$SLURM_JOB_ID/{rest}", REFUSAL),
             (f"./~{rest}", f"./~{rest}"),
         )
     )
