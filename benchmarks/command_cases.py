@@ -243,7 +243,7 @@ def damage_newest(folder: Path) -> None:
 
 
 def tear_cache(folder: Path) -> None:
-    (tokens,) = (folder / "cache").glob("*.tokens")
+    (tokens,) = (folder / "cache").glob("*.bin")
     os.truncate(tokens, tokens.stat().st_size // 2)
     (folder / "cache" / f"{tokens.stem}.left.tmp").write_bytes(b"half")
 

@@ -133,7 +133,8 @@ def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) ->
 
 
 def timeless(answer: str) -> str:
-    return re.sub(r"[0-9.]+ (s|min)\b", "…", re.sub(" +", " ", answer))
+    """Returns an answer without its times (0:07, 1.5 s) and the widths of its columns."""
+    return re.sub(r"\b([0-9.]+ (s|min)|[0-9]+(:[0-9]{2})+)\b", "…", re.sub(" +", " ", answer))
 
 
 def differing(curve: dict, other: dict) -> list[Any]:
