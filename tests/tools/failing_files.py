@@ -226,7 +226,7 @@ class _FailingIO(io.FileIO):
 
 def _shortened(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a read or write, for half of its bytes, but at least one."""
-    if kind not in ("read", "write"):
+    if kind not in ("read", "write") or not args:  # none: all, in as many reads as it takes
         return args
     place = 1 if isinstance(args[0], int) and len(args) > 1 else 0
     value = args[place]
