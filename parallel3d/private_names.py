@@ -252,7 +252,7 @@ def flight_records() -> list[str]:
     """Returns the flight recorder's content as JSON, for each class of groups that may have one.
 
     NCCL's groups up to torch 2.14 have a record of their own, which builds with NCCL alone can
-    read. Those of torch 2.15 are in the record of the name that their backend is registered by.
+    read. From torch 2.15 on they are in the record of the name that their backend is known by.
     """
     every = {"includeCollectives": True, "onlyActive": False}
     dumps = []

@@ -179,7 +179,7 @@ def _to_read(trainer: Trainer, manifest: Manifest) -> State:
 
 
 class CheckpointFailure(RuntimeError):
-    """Is raised, on all ranks alike, when a save failed by a bug."""
+    """Tells, on all ranks alike, that a save failed by a bug."""
 
 
 class Checkpoints:

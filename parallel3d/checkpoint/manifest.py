@@ -47,18 +47,18 @@ COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
 
 
 class DamagedCheckpoint(Exception):
-    """Is raised with a sentence when a checkpoint is provably not what was written."""
+    """Tells, with a sentence, that a checkpoint is provably not what was written."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(plain(sentence))
 
 
 class IncompleteCheckpoint(DamagedCheckpoint):
-    """Is raised when a folder lists too few files; this host's view of it may be stale."""
+    """Tells that a folder lists too few files; this host's view of it may be stale."""
 
 
 class UnreadableCheckpoint(Exception):
-    """Is raised when the system refuses to read a checkpoint, which proves nothing."""
+    """Tells that the system refuses to read a checkpoint, which proves nothing."""
 
     def __init__(self, what: str, error: OSError) -> None:
         super().__init__(plain(f"{what} cannot be read ({reason(error)})"))
@@ -124,13 +124,13 @@ class Manifest:
 
     @property
     def has_ema(self) -> bool:
-        """Whether it holds the average of the weights, kind "ema" (`optim.ema_decay`)."""
+        """Returns whether it holds the average of the weights, kind "ema" (`optim.ema_decay`)."""
         decay = self.config.get("optim", {}).get("ema_decay")
         return decay is not None and not self.has_weights_alone
 
     @property
     def has_weights_alone(self) -> bool:
-        """Whether it is of step 0, which an import or an average makes of weights."""
+        """Returns whether it is of step 0, which an import or an average makes of weights."""
         return self.step == 0
 
     @property
@@ -276,8 +276,8 @@ Share = Callable[[Any], list[Any]]  # gathers a value from all ranks; collective
 def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
     """Calls `read` on every rank, with retries where it could not read; collective.
 
-    What the system does not let a rank read (a failing file system, a node without the mount, stale
-    folder entries) proves no damage: then all ranks end alike and change nothing.
+    A part that the system does not let a rank read (a failing file system, a node without the
+    mount, stale folder entries) proves no damage: then all ranks end alike and change nothing.
 
     Returns this rank's result and None; or, on all ranks, why the checkpoint is damaged. Raises
     TrainingFailure on all ranks if one of them cannot read, or does not find what others do.

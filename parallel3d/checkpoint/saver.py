@@ -228,7 +228,7 @@ def count_elements(state: State) -> dict[str, int]:
 
 
 def is_complete(totals: Counter[str], elements: int) -> bool:
-    """Whether each kind has all elements; Muon has momentum of some, AdamW's moments of others."""
+    """Returns whether each kind has all elements; Muon has momentum of some, AdamW the others."""
     others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
     everywhere = all(n + totals[others.get(kind, "")] == elements for kind, n in totals.items())
     return everywhere and totals[PARAMETER] == elements

@@ -36,7 +36,7 @@ MOST_SHOWN = 6
 
 @dataclass(frozen=True)
 class Given:
-    """What overrides give.
+    """Names what overrides give.
 
     Attributes:
         keys: typed or set by an experiment; a section ends with a dot.
@@ -66,7 +66,7 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
 
 
 def _is_among(key: str, keys: Collection[str]) -> bool:
-    """Whether a key, or its section with a dot, is among these."""
+    """Returns whether a key, or its section with a dot, is among these."""
     section, dot, _ = key.partition(".")
     return key in keys or section + dot in keys
 

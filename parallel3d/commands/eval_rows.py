@@ -145,7 +145,7 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
     """Returns the tokens of both texts, and how many of the first are the context's.
 
-    As lm-evaluation-harness has it: blanks at the context's end belong to the continuation, both
+    It does as lm-evaluation-harness: blanks at the context's end belong to the continuation, both
     are tokenized together and split where the context's own tokens end. The tokenizer's prefix
     stands before the context; one without text is the tokens that begin a text.
     """

@@ -219,7 +219,7 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
 
 
 def is_over(trainer: Trainer, worker: Worker, first_step: int, length_key: str) -> bool:
-    """Whether an earlier start has done all steps; rank 0 logs it."""
+    """Returns whether an earlier start has done all steps; rank 0 logs it."""
     if first_step <= trainer.length.last_step or status(worker.run_dir) != "finished":
         return False
     if worker.rank == 0:

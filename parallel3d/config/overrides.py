@@ -1,7 +1,7 @@
 """Reads what is typed: checks each override before Hydra composes them, and composes.
 
-So a mistake is one sentence with the key, its value, what is allowed and the nearest choice. What
-is wrong in a file of the user's own shows when Hydra composes it, and is told in Hydra's words.
+So a mistake is one sentence with the key, its value, what is allowed and the nearest choice. A
+mistake in a file of the user's own shows when Hydra composes it, and is told in Hydra's words.
 """
 
 from __future__ import annotations

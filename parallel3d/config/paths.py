@@ -15,7 +15,7 @@ from parallel3d.errors import UserError
 def at_home(text: str) -> str:
     """Returns a path, or several joined by commas, with `~` and `~user` as the homes they mean.
 
-    A shell expands neither behind a `=`, in YAML, nor for a program. What means no home stays.
+    A shell expands neither behind a `=`, in YAML, nor for a program. One that means no home stays.
     """
     return ",".join(map(_at_home, text.split(",")))
 

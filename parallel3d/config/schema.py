@@ -168,12 +168,12 @@ class ModelConfig:
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether q, k and v have biases."""
+        """Returns whether q, k and v have biases."""
         return self.bias if self.attention_bias is None else self.attention_bias != "none"
 
     @property
     def out_bias(self) -> bool:
-        """Whether attention's output projection has a bias."""
+        """Returns whether attention's output projection has a bias."""
         return self.bias if self.attention_bias is None else self.attention_bias == "all"
 
     @property
@@ -358,7 +358,7 @@ class DataConfig:
 
     @property
     def reads_bytes(self) -> bool:
-        """Whether tokens are bytes, as far as the keys determine it."""
+        """Returns whether tokens are bytes, as far as the keys determine it."""
         return self.tokenizer == "byte" or (
             self.tokenizer is None and self.name in ("stdlib", "text")
         )

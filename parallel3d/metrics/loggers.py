@@ -73,8 +73,8 @@ class TensorBoardLogger:
     """Writes the event files of one start; the first OSError is logged by `say` and disables it.
 
     All starts of a run are one curve. A start marks the step from which on it writes, and
-    TensorBoard drops what earlier files hold from there on (`purge_step`). What was logged before a
-    checkpoint is in the file when that is written, so that no kill loses a step. Into an empty
+    TensorBoard drops what earlier files hold from there on (`purge_step`). Rows logged before a
+    checkpoint are in the file when that is written, so that no kill loses a step. Into an empty
     folder a start writes all earlier lines of metrics.jsonl first.
     """
 

@@ -1,4 +1,4 @@
-"""What W&B has of a run: its id there, the sessions that sent rows, and the last row of each.
+"""Notes what W&B has of a run: its id there, the sessions that sent rows, and the last row of each.
 
 All starts of a run are one W&B run without repeated steps. A start that resumes repeats steps after
 the checkpoint that W&B may have, and lacks rows that were lost when the run was killed. So every
@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from parallel3d.config.identity import decisive
 from parallel3d.config.schema import Config
+from parallel3d.config.text import read_yaml
 from parallel3d.files import replace_durably
 from parallel3d.metrics.jsonl import append_line
 
@@ -245,11 +244,11 @@ def _copied_from(run_dir: Path, kept: str) -> Path | None:
 
 def _home_by_name(run_dir: Path) -> Path | None:
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"), resolve=False)
-    except (OSError, OmegaConfBaseException, YAMLError):
+        tree: Any = read_yaml(run_dir / "config.yaml")
+    except (OSError, UnicodeDecodeError, YAMLError):
         return None  # a run without a configuration of ours has no name
     name = tree.get("run") if isinstance(tree, Mapping) else None
-    return run_dir.absolute().parent / name if isinstance(name, str) and name else None
+    return None if name is None else run_dir.absolute().parent / str(name)
 
 
 def last_row(run_dir: Path, id: str, sessions: list[Session]) -> Row | None:

@@ -120,7 +120,7 @@ class BenchOperation(NamedTuple):
 
 
 def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
-    """Whether training calls this in the groups of `dim`."""
+    """Returns whether training calls this in the groups of `dim`."""
     return reduction in ("sum", None) and name in TRAINING.get(dim, ())
 
 

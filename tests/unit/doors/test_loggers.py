@@ -289,11 +289,12 @@ def test_modes_by_wandbs_own_variables(
     assert resolve_mode("auto") == mode
 
 
-def test_a_copy_of_a_run_from_before_ledgers(tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
+@pytest.mark.parametrize("name", ["a", "5e10423", "007"])
+def test_a_copy_of_a_run_from_before_ledgers(tmp_path: Path, name: str) -> None:
+    a, b = tmp_path / name, tmp_path / "b"
     a.mkdir()
     (a / "wandb-id").write_text("old\n")
-    (a / "config.yaml").write_text("# made by process 1 on x\nrun: a\nseed: 3\n")
+    (a / "config.yaml").write_text(f"# made by process 1 on x\nrun: {name}\nseed: 3\n")
     shutil.copytree(a, b)
     assert begin(a, 5, config_of(), {}) == ("old", None, False, ())
     assert "is a copy of" in begin(b, 5, config_of(), {}).lines[0]
