@@ -311,6 +311,8 @@ def _place(app: str, config: Config) -> RankAssignment | None:
     # `generate` asks nobody else, wherever it is typed.
     addr, starts = launch.master_addr, None if app == GENERATE else config.world_size
     place = detect(os.environ, addr, launch.master_port, starts)
+    if starts is not None and (line := alone_in_a_job(os.environ, place)) is not None:
+        print_line(line)
     if place is not None:
         return place
     if addr is not None:
@@ -320,8 +322,6 @@ def _place(app: str, config: Config) -> RankAssignment | None:
         )
     if starts is not None and CGROUPS.is_file():
         refuse_lost_variables(os.environ, CGROUPS.read_text())
-    if starts is not None and (line := alone_in_a_job(os.environ)) is not None:
-        print_line(line)
     return None
 
 

@@ -638,19 +638,26 @@ def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
         )
 
 
-def alone_in_a_job(environ: Mapping[str, str]) -> str | None:
-    """Returns a line for a process alone that may be meant as one of several; else None.
+def alone_in_a_job(environ: Mapping[str, str], place: RankAssignment | None) -> str | None:
+    """Returns a line for ranks that may be meant as a part of a run and are all of it; else None.
 
     The pods of a Kubernetes Job are a sweep as often as the hosts of one run, and none knows how
-    many there are.
+    many there are. So are tasks of srun with a torchrun for one host in each.
     """
-    name = "JOB_COMPLETION_INDEX"
-    if not environ.get(name):
-        return None
-    return (
-        f"{name}={environ[name]}: this pod of a Kubernetes Job trains a run of its own; for one of "
-        f"all its pods start torchrun --nnodes=… --node-rank=${name} …"
-    )
+    name, tasks = "JOB_COMPLETION_INDEX", environ.get("SLURM_STEP_NUM_TASKS", "")
+    if place is None and environ.get(name):
+        return (
+            f"{name}={environ[name]}: this pod of a Kubernetes Job trains a run of its own; for "
+            f"one of all its pods start torchrun --nnodes=… --node-rank=${name} …"
+        )
+    has_agent = "TORCHELASTIC_RUN_ID" in environ and environ.get("GROUP_WORLD_SIZE") == "1"
+    has_others = NUMBER.fullmatch(tasks) is not None and int(tasks) > 1
+    if has_agent and has_others and place is not None and place.rank == 0:
+        return (
+            f"this step has {tasks} tasks, and a torchrun in each trains a run of its own; for one "
+            "of all of them leave torchrun out, or start it with --nnodes=… in one task a node"
+        )
+    return None
 
 
 def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:

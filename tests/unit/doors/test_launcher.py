@@ -517,10 +517,28 @@ def test_torchruns_address_is_not_ours_to_choose() -> None:
         detect(TORCHRUN, "host1")
 
 
-def test_a_pod_that_may_be_one_of_several_says_so() -> None:
-    line = alone_in_a_job(env("JOB_COMPLETION_INDEX=3"))
-    assert line is not None and "trains a run of its own" in line
-    assert alone_in_a_job({}) is None
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        ({}, None),
+        (
+            env("JOB_COMPLETION_INDEX=3"),
+            "JOB_COMPLETION_INDEX=3: this pod of a Kubernetes Job trains",
+        ),
+        (env("JOB_COMPLETION_INDEX=1", TORCHRUN), None),
+        (
+            TWO_BY_8 | TORCHRUN | env("RANK=0 LOCAL_RANK=0 GROUP_RANK=0 GROUP_WORLD_SIZE=1"),
+            "this step has 16 tasks, and a torchrun in each trains a run of its own",
+        ),
+        (TWO_BY_8 | TORCHRUN | env("RANK=0 LOCAL_RANK=0 GROUP_WORLD_SIZE=2"), None),
+        (ONE_TASK | TORCHRUN | env("RANK=0 LOCAL_RANK=0 GROUP_WORLD_SIZE=1"), None),
+    ],
+)
+def test_ranks_that_may_be_meant_as_a_part_say_so(
+    environ: dict[str, str], line: str | None
+) -> None:
+    said = alone_in_a_job(environ, taken(environ))
+    assert said is None if line is None else (said or "").startswith(line)
 
 
 def test_one_process_of_many_prints() -> None:
