@@ -1,7 +1,7 @@
 """Files and folders under names that tell the truth or do not, at the doors that read them.
 
-What is right is known from how a file was made: its content, how it was packed, and the ending that
-it got; never from what the register says.
+The right answer is known from how a file was made: its content, how it was packed, and the ending
+that it got; never from what the register says.
 """
 
 from __future__ import annotations

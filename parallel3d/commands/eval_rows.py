@@ -193,8 +193,8 @@ def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:
 
 def figures_of(pairs: Iterable[tuple[TaskRow, Sequence[Likelihood]]]) -> dict[str, Any]:
     """Returns accuracy, length-normalised accuracy, and the mean log-likelihood of a token of the
-    right answers with its perplexity. Of a single continuation, right is one whose tokens are all
-    the likeliest ones; without choices there is nothing to normalise."""
+    right answers with its perplexity. A single continuation is right if its tokens are all the
+    likeliest ones; without choices there is nothing to normalise."""
     rows, right, right_norm, with_choices, total, tokens = 0, 0, 0, 0, 0.0, 0
     for row, found in pairs:
         rows += 1

@@ -1,8 +1,8 @@
 """Reads rows of conversations key by key: each key is used, counted as not read, or refused.
 
 Two layouts are known: messages with role and content (OpenAI, TRL, axolotl, ms-swift), and
-ShareGPT's turns with from and value. What decides on the shown text or on what is learned is never
-left out: it is obeyed or the row is refused.
+ShareGPT's turns with from and value. A key that decides on the shown text or on what is learned is
+never left out: it is obeyed or the row is refused.
 """
 
 from __future__ import annotations

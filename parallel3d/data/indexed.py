@@ -249,8 +249,8 @@ class IndexedWriter:
     """Writes a pair, document after document; `close` puts the whole pair in its place, also in
     that of an older one.
 
-    Memory does not grow: lengths go to a temporary file. As a context manager, leaves nothing
-    behind if the block raises.
+    Memory does not grow: lengths go to a temporary file. A `with` block that raises leaves nothing
+    behind.
     """
 
     def __init__(

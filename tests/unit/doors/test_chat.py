@@ -58,7 +58,7 @@ THOUGHT = "<think>\nmm\n</think>\n\n"
 
 
 class Right(NamedTuple):
-    """What a row is: messages and tools as the newest formats spell them."""
+    """The meaning of a row: messages and tools as the newest formats spell them."""
 
     messages: list[Json]
     tools: list[Json] | None = None
@@ -300,7 +300,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def spoken(found: Conversation, tokenizer: FileTokenizer) -> list[str]:
-    """What is learned, a text for each of its parts."""
+    """Returns the text of each part that is learned."""
     edges = np.flatnonzero(np.diff(found.spoken.astype(int), prepend=0, append=0)).reshape(-1, 2)
     inner = tokenizer._inner
     return [
