@@ -285,11 +285,11 @@ class Trainer:
         step, first = self.steps_done, self.consumed_samples
         with self.step_timer.range("clear gradients"):
             self.data_parallel.start_step(self.schedule.microbatches)
-        tokens = self._global_tokens(self.train_batches, first)
+        tokens = self.global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
             self.plan,
             functools.partial(self.train_batches.micro_batch, first),
-            self.loss_scale.scale / tokens.clamp(min=1.0),
+            self.gradient_scale(tokens),
             self.data_parallel.start_last_microbatch,
         )
         unused = self.data_parallel.finish_step()
@@ -347,10 +347,10 @@ class Trainer:
         is_first = self.groups.tp.index == self.groups.cp.index == 0  # of those with equal samples
         self.data_parallel.wait_for_all_gathers()
         for first in range(0, end, size):
-            tokens = self._global_tokens(of.batches, first)
+            tokens = self.global_tokens(of.batches, first)
             load = functools.partial(of.batches.micro_batch, first)
             loss_sum = self.executor.evaluate(self.forwards, load)
-            total[:2] += self._share_of_loss(loss_sum, tokens)
+            total[:2] += self.share_of_loss(loss_sum, tokens)
             if self.token_bytes is not None and self.has_loss and is_first:
                 total[2] += of.batches.byte_count(first, self.token_bytes)
         collectives.all_reduce(total, self.groups.world)
@@ -375,7 +375,7 @@ class Trainer:
         self.optimizer.swap_ema()
         self.data_parallel.all_gather_params()
 
-    def _global_tokens(self, batches: Batches, first: int) -> Tensor:
+    def global_tokens(self, batches: Batches, first: int) -> Tensor:
         """Returns the unmasked tokens of a global batch, float64; zero on ranks without a loss."""
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.has_loss:
@@ -384,7 +384,14 @@ class Trainer:
             collectives.all_reduce_few(count, self.groups.dp)
         return count
 
-    def _share_of_loss(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
+    def gradient_scale(self, tokens: Tensor) -> Tensor:
+        """Returns what the gradients of a step are multiplied by, with the global batch's tokens.
+
+        It is the loss scale over the tokens: gradients are of the mean loss, and only summed.
+        """
+        return self.loss_scale.scale / tokens.clamp(min=1.0)
+
+    def share_of_loss(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
         """Returns this rank's share of (Σ losses, tokens) of the global batch.
 
         All tp ranks hold the same loss; only tp rank 0 contributes it. Context-parallel ranks hold
@@ -398,10 +405,10 @@ class Trainer:
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:
         """Reduces over the world: loss, unscaled gradient norm, whether a rank is asked to stop."""
-        squared = self._share_of_norm()
+        squared = self.share_of_norm()
         # Filled by a kernel: copying a number from the host would block it.
         stop = torch.full_like(squared, float(self.stop_requested()))
-        own = (self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop)))
+        own = (self.share_of_loss(loss_sum, tokens), torch.stack((squared, stop)))
         sums = torch.cat((*own, *self.noise.squares()))
         collectives.all_reduce_few(sums, self.groups.world)
         with blocking(self.groups.world):
@@ -409,7 +416,7 @@ class Trainer:
         if not math.isfinite(square) and self.config.optim.clip_grad > 0:
             # Finite gradients above 1e19 have squares beyond fp32, and are as any once they are
             # clipped. Without clipping AdamW would square them itself.
-            wide = self._share_of_norm(torch.float64)
+            wide = self.share_of_norm(torch.float64)
             collectives.all_reduce_few(wide, self.groups.world)
             with blocking(self.groups.world):
                 square = wide.item()
@@ -417,7 +424,7 @@ class Trainer:
         mean = loss / count if count else None
         return mean, self.loss_scale.unscaled(square**0.5), stops > 0
 
-    def _share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
+    def share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
         """Returns this rank's share of the squared gradient norm, float64."""
         squared = self.optimizer.squared_norm(summed_in).to(self.device)
         # Only the first of equal replicas contributes; 0 · inf is NaN, so any rank's overflow

@@ -77,7 +77,7 @@ class ProcessGroups:
     dp_inner: Group = SINGLE
     dp_outer: Group = SINGLE
     device: torch.device = CPU
-    maker: _Maker | None = None  # of groups of an initialised world
+    maker: GroupMaker | None = None  # of groups of an initialised world
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -156,7 +156,7 @@ class ProcessGroups:
             raise ValueError(f"world size {world} is not the layout's {layout.world_size}")
         device = torch.device(device_type)
         timeout = datetime.timedelta(seconds=timeout_s)
-        maker = _Maker(device, timeout, launch or LaunchConfig(), interfaces)
+        maker = GroupMaker(device, timeout, launch or LaunchConfig(), interfaces)
         pipelines = layout.groups("pp")
         wanted = {kind: layout.groups(kind) for kind in ("tp", "cp", "dp")}
         wanted |= {"dp_cp": layout.groups("dp_cp")} if layout.cp > 1 else {}
@@ -232,7 +232,7 @@ def _with_shared_memory(group: Group, timeout_s: float) -> Group:
 
 
 @dataclass
-class _Maker:
+class GroupMaker:
     """Creates the groups of each kind; kinds with equal ranks and equal settings share one.
 
     Attributes:
@@ -275,7 +275,7 @@ class _Maker:
         for key, made in self.made.items():
             if key[1] == ranks and wants in (None, key[0]):
                 return made
-        self.made[wants, ranks] = made = self._make(kind, all_ranks, mine)
+        self.made[wants, ranks] = made = self.make(kind, all_ranks, mine)
         return made
 
     def _settings(self, kind: str) -> Hashable:
@@ -290,7 +290,8 @@ class _Maker:
         # Kinds with interfaces of their own are separate from the world's group.
         return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None
 
-    def _make(self, kind: str, all_ranks: Ranks, mine: list[int]) -> dist.ProcessGroup | None:
+    def make(self, kind: str, all_ranks: Ranks, mine: list[int]) -> dist.ProcessGroup | None:
+        """Creates the groups of a kind, alike on every rank; returns this rank's, `mine`."""
         if self.splits is not None:
             # One communicator split for all groups of a kind; created one by one, each group would
             # cost every rank of the world a collective call.
@@ -331,7 +332,7 @@ class _Maker:
         if world == 1:
             return dist.group.WORLD
         if self.splits is not None:
-            return self._make("alone", [[r] for r in range(world)], [rank])
+            return self.make("alone", [[r] for r in range(world)], [rank])
         made: Any = dist.new_group(
             [rank], self.timeout, use_local_synchronization=True, group_desc="alone"
         )

@@ -343,14 +343,14 @@ def _ring_backward(
             own = of_block
             continue
         if so_far is not None:
-            _add(of_block, so_far)
+            add_arriving(of_block, so_far)
         so_far = collectives.ring_shift_async(of_block, group)
     if so_far is not None:
-        _add(own, so_far)
+        add_arriving(own, so_far)
     return torch.stack(_apart(own.to(k.dtype), b))
 
 
-def _add(gradients: Tensor, others: tuple[Tensor, Work]) -> None:
+def add_arriving(gradients: Tensor, others: tuple[Tensor, Work]) -> None:
     """Adds what ranks have summed that had these keys before."""
     found, arriving = others
     arriving.wait()

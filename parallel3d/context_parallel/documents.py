@@ -251,7 +251,7 @@ def _attention_blocks(
     held: Ints, starts: Ints, device: torch.device, split: SequenceSplit
 ) -> AttentionBlocks:
     """Returns which keys the queries of this rank attend to, with the positions that ranks hold."""
-    table = _segments(held, starts, split)
+    table = segments_of(held, starts, split)
     queries = table.shape[1] - 1
     calls = np.zeros((len(table), queries + 1, 7), dtype=np.int32)
     edges = np.zeros((len(table), 2, 0), dtype=np.int32)
@@ -264,7 +264,7 @@ def _attention_blocks(
     return AttentionBlocks(torch.from_numpy(table), torch.from_numpy(calls), moved)
 
 
-def _segments(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
+def segments_of(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
     """Returns `AttentionBlocks.table` of this rank's queries."""
     positions = held[split.index]
     b, n = positions.shape

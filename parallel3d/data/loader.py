@@ -73,7 +73,7 @@ class Batches:
         """`stride` > 0: samples of a step of all ranks; a thread then reads ahead. `split`: over
         context-parallel ranks, of which each reads the whole sample and keeps its own tokens.
         `vocab_size`: of a user's own samples, which are then checked."""
-        self._source, self._needs_batch = source, needs_batch
+        self.source, self._needs_batch = source, needs_batch
         self._document_mask = document_mask
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
@@ -90,7 +90,7 @@ class Batches:
         self._imbalances: dict[int, float] = {}  # by micro-batch of the last step
         if self._reads_ahead:
             share = num_microbatches * self._micro_batch_size
-            self._ahead = ReadAhead(self._source, self._dp_rank * share, share, stride)
+            self._ahead = ReadAhead(self.source, self._dp_rank * share, share, stride)
 
     def indices(self, first: int, m: int) -> range:
         """Returns the samples of micro-batch `m` of the global batch that begins at `first`.
@@ -133,8 +133,8 @@ class Batches:
 
     def token_count(self, first: int) -> int:
         """Counts the unmasked tokens of this rank's share of the global batch from `first` on."""
-        if not getattr(self._source, "masks", True):
-            return self._num_microbatches * self._micro_batch_size * self._source.seq_length
+        if not getattr(self.source, "masks", True):
+            return self._num_microbatches * self._micro_batch_size * self.source.seq_length
         return sum(int(np.count_nonzero(sample.loss_mask)) for sample in self._share(first))
 
     def byte_count(self, first: int, sizes: npt.NDArray[np.int64]) -> int:
@@ -149,7 +149,7 @@ class Batches:
 
     def _sample(self, first: int, i: int, keep: bool = False) -> Sample:
         if self._ahead is None:
-            sample = self._source.sample(i)
+            sample = self.source.sample(i)
             return sample if self._vocab_size is None else checked(sample, i, self._vocab_size)
         self._ahead.step(first)
         return self._ahead.sample(i, keep)

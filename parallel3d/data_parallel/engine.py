@@ -294,9 +294,10 @@ class BucketedDataParallel:
             self.observer.added(self.names[number], self.expected[number] - left)
         if left == 0:
             for index in self.reducer.filled(number):
-                self._reduce(index)
+                self.reduce_bucket(index)
 
-    def _reduce(self, index: int) -> None:
+    def reduce_bucket(self, index: int) -> None:
+        """Starts the reduction of a bucket, which holds all its gradients of this rank."""
         bucket = self.buckets[index]
         if self.observer is not None:
             self.observer.full(bucket)
@@ -313,7 +314,7 @@ class BucketedDataParallel:
     def finish_step(self) -> list[str]:
         """Reduces the other buckets and waits; returns names of parameters without a gradient."""
         for index in self.reducer.rest():
-            self._reduce(index)
+            self.reduce_bucket(index)
         if self.works:
             with self.step_timer.within("dp", "wait gradient reduction"):
                 for work in self.works:

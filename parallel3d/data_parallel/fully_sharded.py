@@ -94,7 +94,7 @@ class FullyShardedDataParallel:
             unit.set_custom_all_gather(_AllGather(shards))  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(_ReduceScatter(shards))  # type: ignore[arg-type]
             if hybrid and not every_microbatch:
-                unit.set_all_reduce_hook(lambda flat: _sum_over_replicas(flat, replicas))
+                unit.set_all_reduce_hook(lambda flat: all_reduce_replicas(flat, replicas))
         # A backward gathers the block before ahead. FSDP2's own guess, the unit before it in the
         # latest forward, may be of another chunk or micro-batch, and is gathered in vain.
         self.root.set_modules_to_backward_prefetch([self.root])  # none: it is gathered
@@ -279,7 +279,7 @@ def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> 
         parameter.data = whole
 
 
-def _sum_over_replicas(flat: Tensor, replicas: Group) -> None:
+def all_reduce_replicas(flat: Tensor, replicas: Group) -> None:
     """All-reduces a unit's reduced gradients, which FSDP2 then adds to `.grad`."""
     collectives.all_reduce(flat, replicas)
     if accelerator.is_on_accelerator(flat):

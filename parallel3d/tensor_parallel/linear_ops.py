@@ -35,7 +35,7 @@ class LinearLayer(Protocol):
 
 def _forward(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
     layer: LinearLayer = registered(handle)
-    return _run(layer.split, x, layer.weight, layer.bias, layer.group, layer.sp)
+    return run_forward(layer.split, x, layer.weight, layer.bias, layer.group, layer.sp)
 
 
 def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
@@ -47,12 +47,9 @@ def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
     # nothing in a compiled block reads a gradient bucket.
     layer: LinearLayer = registered(handle)
     grad = grad.contiguous()
-    backward = row_backward
-    if layer.split == "column":
-        backward = column_backward
-        if layer.bias is not None:
-            add_gradient(layer.bias, grad.flatten(0, -2).sum(0))
-    grad_x, grad_weight = backward(grad, x, layer.weight, layer.group, layer.sp)
+    if layer.split == "column" and layer.bias is not None:
+        add_gradient(layer.bias, grad.flatten(0, -2).sum(0))
+    grad_x, grad_weight = run_backward(layer.split, grad, x, layer.weight, layer.group, layer.sp)
     if grad_weight is not None:
         add_gradient(layer.weight, grad_weight)
     return grad_x
@@ -215,13 +212,22 @@ def row_backward(
     return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))
 
 
-def _run(
+def run_forward(
     split: str, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
 ) -> Tensor:
     """Runs the forward without a row-parallel layer's bias, which is added after the reduction."""
     if split == "row":
         return row_forward(x, weight, group, sp)
     return column_forward(x, weight, bias, group, sp)
+
+
+def run_backward(
+    split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of x and, without a bucket, of the weight."""
+    if split == "row":
+        return row_backward(grad, x, weight, group, sp)
+    return column_backward(grad, x, weight, group, sp)
 
 
 # Autograd nodes. Weights are kept in `ctx` itself, not among the saved tensors: recomputation
@@ -269,7 +275,7 @@ class _Linear(torch.autograd.Function):
         ctx.where, ctx.kept = (group, sp), kept
         if not kept:
             ctx.save_for_backward(x)
-        return _run(split, x, weight, bias, group, sp)
+        return run_forward(split, x, weight, bias, group, sp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -279,12 +285,11 @@ class _Linear(torch.autograd.Function):
         x = x.detach()
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         others = grad_bias, None, None, None
-        if ctx.split == "row":
-            return None, *row_backward(grad, x, ctx.weight, *ctx.where), *others
-        if not ctx.needs_input_grad[1] and ctx.where[1] is None:  # x is data: no reduction
+        if ctx.split == "column" and ctx.where[1] is None and not ctx.needs_input_grad[1]:
+            # x is data: no reduction.
             rows = grad.flatten(0, -2), x.flatten(0, -2)
             return None, None, add_weight_gradient(ctx.weight, *rows), *others
-        return None, *column_backward(grad, x, ctx.weight, *ctx.where), *others
+        return None, *run_backward(ctx.split, grad, x, ctx.weight, *ctx.where), *others
 
 
 def linear_node(

@@ -7,102 +7,90 @@ that tell are exactly those named: several leave the loss of the first step, or 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-import parallel3d.optim
-import parallel3d.trainer
 from parallel3d.comm.collectives import CompletedWork
-from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
-from parallel3d.optim import EMA, Optimizer
-from parallel3d.parameters import rounding
-from parallel3d.parameters.sharding import Chunk, Initializer, ParameterSpec, Segment, ShardSpec
-from parallel3d.pipeline import executor
-from parallel3d.pipeline.executor import Executor, Loader
+from parallel3d.optim import EMA, Optimizer, sum_of_powers
+from parallel3d.parameters.rounding import Piece
+from parallel3d.parameters.sharding import (
+    Initializer,
+    ParameterSpec,
+    Segment,
+    ShardSpec,
+    tp_replicas_of,
+)
 from parallel3d.pipeline.p2p import PendingTransfer
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.tensor_parallel.loss import ChunkLoss
+from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
+from tests.distributed.seams import (
+    DROPOUT,
+    GRADIENT_SCALE,
+    INITIAL_VALUES,
+    LOSS,
+    MESSAGES,
+    NORM_GRADIENTS,
+    PARAMETER,
+    ROUNDED_PIECES,
+    SHARE_OF_NORM,
+    SHARED_HEADS,
+    TIED_TABLE,
+    UPDATE,
+    Mutation,
+    planted,
+)
 
-Mutation = Callable[[], AbstractContextManager[None]]
 ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
 
 
-def with_loss_scale(scale: Callable[[Executor, Loader, int], Tensor | float]) -> Iterator[None]:
-    """Multiply the factor of all gradients by `scale(executor, load, num_microbatches)`."""
-    sound = Executor.train_step
-
-    def train_step(
-        self: Executor, plan: list[Any], load: Loader, loss_scale: Tensor, *rest: Any
-    ) -> Tensor:
-        forwards = [a for a in plan if isinstance(a, Action) and a.kind == Kind.F]
-        return sound(self, plan, load, loss_scale * scale(self, load, len(forwards)), *rest)
-
-    with patch.object(Executor, "train_step", train_step):
-        yield
-
-
-@contextmanager
-def loss_not_divided_by_microbatches() -> Iterator[None]:
+@planted(GRADIENT_SCALE)
+def loss_not_divided_by_microbatches(sound: Any, trainer: Trainer, tokens: Tensor) -> Tensor:
     """The gradients are num_microbatches times too large; the reported loss is not."""
-    yield from with_loss_scale(lambda _, __, microbatches: microbatches)
+    return sound(trainer, tokens) * trainer.schedule.microbatches
 
 
-@contextmanager
-def mean_of_means_over_dp() -> Iterator[None]:
+@planted(GRADIENT_SCALE)
+def mean_of_means_over_dp(sound: Any, trainer: Trainer, tokens: Tensor) -> Tensor:
     """Each of two data-parallel ranks divides by its own tokens, then the means are averaged."""
-
-    def own_mean(_: Executor, load: Loader, microbatches: int) -> Tensor:
-        own = sum(load(m).loss_mask.sum() for m in range(microbatches)).double()
-        everyone = own.clone()
-        dist.all_reduce(everyone)
-        return everyone / (2 * own)
-
-    yield from with_loss_scale(own_mean)
+    own = trainer.train_batches.token_count(trainer.consumed_samples)
+    return sound(trainer, torch.full_like(tokens, own)) / 2
 
 
-@contextmanager
-def sequence_parallel_sum_missing() -> Iterator[None]:
+@planted(NORM_GRADIENTS)
+def sequence_parallel_sum_missing(*_: Any) -> None:
     """Norms, biases and positions keep the gradient of their own tokens alone."""
-    with patch.object(parallel3d.trainer, "all_reduce_layernorm_grads", lambda *_: None):
-        yield
 
 
-@contextmanager
-def tied_weight_counted_twice() -> Iterator[None]:
+@planted(SHARE_OF_NORM)
+def tied_weight_counted_twice(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
     """The last stage's copy of the table enters the gradient norm too."""
-
-    def counts_in_norm(segment: Any, tp: Any) -> bool:
-        return not segment.spec.replicated or tp.index == 0
-
-    with patch.object(parallel3d.optim, "counts_in_norm", counts_in_norm):
-        yield
+    copies = [s.grad for s in trainer.optimizer.segments if s.spec.tied_lm_head]
+    return sound(trainer, *how) + sum_of_powers(copies, trainer.device)
 
 
-@contextmanager
-def tied_gradient_not_summed() -> Iterator[None]:
+@planted(TIED_TABLE)
+def tied_gradient_not_summed(*_: Any) -> None:
     """First and last stage step their copies of the table by their own gradients."""
-    with patch.object(parallel3d.trainer, "all_reduce_embedding_grads", lambda *_: None):
-        yield
 
 
-def exchanged_receives(kind: Kind) -> Iterator[None]:
+def exchanged_receives(kind: Kind) -> AbstractContextManager[None]:
     """The messages of micro-batches 0 and 1 change places on arrival: same shapes, no error."""
-    sound = executor.post
     first, second = Action(kind, 0), Action(kind, 1)
     kept: list[PendingTransfer] = []
 
-    def post(messages: list[tuple[Action, Tensor]], *where: Any) -> list[PendingTransfer]:
+    def post(
+        sound: Any, messages: list[tuple[Action, Tensor]], *where: Any
+    ) -> list[PendingTransfer]:
         tensors = dict(messages)
         if second in tensors:
             del tensors[second]
@@ -118,150 +106,98 @@ def exchanged_receives(kind: Kind) -> Iterator[None]:
         kept.append(other)
         return [transfer for transfer in transfers if transfer is not other]
 
-    with patch.object(executor, "post", post):
-        yield
+    return MESSAGES.replaced(post)
 
 
-@contextmanager
-def activations_exchanged() -> Iterator[None]:
+def activations_exchanged() -> AbstractContextManager[None]:
     """The last stage meets the labels of one micro-batch with the activations of another."""
-    yield from exchanged_receives(Kind.RECV_F)
+    return exchanged_receives(Kind.RECV_F)
 
 
-@contextmanager
-def gradients_exchanged() -> Iterator[None]:
+def gradients_exchanged() -> AbstractContextManager[None]:
     """The first stage backpropagates the gradients of one micro-batch through another."""
-    yield from exchanged_receives(Kind.RECV_B)
+    return exchanged_receives(Kind.RECV_B)
 
 
-@contextmanager
-def clones_over_tp() -> Iterator[None]:
+@planted(INITIAL_VALUES)
+def clones_over_tp(sound: Any, initializer: Initializer, shard: ShardSpec, out: Tensor) -> None:
     """Every tp rank draws the slice of tp rank 0, whose boxes start at 0."""
-    sound = Initializer.fill
-
-    def fill(self: Initializer, piece: ShardSpec, out: Tensor) -> None:
-        sound(self, dataclasses.replace(piece, start=(0,) * len(piece.start)), out)
-
-    with patch.object(Initializer, "fill", fill):
-        yield
+    sound(initializer, at_zero(shard), out)
 
 
-@contextmanager
-def padded_columns_in_the_softmax() -> Iterator[None]:
+def at_zero(shard: ShardSpec) -> ShardSpec:
+    """The shard as if it began with the full tensor."""
+    return dataclasses.replace(shard, start=(0,) * len(shard.start))
+
+
+@planted(LOSS)
+def padded_columns_in_the_softmax(sound: Any, loss: ChunkLoss) -> Tensor:
     """Rows of zeros that pad the table count as tokens: exp(0) each in the softmax's sum."""
-    sound = ChunkLoss.__init__
-
-    def init(self: ChunkLoss, logits: Tensor, *rest: Any) -> None:
-        sound(self, logits, *rest)
-        self.real = logits.shape[1]
-
-    with patch.object(ChunkLoss, "__init__", init):
-        yield
+    loss.real = loss.logits.shape[1]
+    return sound(loss)
 
 
-@contextmanager
-def smoothing_by_local_vocabulary() -> Iterator[None]:
+@planted(LOSS)
+def smoothing_by_local_vocabulary(sound: Any, loss: ChunkLoss) -> Tensor:
     """Each rank spreads the smoothing over its own columns, as if they were the vocabulary."""
-    sound = ChunkLoss.__init__
-
-    def init(self: ChunkLoss, logits: Tensor, *rest: Any) -> None:
-        sound(self, logits, *rest)
-        self.objective = dataclasses.replace(self.objective, vocab_size=logits.shape[1])
-
-    with patch.object(ChunkLoss, "__init__", init):
-        yield
+    loss.objective = dataclasses.replace(loss.objective, vocab_size=loss.logits.shape[1])
+    return sound(loss)
 
 
-@contextmanager
-def dropout_counts_local_positions() -> Iterator[None]:
+@planted(DROPOUT)
+def dropout_counts_local_positions(sound: Any, dropout: Dropout, *given: Any) -> Tensor:
     """Every part of the sequence has the masks of the first part."""
-    sound = Dropout.__init__
-
-    def init(self: Dropout, *given: Any, **named: int) -> None:
-        sound(self, *given, **named | {"part": 0})
-
-    with patch.object(Dropout, "__init__", init):
-        yield
+    dropout.part = 0
+    return sound(dropout, *given)
 
 
-@contextmanager
-def average_of_another_rank() -> Iterator[None]:
+@planted(UPDATE)
+def average_of_another_rank(sound: Any, optimizer: Optimizer, *args: Any) -> None:
     """Each of two ranks averages its shard with the new weights of the other's."""
-
-    sound = Optimizer.step
-
-    def step(self: Optimizer, *args: Any) -> None:
-        averages = [average for group in self.groups for average in group.state[EMA]]
-        before = [average.clone() for average in averages]
-        sound(self, *args)
-        shards: list[Any] = [None, None]
-        dist.all_gather_object(
-            shards, torch.cat([m for group in self.groups for m in group.masters])
-        )
-        other = shards[1 - dist.get_rank()]
-        for average, old in zip(averages, before, strict=True):
-            theirs, other = other[: old.numel()], other[old.numel() :]
-            average[: theirs.numel()] = old[: theirs.numel()].lerp(theirs, 0.4)
-
-    with patch.object(Optimizer, "step", step):
-        yield
+    averages = [average for group in optimizer.groups for average in group.state[EMA]]
+    before = [average.clone() for average in averages]
+    sound(optimizer, *args)
+    shards: list[Any] = [None, None]
+    dist.all_gather_object(
+        shards, torch.cat([m for group in optimizer.groups for m in group.masters])
+    )
+    other = shards[1 - dist.get_rank()]
+    for average, old in zip(averages, before, strict=True):
+        theirs, other = other[: old.numel()], other[old.numel() :]
+        average[: theirs.numel()] = old[: theirs.numel()].lerp(theirs, 0.4)
 
 
-@contextmanager
-def rounding_counts_local_elements() -> Iterator[None]:
+@planted(ROUNDED_PIECES)
+def rounding_counts_local_elements(sound: Any, segment: Segment, seed: int) -> list[Piece]:
     """The random bits of a shard are those of its first element on, not of the full tensor's."""
-    sound = rounding.chunks_of_range
-
-    def local(*args: Any) -> Iterator[tuple[ShardSpec, Chunk, int]]:
-        for shard, chunk, at in sound(*args):
-            yield shard, Chunk((0,) * len(chunk.offsets), chunk.sizes), at
-
-    with patch.object(rounding, "chunks_of_range", local):
-        yield
+    parts = []
+    for part in segment.parts:
+        shards = tuple(map(at_zero, part.spec.shards))
+        parts.append(part._replace(spec=dataclasses.replace(part.spec, shards=shards)))
+    return sound(dataclasses.replace(segment, parts=parts), seed)
 
 
-@contextmanager
-def shared_heads_apart() -> Iterator[None]:
+@planted(SHARED_HEADS)
+def shared_heads_apart(*_: Any) -> None:
     """Each copy of a key-value head keeps the gradient of its own rank's query heads."""
-    with patch.object(parallel3d.trainer, "all_reduce_shared_kv_grads", lambda *_: None):
-        yield
 
 
-@contextmanager
-def shared_heads_counted_twice() -> Iterator[None]:
+@planted(SHARE_OF_NORM)
+def shared_heads_counted_twice(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
     """Every copy of a key-value head enters the gradient norm."""
-    sound = parallel3d.optim.tp_replicas_of
-    with (
-        patch.object(parallel3d.optim, "tp_replicas_of", lambda _: 1),
-        patch.object(parallel3d.trainer, "all_reduce_shared_kv_grads", summed(sound)),
-    ):
-        yield
+    runs = [run for s in trainer.optimizer.segments for run in s.split(tp_replicas_of)]
+    copies = [run.grad for replicas, run in runs if trainer.groups.tp.index % replicas]
+    return sound(trainer, *how) + sum_of_powers(copies, trainer.device)
 
 
-def summed(tp_replicas_of: Callable[[ShardSpec], int]) -> Callable[..., None]:
-    """The sum over copies as it should be, whatever the optimizer counts by now."""
-
-    def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
-        with patch.object(parallel3d.optim, "tp_replicas_of", tp_replicas_of):
-            parallel3d.optim.all_reduce_shared_kv_grads(segments, tp)
-
-    return all_reduce_shared_kv_grads
-
-
-@contextmanager
-def norms_of_heads_apart() -> Iterator[None]:
+@planted(PARAMETER)
+def norms_of_heads_apart(sound: Any, initializer: Initializer, spec: ParameterSpec) -> nn.Parameter:
     """Each rank steps the norms of heads by the gradient of its own heads, as if they were norms of
     the residual stream."""
-    sound = Initializer.parameter
-
-    def parameter(self: Initializer, spec: ParameterSpec) -> Any:
-        if spec.shards[0].name.endswith(("q_norm.weight", "k_norm.weight")):
-            piece = dataclasses.replace(spec.shards[0], tp_replicas=1)
-            spec = dataclasses.replace(spec, shards=(piece,), replicated=True)
-        return sound(self, spec)
-
-    with patch.object(Initializer, "parameter", parameter):
-        yield
+    if spec.shards[0].name.endswith(("q_norm.weight", "k_norm.weight")):
+        piece = dataclasses.replace(spec.shards[0], tp_replicas=1)
+        spec = dataclasses.replace(spec, shards=(piece,), replicated=True)
+    return sound(initializer, spec)
 
 
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))

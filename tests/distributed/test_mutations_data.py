@@ -6,28 +6,24 @@ bf16 are in test_comm_hooks, buckets without an agreed order in test_measured_or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-import parallel3d.trainer
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.data.sampler import FirstSamples
+from parallel3d.data.sampler import FirstSamples, Sample
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
-from parallel3d.data_parallel.reducer import GradBucket
-from parallel3d.models import parallelize
+from parallel3d.metrics.jsonl import Score
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer, ShardSpec
-from parallel3d.trainer import StepResult, Trainer
+from parallel3d.trainer import EvaluatedSet, StepResult, Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import (
     References,
@@ -37,221 +33,148 @@ from tests.distributed.harness import (
     run_cases,
 )
 from tests.distributed.pool import Pool
+from tests.distributed.seams import (
+    BUCKET,
+    EVALUATION,
+    FINISH_STEP,
+    GATHERED_PARAMETERS,
+    INITIAL_VALUES,
+    LAST_MICROBATCH,
+    LAST_SAMPLES,
+    REDUCE_SCATTER,
+    REPLICAS,
+    START_STEP,
+    STEP,
+    UPDATE,
+    Mutation,
+    planted,
+)
 from tests.distributed.test_engines import HALVED
 from tests.distributed.test_fully_sharded import HALF_COPIES, chunked, with_copies_of_two
-from tests.distributed.test_mutations import ADAMW, ALL_NUMBERS, SGD, Mutation
+from tests.distributed.test_mutations import ADAMW, ALL_NUMBERS, SGD
+
+Engine = BucketedDataParallel | FullyShardedDataParallel
 
 
-@contextmanager
-def unfilled_buckets_left() -> Iterator[None]:
+@planted(FINISH_STEP)
+def unfilled_buckets_left(sound: Any, engine: BucketedDataParallel) -> list[str]:
     """A bucket that still waits for a gradient at the end of the step is not reduced."""
-
-    def finish_step(self: BucketedDataParallel) -> list[str]:
-        for work in self.works:
-            work.wait()
-        self.syncing = False
-        return []
-
-    with patch.object(BucketedDataParallel, "finish_step", finish_step):
-        yield
+    engine.reducer.started = len(engine.buckets)
+    return sound(engine)
 
 
-@contextmanager
-def samples_by_the_last_size() -> Iterator[None]:
+@planted(STEP)
+def samples_by_the_last_size(sound: Any, trainer: Trainer) -> StepResult:
     """A step of another size than `global_batch_size` counts as many samples as that one."""
-    sound = Trainer.train_step
-
-    def train_step(self: Trainer) -> StepResult:
-        result = sound(self)
-        self.consumed_samples += self.config.global_batch_size - self.batch
-        return result
-
-    with patch.object(Trainer, "train_step", train_step):
-        yield
+    result = sound(trainer)
+    trainer.consumed_samples += trainer.config.global_batch_size - trainer.batch
+    return result
 
 
-@contextmanager
-def gradients_kept() -> Iterator[None]:
-    """The gradients of the step before are still in the buckets."""
-    sound = BucketedDataParallel.start_step
-
-    def start_step(self: BucketedDataParallel, microbatches: int) -> None:
-        kept = [bucket.grad.clone() for bucket in self.buckets]
-        sound(self, microbatches)
-        for bucket, grad in zip(self.buckets, kept, strict=True):
-            bucket.grad.copy_(grad)
-
-    with patch.object(BucketedDataParallel, "start_step", start_step):
-        yield
+@planted(START_STEP)
+def gradients_kept(sound: Any, engine: Engine, microbatches: int) -> None:
+    """The gradients of the step before are still there."""
+    kept = [segment.grad.clone() for segment in engine.segments]
+    sound(engine, microbatches)
+    for segment, grad in zip(engine.segments, kept, strict=True):
+        segment.grad.copy_(grad)
 
 
-@contextmanager
-def sharded_gradients_kept() -> Iterator[None]:
-    """The same, of FSDP2's gradients."""
-    sound = FullyShardedDataParallel.start_step
-
-    def start_step(self: FullyShardedDataParallel, microbatches: int) -> None:
-        kept = self.gradients.clone()
-        sound(self, microbatches)
-        self.gradients.copy_(kept)
-
-    with patch.object(FullyShardedDataParallel, "start_step", start_step):
-        yield
-
-
-@contextmanager
-def divided_by_dp() -> Iterator[None]:
+@planted(BUCKET)
+def divided_by_dp(sound: Any, engine: BucketedDataParallel, index: int) -> None:
     """The loss is a mean over all tokens already, and the reduction averages once more."""
-
-    def mean(group: Group, bucket: GradBucket) -> collectives.Work:
-        return collectives.all_reduce_async(bucket.buffer().div_(group.size), group)
-
-    with patch.object(parallelize, "all_reduce", mean):
-        yield
+    engine.buckets[index].grad.div_(engine.dp.size)
+    sound(engine, index)
 
 
-@contextmanager
-def divided_by_fsdp() -> Iterator[None]:
+@planted(START_STEP)
+def divided_by_fsdp(sound: Any, engine: FullyShardedDataParallel, microbatches: int) -> None:
     """FSDP2 keeps its habit of averaging."""
-    with patch.object(FSDPModule, "set_gradient_divide_factor", lambda *_: None):
-        yield
+    for unit in engine.units:
+        unit.set_gradient_divide_factor(engine.shards.size)
+    sound(engine, microbatches)
 
 
-@contextmanager
-def copies_not_summed() -> Iterator[None]:
+@planted(REPLICAS)
+def copies_not_summed(*_: Any) -> None:
     """Each copy of the model (HSDP) learns from the gradients of its own ranks."""
-    with patch.object(FSDPModule, "set_all_reduce_hook", lambda *_: None):
-        yield
 
 
-@contextmanager
-def copies_not_summed_at_the_end() -> Iterator[None]:
+@planted(FINISH_STEP)
+def copies_not_summed_at_the_end(sound: Any, engine: FullyShardedDataParallel) -> list[str]:
     """The same, where the gradients of every micro-batch were scattered at once."""
-    sound = FullyShardedDataParallel.finish_step
-
-    def finish_step(self: FullyShardedDataParallel) -> list[str]:
-        self.every_microbatch = False
-        unused = sound(self)
-        self.every_microbatch = True
-        return unused
-
-    with patch.object(FullyShardedDataParallel, "finish_step", finish_step):
-        yield
+    engine.every_microbatch = False
+    unused = sound(engine)
+    engine.every_microbatch = True
+    return unused
 
 
-@contextmanager
-def only_the_last_microbatch_scattered() -> Iterator[None]:
+@planted(LAST_MICROBATCH)
+def only_the_last_microbatch_scattered(sound: Any, engine: FullyShardedDataParallel) -> None:
     """What was reduced replaces the sums of the micro-batches before."""
-    sound = FullyShardedDataParallel.start_last_microbatch
-
-    def start_last_microbatch(self: FullyShardedDataParallel) -> None:
-        self.gradients.zero_()
-        sound(self)
-
-    with patch.object(FullyShardedDataParallel, "start_last_microbatch", start_last_microbatch):
-        yield
+    engine.gradients.zero_()
+    sound(engine)
 
 
-@contextmanager
-def neighbours_shard() -> Iterator[None]:
-    """Rank r gets the sum of shard r + 1 and steps shard r by what it had there itself."""
-
-    def own_shard(tensor: Tensor, group: Group) -> Tensor:
-        return tensor.chunk(group.size)[(group.index + 1) % group.size]
-
-    sound = collectives.reduce_scatter_bucket
-
-    def reduce_scatter_bucket(tensor: Tensor, group: Group) -> collectives.Work:
-        with patch.object(collectives, "own_shard", own_shard):
-            return sound(tensor, group)
-
-    with patch.object(collectives, "reduce_scatter_bucket", reduce_scatter_bucket):
-        yield
+@planted(REDUCE_SCATTER)
+def neighbours_shard(_: Any, tensor: Tensor, group: Group) -> collectives.Work:
+    """Rank r gets the sum of its shard in the place of shard r + 1, and steps shard r by what it
+    had there itself."""
+    neighbours = tensor.chunk(group.size)[(group.index + 1) % group.size]
+    return collectives.reduce_scatter_into(neighbours, tensor, group)
 
 
-@contextmanager
-def parameters_not_gathered() -> Iterator[None]:
+@planted(GATHERED_PARAMETERS)
+def parameters_not_gathered(sound: Any, engine: BucketedDataParallel) -> None:
     """Each rank goes on with its own shard of the new parameters and the rest of the old ones."""
-    sound = BucketedDataParallel.all_gather_params
-
-    def all_gather_params(self: BucketedDataParallel) -> None:
-        self.sharded, was = False, self.sharded
-        sound(self)
-        self.sharded = was
-
-    with patch.object(BucketedDataParallel, "all_gather_params", all_gather_params):
-        yield
+    engine.sharded, was = False, engine.sharded
+    sound(engine)
+    engine.sharded = was
 
 
-@contextmanager
-def not_gathered_before_evaluation() -> Iterator[None]:
+@planted(EVALUATION)
+def not_gathered_before_evaluation(sound: Any, trainer: Trainer, of: EvaluatedSet) -> Score:
     """The last step's parameters are still on their way when the evaluation reads them."""
-    sound = Trainer.evaluate
-
-    def evaluate(self: Trainer) -> float:
-        engine = self.data_parallel
-        self.stages[0].pre_forward = lambda part: None
-        with patch.object(engine, "wait_for_all_gathers", lambda: None):
-            found = sound(self)
-        self.stages[0].pre_forward = engine.pre_forward
-        return found
-
-    with patch.object(Trainer, "evaluate", evaluate):
-        yield
+    engine = trainer.data_parallel
+    engine.gathering, gathering = {}, engine.gathering
+    found = sound(trainer, of)
+    engine.gathering = gathering
+    return found
 
 
-@contextmanager
-def sample_dropped_at_the_ragged_end() -> Iterator[None]:
+@planted(LAST_SAMPLES)
+def sample_dropped_at_the_ragged_end(sound: Any, samples: FirstSamples, i: int) -> Sample:
     """Of the last global batch of a validation set, which it does not fill, a sample is missing."""
-    fewer = lambda source, count: FirstSamples(source, count - 1)  # noqa: E731
-    with patch.object(parallel3d.trainer, "FirstSamples", fewer):
-        yield
+    return sound(samples, samples.count if i == samples.count - 1 else i)
 
 
-@contextmanager
-def ragged_end_filled_up() -> Iterator[None]:
+@planted(LAST_SAMPLES)
+def ragged_end_filled_up(_: Any, samples: FirstSamples, i: int) -> Sample:
     """The last global batch of a validation set is filled up by samples that count."""
-    with patch.object(parallel3d.trainer, "FirstSamples", lambda source, count: source):
-        yield
+    return samples.source.sample(i)
 
 
-@contextmanager
-def replicas_start_apart() -> Iterator[None]:
+@planted(INITIAL_VALUES)
+def replicas_start_apart(
+    sound: Any, initializer: Initializer, shard: ShardSpec, out: Tensor
+) -> None:
     """Initial values depend on the data-parallel rank, and nobody broadcasts those of the first."""
-    sound = Initializer.fill
-
-    def fill(self: Initializer, piece: ShardSpec, out: Tensor) -> None:
-        sound(replace(self, seed=self.seed + dist.get_rank()), piece, out)
-
-    with patch.object(Initializer, "fill", fill):
-        yield
+    sound(replace(initializer, seed=initializer.seed + dist.get_rank()), shard, out)
 
 
-@contextmanager
-def replicas_drift() -> Iterator[None]:
+@planted(UPDATE)
+def replicas_drift(sound: Any, optimizer: Optimizer, learning_rate: float, *rest: float) -> None:
     """A rank's own rounding enters its update: one part in a million, in every step."""
-    sound = Optimizer.step
-
-    def step(self: Optimizer, learning_rate: float, *rest: float) -> None:
-        sound(self, learning_rate * (1 + 1e-6 * dist.get_rank()), *rest)
-
-    with patch.object(Optimizer, "step", step):
-        yield
+    sound(optimizer, learning_rate * (1 + 1e-6 * dist.get_rank()), *rest)
 
 
-@contextmanager
-def other_chunks_not_reduced() -> Iterator[None]:
+@planted(LAST_MICROBATCH)
+def other_chunks_not_reduced(sound: Any, engine: FullyShardedDataParallel) -> None:
     """The last backward reduces its own chunk's gradients alone."""
-    sound = FullyShardedDataParallel.start_last_microbatch
-
-    def start_last_microbatch(self: FullyShardedDataParallel) -> None:
-        sound(self)
-        for unit in self.root.stages[1].modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_requires_gradient_sync(False, recurse=False)
-
-    with patch.object(FullyShardedDataParallel, "start_last_microbatch", start_last_microbatch):
-        yield
+    sound(engine)
+    for unit in engine.root.stages[1].modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_requires_gradient_sync(False, recurse=False)
 
 
 def zero(stage: int, *keys: tuple[str, Any], **way: Any) -> Case:
@@ -265,7 +188,7 @@ IN_FP32 = Case(replace(ADAMW, precision="fp32"))
 PLANTED = [
     pytest.param(unfilled_buckets_left, LATE, DRIFT, id="unfilled-bucket"),
     pytest.param(gradients_kept, Case(SGD), ALL_NUMBERS, id="gradients-kept"),
-    pytest.param(sharded_gradients_kept, zero(2), ALL_NUMBERS, id="sharded-gradients-kept"),
+    pytest.param(gradients_kept, zero(2), ALL_NUMBERS, id="sharded-gradients-kept"),
     pytest.param(divided_by_dp, Case(SGD), ALL_NUMBERS, id="averaged-twice-sgd"),
     # AdamW does not see a scale: the losses agree, and the norm alone tells.
     pytest.param(divided_by_dp, IN_FP32, {"grad norm"}, id="averaged-twice-adamw"),

@@ -145,5 +145,5 @@ def test_gradients_summed_over_copies_are_marked_where_they_are_read(streams: St
         patch.object(fully_sharded.collectives, "all_reduce", lambda t, g: marked.append("summed")),
         streams.on(streams._stream("all-reduce")),
     ):
-        fully_sharded._sum_over_replicas(flat, SINGLE)
+        fully_sharded.all_reduce_replicas(flat, SINGLE)
     assert marked == ["summed", "all-reduce"]

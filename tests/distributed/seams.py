@@ -1,0 +1,165 @@
+"""The places at which known bugs are planted, by the names that they have in the package.
+
+Each is a public function or method through which something passes that a bug of a distributed
+trainer changes: what gradients are multiplied by, a micro-batch, a message, a bucket's reduction.
+When the package moves or renames one, its line here is all that has to follow. Production code
+knows nothing of them, and pays nothing for them.
+
+A bug is a function of what it replaces, called with the same arguments:
+
+    @planted(GRADIENT_SCALE)
+    def loss_not_divided_by_microbatches(sound: Any, trainer: Trainer, tokens: Tensor) -> Tensor:
+        return sound(trainer, tokens) * trainer.schedule.microbatches
+
+A seam that no run passes changes nothing, so the test of its bug fails: nothing tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+Mutation = Callable[[], AbstractContextManager[None]]
+Bug = Callable[..., Any]
+
+
+class Seam:
+    """A function or method of the package, or several that do the same in different engines.
+
+    Args:
+        places: "module:function" or "module:Class.method", the modules counted from the package.
+    """
+
+    def __init__(self, *places: str) -> None:
+        self.places = places
+
+    @contextmanager
+    def replaced(self, bug: Bug) -> Iterator[None]:
+        """Puts `bug(sound, …)` in place of the function, wherever the package has imported it."""
+        with ExitStack() as stack:
+            for place in self.places:
+                stack.enter_context(_replaced(place, bug))
+            yield
+
+
+def found(place: str) -> tuple[Any, str, Callable[..., Any]]:
+    """Returns the module or class that defines the function of a place, its name, and itself."""
+    module, path = place.split(":")
+    owner: Any = importlib.import_module(f"parallel3d.{module}")
+    *classes, name = path.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    return owner, name, vars(owner)[name]
+
+
+@contextmanager
+def _replaced(place: str, bug: Bug) -> Iterator[None]:
+    owner, name, sound = found(place)
+
+    @functools.wraps(sound)
+    def changed(*args: Any, **named: Any) -> Any:
+        return bug(sound, *args, **named)
+
+    if isinstance(owner, type):
+        setattr(owner, name, changed)
+        try:
+            yield
+        finally:
+            setattr(owner, name, sound)
+        return
+    _exchange(sound, changed)
+    try:
+        yield
+    finally:
+        _exchange(changed, sound)  # in modules too that were imported meanwhile
+
+
+def _exchange(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Puts `new` in the place of `old` in all modules of the package."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "parallel3d":
+            for known in [known for known, value in vars(module).items() if value is old]:
+                setattr(module, known, new)
+
+
+def planted(seam: Seam) -> Callable[[Bug], Mutation]:
+    """Makes a bug a context within which it is in place."""
+
+    def decorate(bug: Bug) -> Mutation:
+        @functools.wraps(bug)
+        def mutation() -> AbstractContextManager[None]:
+            return seam.replaced(bug)
+
+        return mutation
+
+    return decorate
+
+
+# A step
+STEP = Seam("trainer:Trainer.train_step")
+EVALUATION = Seam("trainer:Trainer.score")
+GLOBAL_TOKENS = Seam("trainer:Trainer.global_tokens")
+GRADIENT_SCALE = Seam("trainer:Trainer.gradient_scale")
+SHARE_OF_LOSS = Seam("trainer:Trainer.share_of_loss")
+SHARE_OF_NORM = Seam("trainer:Trainer.share_of_norm")
+UPDATE = Seam("optim:Optimizer.step")
+
+# Parameters
+INITIAL_VALUES = Seam("parameters.sharding:Initializer.fill")
+PARAMETER = Seam("parameters.sharding:Initializer.parameter")
+ROUNDED_PIECES = Seam("parameters.rounding:pieces_of")
+
+# Samples
+MICRO_BATCH = Seam("data.loader:Batches.micro_batch")
+LAST_SAMPLES = Seam("data.sampler:FirstSamples.sample")
+ATTENDED_KEYS = Seam("context_parallel.documents:segments_of")
+
+# A pipeline
+PROGRAM = Seam("trainer:Trainer.use")
+MESSAGES = Seam("pipeline.p2p:post")
+
+# Layers
+STAGE = Seam("models.transformer:Stage.forward")
+LINEAR_FORWARD = Seam("tensor_parallel.linear_ops:run_forward")
+LINEAR_BACKWARD = Seam("tensor_parallel.linear_ops:run_backward")
+ROW_PARALLEL = Seam("tensor_parallel.layers:RowParallelLinear.forward")
+WEIGHT_GRADIENT = Seam("parameters.gradients:add_weight_gradient")
+ATTENTION = Seam("models.attention:attend_split")
+MERGED_BLOCKS = Seam("context_parallel.document_attention:merge")
+RING_GRADIENTS = Seam("context_parallel.attention:add_arriving")
+DROPOUT = Seam("models.dropout:Dropout.forward")
+LOSS = Seam("tensor_parallel.loss:ChunkLoss.statistics")
+RECOMPUTED = Seam("models.recompute:recomputed")
+COMPILED = Seam("models.transformer:compile_blocks")
+
+# Gradients, summed over the ranks
+ENGINE = Seam("models.parallelize:data_parallel_engine")
+START_STEP = Seam(
+    "data_parallel.engine:BucketedDataParallel.start_step",
+    "data_parallel.fully_sharded:FullyShardedDataParallel.start_step",
+)
+LAST_MICROBATCH = Seam("data_parallel.fully_sharded:FullyShardedDataParallel.start_last_microbatch")
+FINISH_STEP = Seam(
+    "data_parallel.engine:BucketedDataParallel.finish_step",
+    "data_parallel.fully_sharded:FullyShardedDataParallel.finish_step",
+)
+BUCKET = Seam("data_parallel.engine:BucketedDataParallel.reduce_bucket")
+REDUCE_SCATTER = Seam("comm.collectives:reduce_scatter_bucket")
+REPLICAS = Seam("data_parallel.fully_sharded:all_reduce_replicas")
+GATHERED_PARAMETERS = Seam("data_parallel.engine:BucketedDataParallel.all_gather_params")
+NORM_GRADIENTS = Seam("optim:all_reduce_layernorm_grads")
+SHARED_HEADS = Seam("optim:all_reduce_shared_kv_grads")
+TIED_TABLE = Seam("optim:all_reduce_embedding_grads")
+
+# An accelerator and its communicators
+MADE_GROUP = Seam("comm.process_groups:GroupMaker.make")
+CLOSED_GROUPS = Seam("comm.process_groups:ProcessGroups.close")
+SIDE_STREAM = Seam("data_parallel.comm_hooks:SideStream.run")
+TO_DEVICE = Seam("device.accelerator:moved")
+ADDED_ROWS = Seam("tensor_parallel.embedding:add_rows")
+WIDE_PRODUCTS = Seam("parameters.gradients:supports_wide_addmm")
+FUSED = Seam("device.fused:fuses")
