@@ -7,282 +7,208 @@ documents (NVIDIA/Megatron-LM#5243), norms and gradients over dp alone (NVIDIA/M
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm import collectives
-from parallel3d.context_parallel import attention, document_attention, documents
-from parallel3d.context_parallel.attention import ContextParallel
-from parallel3d.context_parallel.documents import Documents, SequenceShard, SequenceSplit
+from parallel3d.comm.collectives import CompletedWork, Work
+from parallel3d.context_parallel.documents import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch
-from parallel3d.models import parallelize
 from parallel3d.models.dropout import Dropout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, Sizes, check_caught
 from tests.distributed.pool import Pool
-from tests.distributed.test_mutations import ALL_NUMBERS, Mutation
+from tests.distributed.seams import (
+    ATTENDED_KEYS,
+    ATTENTION,
+    DROPOUT,
+    ENGINE,
+    GLOBAL_TOKENS,
+    MERGED_BLOCKS,
+    MICRO_BATCH,
+    REDUCE_SCATTER,
+    RING_GRADIENTS,
+    SHARE_OF_LOSS,
+    SHARE_OF_NORM,
+    Mutation,
+    planted,
+)
+from tests.distributed.test_mutations import ALL_NUMBERS
 
 
-@contextmanager
-def positions_restart_at_the_cut() -> Iterator[None]:
+def with_shard(batch: MicroBatch, **changed: Any) -> MicroBatch:
+    """The micro-batch with another shard of its documents."""
+    documents = batch.documents
+    return batch._replace(documents=replace(documents, shard=replace(documents.shard, **changed)))
+
+
+@planted(MICRO_BATCH)
+def positions_restart_at_the_cut(sound: Any, *which: Any) -> MicroBatch:
     """Each rank counts its own tokens from 0."""
-
-    def positions(self: Documents) -> Tensor:
-        return torch.arange(self.shard.positions.shape[1]).expand(self.shard.positions.shape)
-
-    with patch.object(Documents, "positions", positions):
-        yield
+    batch = sound(*which)
+    positions = batch.documents.shard.positions
+    return with_shard(batch, starts=positions - torch.arange(positions.shape[1]))
 
 
-@contextmanager
-def keys_in_rank_order() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def keys_in_rank_order(sound: Any, *which: Any) -> MicroBatch:
     """Gathered keys and values stay as the ranks have them."""
-    sound = attention.in_sequence_order
-
-    def unsorted(by_rank: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
-        return sound(by_rank, torch.arange(len(order)), out)
-
-    with patch.object(attention, "in_sequence_order", unsorted):
-        yield
+    batch = sound(*which)
+    return with_shard(batch, order=torch.arange(len(batch.documents.shard.order)))
 
 
-@contextmanager
-def documents_are_seen_by_all() -> Iterator[None]:
+@planted(ATTENDED_KEYS)
+def documents_are_seen_by_all(
+    sound: Any, held: np.ndarray, starts: np.ndarray, split: SequenceSplit
+) -> np.ndarray:
     """Attention takes a sample for one document; positions are right."""
-    sound = documents._segments
-
-    def segments(held: np.ndarray, starts: np.ndarray, split: SequenceSplit) -> np.ndarray:
-        padding = starts >= split.length
-        return sound(held, np.where(padding, starts, 0), split)
-
-    with patch.object(documents, "_segments", segments):
-        yield
+    padding = starts >= split.length
+    return sound(held, np.where(padding, starts, 0), split)
 
 
-@contextmanager
-def a_document_loses_its_last_token() -> Iterator[None]:
+@planted(ATTENDED_KEYS)
+def a_document_loses_its_last_token(sound: Any, *given: Any) -> np.ndarray:
     """Of a document that continues from an earlier piece, the last key of each query is lost."""
-    sound = documents._segments
-
-    def segments(*given: Any) -> np.ndarray:
-        table = sound(*given)
-        for rows in table:
-            found = rows[1 : rows[0, 0] + 1]
-            found[:, 4] = np.maximum(found[:, 4] - 1, 0)
-        return table
-
-    with patch.object(documents, "_segments", segments):
-        yield
+    table = sound(*given)
+    for rows in table:
+        found = rows[1 : rows[0, 0] + 1]
+        found[:, 4] = np.maximum(found[:, 4] - 1, 0)
+    return table
 
 
-@contextmanager
-def gradients_of_keys_not_summed() -> Iterator[None]:
+@planted(REDUCE_SCATTER)
+def gradients_of_keys_not_summed(*_: Any) -> CompletedWork:
     """Each rank keeps the gradients of its own queries to its own keys and values."""
-    with patch.object(collectives, "reduce_scatter_bucket", lambda *_: collectives.CompletedWork()):
-        yield
+    return CompletedWork()
 
 
-@contextmanager
-def the_ring_drops_gradients() -> Iterator[None]:
+@planted(RING_GRADIENTS)
+def the_ring_drops_gradients(_: Any, gradients: Tensor, others: tuple[Tensor, Work]) -> None:
     """Gradients of keys that other ranks have made are not added."""
-    with patch.object(attention, "_add", lambda gradients, others: others[1].wait()):
-        yield
+    others[1].wait()
 
 
-@contextmanager
-def parts_merged_without_rescaling() -> Iterator[None]:
+@planted(MERGED_BLOCKS)
+def parts_merged_without_rescaling(
+    _: Any, out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor
+) -> None:
     """Results of several blocks of keys are averaged, whatever their sums of exponentials."""
-
-    def merge(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:
-        out.add_(part).mul_(0.5)
-        sums.copy_(torch.logaddexp(sums, sums_of_part))
-
-    with patch.object(document_attention, "merge", merge):
-        yield
+    out.add_(part).mul_(0.5)
+    sums.copy_(torch.logaddexp(sums, sums_of_part))
 
 
-@contextmanager
-def norm_over_dp_alone() -> Iterator[None]:
+@planted(SHARE_OF_NORM)
+def norm_over_dp_alone(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
     """Of each cp group every rank adds its copy's squared norm."""
-    sound = Trainer._agree
-
-    def agree(self: Trainer, *given: Any) -> Any:
-        index, count = self.data_parallel.replicas
-        self.data_parallel.replicas = (index // self.groups.cp.size, count)
-        try:
-            return sound(self, *given)
-        finally:
-            self.data_parallel.replicas = (index, count)
-
-    with patch.object(Trainer, "_agree", agree):
-        yield
+    index, count = trainer.data_parallel.replicas
+    trainer.data_parallel.replicas = (index // trainer.groups.cp.size, count)
+    share = sound(trainer, *how)
+    trainer.data_parallel.replicas = (index, count)
+    return share
 
 
-@contextmanager
-def gradients_over_dp_alone() -> Iterator[None]:
+@planted(ENGINE)
+def gradients_over_dp_alone(sound: Any, *given: Any) -> Any:
     """The ranks of a cp group keep the gradients, and ZeRO's shards, of their own tokens."""
-    sound = parallelize.data_parallel_engine
-
-    def engine(
-        config: Any, stages: Any, initializer: Any, dtype: Any, groups: Any, *rest: Any
-    ) -> Any:
-        return sound(config, stages, initializer, dtype, replace(groups, dp_cp=groups.dp), *rest)
-
-    with patch("parallel3d.trainer.data_parallel_engine", engine):
-        yield
+    *before, groups, tied = given
+    return sound(*before, replace(groups, dp_cp=groups.dp), tied)
 
 
-@contextmanager
-def loss_divided_by_local_tokens() -> Iterator[None]:
+@planted(GLOBAL_TOKENS)
+def loss_divided_by_local_tokens(
+    sound: Any, trainer: Trainer, batches: Batches, first: int
+) -> Tensor:
     """Each rank divides by the tokens of the batch that it holds itself, times the ranks."""
-    sound = Batches.token_count
-
-    def token_count(self: Batches, first: int) -> int:
-        held = 0
-        for m in range(self._num_microbatches):
-            mask = self.micro_batch(first, m).loss_mask
-            held += 0 if mask is None else int(mask.sum())
-        count = sound(self, first)
-        return held * self._split.size if held else count
-
-    with patch.object(Batches, "token_count", token_count):
-        yield
+    masks = (
+        batches.micro_batch(first, m).loss_mask for m in range(trainer.config.num_microbatches)
+    )
+    held = sum(int(mask.sum()) for mask in masks)
+    tokens = sound(trainer, batches, first)
+    return torch.full_like(tokens, held * trainer.groups.cp.size) if held else tokens
 
 
-@contextmanager
-def labels_of_the_next_local_token() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def labels_of_the_next_local_token(sound: Any, *which: Any) -> MicroBatch:
     """Labels are shifted after the split: at a cut the label is a token of another piece."""
-    sound = Batches.micro_batch
-
-    def micro_batch(self: Batches, first: int, m: int) -> MicroBatch:
-        batch = sound(self, first, m)
-        if batch.tokens is None:
-            return batch
-        labels = batch.labels.clone()
-        labels[:, :-1] = batch.tokens[:, 1:]
-        return batch._replace(labels=labels)
-
-    with patch.object(Batches, "micro_batch", micro_batch):
-        yield
+    batch = sound(*which)
+    labels = batch.labels.clone()
+    labels[:, :-1] = batch.tokens[:, 1:]
+    return batch._replace(labels=labels)
 
 
-@contextmanager
-def labels_of_another_rank() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def labels_of_another_rank(sound: Any, *which: Any) -> MicroBatch:
     """Tokens are of this rank's pieces, labels of its neighbour's."""
-    sound = SequenceShard.take
-    calls = [0]
-
-    def take(self: SequenceShard, x: np.ndarray) -> np.ndarray:
-        calls[0] += 1
-        if calls[0] % 3 == 2:  # tokens, labels, mask
-            self = replace(self, index=(self.index + 1) % len(self.held))
-        return sound(self, x)
-
-    with patch.object(SequenceShard, "take", take):
-        yield
+    batch = sound(*which)
+    by_rank = [torch.empty_like(batch.labels) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, batch.labels)
+    return batch._replace(labels=by_rank[(dist.get_rank() + 1) % len(by_rank)])
 
 
-@contextmanager
-def halves_of_tokens_exchanged() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def halves_of_tokens_exchanged(sound: Any, *which: Any) -> MicroBatch:
     """Tokens of pieces r and 2 · cp − 1 − r change places, their labels do not."""
-    sound = SequenceShard.take
-    calls = [0]
-
-    def take(self: SequenceShard, x: np.ndarray) -> np.ndarray:
-        calls[0] += 1
-        found = sound(self, x)
-        return np.roll(found, found.shape[1] // 2, axis=1) if calls[0] % 3 == 1 else found
-
-    with patch.object(SequenceShard, "take", take):
-        yield
+    batch = sound(*which)
+    return batch._replace(tokens=batch.tokens.roll(batch.tokens.shape[1] // 2, dims=1))
 
 
-@contextmanager
-def dropout_by_local_position() -> Iterator[None]:
+@planted(DROPOUT)
+def dropout_by_local_position(
+    sound: Any, dropout: Dropout, x: Tensor, samples: Tensor | None, *_: Any
+) -> Tensor:
     """All ranks drop what the first tokens of a sample drop."""
-    sound = Dropout.forward
-
-    def forward(self: Dropout, x: Tensor, samples: Tensor | None, *_: Any) -> Tensor:
-        return sound(self, x, samples)
-
-    with patch.object(Dropout, "forward", forward):
-        yield
+    return sound(dropout, x, samples)
 
 
-@contextmanager
-def the_diagonal_at_the_first_key() -> Iterator[None]:
+@planted(ATTENDED_KEYS)
+def the_diagonal_at_the_first_key(sound: Any, *given: Any) -> np.ndarray:
     """The causal mask of fewer queries than keys is aligned at the top left: a segment's first
     query sees the first key of its document, its second two, and so on."""
-    sound = documents._segments
-
-    def segments(*given: Any) -> np.ndarray:
-        table = sound(*given)
-        for rows in table:
-            found = rows[1 : rows[0, 0] + 1]
-            found[:, 4] = 0
-        return table
-
-    with patch.object(documents, "_segments", segments):
-        yield
+    table = sound(*given)
+    for rows in table:
+        found = rows[1 : rows[0, 0] + 1]
+        found[:, 4] = 0
+    return table
 
 
-@contextmanager
-def heads_have_the_masks_of_the_first() -> Iterator[None]:
+@planted(ATTENTION)
+def heads_have_the_masks_of_the_first(sound: Any, *given: Any) -> Tensor:
     """A rank that attends with other heads drops what the first ones drop."""
-    with patch.object(ContextParallel, "first_head", lambda self, heads: 0):
-        yield
+    *_, dropout, _ = given
+    dropout.first_head = 0
+    return sound(*given)
 
 
-@contextmanager
-def heads_go_to_the_wrong_rank() -> Iterator[None]:
+@planted(ATTENTION)
+def heads_go_to_the_wrong_rank(sound: Any, *given: Any) -> Tensor:
     """The result of attention with a part of the heads comes back in another order of heads."""
-    sound = attention.to_tokens
-
-    def to_tokens(*given: Any) -> Tensor:
-        y = sound(*given)
-        return y.roll(y.shape[1] // 2, dims=1)
-
-    with patch("parallel3d.models.attention.to_tokens", to_tokens):
-        yield
+    y = sound(*given)
+    return y.roll(y.shape[1] // 2, dims=1)
 
 
-@contextmanager
-def padding_is_learned_from() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def padding_is_learned_from(sound: Any, batches: Batches, first: int, m: int) -> MicroBatch:
     """The loss counts the padding at the end of a sample as tokens."""
-    sound = SequenceShard.take
-
-    def take(self: SequenceShard, x: np.ndarray) -> np.ndarray:
-        found = sound(self, x)
-        if found.dtype == bool:
-            found[self.held[self.index].numpy() >= x.shape[1]] = True
-        return found
-
-    with patch.object(SequenceShard, "take", take):
-        yield
+    batch = sound(batches, first, m)
+    padding = batch.documents.shard.positions >= batches.source.seq_length
+    return batch._replace(loss_mask=batch.loss_mask | padding)
 
 
-@contextmanager
-def evaluation_counts_tokens_twice() -> Iterator[None]:
+@planted(SHARE_OF_LOSS)
+def evaluation_counts_tokens_twice(
+    sound: Any, trainer: Trainer, loss_sum: Tensor, tokens: Tensor
+) -> Tensor:
     """Every rank of cp adds the tokens of the whole batch, in training and evaluation."""
-    sound = Trainer._share_of_loss
-
-    def share(self: Trainer, loss_sum: Tensor, tokens: Tensor) -> Tensor:
-        found = sound(self, loss_sum, tokens)
-        if self.has_loss and self.groups.tp.index == self.groups.dp.index == 0:
-            found[1] = tokens
-        return found
-
-    with patch.object(Trainer, "_share_of_loss", share):
-        yield
+    found = sound(trainer, loss_sum, tokens)
+    if trainer.has_loss and trainer.groups.tp.index == trainer.groups.dp.index == 0:
+        found[1] = tokens
+    return found
 
 
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
