@@ -5,147 +5,100 @@ As in test_mutations, of which this is another part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.context_parallel.documents import Documents
-from parallel3d.data import loader
-from parallel3d.data.loader import Batches, MicroBatch
-from parallel3d.data.sampler import Sample
-from parallel3d.models import attention, embedding_and_head
+from parallel3d.context_parallel.documents import Documents, SequenceSplit, make_documents
+from parallel3d.data.loader import MicroBatch
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
-from tests.distributed.test_mutations import ALL_NUMBERS, Mutation
+from tests.distributed.seams import ATTENDED_KEYS, ATTENTION, MICRO_BATCH, Mutation, planted
+from tests.distributed.test_mutations import ALL_NUMBERS
 
 
-@contextmanager
-def a_neighbour_is_seen() -> Iterator[None]:
+def with_starts(batch: MicroBatch, positions: Tensor) -> MicroBatch:
+    """The micro-batch with documents whose tokens have these positions; attention is as before."""
+    starts = torch.arange(positions.shape[1]) - positions
+    return batch._replace(documents=replace(batch.documents, starts=starts.to(torch.int32)))
+
+
+@planted(ATTENDED_KEYS)
+def a_neighbour_is_seen(
+    sound: Any, held: np.ndarray, starts: np.ndarray, split: SequenceSplit
+) -> np.ndarray:
     """The first two documents of each sample are one to attention; positions are right."""
-
-    sound = loader.documents_of
-
-    def documents_of(samples: Sequence[Sample], *rest: Any) -> Documents:
-        found = sound(samples, *rest)
-        table = found.blocks.table.clone()
-        rows: list[list[int]] = []
-        joined: set[int] = set()
-        for row in table[0, 1 : int(table[0, 0, 0]) + 1].tolist():
-            if row[1] > 0 and row[0] not in joined:
-                rows[-1][2] += row[2]
-                joined.add(row[0])
-            else:
-                rows.append(row)
-        table[0, 0, 0] = len(rows)
-        table[0, 1 : len(rows) + 1] = torch.tensor(rows)
-        return replace(found, blocks=replace(found.blocks, table=table))
-
-    with patch.object(loader, "documents_of", documents_of):
-        yield
+    joined = starts.copy()
+    for row in joined:
+        second = row[row > 0].min(initial=len(row))
+        row[row == second] = 0
+    return sound(held, joined, split)
 
 
-@contextmanager
-def positions_go_on() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def positions_go_on(sound: Any, *which: Any) -> MicroBatch:
     """Positions count from the sample's first token, whatever the documents.
 
     With RoPE nobody could tell: scores depend on the distance alone.
     """
-
-    def positions(self: Documents) -> Tensor:
-        return torch.arange(self.starts.shape[1]).expand(self.starts.shape)
-
-    with patch.object(Documents, "positions", positions):
-        yield
+    batch = sound(*which)
+    starts = batch.documents.starts
+    return with_starts(batch, torch.arange(starts.shape[1]).expand(starts.shape))
 
 
-@contextmanager
-def positions_of_another_sample() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def positions_of_another_sample(sound: Any, *which: Any) -> MicroBatch:
     """Each sample is rotated by the positions of the next."""
-    sound = Documents.positions
-    with patch.object(Documents, "positions", lambda self: sound(self).roll(1, dims=0)):
-        yield
+    batch = sound(*which)
+    return with_starts(batch, batch.documents.positions().roll(1, dims=0))
 
 
-@contextmanager
-def documents_begin_a_token_late() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def documents_begin_a_token_late(sound: Any, *which: Any) -> MicroBatch:
     """The first token of a document belongs to the one before it."""
-    sound = loader.documents_of
-
-    def late(sample: Sample) -> Sample:
-        if sample.starts is None:
-            return sample
-        begins = np.unique(sample.starts)[1:] + 1
-        starts = np.zeros_like(sample.starts)
-        for begin in begins:
-            starts[begin:] = begin
-        return sample._replace(starts=starts)
-
-    def documents_of(samples: Sequence[Sample], *rest: Any) -> Documents:
-        return sound([late(sample) for sample in samples], *rest)
-
-    with patch.object(loader, "documents_of", documents_of):
-        yield
+    batch = sound(*which)
+    late = np.zeros_like(batch.documents.starts.numpy())
+    for row, starts in zip(late, batch.documents.starts.numpy(), strict=True):
+        for begin in np.unique(starts)[1:] + 1:
+            row[begin:] = begin
+    split = SequenceSplit(late.shape[1])
+    return batch._replace(documents=make_documents(late, batch.samples.device, split))
 
 
-@contextmanager
-def spans_end_a_token_late() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def spans_end_a_token_late(sound: Any, *which: Any) -> MicroBatch:
     """The loss mask is moved by one token; as many are learned from as before."""
-    sound = Batches.micro_batch
-
-    def micro_batch(self: Batches, first: int, m: int) -> MicroBatch:
-        batch = sound(self, first, m)
-        return batch._replace(loss_mask=batch.loss_mask.roll(1, dims=1))
-
-    with patch.object(Batches, "micro_batch", micro_batch):
-        yield
+    batch = sound(*which)
+    return batch._replace(loss_mask=batch.loss_mask.roll(1, dims=1))
 
 
-@contextmanager
-def the_middle_knows_no_documents() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def the_middle_knows_no_documents(sound: Any, *which: Any) -> MicroBatch:
     """Stages between the ends, which read no tokens, take a sample for one document."""
-    sound = Batches.micro_batch
-
-    def micro_batch(self: Batches, first: int, m: int) -> MicroBatch:
-        batch = sound(self, first, m)
-        return batch if self._needs_batch else batch._replace(documents=None)
-
-    with patch.object(Batches, "micro_batch", micro_batch):
-        yield
+    batch = sound(*which)
+    return batch._replace(documents=None) if batch.tokens is None else batch
 
 
-@contextmanager
-def dropout_sees_everything() -> Iterator[None]:
+@planted(ATTENTION)
+def dropout_sees_everything(
+    sound: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *how: Any
+) -> Tensor:
     """Attention that writes its probabilities out forgets the documents."""
-    sound = attention.attend_dropping
-    with patch.object(attention, "attend_dropping", lambda *to: sound(*to[:-1], None)):
-        yield
+    *_, samples = how
+    return sound(q, k, v, documents if samples is None else None, *how)
 
 
-@contextmanager
-def parts_have_the_positions_of_the_first() -> Iterator[None]:
-    """Each part of the sequence looks its tokens up as if it were the first."""
-    sound = embedding_and_head.Embedding.forward
-
-    def forward(
-        self: embedding_and_head.Embedding,
-        tokens: Tensor,
-        samples: Tensor | None,
-        documents: Documents,
-    ) -> Tensor:
-        first_part = documents.positions().chunk(self.tp.size, dim=1)[0].repeat(1, self.tp.size)
-        with patch.object(Documents, "positions", lambda _: first_part):
-            return sound(self, tokens, samples, documents)
-
-    with patch.object(embedding_and_head.Embedding, "forward", forward):
-        yield
+@planted(MICRO_BATCH)
+def parts_have_the_positions_of_the_first(sound: Any, *which: Any) -> MicroBatch:
+    """Each of two parts of the sequence looks its tokens up as if it were the first."""
+    batch = sound(*which)
+    first_part, _ = batch.documents.positions().chunk(2, dim=1)
+    return with_starts(batch, first_part.repeat(1, 2))
 
 
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
