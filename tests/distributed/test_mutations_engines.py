@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,119 +16,105 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data_parallel.engine import BucketedDataParallel
-from parallel3d.models import transformer
-from parallel3d.tensor_parallel import linear_ops
+from parallel3d.device.matmul import matmul
+from parallel3d.parameters.gradients import add_matmul
+from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel.layers import RowParallelLinear
+from parallel3d.tensor_parallel.mappings import all_gather_sequence
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool
-from tests.distributed.test_mutations import ALL_NUMBERS, SGD, Mutation
+from tests.distributed.seams import (
+    LINEAR_BACKWARD,
+    LINEAR_FORWARD,
+    RECOMPUTED,
+    ROW_PARALLEL,
+    START_STEP,
+    Mutation,
+    planted,
+)
+from tests.distributed.test_mutations import ALL_NUMBERS, SGD
+
+Gradients = tuple[Tensor, Tensor | None]
 
 
-@contextmanager
-def pieces_in_a_row() -> Iterator[None]:
+CHUNKS = 2
+
+
+def in_pieces(y: Tensor, group: Group) -> Tensor:
+    """A gathered sequence (b, s, features) as (b, tp, chunks, run, features)."""
+    return y.unflatten(1, (group.size, CHUNKS, -1))
+
+
+@planted(LINEAR_FORWARD)
+def pieces_in_a_row(sound: Any, split: str, *given: Any) -> Tensor:
     """A gathered piece is put at one place of the sequence instead of one for each rank."""
-
-    def put(piece: Tensor, whole: Tensor, i: int) -> None:
-        batch, ranks, chunks, run, features = whole.shape
-        in_a_row = whole.view(batch, chunks, ranks * run, features)
-        in_a_row[:, i] = piece.transpose(0, 1)
-
-    with patch.object(linear_ops, "_put", put):
-        yield
+    y, (*_, group, chunks) = sound(split, *given), given
+    gathered = split == "column" and chunks == CHUNKS
+    return in_pieces(y, group).transpose(1, 2).flatten(1, 3) if gathered else y
 
 
-@contextmanager
-def pieces_out_of_turn() -> Iterator[None]:
-    """Piece 1 is put where piece 0 belongs, and the reverse, on the way in and out."""
-    sound = linear_ops._put
-
-    def put(piece: Tensor, whole: Tensor, i: int) -> None:
-        sound(piece, whole, 1 - i)
-
-    with patch.object(linear_ops, "_put", put):
-        yield
+@planted(LINEAR_FORWARD)
+def pieces_out_of_turn(sound: Any, split: str, *given: Any) -> Tensor:
+    """Piece 1 is put where piece 0 belongs, and the reverse."""
+    y, (*_, group, chunks) = sound(split, *given), given
+    gathered = split == "column" and chunks == CHUNKS
+    return in_pieces(y, group).flip(2).flatten(1, 3) if gathered else y
 
 
-@contextmanager
-def gather_split_in_the_backward() -> Iterator[None]:
+@planted(LINEAR_BACKWARD)
+def gather_split_in_the_backward(
+    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
+) -> Gradients:
     """Each rank takes its part of its own input gradient; those of the others are not added."""
-    sound = linear_ops.column_backward
-
-    def column_backward(*args: Any) -> Any:
-        def own_part(tensor: Tensor, group: Group) -> tuple[Tensor, collectives.CompletedWork]:
-            return tensor.chunk(group.size)[group.index].clone(), collectives.CompletedWork()
-
-        with patch.object(collectives, "reduce_scatter_async", own_part):
-            return sound(*args)
-
-    with patch.object(linear_ops, "column_backward", column_backward):
-        yield
+    grad_x, grad_weight = sound(split, grad, x, weight, group, sp)
+    if split == "column":
+        grad_x = matmul(grad, weight).chunk(group.size, dim=1)[group.index].contiguous()
+    return grad_x, grad_weight
 
 
-@contextmanager
-def split_summed_in_the_backward() -> Iterator[None]:
+@planted(LINEAR_BACKWARD)
+def split_summed_in_the_backward(
+    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
+) -> Gradients:
     """Gradients of what was scattered are added over the ranks on top of being gathered."""
-    sound = linear_ops.row_backward
-
-    def row_backward(grad: Tensor, *rest: Any) -> Any:
-        return sound(collectives.all_reduce(grad.clone(), rest[2]), *rest)
-
-    with patch.object(linear_ops, "row_backward", row_backward):
-        yield
+    if split == "row":
+        grad = collectives.all_reduce(grad.clone(), group)
+    return sound(split, grad, x, weight, group, sp)
 
 
-@contextmanager
-def weight_gradient_of_the_own_tokens() -> Iterator[None]:
+@planted(LINEAR_BACKWARD)
+def weight_gradient_of_the_own_tokens(
+    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
+) -> Gradients:
     """The backward forgets to gather the kept shard: a weight sees the tokens of its own rank."""
-    sound = linear_ops.column_backward
-
-    def column_backward(grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: Any) -> Any:
-        def nothing_of_others(
-            tensor: Tensor, group: Group
-        ) -> tuple[Tensor, collectives.CompletedWork]:
-            out = tensor.new_zeros(group.size * tensor.shape[0], *tensor.shape[1:])
-            out.chunk(group.size)[group.index].copy_(tensor)
-            return out, collectives.CompletedWork()
-
-        with patch.object(collectives, "all_gather_async", nothing_of_others):
-            return sound(grad, x, weight, group, sp)
-
-    with patch.object(linear_ops, "column_backward", column_backward):
-        yield
+    if split == "column":
+        others = all_gather_sequence(x, group)
+        others.chunk(group.size, dim=1)[group.index].zero_()
+        add_matmul(state_of(weight).main_grad, -grad.flatten(0, -2), others.flatten(0, -2))
+    return sound(split, grad, x, weight, group, sp)
 
 
-@contextmanager
-def input_gradient_not_reduced() -> Iterator[None]:
+@planted(LINEAR_BACKWARD)
+def input_gradient_not_reduced(
+    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, _: Group, sp: int | None
+) -> Gradients:
     """f without its backward: each rank goes on with the gradient of its own outputs."""
-    sound = linear_ops.column_backward
-
-    def column_backward(*args: Any) -> Any:
-        with patch.object(collectives, "all_reduce_async", lambda *_: collectives.CompletedWork()):
-            return sound(*args)
-
-    with patch.object(linear_ops, "column_backward", column_backward):
-        yield
+    return sound(split, grad, x, weight, SINGLE, sp)
 
 
-@contextmanager
-def row_bias_on_every_rank() -> Iterator[None]:
+@planted(ROW_PARALLEL)
+def row_bias_on_every_rank(sound: Any, layer: RowParallelLinear, x: Tensor) -> Tensor:
     """The bias is added before the sum over the ranks: tp times. It starts at zero."""
-
-    def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        y = linear_ops.linear_node("row", x, self.weight, None, self.group, self.sp)
-        return y + self.group.size * self.bias
-
-    with patch.object(RowParallelLinear, "forward", forward):
-        yield
+    return sound(layer, x) + (layer.group.size - 1) * layer.bias
 
 
 class _BackwardTwice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Any, *rest: Any) -> Tensor:
-        ctx.function, ctx.rest = function, rest
+    def forward(ctx: Any, x: Tensor, engine: Any, function: Any, *rest: Any) -> Tensor:
+        ctx.engine, ctx.function, ctx.rest = engine, function, rest
         ctx.save_for_backward(x)
         return function(x, *rest)
 
@@ -138,49 +123,46 @@ class _BackwardTwice(torch.autograd.Function):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.function(x, *ctx.rest)
-        torch.autograd.backward(y, grad, retain_graph=True)  # the parameters
-        grad_x = torch.autograd.grad(y, x, grad)[0]  # the input
-        return grad_x, None, *(None for _ in ctx.rest)
+        ctx.engine.running = False  # sound: a weight that is told of twice ends the run
+        grad_x = torch.autograd.grad(y, x, grad, retain_graph=True)[0]  # the input
+        ctx.engine.running = True
+        torch.autograd.backward(y, grad)  # the parameters
+        return grad_x, None, None, *(None for _ in ctx.rest)
 
 
 @contextmanager
 def recomputed_backward_twice() -> Iterator[None]:
-    """One backward for the parameters and one for the input: layers add to their buckets twice.
+    """One backward for the input and one for the parameters: layers add to their buckets twice.
 
     Norms and biases, whose gradients autograd hands over, are added once.
     """
+    engines: list[BucketedDataParallel] = []
 
-    def recomputed(function: Any, x: Tensor, *rest: Any) -> Tensor:
-        return _BackwardTwice.apply(x, function, *rest)
+    def start_step(sound: Any, engine: BucketedDataParallel, microbatches: int) -> None:
+        engines[:] = [engine]
+        sound(engine, microbatches)
 
-    sound = BucketedDataParallel._grad_ready
+    def recomputed(sound: Any, function: Any, x: Tensor, *rest: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return sound(function, x, *rest)
+        return _BackwardTwice.apply(x, engines[0], function, *rest)
 
-    def arrived(self: BucketedDataParallel, number: int) -> None:
-        if self.reducer.left[number]:  # sound: a weight that is told of twice ends the run
-            sound(self, number)
-
-    with (
-        patch.object(transformer, "recomputed", recomputed),
-        patch.object(BucketedDataParallel, "_grad_ready", arrived),
-    ):
+    with START_STEP.replaced(start_step), RECOMPUTED.replaced(recomputed):
         yield
 
 
-@contextmanager
-def recomputed_without_communication() -> Iterator[None]:
+@planted(LINEAR_FORWARD)
+def recomputed_without_communication(
+    sound: Any, split: str, x: Tensor, weight: Tensor, *rest: Any
+) -> Tensor:
     """The forward that is run again leaves its reductions out, as if its sums were known."""
-    sound = linear_ops.row_forward
-
-    def row_forward(x: Tensor, weight: Tensor, group: Group, sp: Any) -> Tensor:
-        if torch._C._current_graph_task_id() == -1:  # not inside of a backward
-            return sound(x, weight, group, sp)
+    in_backward = torch._C._current_graph_task_id() != -1
+    if split == "row" and in_backward:
         return F.linear(x, weight)
-
-    with patch.object(linear_ops, "row_forward", row_forward):
-        yield
+    return sound(split, x, weight, *rest)
 
 
-PIECES = Case(SGD, sp=True, keys=(("tensor_parallel.chunks", 2),))
+PIECES = Case(SGD, sp=True, keys=(("tensor_parallel.chunks", CHUNKS),))
 AGAIN = Case(SGD, keys=(("recompute", "full"),))
 DRIFT = ALL_NUMBERS | {"replicas"}  # ranks go apart: norms and biases differ between them
 PLANTED = [
