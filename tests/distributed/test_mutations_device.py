@@ -6,11 +6,11 @@ order of a communicator do not exist there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,31 +18,49 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm import collectives
+from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
-from parallel3d.data.loader import Batches
-from parallel3d.data_parallel import comm_hooks, engine, fully_sharded
+from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.data_parallel.comm_hooks import SideStream
 from parallel3d.data_parallel.engine import BucketedDataParallel
-from parallel3d.device import accelerator, fused
+from parallel3d.device import accelerator
 from parallel3d.faults.health import Health
 from parallel3d.models.dropout import Dropout
-from parallel3d.models.transformer import Stage
-from parallel3d.parameters import gradients
-from parallel3d.pipeline.p2p import P2PRoute
+from parallel3d.pipeline.p2p import PendingTransfer
+from parallel3d.schedules.actions import Action
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer
-from parallel3d.tensor_parallel import embedding
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from parallel3d.versions import parts
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import WorkerFailure
+from tests.distributed.seams import (
+    ADDED_ROWS,
+    BUCKET,
+    CLOSED_GROUPS,
+    DROPOUT,
+    FINISH_STEP,
+    FUSED,
+    GATHERED_PARAMETERS,
+    GLOBAL_TOKENS,
+    MADE_GROUP,
+    MESSAGES,
+    MICRO_BATCH,
+    REPLICAS,
+    SIDE_STREAM,
+    STAGE,
+    START_STEP,
+    TO_DEVICE,
+    WIDE_PRODUCTS,
+    Mutation,
+    planted,
+)
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import DROPS, waits_a_step
 
 Sizes = tuple[int, int, int]
-Mutation = Callable[[], Any]
 LLAMA = Problem("llama_tiny", "adamw", True)
 
 
@@ -64,83 +82,72 @@ def train(sizes: Sizes, keys: Sequence[tuple[str, Any]], mutation: Mutation, ste
 # --- streams ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def sums_are_read_before_they_are_there() -> Iterator[None]:
+@planted(FINISH_STEP)
+def sums_are_read_before_they_are_there(_: Any, engine: BucketedDataParallel) -> list[str]:
     """The step goes on without waiting for its buckets."""
-
-    def finish_step(self: BucketedDataParallel) -> list[str]:
-        for index in self.reducer.rest():
-            self._reduce(index)
-        return []
-
-    with patch.object(BucketedDataParallel, "finish_step", finish_step):
-        yield
+    for index in engine.reducer.rest():
+        engine.reduce_bucket(index)
+    return []
 
 
 @contextmanager
 def layers_do_not_wait_for_their_parameters() -> Iterator[None]:
-    with patch.object(engine.BucketedDataParallel, "pre_forward", lambda self, part: None):
+    on_their_way: list[Any] = []
+
+    def all_gather_params(sound: Any, engine: BucketedDataParallel) -> None:
+        sound(engine)
+        on_their_way.append(engine.gathering)
+        engine.gathering = {}
+
+    with GATHERED_PARAMETERS.replaced(all_gather_params):
         yield
 
 
-@contextmanager
-def sums_over_copies_may_be_overwritten() -> Iterator[None]:
+@planted(REPLICAS)
+def sums_over_copies_may_be_overwritten(_: Any, flat: Tensor, copies: Group) -> None:
     """Nothing keeps a unit's reduced gradients while they are summed over the copies."""
-
-    def sum_over_copies(flat: Tensor, copies: Any) -> None:
-        collectives.all_reduce(flat, copies)
-
-    with patch.object(fully_sharded, "_sum_over_replicas", sum_over_copies):
-        yield
+    collectives.all_reduce(flat, copies)
 
 
-@contextmanager
-def nobody_waits_for_the_side_stream() -> Iterator[None]:
-    with patch.object(comm_hooks._Queued, "wait", lambda self: None):
-        yield
+@dataclass
+class NeverWaited:
+    """A handle for which nobody waits."""
+
+    work: collectives.Work
+
+    def wait(self) -> None: ...
 
 
-@contextmanager
-def the_side_stream_does_not_wait() -> Iterator[None]:
+@planted(SIDE_STREAM)
+def nobody_waits_for_the_side_stream(sound: Any, *given: Any) -> NeverWaited:
+    return NeverWaited(sound(*given))
+
+
+@planted(SIDE_STREAM)
+def the_side_stream_does_not_wait(sound: Any, hook: SideStream, tensor: Tensor, start: Any) -> Any:
     """Its first phase reads gradients that the backward may still be writing."""
-    plain = SideStream.run
-
-    def run(self: SideStream, tensor: Tensor, start: Any) -> Any:
-        if self.stream is None:
-            self.stream = accelerator.module(tensor.device).Stream(tensor.device)
-        with patch.object(type(self.stream), "wait_stream", lambda *_: None):
-            return plain(self, tensor, start)
-
-    with patch.object(SideStream, "run", run):
-        yield
+    if hook.stream is None:
+        hook.stream = accelerator.module(tensor.device).Stream(tensor.device)
+    with accelerator.on_stream(hook.stream):  # it waits for itself
+        return sound(hook, tensor, start)
 
 
-@contextmanager
-def an_event_of_another_stream() -> Iterator[None]:
+@planted(SIDE_STREAM)
+def an_event_of_another_stream(sound: Any, hook: SideStream, tensor: Tensor, start: Any) -> Any:
     """The mark behind a sum is put on the stream that computes."""
-    plain = SideStream.run
-
-    def run(self: SideStream, tensor: Tensor, start: Any) -> Any:
-        queued = plain(self, tensor, start)
-        queued.done = accelerator.module(tensor.device).current_stream().record_event()
-        return queued
-
-    with patch.object(SideStream, "run", run):
-        yield
+    queued = sound(hook, tensor, start)
+    queued.done = accelerator.module(tensor.device).current_stream().record_event()
+    return queued
 
 
-@contextmanager
-def a_side_stream_writes_what_the_other_reads() -> Iterator[None]:
+@planted(START_STEP)
+def a_side_stream_writes_what_the_other_reads(
+    sound: Any, engine: BucketedDataParallel, microbatches: int
+) -> None:
     """Gradients are cleared on a stream of their own, to save time."""
-    plain = BucketedDataParallel.start_step
-
-    def start_step(self: BucketedDataParallel, microbatches: int) -> None:
-        device = self.buckets[0].grad.device
-        with accelerator.on_stream(accelerator.module(device).Stream(device)):
-            plain(self, microbatches)
-
-    with patch.object(BucketedDataParallel, "start_step", start_step):
-        yield
+    device = engine.buckets[0].grad.device
+    with accelerator.on_stream(accelerator.module(device).Stream(device)):
+        sound(engine, microbatches)
 
 
 RACES = {
@@ -175,80 +182,60 @@ def test_accesses_that_nothing_orders(mutation: Mutation, simulated: SimulatedPo
 # --- the communicator ------------------------------------------------------------------------
 
 
-@contextmanager
-def a_tensor_of_the_host_is_summed() -> Iterator[None]:
-    def global_tokens(self: Trainer, batches: Any, first: int) -> Tensor:
-        count = torch.tensor(float(batches.token_count(first)), dtype=torch.float64)
-        return collectives.all_reduce(count, self.groups.dp).to(self.device)
-
-    with patch.object(Trainer, "_global_tokens", global_tokens):
-        yield
+@planted(GLOBAL_TOKENS)
+def a_tensor_of_the_host_is_summed(
+    _: Any, trainer: Trainer, batches: Batches, first: int
+) -> Tensor:
+    count = torch.tensor(float(batches.token_count(first)), dtype=torch.float64)
+    return collectives.all_reduce(count, trainer.groups.dp).to(trainer.device)
 
 
-@contextmanager
-def one_stage_sends_in_another_order() -> Iterator[None]:
+@planted(MESSAGES)
+def one_stage_sends_in_another_order(
+    sound: Any, messages: Sequence[tuple[Action, Tensor]], *where: Any
+) -> list[PendingTransfer]:
     """Two activations change places in the list of the first stage."""
-    plain = P2PRoute.tag
-
-    def tag(self: P2PRoute, action: Any) -> int:
-        # Two stages: a number of a micro-batch more is four of the tag.
-        return plain(self, action) ^ 4 if dist.get_rank() == 0 else plain(self, action)
-
-    with patch.object(P2PRoute, "tag", tag):
-        yield
-
-
-@contextmanager
-def one_rank_leaves_out_a_group() -> Iterator[None]:
-    plain = dist.split_group
-
-    def split_group(**how: Any) -> Any:
-        if dist.get_rank() == 1 and how["group_desc"] == "dp":
-            return None
-        return plain(**how)
-
-    with patch.object(dist, "split_group", split_group):
-        yield
+    if dist.get_rank() > 0:
+        return sound(messages, *where)
+    named = {other(action): action for action, _ in messages}
+    transfers = sound([(other(action), tensor) for action, tensor in messages], *where)
+    for transfer in transfers:
+        transfer.action = named[transfer.action]
+    return transfers
 
 
-@contextmanager
-def groups_are_closed_in_another_order() -> Iterator[None]:
+def other(action: Action) -> Action:
+    """The same of the other one of two micro-batches."""
+    return Action(action.kind, action.microbatch ^ 1, action.chunk)
+
+
+@planted(MADE_GROUP)
+def one_rank_leaves_out_a_group(sound: Any, maker: Any, kind: str, *ranks: Any) -> Any:
+    return None if dist.get_rank() == 1 and kind == "dp" else sound(maker, kind, *ranks)
+
+
+@planted(CLOSED_GROUPS)
+def groups_are_closed_in_another_order(_: Any, groups: ProcessGroups) -> None:
     """As where their order is that of addresses."""
-
-    def close(self: ProcessGroups) -> None:
-        handles = [g.handle for g in (self.tp, self.dp) if g.handle is not None]
-        for handle in handles if self.rank else handles[::-1]:
-            dist.destroy_process_group(handle)
-
-    with patch.object(ProcessGroups, "close", close):
-        yield
+    handles = [g.handle for g in (groups.tp, groups.dp) if g.handle is not None]
+    for handle in handles if groups.rank else handles[::-1]:
+        dist.destroy_process_group(handle)
 
 
-@contextmanager
-def a_bucket_more_on_one_rank() -> Iterator[None]:
-    plain = BucketedDataParallel._reduce
-
-    def reduce(self: BucketedDataParallel, index: int) -> None:
-        if dist.get_rank() == 1 and not self.works:
-            collectives.all_reduce_async(self.buckets[-1].grad, self.dp)
-        plain(self, index)
-
-    with patch.object(BucketedDataParallel, "_reduce", reduce):
-        yield
+@planted(BUCKET)
+def a_bucket_more_on_one_rank(sound: Any, engine: BucketedDataParallel, index: int) -> None:
+    if dist.get_rank() == 1 and not engine.works:
+        collectives.all_reduce_async(engine.buckets[-1].grad, engine.dp)
+    sound(engine, index)
 
 
-@contextmanager
-def tensors_on_another_device() -> Iterator[None]:
+@planted(MICRO_BATCH)
+def tensors_on_another_device(sound: Any, *which: Any) -> MicroBatch:
     """The rank computes on the device of its neighbour."""
-
-    def micro_batch(self: Batches, *where: int) -> Any:
-        index = (self._device.index + 1) % 8
-        with patch.object(self, "_device", torch.device(self._device.type, index)):
-            return plain(self, *where)
-
-    plain = Batches.micro_batch
-    with patch.object(Batches, "micro_batch", micro_batch):
-        yield
+    batch = sound(*which)
+    own = batch.samples.device
+    neighbours = torch.device(own.type, (own.index + 1) % 8)
+    return MicroBatch(*(x.cpu().to(neighbours) if isinstance(x, Tensor) else x for x in batch))
 
 
 REFUSED = {
@@ -278,29 +265,19 @@ def test_what_a_communicator_refuses(mutation: Mutation, simulated: SimulatedPoo
 # --- the host --------------------------------------------------------------------------------
 
 
-@contextmanager
-def the_loss_is_read_after_each_forward() -> Iterator[None]:
-    plain = Stage.forward
-
-    def forward(self: Stage, *args: Any) -> Tensor:
-        out = plain(self, *args)
-        out.sum().item()
-        return out
-
-    with patch.object(Stage, "forward", forward):
-        yield
+@planted(STAGE)
+def the_loss_is_read_after_each_forward(sound: Any, *given: Any) -> Tensor:
+    out = sound(*given)
+    out.sum().item()
+    return out
 
 
-@contextmanager
-def a_mask_is_made_of_a_number_of_the_host() -> Iterator[None]:
-    plain = Dropout.forward
-
-    def forward(self: Dropout, x: Tensor, *more: Any) -> Tensor:
-        self.site.to(x.device)
-        return plain(self, x, *more)
-
-    with patch.object(Dropout, "forward", forward):
-        yield
+@planted(DROPOUT)
+def a_mask_is_made_of_a_number_of_the_host(
+    sound: Any, dropout: Dropout, x: Tensor, *more: Any
+) -> Tensor:
+    dropout.site.to(x.device)
+    return sound(dropout, x, *more)
 
 
 def waits_with(sizes: Sizes, case: Case, mutation: Mutation) -> list[list[str]]:
@@ -321,12 +298,12 @@ def test_waits_of_the_host(mutation: Mutation, simulated: SimulatedPool) -> None
 def one_pinned_buffer_for_all_batches() -> Iterator[None]:
     buffers: dict[Any, Tensor] = {}
 
-    def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    def moved(_: Any, tensor: Tensor, device: torch.device) -> Tensor:
         key = (tensor.shape, tensor.dtype)
         buffer = buffers.setdefault(key, torch.empty_like(tensor).pin_memory())
         return buffer.copy_(tensor).to(device, non_blocking=True)
 
-    with patch.object(accelerator, "moved", moved):
+    with TO_DEVICE.replaced(moved):
         yield
 
 
@@ -345,13 +322,11 @@ def sound() -> Iterator[None]:
     yield
 
 
-@contextmanager
-def rows_are_added_in_any_order() -> Iterator[None]:
-    def add_rows(table: Tensor, ids: Tensor, rows: Tensor, in_order: bool) -> None:
-        table.index_add_(0, ids, rows)
-
-    with patch.object(embedding, "add_rows", add_rows):
-        yield
+@planted(ADDED_ROWS)
+def rows_are_added_in_any_order(
+    sound: Any, table: Tensor, ids: Tensor, rows: Tensor, deterministic: bool
+) -> None:
+    sound(table, ids, rows, deterministic=False)
 
 
 def drifts(mutation: Mutation) -> list[str]:
@@ -390,16 +365,14 @@ class Kernels(Observer):
         self.found.append((kernel.name, moved, kernel.call))
 
 
-@contextmanager
-def products_are_rounded_before_they_are_added() -> Iterator[None]:
-    with patch.object(gradients, "supports_wide_addmm", lambda *_: False):
-        yield
+@planted(WIDE_PRODUCTS)
+def products_are_rounded_before_they_are_added(*_: Any) -> bool:
+    return False
 
 
-@contextmanager
-def the_loss_goes_operator_by_operator() -> Iterator[None]:
-    with patch.object(fused, "fuses", lambda device: False):
-        yield
+@planted(FUSED)
+def the_loss_goes_operator_by_operator(*_: Any) -> bool:
+    return False
 
 
 def kernels_of_a_step(mutation: Mutation) -> list[tuple[str, int, int]]:
