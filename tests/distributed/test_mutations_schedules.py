@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from torch import Tensor
 
-from parallel3d.comm import collectives
-from parallel3d.comm.collectives import CompletedWork
-from parallel3d.comm.group import Group
-from parallel3d.models import recompute, transformer
+from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import add_matmul, deferred_queue
-from parallel3d.parameters.sharding import Initializer, state_of
+from parallel3d.parameters.sharding import Initializer, ShardSpec, state_of
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
 from parallel3d.schedules.check import check
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.schedules.walk import ScheduleError, peer_of
-from parallel3d.tensor_parallel import linear_ops
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
+from tests.distributed.seams import (
+    BUCKET,
+    COMPILED,
+    INITIAL_VALUES,
+    PROGRAM,
+    WEIGHT_GRADIENT,
+    Mutation,
+    planted,
+)
 
 ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
 
@@ -59,51 +64,35 @@ def with_swapped(plan: PipelineProgram, placement: StageAssignment) -> PipelineP
     return [swapped(steps, rank, placement) for rank, steps in enumerate(plan)]
 
 
-@contextmanager
-def receives_swapped() -> Iterator[None]:
+@planted(PROGRAM)
+def receives_swapped(sound: Any, trainer: Trainer, schedule: Schedule) -> None:
     """Messages match by position: a rank whose plan is mixed up computes on the wrong data."""
-    sound = Trainer.use
-
-    def use(self: Trainer, schedule: Schedule) -> None:
-        sound(self, schedule)
-        self.plan = swapped(self.plan, self.groups.pp.index, schedule.placement)
-
-    with patch.object(Trainer, "use", use):
-        yield
+    sound(trainer, schedule)
+    trainer.plan = swapped(trainer.plan, trainer.groups.pp.index, schedule.placement)
 
 
-@contextmanager
-def a_weight_gradient_dropped() -> Iterator[None]:
+@planted(PROGRAM)
+def a_weight_gradient_dropped(sound: Any, trainer: Trainer, schedule: Schedule) -> None:
     """W of micro-batch 1 in the last chunk does nothing."""
-    sound = Trainer.use
-
-    def use(self: Trainer, schedule: Schedule) -> None:
-        sound(self, schedule)
-        dropped = Action(Kind.W, 1, schedule.placement.chunks - 1)
-        self.plan = [step for step in self.plan if step != dropped]
-
-    with patch.object(Trainer, "use", use):
-        yield
+    sound(trainer, schedule)
+    dropped = Action(Kind.W, 1, schedule.placement.chunks - 1)
+    trainer.plan = [step for step in trainer.plan if step != dropped]
 
 
-@contextmanager
-def chunks_start_as_clones() -> Iterator[None]:
+@planted(INITIAL_VALUES)
+def chunks_start_as_clones(
+    sound: Any, initializer: Initializer, shard: ShardSpec, out: Tensor
+) -> None:
     """Every chunk of a rank draws the values of the first one's layers."""
-    sound = Initializer._tile
-
-    def tile(self: Initializer, name: str, *rest: Any, **named: Any) -> Any:
-        first = re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) % 2}", name)
-        return sound(self, first, *rest, **named)
-
-    with patch.object(Initializer, "_tile", tile):
-        yield
+    first = re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) % 2}", shard.name)
+    sound(initializer, dataclasses.replace(shard, name=first), out)
 
 
 @contextmanager
 def buckets_told_with_the_input_gradient() -> Iterator[None]:
     """A weight counts as done in I, and its bucket is summed before the last W."""
 
-    def early(weight: Tensor, grad: Tensor, x: Any) -> Tensor | None:
+    def early(_: Any, weight: Tensor, grad: Tensor, x: Any) -> Tensor | None:
         def add() -> None:
             add_matmul(state_of(weight).main_grad, grad, x if isinstance(x, Tensor) else x())
 
@@ -112,28 +101,19 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
         state_of(weight).register_grad_ready()
         return None
 
-    sound = collectives.all_reduce_async
+    def at_once(sound: Any, engine: BucketedDataParallel, index: int) -> None:
+        sound(engine, index)
+        engine.works[-1].wait()
 
-    def at_once(tensor: Tensor, group: Group) -> collectives.Work:
-        work = sound(tensor, group)
-        if group.name != "dp":
-            return work
-        work.wait()
-        return CompletedWork()
-
-    with (
-        patch.object(linear_ops, "add_weight_gradient", early),
-        patch.object(collectives, "all_reduce_async", at_once),
-    ):
+    with WEIGHT_GRADIENT.replaced(early), BUCKET.replaced(at_once):
         yield
 
 
-@contextmanager
-def the_compiler_reuses_operands() -> Iterator[None]:
+@planted(COMPILED)
+def the_compiler_reuses_operands(sound: Any, stages: Sequence[Stage], saves_operands: bool) -> None:
     """Compiled blocks write again into memory that a later W reads."""
-
-    with patch.object(transformer, "without_inplace_reuse", recompute.shared_inductor):
-        yield
+    assert saves_operands
+    sound(stages, saves_operands=False)
 
 
 SGD = Problem(
@@ -171,7 +151,7 @@ PLANTED = [
 
 @pytest.mark.parametrize(("mutation", "sizes", "case", "told_by"), PLANTED)
 def test_a_planted_bug_is_caught(
-    mutation: Callable[[], AbstractContextManager[None]],
+    mutation: Mutation,
     sizes: tuple[int, int, int],
     case: Case,
     told_by: set[str],

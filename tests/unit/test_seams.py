@@ -1,0 +1,87 @@
+"""Planted bugs change the package through `tests/distributed/seams.py` alone, by public names."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from parallel3d.models import attention
+from parallel3d.parallel import context_parallel
+from tests.distributed import seams
+from tests.distributed.seams import ATTENTION, SHARE_OF_NORM, Seam, found, planted
+
+FOLDER = Path(seams.__file__).parent
+PLANTED = {path.name: ast.parse(path.read_text()) for path in FOLDER.glob("test_mutations*.py")}
+SEAMS = {name: seam for name, seam in vars(seams).items() if isinstance(seam, Seam)}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_seam_is_a_public_function(name: str) -> None:
+    for place in SEAMS[name].places:
+        module, path = place.split(":")
+        assert not any(map(is_private, [*module.split("."), *path.split(".")]))
+        owner, attribute, function = found(place)
+        assert callable(function)
+        assert getattr(owner, attribute) is function  # a plain method, not one of its class
+
+
+@pytest.mark.parametrize("file", PLANTED)
+def test_planted_bugs_change_the_package_through_seams_alone(file: str) -> None:
+    nodes = list(ast.walk(PLANTED[file]))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    imported = {
+        a.name for n in nodes if isinstance(n, ast.ImportFrom | ast.Import) for a in n.names
+    }
+    assert not names & {"setattr", "delattr", "monkeypatch"}
+    assert not imported & {"patch", "mock", "unittest.mock", "MonkeyPatch"}
+    asked = [node for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
+    private = {ast.unparse(node) for node in asked if node.attr != "_replace"}  # of named tuples
+    assert {name for name in private if not name.startswith("torch.")} == set()
+
+
+def test_a_bug_is_planted_at_each_seam() -> None:
+    named = {
+        alias.name
+        for tree in PLANTED.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == seams.__name__
+        for alias in node.names
+    }
+    assert SEAMS.keys() - named == set()
+
+
+def test_a_function_is_replaced_wherever_the_package_has_imported_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sound = attention.attend_split
+    later = ModuleType("parallel3d.imported_later")
+    with ATTENTION.replaced(lambda function, *given: (function is sound, *given)):
+        assert attention.attend_split is context_parallel.attend_split is not sound
+        assert context_parallel.attend_split(1, 2) == (True, 1, 2)
+        later.attend_split = attention.attend_split  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, later.__name__, later)
+    assert attention.attend_split is context_parallel.attend_split is sound
+    assert later.attend_split is sound
+
+
+def test_a_method_is_what_it_was_after_an_error() -> None:
+    owner, name, sound = found(*SHARE_OF_NORM.places)
+
+    @planted(SHARE_OF_NORM)
+    def nothing_counts(function: Any, trainer: Any) -> int:
+        assert function is sound
+        return 0
+
+    with pytest.raises(KeyError, match="a run"), nothing_counts():
+        assert getattr(owner, name)(None) == 0
+        raise KeyError("a run")
+    assert getattr(owner, name) is sound
