@@ -482,7 +482,7 @@ def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2))
         importlib.import_module(name)
     use_some_http()
     # A file of several blocks: some are fetched when the run begins, others later.
-    remote.BLOCK, remote._PAUSES_S = 1000, (0.0, 0.0)
+    remote.BLOCK, remote.PAUSES_S = 1000, (0.0, 0.0)
     by_name, found = {kind.name: kind for kind in kinds()}, []
     with bench(starts) as one:
         for name, moment, how in names:

@@ -104,7 +104,7 @@ def is_ours(status: os.stat_result, folder: Path) -> bool:
     """Returns whether a file of this status belongs to this user, also where owners are mapped."""
     if status.st_uid == os.geteuid():
         return True
-    made = _status_of_new_file(folder)
+    made = status_of_new_file(folder)
     return made is not None and made.st_uid == status.st_uid
 
 
@@ -112,11 +112,11 @@ def others_may_write(status: os.stat_result, folder: Path) -> bool:
     """Returns whether its mode lets others write; file systems without modes (CIFS) count as no."""
     if not status.st_mode & OTHERS_WRITE:
         return False
-    made = _status_of_new_file(folder)
+    made = status_of_new_file(folder)
     return made is None or not made.st_mode & OTHERS_WRITE
 
 
-def _status_of_new_file(folder: Path) -> os.stat_result | None:
+def status_of_new_file(folder: Path) -> os.stat_result | None:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno())

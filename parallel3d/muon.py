@@ -143,10 +143,10 @@ class Muon:
         for segment in segments:
             for piece, first, _ in ranges_of(segment.parts):
                 views[piece] = segment.grad[first : first + piece.end - piece.first]
-        whole = self._gather_over_tp(self._gather_over_dp(views))
+        whole = self.gather_over_tp(self._gather_over_dp(views))
         for name, matrix in whole.items():
             whole[name] = newton_schulz(matrix) * scale(tuple(matrix.shape), self.mode)
-        self._scatter_over_dp(self._scatter_over_tp(whole), views)
+        self._scatter_over_dp(self.scatter_over_tp(whole), views)
 
     def _gather_over_dp(self, views: dict[MatrixRange, Tensor]) -> dict[str, Tensor]:
         """Returns this rank's shards, flat, of the matrices whose home has its index along dp."""
@@ -181,7 +181,7 @@ class Muon:
             if self.homes[name] == (tp_index, self.dp.index)
         }
 
-    def _gather_over_tp(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather_over_tp(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the whole matrices whose home is this rank."""
 
         def moved(source: int, target: int) -> dict[str, int]:
@@ -194,7 +194,7 @@ class Muon:
             found[name].append(tensor.view(self.matrices[name].local))
         return {name: torch.cat(t, self.matrices[name].axis) for name, t in found.items()}
 
-    def _scatter_over_tp(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    def scatter_over_tp(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns this rank's shards, flat, of the matrices whose home has its index along dp."""
 
         def shard(name: str, target: int) -> Tensor:

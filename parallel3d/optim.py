@@ -171,7 +171,7 @@ class Optimizer:
                 else:
                     self._adamw(some, rate, divisor)
         if self.muon is not None:
-            self._muon(self.muon, learning_rate)
+            self.step_hidden(self.muon, learning_rate)
         if self.optim.ema_decay is not None:
             for group in self.groups:
                 foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
@@ -271,7 +271,7 @@ class Optimizer:
         foreach_lerp_(group.state["momentum"], group.grads, 1 - beta)
         foreach_lerp_(group.grads, group.state["momentum"], beta)
 
-    def _muon(self, muon: Muon, learning_rate: float) -> None:
+    def step_hidden(self, muon: Muon, learning_rate: float) -> None:
         """Steps hidden matrices by their orthogonal updates, with decoupled decay; collective."""
         groups = [group for group in self.trained if "momentum" in group.state]
         muon.orthogonalize([s for group in groups for s in group.segments])

@@ -211,7 +211,7 @@ def attend_block(
         return
     attended = _plain_alone if block.is_only else _plain_attended
     if _uses_cpu_kernel(q, kernel):
-        attended = _cpu_attended
+        attended = cpu_attended
     with allowed(kernel):
         for queries, keys, before in block.segments:
             to = queries.of(out), queries.of(sums)
@@ -267,7 +267,7 @@ def _uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
     return q.device.type == "cpu" and kernel != MATH
 
 
-def _cpu_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def cpu_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     k, v = (repeated(x, q.shape[1]) for x in (k, v))
     return cpu_flash_forward(q, k, v, 0.0, causal)
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 BLOCK = 256 << 10  # bytes
 _DIGEST = 16  # bytes after a block
 _AT_ONCE = 8  # concurrent fetches
-_PAUSES_S = (0.5, 2.0, 5.0)  # before each further try
+PAUSES_S = (0.5, 2.0, 5.0)  # before each further try
 _TOUCHED_S = 60.0  # resolution of the time at which a block was last read
 _LEFT_S = 3600.0  # age after which an unfinished file is abandoned
 _KEY = 3  # increased where blocks of older versions of this program are invalid
@@ -266,7 +266,7 @@ class BlockFile:
     def _patiently(self, verb: str, call: Callable[[], T]) -> T:
         """Calls until a call succeeds, with pauses between; a UserError is not retried. Raises
         OSError in the end."""
-        for pause in (*_PAUSES_S, None):
+        for pause in (*PAUSES_S, None):
             try:
                 return call()
             except UserError:

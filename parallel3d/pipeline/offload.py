@@ -181,20 +181,20 @@ class ActivationOffload:
             how = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             return _View(layer, stored, tensor.dtype, *how)
 
-        with saved_tensors_hooks(pack, self._unpack):
+        with saved_tensors_hooks(pack, self.unpack):
             yield
         for key, stored in list(layer.storages.items()):
             if 2 * stored.saved < stored.nbytes:
                 del layer.storages[key]
         self.boundary()
         if layer.storages:
-            self._send(layer)
+            self.send(layer)
             self.newest[self.place] = layer
 
     def prefetch(self, place: Place) -> None:
         """Starts to bring back what the backward of `place` reads first."""
         if place in self.newest:
-            self._fetch(self.newest[place])
+            self.fetch(self.newest[place])
 
     def backward(self, place: Place) -> None:
         """Is called before the backward of `place`."""
@@ -209,18 +209,18 @@ class ActivationOffload:
                 stored.flat = None
         self.leaving.clear()
 
-    def _send(self, layer: _Layer) -> None:
+    def send(self, layer: _Layer) -> None:
         """Queues the copies of a layer to the host."""
         total = sum(stored.nbytes for stored in layer.storages.values())
         layer.slabs += [self.host.take() for _ in range(math.ceil(total / SLAB_BYTES))]
-        with self._copying():
+        with self.copying():
             for stored, where, in_slab in layer.pieces():
                 assert stored.flat is not None  # it has just been saved
                 in_slab.copy_(stored.flat[where], non_blocking=True)
             layer.copied = self._event()
         self.leaving.append(layer)
 
-    def _fetch(self, layer: _Layer) -> None:
+    def fetch(self, layer: _Layer) -> None:
         """Queues the copies of a layer back to the device, unless it has not left."""
         if layer.fetched:
             return
@@ -233,7 +233,7 @@ class ActivationOffload:
             self.boundary()
             for stored in layer.storages.values():  # memory of the compute stream
                 stored.flat = torch.empty(stored.nbytes, dtype=torch.uint8, device=self.device)
-            with self._copying():
+            with self.copying():
                 for stored, where, in_slab in layer.pieces():
                     assert stored.flat is not None
                     stored.flat[where].copy_(in_slab, non_blocking=True)
@@ -241,16 +241,17 @@ class ActivationOffload:
         layer.storages.clear()
         self.host.give(layer.slabs)
 
-    def _unpack(self, saved: Tensor | _View) -> Tensor:
+    def unpack(self, saved: Tensor | _View) -> Tensor:
+        """Returns what autograd has saved; the first of a layer fetches it and the layer before."""
         if isinstance(saved, Tensor):
             return saved
         layer = saved.layer
         if not layer.entered:  # its backward begins
             layer.entered = True
-            self._fetch(layer)
+            self.fetch(layer)
             self._wait_for(layer.returned)
             if layer.earlier is not None:
-                self._fetch(layer.earlier)
+                self.fetch(layer.earlier)
             layer.earlier = None
             self.boundary()
         assert saved.stored.flat is not None
@@ -258,7 +259,7 @@ class ActivationOffload:
         return flat.as_strided(saved.shape, saved.stride, saved.offset)
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
+    def copying(self) -> Iterator[None]:
         """Queues the copies inside behind all that is queued so far."""
         if not accelerator.is_accelerator(self.device):
             yield

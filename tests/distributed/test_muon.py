@@ -89,8 +89,8 @@ def each_shard_by_itself() -> Iterator[None]:
         return {name: matrix.reshape(-1) for name, matrix in whole.items()}
 
     with (
-        patch.object(Muon, "_gather_over_tp", gather),
-        patch.object(Muon, "_scatter_over_tp", scatter),
+        patch.object(Muon, "gather_over_tp", gather),
+        patch.object(Muon, "scatter_over_tp", scatter),
     ):
         yield
 
@@ -114,7 +114,7 @@ def output_projection_by_rows() -> Iterator[None]:
 @contextmanager
 def momentum_of_another_matrix() -> Iterator[None]:
     """After a step two matrices of equal shape have each other's momentum."""
-    sound = Optimizer._muon
+    sound = Optimizer.step_hidden
 
     def step(self: Optimizer, *rest: Any) -> None:
         sound(self, *rest)
@@ -129,7 +129,7 @@ def momentum_of_another_matrix() -> Iterator[None]:
                 flat[a : a + size] = flat[b : b + size]
                 flat[b : b + size] = kept
 
-    with patch.object(Optimizer, "_muon", step):
+    with patch.object(Optimizer, "step_hidden", step):
         yield
 
 

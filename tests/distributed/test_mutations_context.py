@@ -74,7 +74,7 @@ def documents_are_seen_by_all(
 
 @planted(ATTENDED_KEYS)
 def a_document_loses_its_last_token(sound: Any, *given: Any) -> np.ndarray:
-    """Of a document that continues from an earlier piece, the last key of each query is lost."""
+    """A document that continues from an earlier piece loses the last of those keys."""
     table = sound(*given)
     for rows in table:
         found = rows[1 : rows[0, 0] + 1]
@@ -105,7 +105,7 @@ def parts_merged_without_rescaling(
 
 @planted(SHARE_OF_NORM)
 def norm_over_dp_alone(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
-    """Of each cp group every rank adds its copy's squared norm."""
+    """Every rank of a cp group adds its copy's squared norm."""
     index, count = trainer.data_parallel.replicas
     trainer.data_parallel.replicas = (index // trainer.groups.cp.size, count)
     share = sound(trainer, *how)

@@ -111,7 +111,7 @@ def copies_not_summed_at_the_end(sound: Any, engine: FullyShardedDataParallel) -
 
 @planted(LAST_MICROBATCH)
 def only_the_last_microbatch_scattered(sound: Any, engine: FullyShardedDataParallel) -> None:
-    """What was reduced replaces the sums of the micro-batches before."""
+    """The sums of the micro-batches before are replaced by what was reduced."""
     engine.gradients.zero_()
     sound(engine)
 
@@ -144,7 +144,7 @@ def not_gathered_before_evaluation(sound: Any, trainer: Trainer, of: EvaluatedSe
 
 @planted(LAST_SAMPLES)
 def sample_dropped_at_the_ragged_end(sound: Any, samples: FirstSamples, i: int) -> Sample:
-    """Of the last global batch of a validation set, which it does not fill, a sample is missing."""
+    """A sample is missing in the last global batch of a validation set, which it does not fill."""
     return sound(samples, samples.count if i == samples.count - 1 else i)
 
 

@@ -216,7 +216,7 @@ def one_rank_leaves_out_a_group(sound: Any, maker: Any, kind: str, *ranks: Any) 
 
 @planted(CLOSED_GROUPS)
 def groups_are_closed_in_another_order(_: Any, groups: ProcessGroups) -> None:
-    """As where their order is that of addresses."""
+    """Their order is that of addresses, which differ between ranks."""
     handles = [g.handle for g in (groups.tp, groups.dp) if g.handle is not None]
     for handle in handles if groups.rank else handles[::-1]:
         dist.destroy_process_group(handle)
@@ -330,7 +330,7 @@ def rows_are_added_in_any_order(
 
 
 def drifts(mutation: Mutation) -> list[str]:
-    """What is said of replicas that hold other bits, after some steps at tp=2."""
+    """Says which replicas hold other bits, after some steps at tp=2."""
     groups = plain_groups(Layout(2, 1, 1))
     said: list[str] = []
     with mutation():

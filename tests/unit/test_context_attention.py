@@ -119,7 +119,7 @@ def test_merging_weighs_parts_by_their_sums() -> None:
 def test_equal_neighbours_are_one_call() -> None:
     """Of 8 documents of 8 tokens in a rank's own pieces; only what a cut leaves is on its own."""
     calls: list[tuple[int, int, int]] = []
-    kernel = document_attention._cpu_attended
+    kernel = document_attention.cpu_attended
 
     def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         calls.append((q.shape[0], q.shape[2], k.shape[2]))
@@ -127,7 +127,7 @@ def test_equal_neighbours_are_one_call() -> None:
 
     split = SequenceSplit(128, 2)
     inputs = random_inputs(128, 1, torch.float64)
-    with patch.object(document_attention, "_cpu_attended", attended):
+    with patch.object(document_attention, "cpu_attended", attended):
         by_ranks(inputs, split, [[8] * 16], AUTO)
         assert calls == [(4, 8, 8)] * 2 + [(8, 8, 8)]
         calls.clear()

@@ -309,7 +309,7 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: s
 def as_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this process takes itself for another user, whose new files are that user's."""
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    monkeypatch.setattr(files, "_status_of_new_file", lambda folder: None)
+    monkeypatch.setattr(files, "status_of_new_file", lambda folder: None)
 
 
 @pytest.fixture
@@ -382,7 +382,7 @@ def test_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
     open_corpus(data, 20)
     cache_file(tmp_path).chmod(0o777)
     everything = cache_file(tmp_path).stat()  # what CIFS says of any file
-    monkeypatch.setattr(files, "_status_of_new_file", lambda folder: everything)
+    monkeypatch.setattr(files, "status_of_new_file", lambda folder: everything)
     with heard() as reports:
         open_corpus(data, 20)
     assert reports == []

@@ -50,7 +50,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """memory://web.bin, .idx and .json, in blocks of a thousand bytes and with ETags."""
     served, plain, info = Served(), MemoryFileSystem.cat_file, MemoryFileSystem.info
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
-    monkeypatch.setattr(remote, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(remote, "PAUSES_S", (0.0, 0.0))
 
     def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
         return served.cat_file(lambda *a, **k: plain(self, *a, **k), path, start, end)

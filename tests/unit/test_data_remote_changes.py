@@ -29,7 +29,7 @@ every_server = pytest.mark.parametrize("tells", SERVERS, ids=["etag", "modified"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two pairs whose files have the same sizes, a and b; a is at the addresses, as web."""
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
-    monkeypatch.setattr(remote, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(remote, "PAUSES_S", (0.0, 0.0))
     use_some_http()
     for seed, name in enumerate("ab"):
         like_pair(tmp_path / name, seed)

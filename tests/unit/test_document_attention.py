@@ -112,14 +112,14 @@ def test_scores_are_made_of_documents_never_of_the_whole_sample() -> None:
     """A call for each document, one for neighbours of equal length; nothing is as long as the
     sample unless a document is."""
     calls: list[tuple[int, int]] = []
-    kernel = document_attention._cpu_attended
+    kernel = document_attention.cpu_attended
 
     def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         calls.append((q.shape[0], q.shape[2]))
         return kernel(q, k, v, causal)
 
     with (
-        patch.object(document_attention, "_cpu_attended", attended),
+        patch.object(document_attention, "cpu_attended", attended),
         patch.object(F, "scaled_dot_product_attention", None),
     ):
         attend_within(*leaves(len(PACKS), 1, LENGTH, 4), documents())

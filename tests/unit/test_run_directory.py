@@ -336,7 +336,7 @@ class Gone:
 def as_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this process takes itself for another user, whose new files are that user's."""
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    monkeypatch.setattr(files, "_status_of_new_file", lambda folder: None)
+    monkeypatch.setattr(files, "status_of_new_file", lambda folder: None)
 
 
 def test_run_folder_of_another_user_is_refused(
