@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Runs the tests: ./launch/test.sh, or with pytest's arguments: ./launch/test.sh tests/unit -k layout
-# ./launch/test.sh fast: the unit tests that are not marked slow, under two minutes on two cores.
-# All of them are shared by three processes (tests/conftest.py says how), a choice runs in one.
+# Runs the tests, in three sets (CONTRIBUTING.md says when to run which):
+#   ./launch/test.sh fast    unit tests that take less than a second each: a minute on two cores
+#   ./launch/test.sh         all that a change of the package can break
+#   ./launch/test.sh more    planted bugs, tests of benchmarks, pages, Slurm, rails, browser, types
+# Or those that pytest's arguments choose, of whatever set: ./launch/test.sh tests/unit -k layout
+# A set is shared by two or three processes (tests/conftest.py says how), a choice runs in one.
 # The first start makes .venv beside this folder. Works from any directory.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # Some images set it: each of the hundreds of processes would compile the package for itself.
 unset PYTHONDONTWRITEBYTECODE
-if [[ ${1:-} == fast ]]; then
-    set -- -n 2 -m "not slow" tests/unit "${@:2}"
-fi
-case " $*" in
-*" tests"* | *" -k"* | *" -n"*) ;;
-*) set -- -n 3 "$@" ;;
+case "${1:-} $*" in
+"fast "*) set -- -n 2 -m "not slow and not more" tests/unit "${@:2}" ;;
+"more "*) set -- -n 3 -m more "${@:2}" ;;
+*" tests"* | *" -k"* | *" -m"* | *" --lf"* | *" --last-failed"*) ;;
+*) set -- -n 3 -m "not more" "$@" ;;
 esac
 exec "$VENV/bin/python" -m pytest -q "$@"

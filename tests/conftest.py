@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import tempfile
-from typing import Any
 
 import pytest
 
@@ -58,11 +57,6 @@ if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(PermissionError):  # where a container allows no such call
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-SECOND_PART = "tests/distributed/test_ex"  # of the tests of real ranks, from this name on
-WITHOUT_RANKS = "tests/e2e/test_topology.py"  # commands that whoever is free can take
-# Unit tests that compile: one process gets the compiler ready, which takes it seconds.
-COMPILE = ("compilation", "dropped_attention", "fused", "ops", "recompute")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Records the times of the tests, which the process in front of xdist's others collects."""
@@ -71,11 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Unit tests from the last file to the first, whose own tests are over soonest: what is begun
-    last, the others wait for."""
-    places = {path: at for at, path in enumerate(dict.fromkeys(item.path for item in items))}
-    first = -len(places)
-    items.sort(key=lambda i: -places[i.path] if i.path.parent.name == "unit" else first)
+    """Gives a file to one of xdist's processes as a whole, where nobody has given it to a group.
+
+    Groups are taken up in the order of collection: tests of real ranks first, which take longest.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def pytest_collection_finish() -> None:
@@ -84,24 +80,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How three processes share the tests (`-n 3`): each file goes to whoever is free, but those of
-    real ranks stay together in two parts of equal length, for they share a pool, and so do
-    commands, whose ranks are many and which often wait for a clock: three fill two cores."""
-    from xdist.scheduler.loadscope import LoadScopeScheduling
-
-    class Folders(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            folder = file.split("/")[1]
-            if folder == "distributed" and ("simulated" in file or "device" in file):
-                return "simulated"  # a pool of its own
-            if folder == "distributed":
-                return f"{folder} {file > SECOND_PART}"
-            if file in {f"tests/unit/test_{name}.py" for name in COMPILE}:
-                return "compiled"
-            return folder if folder == "e2e" and file != WITHOUT_RANKS else file
-
-    config.option.loadscopereorder = False  # those first: they take longest
-    return Folders(config, log)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Calls a test by the name under which it can be run, to which xdist has added `@group`."""
+    if hasattr(report, "node"):  # of a process of xdist, in the one that is in front of them
+        start, bracket, rest = report.nodeid.rpartition("]")  # a parameter may have an @
+        report.nodeid = start + bracket + rest.partition("@")[0]

@@ -16,6 +16,8 @@ from parallel3d.estimate.network import OPERATIONS
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.more
+
 PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"
 RANKS = 4
 

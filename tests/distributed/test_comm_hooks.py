@@ -88,6 +88,7 @@ def test_bf16_rounds_each_contribution_and_the_sum(
     assert pool.run(dp, bf16_sums, dp, shared_memory) == [[True] * 3] * dp
 
 
+@pytest.mark.more
 def test_sums_in_bf16_are_told_apart(pool: Pool) -> None:
     found = pool.run(4, bf16_sums, 4, True, rounded_twice)
     assert all(not same[0] for same in found), found
@@ -152,6 +153,7 @@ def test_powersgd_pays_back_what_it_loses(pool: Pool) -> None:
         assert sound["not paid"] < 1e-10  # outputs + Σ errors = Σ gradients
 
 
+@pytest.mark.more
 def test_forgotten_error_feedback_is_told(pool: Pool) -> None:
     for mutated in pool.run(2, over_steps, no_error_feedback):
         assert mutated["mean"] > 0.4

@@ -239,6 +239,7 @@ def mutated() -> dict[str, float]:
     return found
 
 
+@pytest.mark.more
 def test_planted_bugs_are_found(pool: Pool) -> None:
     # Three ranks: two of them need no total.
     for found in pool.run(3, mutated, timeout_s=60):

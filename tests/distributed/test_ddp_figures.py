@@ -26,6 +26,8 @@ from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 from tests.distributed.simulated import here
 
+pytestmark = pytest.mark.more
+
 CONFIG = Config(dp=2, bench=BenchConfig(iterations=1, warmup=0, budget_s=0.001))
 
 

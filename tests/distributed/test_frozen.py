@@ -18,6 +18,8 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.more
+
 TREATED = Problem(
     "llama_tiny",
     "adamw",

@@ -186,6 +186,7 @@ def over_dp_alone() -> list[tuple[float, float]]:
         return beside_one_process(pipelined, {"tp": 2, "pp": 2})
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(name: str, pool: Pool) -> None:
     found = pool.run(4, with_a_planted_bug, name)

@@ -106,6 +106,7 @@ def test_order_of_a_model_that_runs_against_its_registration(
         assert ours["updates"] == theirs["updates"] == 3
 
 
+@pytest.mark.more
 def test_buckets_that_nobody_agreed_on_are_told(pool: Pool) -> None:
     mutated = pool.run(2, artificial, 0, torch.float32, True, everyone_for_himself)
     plain = pool.run(2, artificial, 0, torch.float32, False)

@@ -133,6 +133,7 @@ def momentum_of_another_matrix() -> Iterator[None]:
         yield
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("mutation", "sizes", "case"),
     [

@@ -50,6 +50,8 @@ from tests.distributed.seams import (
     planted,
 )
 
+pytestmark = pytest.mark.more
+
 ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
 
 

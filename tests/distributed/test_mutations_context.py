@@ -41,6 +41,8 @@ from tests.distributed.seams import (
 )
 from tests.distributed.test_mutations import ALL_NUMBERS
 
+pytestmark = pytest.mark.more
+
 
 def with_shard(batch: MicroBatch, **changed: Any) -> MicroBatch:
     """The micro-batch with another shard of its documents."""

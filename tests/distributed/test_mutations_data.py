@@ -55,6 +55,8 @@ from tests.distributed.test_mutations import ADAMW, ALL_NUMBERS, SGD
 
 Engine = BucketedDataParallel | FullyShardedDataParallel
 
+pytestmark = pytest.mark.more
+
 
 @planted(FINISH_STEP)
 def unfilled_buckets_left(sound: Any, engine: BucketedDataParallel) -> list[str]:

@@ -60,6 +60,8 @@ from tests.distributed.seams import (
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import DROPS, waits_a_step
 
+pytestmark = pytest.mark.more
+
 Sizes = tuple[int, int, int]
 LLAMA = Problem("llama_tiny", "adamw", True)
 

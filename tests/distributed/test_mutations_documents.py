@@ -21,6 +21,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.seams import ATTENDED_KEYS, ATTENTION, MICRO_BATCH, Mutation, planted
 from tests.distributed.test_mutations import ALL_NUMBERS
 
+pytestmark = pytest.mark.more
+
 
 def with_starts(batch: MicroBatch, positions: Tensor) -> MicroBatch:
     """The micro-batch with documents whose tokens have these positions; attention is as before."""

@@ -39,6 +39,8 @@ from tests.distributed.test_mutations import ALL_NUMBERS, SGD
 
 Gradients = tuple[Tensor, Tensor | None]
 
+pytestmark = pytest.mark.more
+
 
 CHUNKS = 2
 

@@ -35,6 +35,8 @@ from tests.distributed.seams import (
     planted,
 )
 
+pytestmark = pytest.mark.more
+
 ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
 
 

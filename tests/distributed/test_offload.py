@@ -280,6 +280,7 @@ def views_forget_where_they_begin() -> Iterator[None]:
         yield
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "mutation", [slabs_are_freed_with_the_copy_to_them, views_forget_where_they_begin]
 )
@@ -288,6 +289,7 @@ def test_mistakes_that_change_bits(mutation: Mutation, pool: Pool) -> None:
     assert found[0].steps != found[1].steps and found[0].weights != found[1].weights
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "mutation",
     [

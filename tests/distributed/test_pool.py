@@ -16,6 +16,8 @@ from tests.distributed.harness import run_cases
 from tests.distributed.pool import GROUPS, Pool, WorkerFailure, gloo_groups
 from tests.pace import in_time
 
+pytestmark = pytest.mark.more
+
 
 def sum_of_ranks(scale: float) -> tuple[int, int, float, int]:
     total = torch.tensor([scale * (dist.get_rank() + 1)], dtype=torch.float64)

@@ -16,6 +16,8 @@ import pytest
 
 from tests.tools.pytorch_ddp import Run, load, read
 
+pytestmark = pytest.mark.more
+
 CHOSEN = (
     "test_DistributedDataParallelCPU",
     "test_DistributedDataParallel_requires_grad",

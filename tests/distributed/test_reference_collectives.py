@@ -28,6 +28,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.simulated import SimulatedPool, here
 from tests.reference import collectives as formulas
 
+pytestmark = pytest.mark.more
+
 RANKS = 8
 COUNT = 1500
 ALL = [(name, form) for name, forms in formulas.FORMS.items() for form in forms]

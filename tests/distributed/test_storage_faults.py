@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from benchmarks.storage_cases import SCENARIOS, Run
@@ -22,6 +23,7 @@ from tests.tools.failing_files import FailingFiles, Fault
 PAIRS = 50
 
 
+@pytest.mark.more
 def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
     found = campaign(tmp_path, PAIRS, seed=3, say=print)
     assert found["wrong"] == []
@@ -31,6 +33,7 @@ def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
     assert {"open", "read", "write", "fsync", "rename", "close"} <= {k for _, k in found["calls"]}
 
 
+@pytest.mark.more
 def test_faults_that_are_known_to_matter_are_met(tmp_path: Path) -> None:
     """What once set good checkpoints aside, or was said of a save that had succeeded."""
     with without_pauses():

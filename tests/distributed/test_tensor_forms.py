@@ -7,6 +7,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ import parallel3d as p3d
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.estimate.traffic import transfers
 from tests.tools.tensor_forms import FORMS, HEADS, attend
+
+pytestmark = pytest.mark.more
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = runpy.run_path(str(DOCS / "tensor_forms.py"))

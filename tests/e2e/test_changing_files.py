@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.changing_files import ENDED, SAID, SAME, TOLD
 from tests.e2e.ready import run_module
+
+pytestmark = pytest.mark.more
 
 CELLS = {
     "pair .bin, no .json/first step/appended": ENDED,

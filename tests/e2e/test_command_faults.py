@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.power_cuts import can_mount
 from tests.e2e.ready import run_code, run_module
+
+pytestmark = pytest.mark.more
 
 PAIRS, BLOCKS, CUTS = 6, 1, 1
 SCENARIOS = ("a new run", "goes on, settings changed")

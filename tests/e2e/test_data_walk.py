@@ -7,8 +7,12 @@ import shlex
 import sys
 from collections.abc import Iterator
 
+import pytest
+
 from tests.e2e.command import PARALLEL3D, ROOT, TINY, Shell
 from tests.e2e.forked import run_forked
+
+pytestmark = pytest.mark.more
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("\n## From jsonl to text\n")[1].split("\n## ")[0]

@@ -6,7 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.command import Shell
+
+pytestmark = pytest.mark.more
 
 SEED = "1915"  # a rank, then all ranks, then the launcher: all while a checkpoint is written
 

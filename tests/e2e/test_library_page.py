@@ -9,6 +9,8 @@ import pytest
 from tests.e2e.command import ROOT, Shell
 from tests.e2e.forked import run_forked
 
+pytestmark = pytest.mark.more
+
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 TRAINS, OWN_SAMPLES, PROOF = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

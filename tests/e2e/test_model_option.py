@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("model=llama_tiny", "model.norm=l1norm", "device=cpu", "tp=2", "model.seq_length=32",
          "micro_batch_size=1", "global_batch_size=2", "verify.steps=2")  # fmt: skip

@@ -90,6 +90,7 @@ def test_a_page_of_its_own_is_written_anew_and_no_other_file(
     assert (shell.cwd / "mine.html").read_text() == "<p>mine</p>"
 
 
+@pytest.mark.more
 def test_a_browser_reads_it_as_it_is_written(page: tuple[str, str], tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:

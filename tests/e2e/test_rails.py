@@ -30,7 +30,7 @@ from tests.e2e.rails import Rails, Ran, why_not
 
 # CI has all of it, and must not pass by skipping.
 REASON = None if os.environ.get("CI") else why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [pytest.mark.more, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 RAIL_MBIT, SPINE_MBIT = 400, 40
 STEPS = 4

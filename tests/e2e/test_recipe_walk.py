@@ -16,6 +16,8 @@ from tests.huggingface import save_model
 from tests.pace import PATIENCE
 from tests.tokenizers import END, folder, trained
 
+pytestmark = pytest.mark.more
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + '\\n' }}{% else %}A:"
     "{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"

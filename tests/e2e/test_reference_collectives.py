@@ -15,6 +15,8 @@ from tests.e2e.here import answer
 from tests.e2e.rails import why_not
 from tests.reference import collectives as formulas
 
+pytestmark = pytest.mark.more
+
 
 @pytest.mark.parametrize("key", ["algorithms", "bench.algorithms"])
 def test_the_key_of_earlier_versions_is_refused_with_the_examples_command(

@@ -124,6 +124,7 @@ def read_in_the_dark(page: str, folder: Path) -> dict[str, Any]:
     return json.loads(text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
+@pytest.mark.more
 def test_a_browser_shows_curves_restarts_and_what_differs(
     shell: Shell, capfd: pytest.CaptureFixture[str], runs: Path, tmp_path: Path
 ) -> None:

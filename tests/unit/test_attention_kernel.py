@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention as registry
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
@@ -91,6 +89,9 @@ def test_the_kernel_asked_for_runs_and_gives_the_same_values(attend: Attend) -> 
 @pytest.mark.parametrize("attend", [whole, packed, again])
 def test_a_compiled_block_has_the_kernel_in_its_graphs(attend: Attend) -> None:
     """Not that of an earlier value. Documents are one operator, which is told the kernel."""
+    from functorch.compile import make_boxed_func  # these two take seconds
+    from torch._dynamo.backends.common import aot_autograd
+
     text: list[str] = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:

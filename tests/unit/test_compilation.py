@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
 
 from parallel3d import private_names
 from parallel3d.models import recompute
 from parallel3d.models.transformer import compile_blocks
 from tests.kernels import no_kernels
 from tests.unit.test_recompute import NOTHING, hidden, middle_stage
+
+pytestmark = pytest.mark.xdist_group("compiler")
 
 
 @pytest.mark.slow
@@ -21,6 +22,8 @@ def test_ranks_take_turns_on_a_cpu_alone(
     on_accelerator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The locks are in `tmp_path`; the compiler itself keeps its cache, and so its headers."""
+    from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
+
     monkeypatch.setattr(private_names, "inductor_cache", lambda: str(tmp_path))
     if on_accelerator:
         monkeypatch.setattr(recompute, "is_on_accelerator", lambda tensor: True)

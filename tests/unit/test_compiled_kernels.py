@@ -17,6 +17,8 @@ from benchmarks.compiled_calls import Call, fused_functions, uncalled
 from benchmarks.compiled_table import compiled_table, faults, interpreted_table, resources
 from tests.e2e.ready import run_module
 
+pytestmark = pytest.mark.more
+
 PACKAGE = Path(parallel3d.__file__).parent
 
 # What Triton 3.6's cuobjdump says of a norm's kernel, and of the same one held to 32 registers.

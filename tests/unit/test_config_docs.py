@@ -11,6 +11,8 @@ import pytest
 from parallel3d.config.fields import all_keys
 from parallel3d.config.overrides import groups, presets
 
+pytestmark = pytest.mark.more
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 configuration_page = runpy.run_path(str(PAGE.with_suffix(".py")))["configuration_page"]
 

@@ -114,6 +114,7 @@ def kinds_of(numbers: range) -> Counter[str]:
     return kinds
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_no_bug_among_hundreds() -> None:
     """Two processes take every other one, each on a core of its own."""
@@ -124,6 +125,7 @@ def test_no_bug_among_hundreds() -> None:
     assert min(kinds[fuzz.TAKEN], kinds[fuzz.REFUSED]) > COUNT / 20, kinds
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_no_bug_among_configurations_that_somebody_makes_in_python() -> None:
     for number in range(COUNT // 2):

@@ -17,6 +17,8 @@ from parallel3d.data.chat import SPOKEN, TOKEN, ChatSamples, Conversation, Reade
 from parallel3d.data.sampler import Sample, SampleSource
 from tests.unit.test_data_chat import ROWS, data, samples
 
+pytestmark = pytest.mark.more
+
 SEQ, EOT = 200, 0
 Learned = tuple[tuple[int, bool], ...]
 

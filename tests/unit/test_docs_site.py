@@ -12,6 +12,8 @@ import pytest
 
 import parallel3d
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The readers' own, in examples.

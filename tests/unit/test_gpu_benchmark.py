@@ -35,6 +35,8 @@ from parallel3d.config.schema import conf_dir
 from parallel3d.device import accelerator
 from parallel3d.topology.layout import Layout
 
+pytestmark = pytest.mark.more
+
 TINY = ["--size", "tiny", "--device", "cpu"]
 CPU = torch.device("cpu")
 

@@ -35,6 +35,8 @@ from parallel3d.models import dropout, ops
 from parallel3d.trainer import StepResult
 from tests.e2e.ready import run_command, run_module
 
+pytestmark = pytest.mark.more
+
 TINY = ["--size", "tiny", "--device", "cpu"]
 COMMANDS = [name for name, line in gpu_first.LINES.items() if line.by_command]
 HERE = [name for name in gpu_first.LINES if name not in COMMANDS]

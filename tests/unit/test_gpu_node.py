@@ -19,6 +19,8 @@ from parallel3d.config.overrides import compose
 from parallel3d.device import accelerator
 from tests.e2e.ready import run_command
 
+pytestmark = pytest.mark.more
+
 LINES = {name: line for name, line in gpu_node.LINES.items() if line.by_command}
 
 

@@ -386,6 +386,7 @@ def test_a_header_of_very_many_tensors_is_refused_before_it_is_read(
     assert "its header of" in refused()
 
 
+@pytest.mark.more
 def test_random_folders_are_equal_or_refused() -> None:
     """A short form of benchmarks/fuzz_huggingface.py."""
     found = {}

@@ -47,6 +47,7 @@ def test_layers_import_downwards_and_arithmetic_imports_no_torch() -> None:
     assert code == 0, output
 
 
+@pytest.mark.more
 def test_an_import_upwards_or_of_torch_is_found_wherever_it_stands(copy: Path) -> None:
     plant(copy, "comm/exchange.py", "\nfrom parallel3d.metrics import jsonl\n")
     plant(copy, "optim.py", "\ndef f():\n    from parallel3d.trainer import Trainer\n")
@@ -65,6 +66,7 @@ def test_an_import_upwards_or_of_torch_is_found_wherever_it_stands(copy: Path) -
         assert edge in output, edge
 
 
+@pytest.mark.more
 def test_a_new_package_needs_a_layer(copy: Path) -> None:
     (copy / "parallel3d" / "attic").mkdir()
     (copy / "parallel3d" / "attic" / "__init__.py").touch()

@@ -108,6 +108,7 @@ def test_which_processors(
     assert onednn_is_faster(cpuinfo) is is_faster
 
 
+@pytest.mark.more
 def test_the_benchmark_times_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "TURN_S", 0.0)
     cells = benchmark.row(16, 8, 24).strip("| ").split(" | ")

@@ -18,6 +18,8 @@ from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads, swiglu
 from parallel3d.parameters.sharding import Initializer
 from tests.kernels import no_kernels
 
+pytestmark = pytest.mark.xdist_group("compiler")
+
 
 def leaf(*shape: int) -> torch.Tensor:
     torch.manual_seed(sum(shape))

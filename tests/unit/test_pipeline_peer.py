@@ -12,6 +12,8 @@ import pytest
 from benchmarks import pipeline_peer
 from benchmarks.pipeline_peer import Contender, Failed, Setting
 
+pytestmark = pytest.mark.more
+
 STEPS = """
     import json, time
     while True:

@@ -193,6 +193,7 @@ def test_equal_seeds_sample_equal_cases_and_errors_have_a_sign() -> None:
     assert off(0.0, 0.0) == 0 and off(0.0, 1.0) == float("inf")
 
 
+@pytest.mark.more
 def test_the_longest_sequences_of_the_page() -> None:
     page = (ROOT / "docs" / "long_context.md").read_text(encoding="utf-8")
     base = {"model": "llama3_8b", "tp": 8, "sp": True, "dp": 1, "micro_batch_size": 1}

@@ -13,6 +13,8 @@ from benchmarks.published_newer import READERS
 from benchmarks.published_rows import Run, hardware_seconds
 from benchmarks.published_scores import balanced, choose, errors, null, rank_correlation
 
+pytestmark = pytest.mark.more
+
 PLAYBOOK = {
     "id": "x", "model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "tied": True,
     "vocab": 131072, "kv_heads": 32, "seq": 4096, "nodes": 2, "gpus": 16, "tp": 2, "pp": 2,

@@ -13,6 +13,8 @@ import torch.distributed as dist
 import parallel3d
 from tests.tools.pytorch_ddp import Run, names_in, read
 
+pytestmark = pytest.mark.more
+
 
 def test_the_file_for_a_cpu_has_no_words_of_cuda_left_in_calls() -> None:
     text = read()

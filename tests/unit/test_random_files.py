@@ -11,6 +11,8 @@ import pytest
 from benchmarks.random_files import Failing, RandomFiles
 from tests.tools.failing_files import Fault
 
+pytestmark = pytest.mark.more
+
 
 def test_the_fault_meets_calls_of_all_kinds_from_its_number_on(tmp_path: Path) -> None:
     folder, record = tmp_path / "disk", tmp_path / "faults"

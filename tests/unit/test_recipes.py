@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import runpy
 from collections.abc import Callable
@@ -24,8 +25,9 @@ from tests.unit.dry_runs import dry_runs
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECIPES = presets("experiment")
-CONFIGS = {name: recipe(name) for name in RECIPES}
-ON_GPUS = [name for name, config in CONFIGS.items() if config.cluster.gpu]
+FOLDER = conf_dir() / "experiment"
+ON_GPUS = [path.stem for path in sorted(FOLDER.glob("*.yaml")) if "/cluster:" in path.read_text()]
+config_of = functools.cache(recipe)  # composing all of them takes seconds
 Lines = Callable[[], tuple[list[str], str]]
 
 
@@ -42,7 +44,8 @@ def said(capsys: pytest.CaptureFixture[str]) -> Lines:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_composes_and_passes_the_checks_for_the_gpus_that_it_names(name: str) -> None:
-    named = CONFIGS[name]
+    named = config_of(name)
+    assert bool(named.cluster.gpu) == (name in ON_GPUS)
     gpus = named.tp * named.pp * named.cp * (named.dp or 1)
     assert gpus % (named.cluster.gpus_per_node or 1) == 0
     keys = left_open(name)
@@ -55,7 +58,7 @@ def test_a_recipe_composes_and_passes_the_checks_for_the_gpus_that_it_names(name
 
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_recipe_for_gpus_fits_and_sets_what_a_large_model_needs(name: str) -> None:
-    config = CONFIGS[name]
+    config = config_of(name)
     memory = 1e9 * (config.cluster.gpu_memory_gb or 0) - 1e9 * config.dryrun.reserve_gb
     assert peak_stage(config)[1].total < memory
     assert toy_defaults(config) is None
@@ -68,7 +71,7 @@ def test_a_recipe_for_gpus_fits_and_sets_what_a_large_model_needs(name: str) -> 
 def test_the_list_has_a_line_for_each_and_fits_100_columns(
     said: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallel3d.commands.recipes.recipe", CONFIGS.__getitem__)  # composed once
+    monkeypatch.setattr("parallel3d.commands.recipes.recipe", config_of)
     assert main(["recipes"]) == 0
     lines, _ = said()
     assert [line.split()[0] for line in lines[1 : len(RECIPES) + 1]] == RECIPES
@@ -89,7 +92,7 @@ def test_a_copy_composes_in_its_folder_and_wins_over_the_packages_own_once_edite
     line = f"next: parallel3d train --config-dir={tmp_path} experiment=llama3_1_8b data.path=…"
     assert said()[0][-1] == line
     copied = tmp_path / "experiment" / "llama3_1_8b.yaml"
-    assert copied.read_text() == original == (conf_dir() / "experiment" / copied.name).read_text()
+    assert copied.read_text() == original == (FOLDER / copied.name).read_text()
     copied.write_text(original.replace("dp: 32", "dp: 16"))
     typed = ["train", f"--config-dir={tmp_path}", "experiment=llama3_1_8b"]
     assert main([*typed, "--cfg", "job"]) == 0
@@ -155,7 +158,7 @@ def test_the_page_has_each_recipe_for_gpus_and_each_fits() -> None:
     made = runpy.run_path(str(DOCS / "recipes.py"))
     page = (DOCS / "recipes.md").read_text("utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if " × NVIDIA" in line]
-    assert [row[:3] for row in rows] == [made["counted"](name, CONFIGS[name]) for name in ON_GPUS]
+    assert [row[:3] for row in rows] == [made["counted"](name, config_of(name)) for name in ON_GPUS]
     assert [row[made["HEAD"].index("fits")] for row in rows] == ["yes"] * len(ON_GPUS)
     assert all(f"`{name}`" in page.partition("## Sources")[2] for name in RECIPES)
 
@@ -163,8 +166,8 @@ def test_the_page_has_each_recipe_for_gpus_and_each_fits() -> None:
 @pytest.mark.slow
 def test_a_row_of_the_page_is_what_a_dry_run_gives() -> None:
     made, name = runpy.run_path(str(DOCS / "recipes.py")), "gpt2_124m_sft"
-    (facts,) = dry_runs([CONFIGS[name]])
-    cells = made["counted"](name, CONFIGS[name]) + made["estimated"](facts)
+    (facts,) = dry_runs([config_of(name)])
+    cells = made["counted"](name, config_of(name)) + made["estimated"](facts)
     assert made["line"](cells) in (DOCS / "recipes.md").read_text("utf-8")
 
 

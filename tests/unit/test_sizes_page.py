@@ -5,6 +5,10 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.more
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dryrun.md"
 made = runpy.run_path(str(PAGE.with_name("sizes.py")))
 

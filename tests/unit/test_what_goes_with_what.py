@@ -32,6 +32,7 @@ REFUSED = rows("Refused pairs")
 NEEDS = rows("What a feature needs")
 
 
+@pytest.mark.more
 def test_the_committed_page_is_the_generated_one() -> None:
     assert PAGE.read_text("utf-8") == made["page"](), (
         "run: python docs/compatibility.py > docs/what_goes_with_what.md"
