@@ -45,6 +45,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     # Before multiprocessing registers its own, which therefore runs first: it has a folder there.
     atexit.register(remove, tempfile.tempdir, os.getpid())
 
+# Files that tests make have the modes of a usual login, whatever the caller's is.
+os.umask(0o022)
+
 # A shell without a terminal starts what it puts aside (`&`, nohup) with these ignored, and every
 # command of a test would inherit that.
 for number in (signal.SIGHUP, signal.SIGQUIT):

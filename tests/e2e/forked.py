@@ -86,8 +86,8 @@ class Forked:
 
     def ends(self, timeout_s: float = 120) -> list[Ended]:
         """Waits for what was started; one that still runs long after another has failed, or at
-        `timeout_s`, fails the test with the stacks and words of all."""
-        deadline, late = time.monotonic() + timeout_s, []
+        `timeout_s` of a quiet machine, fails the test with the stacks and words of all."""
+        deadline, late = time.monotonic() + timeout_s * PATIENCE, []
         while running := [process for process in self.running if process.poll() is None]:
             if any(process.returncode for process in self.running):
                 deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
@@ -114,5 +114,5 @@ def run_forked(shell: Shell, *words: str, ranks: int = 1) -> Ended:
     else:
         forked.add_world(ranks, *words)
     forked.start()
-    first, *others = forked.ends(120 * PATIENCE)
+    first, *others = forked.ends()
     return replace(first, code=max([first.code, *(each.code for each in others)], key=abs))

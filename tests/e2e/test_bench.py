@@ -13,7 +13,6 @@ from tests.e2e.command import PARALLEL3D, Ended, Shell
 from tests.e2e.forked import Forked, run_forked
 from tests.e2e.here import answer
 from tests.e2e.watched import Watched
-from tests.pace import pace
 
 BENCH = (*PARALLEL3D, "bench", "comm", "device=cpu")
 MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
@@ -35,7 +34,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
     )
     try:
         forked.start()
-        first, *others = forked.finish(timeout_s=60 * pace())
+        first, *others = forked.finish(timeout_s=60)
         assert first.errors == [] and not any(each.out + each.err for each in others)
         yield first.out, shell.cwd
     finally:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.command import PARALLEL3D, Shell, wait_for
 from tests.e2e.test_failures import LONG, by_hand, words
-from tests.pace import in_time, pace
+from tests.pace import PATIENCE, in_time, pace
 
 WATCHDOG_S = 2.0
 pytestmark = pytest.mark.at_once(2)
@@ -61,7 +61,7 @@ def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) ->
     watchdog = f"recovery.watchdog_s={seconds:.1f}"
     first, second = by_hand(shell, *words(shell, "tp=2", LONG, watchdog))
     _, err = second.communicate(timeout=300)
-    first.communicate(timeout=60)  # its peer has ended it
+    first.communicate(timeout=60 * PATIENCE)  # its peer has ended it
     assert in_time(shell.seconds_since_failure() - seconds, 10)
     assert (first.returncode, second.returncode) == (-signal.SIGKILL, 1)
     assert re.fullmatch(

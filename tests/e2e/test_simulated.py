@@ -10,7 +10,6 @@ import pytest
 
 from tests.e2e.command import TINY, Ended, Shell
 from tests.e2e.forked import Forked, run_forked
-from tests.pace import PATIENCE
 
 pytestmark = pytest.mark.at_once(2)
 SAVING = ("checkpoint.every=2", "optim.lr_decay_steps=6", "precision=fp64")
@@ -72,7 +71,7 @@ def run_script(shell: Shell, last: str) -> list[Ended]:
     forked = Forked(shell)
     forked.add_world(2, "-c", SCRIPT.replace("LAST", repr(last)))
     forked.start()
-    return forked.ends(120 * PATIENCE)
+    return forked.ends()
 
 
 def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:

@@ -34,6 +34,7 @@ from parallel3d.comm import collectives
 from parallel3d.config.schema import conf_dir
 from parallel3d.device import accelerator
 from parallel3d.topology.layout import Layout
+from tests.pace import PATIENCE
 
 pytestmark = pytest.mark.more
 
@@ -201,7 +202,7 @@ def test_whoever_is_ended_leaves_no_row_behind(tmp_path: Path, number: int) -> N
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 20.0 * PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

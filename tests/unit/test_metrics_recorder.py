@@ -24,7 +24,7 @@ from parallel3d.metrics.jsonl import STEP, rows_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.screen import make_console
-from tests.pace import in_time
+from tests.pace import PATIENCE, in_time
 from tests.tools.failing_files import FailingFiles, Fault
 
 STEP_KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s"]
@@ -45,6 +45,14 @@ def make_recorder(
     console = Console(file=screen, force_terminal=terminal, width=80, highlight=False)
     recorder = Recorder(config, folder, 1000.0, PEAK, first_step=first_step, console=console)
     return recorder, screen
+
+
+def wait_until_drawn(screen: io.StringIO, text: str) -> None:
+    """Waits for the bar, which a thread draws four times a second."""
+    deadline = time.monotonic() + 5 * PATIENCE
+    while text not in " ".join(Text.from_ansi(screen.getvalue()).plain.split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def run_steps(recorder: Recorder, first: int, last: int) -> None:
@@ -374,7 +382,7 @@ def test_steps_without_a_token_to_learn_have_no_loss_and_are_said_once(tmp_path:
     with again:
         again.start({})
         again.step(4, None, 0.0, 1e-3, 4096, 0.5, skipped=True)
-        time.sleep(0.4)  # the bar is drawn four times a second
+        wait_until_drawn(screen, "loss none")
         summary = again.finish()
     assert (summary["skipped_steps"], summary["unlearned_steps"]) == (3, 3)
     plain = " ".join(Text.from_ansi(screen.getvalue()).plain.split())
@@ -404,7 +412,7 @@ def test_skipped_steps_are_shown_counted_and_recalled(tmp_path: Path) -> None:
     with again:
         again.start({})
         again.step(5, 2.0, 1.0, 1e-3, 4096, 0.5, skipped=True, loss_scale=2048.0)
-        time.sleep(0.4)  # the bar is drawn four times a second
+        wait_until_drawn(screen, "skipped 1")
         assert again.finish()["skipped_steps"] == 3
     assert "loss 2.0000 · skipped 1 · grad" in Text.from_ansi(screen.getvalue()).plain
     assert "3 steps, whose gradients were not finite" in screen.getvalue()

@@ -25,6 +25,7 @@ from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stac
 from parallel3d.run import failure
 from parallel3d.run.launch import Worker, within
 from tests.e2e.ready import ROOT, ReadyPopen
+from tests.pace import PATIENCE
 
 WATCHED = """
 import errno, sys, time
@@ -67,7 +68,7 @@ def started(run_dir: Path, what: str, streams: int) -> ReadyPopen:
     )
 
 
-def end_of(run_dir: Path, what: str, seconds: float = 60.0) -> tuple[int, str]:
+def end_of(run_dir: Path, what: str, seconds: float = 60.0 * PATIENCE) -> tuple[int, str]:
     """Exit code and stderr of such a process."""
     with started(run_dir, what, subprocess.PIPE) as ended:
         said = ended.communicate(timeout=seconds)[1]
@@ -107,7 +108,7 @@ def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
 def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> None:
     """A dead file system: whoever writes there waits for ever."""
     what = "failure.write_record = watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5"
-    code, said = end_of(tmp_path, f"{what}; watchdog.RECORD_FILE_S = 0.5; watchdog.END_S = 300")
+    code, said = end_of(tmp_path, f"{what}; watchdog.RECORD_FILE_S = 0.5; watchdog.END_S = 3000")
     assert code == 1
     assert VERDICT in said.splitlines()[-1]
 
@@ -121,7 +122,7 @@ def test_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
     os.write(writer, b"x" * 4096)
     hanging = started(tmp_path, what, writer)
     try:
-        assert hanging.wait(60) == 1
+        assert hanging.wait(60 * PATIENCE) == 1
     finally:
         hanging.kill()
         os.close(reader)
@@ -184,7 +185,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
     for thread in leaving:
         thread.start()
     for thread in leaving:
-        thread.join(60)
+        thread.join(60 * PATIENCE)
     assert order == ["said", "left", "left"]
 
 
@@ -222,7 +223,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     time.sleep(0.6)
     assert not reported.is_set()
     watchdog.go_on()
-    assert reported.wait(5)
+    assert reported.wait(5 * PATIENCE)
     watchdog.stop()
     # A disk that never answers is felt in the end: nothing is computed, and that for long.
     reported.clear()
@@ -231,7 +232,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     resting = Watchdog(short, Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
     resting.rest()
     resting.start()
-    assert reported.wait(5)
+    assert reported.wait(5 * PATIENCE)
     resting.stop()
 
 
