@@ -38,6 +38,7 @@ def test_tensor_sizes_are_those_that_a_run_allows() -> None:
     assert measure.tensor_sizes(model, 4) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
     config = Config(device="cpu", model=MODEL, global_batch_size=16)
     config.calibrate.passes = 1
@@ -58,6 +59,7 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
     assert all(b.recompute for b in again) and not any(b.recompute for b in plain)
 
 
+@pytest.mark.slow
 def test_a_time_is_what_a_quarter_of_all_runs_are_faster_than() -> None:
     """Not the least, of a moment at which the processor was faster than it stays."""
     config = Config(device="cpu", model=MODEL, global_batch_size=1)

@@ -625,6 +625,7 @@ def test_a_table_that_cannot_run_is_refused_by_rank_action_and_reason(
     assert wrong in sentence_of(made, 2)
 
 
+@pytest.mark.slow
 def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
     """Whatever single change a sentence proposes must lead to a configuration that passes."""
     followed = 0
@@ -735,6 +736,7 @@ def test_an_absurdly_large_value_is_answered_at_once(name: str) -> None:
     assert in_time(time.perf_counter() - start, 2)
 
 
+@pytest.mark.slow
 def test_neither_the_schema_nor_its_checks_nor_its_page_import_torch() -> None:
     page = Path(__file__).parents[2] / "docs" / "configuration.py"
     code = (

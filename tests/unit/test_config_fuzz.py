@@ -141,6 +141,7 @@ def test_every_key_is_drawn() -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_short_way_answers_as_the_command_does(tmp_path: Path, composer: fuzz.Composer) -> None:
     """Composing is shortened in the tests above; what the command does after it only adds."""
     for number in range(0, COUNT, COUNT // 6):

@@ -23,6 +23,8 @@ from parallel3d.context_parallel.documents import SequenceSplit, make_documents
 from tests.unit.test_context_split import starts_of
 from tests.unit.test_document_attention import square
 
+pytestmark = pytest.mark.slow
+
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 # Lengths of documents in samples of 61: of one token, odd ones, one over all ranks, and equal ones.
 PACKS = [[61], [1, 1, 1, 7, 51], [30, 31], [5, 24, 1, 24, 7], [8] * 7 + [5]]

@@ -317,6 +317,7 @@ def test_a_held_out_part_in_which_the_assistant_says_nothing_is_refused(tmp_path
         open_corpus(given, 100)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_no_row_or_that_cannot_be_encoded_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
     return main()
 
 
+@pytest.mark.slow
 def test_a_corpus_is_made_shown_and_proved(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_text_that_gives_fewer_tokens_is_said(
     assert "fewer than vocab_size=9000" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "words"),
     [

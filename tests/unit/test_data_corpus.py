@@ -139,6 +139,7 @@ def test_files_folders_globs_and_commas_reach_each_file_once(tmp_path: Path) -> 
     assert found(f"{root}/odd,name.txt") == ["odd,name.txt"]
 
 
+@pytest.mark.slow
 def test_stdlib_is_python_source_without_tests_and_quickly_checked(tmp_path: Path) -> None:
     data = DataConfig(cache_dir=str(tmp_path / "cache"))
     names = [document.name for document in find_documents(data)]
@@ -154,6 +155,7 @@ def test_stdlib_is_python_source_without_tests_and_quickly_checked(tmp_path: Pat
     assert len(corpus.train) > 19 * len(corpus.valid) - 20 > 1_000_000
 
 
+@pytest.mark.slow
 def test_the_check_imports_neither_torch_nor_the_configuration() -> None:
     code = "import sys, parallel3d.data.corpus; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -269,6 +271,7 @@ def build_and_die(data: DataConfig) -> None:
         open_corpus(data, 20)
 
 
+@pytest.mark.slow
 def test_a_crashed_builder_does_not_block_the_next_and_its_leftovers_go(tmp_path: Path) -> None:
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
     process = SPAWN.Process(target=build_and_die, args=(data,))
@@ -539,6 +542,7 @@ def refused_by_modes(data: DataConfig, results: multiprocessing.Queue) -> None:
     results.put(sentences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["file", "folder", "folder inside", "cache"])
 def test_unreadable_text_and_unwritable_cache_are_refused(tmp_path: Path, what: str) -> None:
     path = write(tmp_path / "t" / "a.txt", b"abc" * 100)

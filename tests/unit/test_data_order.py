@@ -58,6 +58,7 @@ def step(source: SampleSource, first: int, dp: int, size: int) -> list[torch.Ten
     return [torch.cat(of) for of in zip(*parts, strict=True)]
 
 
+@pytest.mark.slow
 def test_every_layout_reads_the_same_samples_in_the_same_order(source: SampleSource) -> None:
     usual = [step(source, first * BATCH, 1, BATCH) for first in range(STEPS)]
     for dp, size in LAYOUTS:

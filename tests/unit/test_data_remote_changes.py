@@ -67,6 +67,7 @@ def tokens_of(home: Path, name: str) -> np.ndarray:
     return np.fromfile(home / f"{name}.bin", "<u2")
 
 
+@pytest.mark.slow
 @every_server
 def test_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one(
     home: Path, tells: tuple[str, ...]
@@ -120,6 +121,7 @@ def test_new_pair_of_equal_size_is_read_by_the_next_run(
         assert np.array_equal(new.train[:], tokens_of(home, "b")[: len(new.train)])
 
 
+@pytest.mark.slow
 @every_server
 @pytest.mark.parametrize("change", ["shorter", "longer"])
 def test_remote_file_of_another_size_ends_the_run(
@@ -215,6 +217,7 @@ def test_input_of_another_time_is_not_the_one_that_a_corpus_was_begun_with(
     assert before.stamp and before.stamp != after.stamp
 
 
+@pytest.mark.slow
 def test_file_that_goes_away_is_an_error_with_its_name(home: Path) -> None:
     with Server(home / "served", (ETAG,)).serving() as server:
         corpus = opened(home, server)

@@ -124,6 +124,7 @@ def test_a_line_is_read_no_further_than_the_largest_document(
     assert stream.given <= 101_000
 
 
+@pytest.mark.slow
 def test_a_packed_file_is_unpacked_a_little_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(PACK[".zst"](b"x" * (1 << 28)))  # 8 kB
@@ -162,6 +163,7 @@ def test_parquet_gives_a_column_row_group_by_row_group(tmp_path: Path) -> None:
     assert "no column words" in sentence and "text, other" in sentence
 
 
+@pytest.mark.slow
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet(TEXTS))
     code = (

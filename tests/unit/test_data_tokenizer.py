@@ -47,6 +47,7 @@ def test_text_comes_back_from_tokens(tmp_path: Path, spelled: str) -> None:
     assert tokenizer.vocab_size == 1 + max(json.loads(trained())["model"]["vocab"].values())
 
 
+@pytest.mark.slow
 def test_a_document_that_the_tokenizer_breaks_off_on_is_named(tmp_path: Path) -> None:
     tokenizer = str(folder(tmp_path / "tok", panicking()))
     texts = tmp_path / "texts"
@@ -245,6 +246,7 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path: Path) -> None:
     assert not any((tmp_path / "b").iterdir())
 
 
+@pytest.mark.slow
 def test_a_launcher_that_checks_bytes_loads_no_package_that_it_does_not_need() -> None:
     code = (
         "import sys; from parallel3d.cli.command_line import check_data;"

@@ -23,6 +23,8 @@ from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import PANIC, TEXT, folder, lines, panicking, trained
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [TEXT[i % 2][: 3 + 5 * i] + str(i) for i in range(30)]
 
 
@@ -136,7 +138,6 @@ PLACES = (
 )
 
 
-@pytest.mark.slow
 def test_a_kill_at_any_moment_loses_nothing(text: Path) -> None:
     """Killed again and again, at another moment each time, and done at last: bit-equal."""
     made(job(text))
@@ -181,7 +182,6 @@ def test_what_was_flushed_is_not_made_again(text: Path) -> None:
     assert told[0].documents == journal["done"]["documents"] > 0
 
 
-@pytest.mark.slow
 def test_workers_die_with_their_parent(text: Path) -> None:
     script = """
         import os, pathlib, sys

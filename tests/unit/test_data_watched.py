@@ -244,6 +244,7 @@ def test_cache_too_large_to_be_proved_is_compared_by_its_marks(
     assert compare(opened(data).watched, marks).note.startswith(f"{path} may have changed")
 
 
+@pytest.mark.slow
 def test_plan_of_packs_is_not_taken_for_a_pair_that_was_edited_since(tmp_path: Path) -> None:
     count, at = 6000, HEADER.size
     index = Path(f"{pair(tmp_path / 'web', 1, documents=count, longest=6)}.idx")

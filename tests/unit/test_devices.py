@@ -69,6 +69,7 @@ def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
     assert local_workers.run_here("train", Config(), tmp_path, cpu, in_sweep=True) == 0
 
 
+@pytest.mark.slow
 def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

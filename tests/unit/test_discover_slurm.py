@@ -398,6 +398,7 @@ NODES_OF = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NODES_OF)
 def test_mangled_topologies_end_in_a_sentence_or_a_cluster(name: str):
     rng = random.Random(name)
@@ -418,6 +419,7 @@ def test_mangled_topologies_end_in_a_sentence_or_a_cluster(name: str):
     assert min(ends.values()) > 50
 
 
+@pytest.mark.slow
 def test_mangled_variables_end_in_a_sentence_or_a_cluster():
     rng = random.Random(5)
     ends = {"cluster": 0, "sentence": 0}

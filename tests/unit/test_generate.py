@@ -15,6 +15,8 @@ from parallel3d.config.schema import Config, GenerateConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
 
+pytestmark = pytest.mark.slow
+
 GPT = ModelConfig(
     num_layers=2,
     hidden_size=32,

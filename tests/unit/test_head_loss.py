@@ -150,6 +150,7 @@ def test_three_matrix_products_a_chunk(chunk: int | None, chunks: int) -> None:
 VOCAB = 8192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "chunk", "most"),
     [

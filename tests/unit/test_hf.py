@@ -117,6 +117,7 @@ def export(model: ModelConfig, folder: Path, **changes: object) -> dict[str, Ten
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_exported_model_has_our_logits_in_transformers(name: str, tmp_path: Path) -> None:
     model = MODELS[name]

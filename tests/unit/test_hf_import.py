@@ -26,6 +26,8 @@ from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.huggingface import GROUPED, SIZES, save_model
 
+pytestmark = pytest.mark.slow
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -91,7 +93,6 @@ def refused(*words: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 def test_another_head_than_the_tied_embedding_is_imported(
     kind: str, capsys: pytest.CaptureFixture[str]

@@ -260,6 +260,7 @@ FOLDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in presets("experiment") if n.endswith("_sft")])
 def test_a_recipe_for_fine_tuning_takes_the_folder_that_its_model_is_published_in(
     name: str,

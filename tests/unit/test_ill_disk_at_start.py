@@ -138,6 +138,7 @@ def test_place_of_a_stack_asks_no_file_system(monkeypatch: pytest.MonkeyPatch) -
     assert place_in(stack) == " at parallel3d/cli/command_line.py:7"
 
 
+@pytest.mark.slow
 def test_start_that_gets_no_answer_ends_with_a_sentence() -> None:
     with or_end(30, "no answer"):
         pass

@@ -42,6 +42,7 @@ def plant(copy: Path, file: str, code: str) -> None:
     path.write_text(path.read_text(encoding="utf-8") + code, encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_layers_import_downwards_and_arithmetic_imports_no_torch() -> None:
     code, output = lint(ROOT)
     assert code == 0, output
@@ -99,6 +100,7 @@ def test_a_circle_of_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {"circle.a", "circle.b"} <= set(cycle_of("circle"))
 
 
+@pytest.mark.slow
 def test_no_module_imports_a_public_name_from_the_package_itself() -> None:
     """The layers do not follow these names to the modules that define them."""
     names = set(parallel3d.__all__) - {"__version__"}

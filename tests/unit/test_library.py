@@ -61,6 +61,7 @@ def test_the_reference_has_every_public_name() -> None:
     assert sorted(shown) == sorted(set(parallel3d.__all__) - {"__version__"})
 
 
+@pytest.mark.slow
 def test_composing_is_what_the_command_does() -> None:
     config = parallel3d.compose("tp=2", "model=llama_tiny", "train.steps=7", world_size=4)
     assert isinstance(config, Config)
@@ -69,6 +70,7 @@ def test_composing_is_what_the_command_does() -> None:
     assert parallel3d.compose().dp == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "said"),
     [

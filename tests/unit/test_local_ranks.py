@@ -30,6 +30,7 @@ def sleep_for_long(rank: int, starts: int) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_ranks_that_do_well_are_no_failures() -> None:
     assert LocalRanks(3, lambda rank, starts: 0).run() == {}
 
@@ -45,6 +46,7 @@ def test_a_rank_has_the_threads_of_its_own_job(wanted: dict[str, str]) -> None:
     assert LocalRanks(1, live).run() == {0: 3 if wanted else torch.get_num_threads()}
 
 
+@pytest.mark.slow
 def test_what_has_started_is_told_once_the_ranks_are_there() -> None:
     told = []
     again = iter((True, False))
@@ -53,6 +55,7 @@ def test_what_has_started_is_told_once_the_ranks_are_there() -> None:
     assert told == [2]
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_the_others_and_is_alone_to_blame() -> None:
     ranks = LocalRanks(3, lambda rank, starts: 5 if rank == 1 else sleep_for_long(rank, starts))
     assert ranks.run() == {1: 5}
@@ -73,6 +76,7 @@ def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     assert ranks.ranks[0].exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_ranks_are_started_again_as_often_as_is_decided(tmp_path: Path) -> None:
     def live(rank: int, starts: int) -> int:
         (tmp_path / f"{rank}.{starts}").touch()

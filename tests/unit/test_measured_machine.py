@@ -186,6 +186,7 @@ def test_parts_add_up_to_the_step() -> None:
     assert min(parts.compute, parts.bubble + 1e-9, parts.gradients, parts.optimizer) > 0
 
 
+@pytest.mark.slow
 def test_the_search_holds_what_was_typed_and_takes_no_more_memory_than_there_is() -> None:
     here, made = machine(), config()
     sizes = measured_sizes(made, here, 4)

@@ -185,6 +185,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: str) -> 
     MetricsFile(path, 4, say=pytest.fail).close()
 
 
+@pytest.mark.slow
 def test_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(rows(*range(1, 60_001)))

@@ -108,6 +108,7 @@ def test_override_wins_and_is_named() -> None:
     assert (peak.flops, peak.source) == (2.5e12, "launch.peak_tflops")
 
 
+@pytest.mark.slow
 def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.accumulate(itertools.cycle([0.0, 0.02, 0.0, 0.04]))  # every second one slow
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))

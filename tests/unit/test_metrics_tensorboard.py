@@ -69,6 +69,7 @@ def curves(run_dir: Path) -> dict[str, dict[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_run_that_resumes_has_every_step_once(tmp_path: Path) -> None:
     killed(tmp_path, 1, 12)
     age(tmp_path)
@@ -107,6 +108,7 @@ def test_without_the_purge_a_step_would_be_twice(
         curves(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_start_over_and_a_logger_that_comes_late_have_every_step_once(tmp_path: Path) -> None:
     session(tmp_path, 1, 3, name="none").finish()
     session(tmp_path, 4, 5).finish()

@@ -185,6 +185,7 @@ def test_wandb_mode_disabled_leaves_nothing_of_wandb(
     assert "disabled by WANDB_MODE" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_failed_in_wandb_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +235,7 @@ def test_the_key_is_nowhere_in_the_run_directory_or_on_the_screen(
     assert SECRET not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_no_network_at_the_start_falls_back_to_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,6 +427,7 @@ def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logg
         assert [step for step, count in times.items() if count > 1]
 
 
+@pytest.mark.slow
 def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,6 +456,7 @@ def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     assert [row["step"] for row in logged] == [3]
 
 
+@pytest.mark.slow
 def test_a_wandb_file_that_cannot_be_read_makes_a_run_of_its_own_rather_than_log_twice(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

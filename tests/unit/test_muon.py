@@ -102,6 +102,7 @@ def test_homes_are_balanced_by_work_and_alike_whatever_the_order() -> None:
     assert len(work) == 6 and max(work.values()) < 1.1 * sum(work.values()) / 6
 
 
+@pytest.mark.slow
 def test_a_dry_run_sends_what_is_listed_and_keeps_a_momentum_instead_of_moments() -> None:
     keys = {"model": "llama_1b", "layers": 2, "tp": 2, "dp": 2}
     configs = [
@@ -153,7 +154,8 @@ def test_muon_without_momentum_is_refused() -> None:
 def test_the_type_of_newton_schulz_is_the_one_that_is_asked_for(
     precision: str, asked: str, wanted: torch.dtype
 ) -> None:
-    config = configured({"model": "llama_tiny"})
+    small = {"model": "llama_tiny", "layers": 1, "seq_length": 32}
+    config = configured(small | {"micro_batch_size": 1, "global_batch_size": 1})
     config.precision.name, config.optim.muon_dtype = precision, asked
     config.optim.name, config.optim.momentum = "muon", 0.95
     trainer = Trainer(

@@ -18,7 +18,7 @@ from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads, swiglu
 from parallel3d.parameters.sharding import Initializer
 from tests.kernels import no_kernels
 
-pytestmark = pytest.mark.xdist_group("compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiler")]
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -142,7 +142,6 @@ def test_attention_takes_half_precision() -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.slow
 def test_compiled_operations_equal_eager_ones() -> None:
     """Attention without, with partly and with wholly rotated heads.
 

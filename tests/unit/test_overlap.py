@@ -122,6 +122,7 @@ def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(
     assert notes.lines[-3:] == [f"start {what}", "weight gradient", f"wait {what}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_kept_shard_is_gathered_while_the_input_gradient_is_computed(
     notes: Notes, compiled: bool

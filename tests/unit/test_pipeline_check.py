@@ -207,6 +207,7 @@ def test_message_held_back_over_a_group_deadlocks() -> None:
         check(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_64_stages_512_microbatches_in_under_2_s(name: str) -> None:
     plan = make(name, 64, 512).plan()

@@ -103,6 +103,7 @@ def test_impossible_sizes_are_refused(stages: int, microbatches: int) -> None:
         make("gpipe", stages, microbatches).plan()
 
 
+@pytest.mark.slow
 def test_pipeline_plans_need_no_torch() -> None:
     code = (
         "import sys\n"

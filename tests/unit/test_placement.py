@@ -62,6 +62,7 @@ def neighbours(layout: Layout, dim: str) -> list[tuple[int, int]]:
     return list(zip(flows.here.tolist(), flows.there.tolist(), strict=True))
 
 
+@pytest.mark.slow
 def test_neighbours_are_the_pairs_of_rings_and_chains() -> None:
     rng = random.Random(4)
     for _ in range(200):

@@ -145,6 +145,7 @@ def test_h100_tp8_keeps_the_default_order() -> None:
     assert search(a_cluster(16), layout, some_traffic(layout))[0].is_default
 
 
+@pytest.mark.slow
 def test_nvl72_search_finds_one_replica_a_domain() -> None:
     """MLPerf's 405B on GB200: tp4 cp2 pp8, --segment=16, rank order tp-cp-pp-dp."""
     cluster, layout = nvl72(8 * 18), Layout(tp=4, cp=2, pp=8, dp=8)
@@ -163,6 +164,7 @@ def test_nvl72_search_finds_one_replica_a_domain() -> None:
     assert (best.placement.slots == known.slots).all()
 
 
+@pytest.mark.slow
 def test_shuffled_nodes_cost_no_more_than_sorted_ones() -> None:
     """Slurm hands out the nodes of two units in turn; auto undoes it."""
     cluster = a_cluster(8, unit_nodes=4, oversubscription=4.0)

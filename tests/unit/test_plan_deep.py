@@ -42,6 +42,7 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     assert len(looked_at) < 4000
 
 
+@pytest.mark.slow
 def test_pipelines_deeper_than_anyone_trains_are_not_looked_at() -> None:
     config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
     found = choices_of(config, 8192, 8192)

@@ -62,6 +62,7 @@ def test_what_the_user_holds_is_held() -> None:
     assert len(found) == 1 and found[0] == LayoutChoice(4, 2, 1, 8, 2, "zb_h1", "full", 1)
 
 
+@pytest.mark.slow
 def test_the_table_prices_each_layout_as_a_single_call_does() -> None:
     choices = list(layouts(SIZES, 32, 8, 64, {"recompute": "none"}))[::17]
     priced = priced_of(32, 64, choices)

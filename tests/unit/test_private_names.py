@@ -319,6 +319,7 @@ def test_every_name_has_its_behaviour() -> None:
     assert set(SINCE) <= set(NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BEHAVIOUR)
 def test_a_name_does_what_it_is_used_for(name: str) -> None:
     assert BEHAVIOUR[name]()
@@ -351,6 +352,7 @@ def test_a_tokenizer_reads_special_words_as_text_where_it_is_told_to() -> None:
     assert made.encode("a <s>").ids == [0, 1] and made.encode("a<s>").ids == [2]
 
 
+@pytest.mark.slow
 def test_torchs_own_marks_are_found_where_torch_sets_them() -> None:
     from torch.distributed.algorithms import Joinable
     from torch.distributed.algorithms.join import _JoinConfig
@@ -500,6 +502,7 @@ def strangers(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, word
 
 
+@pytest.mark.slow
 def test_no_other_file_uses_a_private_name_of_a_dependency() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {word}"

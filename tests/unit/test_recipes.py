@@ -23,6 +23,8 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_stage
 from tests.unit.dry_runs import dry_runs
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 RECIPES = presets("experiment")
 FOLDER = conf_dir() / "experiment"
@@ -163,7 +165,6 @@ def test_the_page_has_each_recipe_for_gpus_and_each_fits() -> None:
     assert all(f"`{name}`" in page.partition("## Sources")[2] for name in RECIPES)
 
 
-@pytest.mark.slow
 def test_a_row_of_the_page_is_what_a_dry_run_gives() -> None:
     made, name = runpy.run_path(str(DOCS / "recipes.py")), "gpt2_124m_sft"
     (facts,) = dry_runs([config_of(name)])

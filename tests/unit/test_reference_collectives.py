@@ -15,6 +15,8 @@ from parallel3d.estimate import network
 from parallel3d.topology.cluster.parts import Link
 from tests.reference import collectives as formulas
 
+pytestmark = pytest.mark.more
+
 ALL = [(name, form) for name, forms in formulas.FORMS.items() for form in forms]
 LINK = Link(gb_per_s=10.0, latency_us=5.0)
 N = 840 * 1024  # divides by 2 … 8

@@ -71,6 +71,7 @@ def test_a_run_from_before_a_key_was_renamed_goes_on(tmp_path: Path) -> None:
     check_run(mine, may_go_on=True)
 
 
+@pytest.mark.slow
 def test_a_run_from_before_a_key_was_removed_goes_on(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     file = directory / "config.yaml"
@@ -87,11 +88,13 @@ def test_a_run_from_before_a_key_was_removed_goes_on(tmp_path: Path) -> None:
     check_run(mine, may_go_on=True)
 
 
+@pytest.mark.slow
 def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
     names = {make_run_directory(config(tmp_path))[1].name for _ in range(5)}
     assert len(names) == 5
 
 
+@pytest.mark.slow
 def test_taken_name_is_refused_early_and_late(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     check_run(mine)
@@ -145,6 +148,7 @@ def test_run_goes_on_with_another_layout_and_keeps_every_configuration(tmp_path:
     assert names == {"config.yaml", "config-2.yaml", "config-3.yaml"}
 
 
+@pytest.mark.slow
 def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
@@ -160,6 +164,7 @@ def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path
         check_run(fresh, may_go_on=True)
 
 
+@pytest.mark.slow
 def test_run_that_is_over_and_has_no_checkpoint_is_not_done_again(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for ending in ("failed", "stopped"):
@@ -172,6 +177,7 @@ def test_run_that_is_over_and_has_no_checkpoint_is_not_done_again(tmp_path: Path
     check_run(mine, may_go_on=True)
 
 
+@pytest.mark.slow
 def test_run_that_is_running_is_not_started_again(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     lock = take_run(mine, directory)
@@ -205,6 +211,7 @@ def test_directory_with_results_is_never_discarded(tmp_path: Path) -> None:
 # ---- torn files, and what another process or user has put there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", ["", "tp: 2\nmodel: {", "ru", "\0" * 64, "tp: two"])
 def test_torn_newest_configuration_is_passed_over_for_an_older_one(
     tmp_path: Path, torn: str
@@ -222,6 +229,7 @@ def test_torn_newest_configuration_is_passed_over_for_an_older_one(
         check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
 
 
+@pytest.mark.slow
 def test_torn_configuration_is_passed_over_for_a_checkpoints(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     folder = directory / "checkpoints" / "step-00000004"
@@ -281,6 +289,7 @@ def test_folder_of_another_start_is_never_discarded(tmp_path: Path) -> None:
     assert directory.exists()
 
 
+@pytest.mark.slow
 def test_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     lock = take_run(mine, directory)
@@ -372,6 +381,7 @@ def test_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
     assert precious.read_text() == "thesis"
 
 
+@pytest.mark.slow
 def test_torn_summary_says_nothing(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for torn in ('{"status": "fin', "[]", "\0\0", ""):

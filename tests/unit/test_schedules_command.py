@@ -54,6 +54,7 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert code == 2 and "exists; it stays as it is" in err
 
 
+@pytest.mark.slow
 def test_stages_cost_what_those_of_the_model_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_stages_cost_what_those_of_the_model_do(
     assert by_name["auto"]["overhead"] <= by_name["1f1b"]["overhead"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -211,6 +213,7 @@ def test_a_wide_text_is_shown_whole_in_letters() -> None:
     assert rows[0][8] == "F" and rows[-1][8] == "·"
 
 
+@pytest.mark.slow
 def test_large_pictures_are_small_files() -> None:
     made = make("interleaved_zb", 64, 64, 2)
     timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))

@@ -97,6 +97,7 @@ def test_zero_bubble_v_idles_only_before_and_after(ranks: int) -> None:
         assert all(a.end == b.start for spans in timeline.spans for a, b in pairwise(spans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 16])
 def test_activations_are_those_of_the_papers(ranks: int) -> None:
     def peak(name: str, chunks: int = 1) -> float:

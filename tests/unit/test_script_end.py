@@ -6,6 +6,8 @@ import pytest
 
 from tests.e2e.ready import run_code
 
+pytestmark = pytest.mark.slow
+
 # The destruction blocks for ever if its peers do not take part; here for longer than a test may.
 SCRIPT = """
 import sys, threading, time

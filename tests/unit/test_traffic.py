@@ -124,6 +124,7 @@ def test_a_stage_or_a_dimension_that_is_not_there_is_refused() -> None:
         transfers(llama_70b(LARGE), LARGE, stage=4)
 
 
+@pytest.mark.slow
 def test_the_price_is_found_without_torch() -> None:
     code = (
         "import sys; from parallel3d.estimate import traffic; "

@@ -86,6 +86,7 @@ def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
     assert VERDICT in said.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [
@@ -189,6 +190,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
     assert order == ["said", "left", "left"]
 
 
+@pytest.mark.slow
 def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path) -> None:
     text = '{"entries": []}'
     on_device = f"worker.device = 'cuda:0'; hang.take_flight_record = lambda: {text!r}"

@@ -179,6 +179,7 @@ def test_a_folder_tells_begin_and_ends_or_is_refused(tmp_path: Path, row: Row) -
     assert tokenizer.bos == ([] if tokenizer.prefix == [tokenizer.eot] else tokenizer.prefix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [r for r in ROWS if not r.words], ids=lambda row: row.name)
 def test_prompts_and_ends_are_those_of_transformers(tmp_path: Path, row: Row) -> None:
     """Also of the folder that a run exports."""

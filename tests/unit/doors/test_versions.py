@@ -93,6 +93,7 @@ def test_a_package_that_is_not_there_is_nobodys_newest(found: dict[str, str]) ->
     assert newer(TRIED) is None
 
 
+@pytest.mark.slow
 def test_the_command_line_names_a_newer_torch_and_refuses_an_older(
     found: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def _home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", HOME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", [*WORDS, "größe", "gro\u0308ße", "a;b", "a b", "#1", "1.10!"])
 def test_every_key_of_text_gives_hydra_the_word_that_is_typed(word: str) -> None:
     parser = OverridesParser.create()
@@ -46,6 +47,7 @@ def test_every_key_of_text_gives_hydra_the_word_that_is_typed(word: str) -> None
         assert str(parser.parse_override(kept).value()) == word, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(WORDS), 7))
 def test_every_key_of_text_keeps_its_word_and_gives_it_back(first: int, tmp_path: Path) -> None:
     words = {key.name: WORDS[(first + i) % len(WORDS)] for i, key in enumerate(TEXT)}
@@ -68,6 +70,7 @@ def test_a_sweep_runs_the_words_that_are_typed(name: str) -> None:
     assert taken_from_sweep(name, words) == words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", LISTS, ids=[key.name for key in LISTS])
 def test_lists_keep_their_words(key: Any, tmp_path: Path) -> None:
     section, _, leaf = key.name.rpartition(".")
@@ -77,6 +80,7 @@ def test_lists_keep_their_words(key: Any, tmp_path: Path) -> None:
         assert attrgetter(key.name)(config) == WORDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMED])
 def test_names_in_braces_are_text(name: str, tmp_path: Path) -> None:
     words = [word for word in WORDS if ":" not in word]
