@@ -219,7 +219,7 @@ def proven() -> frozenset[Pair]:
     """The pairs that a test trains together and compares with the reference.
 
     Samples of those tests are their own, so that what reads data (`data=`, `data.packing`) is
-    never among them; `test_data_*.py` and `tests/e2e` hold it.
+    never among them; `tests/unit/data` and `tests/e2e` hold it.
     """
     found: set[Pair] = set()
     for sizes, case in exact_cases():
@@ -292,7 +292,7 @@ REST = """\
 All pairs of features that have no column work too: {proven} of them are proven, {allowed} are
 allowed. Of {pairs} pairs in all {refused} are refused, {works} work, and {tested} of these are
 proven. What the samples of a run are (`data`, `data.packing`) changes nothing of what a step does
-with them; `tests/unit/test_data_*.py` hold it. Rounding hides errors, so exactness is proven in
+with them; `tests/unit/data` holds it. Rounding hides errors, so exactness is proven in
 fp64, and bf16 and fp16 are compared with fp32; what rounds by intent (`ddp.comm_hook`) and what
 needs a GPU (`attention_kernel`, `precision=tf32`, `device=cuda`) cannot be proven so.
 

@@ -325,7 +325,7 @@ def stage_parameters(
 ) -> list[LocalParameter]:
     """Lists the parameters of a rank whose stage has `layers`, the embedding if `first`, the head
     if `last`; vocabulary padding included. They are in the order of `Stage.named_parameters()`,
-    which decides the gradient buckets (compared by tests/unit/test_traffic.py).
+    which decides the gradient buckets (compared by tests/unit/estimate/test_traffic.py).
 
     A tied weight is in the list once if one stage has both ends. It is not in the head's list if
     the head's stage `borrows_table` from the first stage on the same rank.

@@ -40,7 +40,7 @@ NORMS = Problem(
     ("case", "kernels"),
     [
         (Case(DROPS, sp=True, compile=True, microbatches=4), nullcontext),
-        # TorchInductor's own kernels of these norms: tests/unit/test_fused.py.
+        # TorchInductor's own kernels of these norms: tests/unit/device/test_fused.py.
         (Case(NORMS, compile=True, microbatches=4), no_kernels),
     ],
     ids=["dropout", "norms of heads"],

@@ -25,9 +25,9 @@ from parallel3d.models.attention import attend_split
 from parallel3d.models.recompute import recomputed
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
-from tests.unit.test_context_attention import PACKS, explicit, random_inputs
-from tests.unit.test_context_split import starts_of
-from tests.unit.test_document_attention import square
+from tests.unit.context_parallel.test_attention import PACKS, explicit, random_inputs
+from tests.unit.context_parallel.test_document_attention import square
+from tests.unit.context_parallel.test_split import starts_of
 
 STYLES = ("gather", "ring", "heads")
 HEADS, KV_HEADS = 12, {2: 4, 3: 1, 4: 2}  # by the number of ranks: also fewer than ranks

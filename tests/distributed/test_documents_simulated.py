@@ -23,7 +23,7 @@ from tests.distributed.harness import References, check_cases
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import run_on_own_device, waits
 from tests.unit import test_context_attention
-from tests.unit.test_context_attention import by_ranks, random_inputs
+from tests.unit.context_parallel.test_attention import by_ranks, random_inputs
 
 GATHER, HEADS, RING = (
     (("context_parallel.style", style),) for style in ("gather", "heads", "ring")

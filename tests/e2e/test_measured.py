@@ -13,7 +13,7 @@ from parallel3d.host.quotas import available_cores
 from tests.e2e.command import TINY, Shell
 from tests.e2e.forked import Forked
 from tests.e2e.here import answer
-from tests.unit.measured_machine import MADE, machine
+from tests.unit.estimate.measured_machine import MADE, machine
 
 FILE = "here.yaml"
 

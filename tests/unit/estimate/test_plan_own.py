@@ -1,0 +1,209 @@
+"""What the planner says of parallel3d's own code: by arithmetic, and as dry runs play it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.launches import launches
+from benchmarks.longest import WAYS, row
+from benchmarks.plan_dryrun import NAMES, configured, off, sample
+from parallel3d import versions
+from parallel3d.estimate.analytic_memory import (
+    enough_microbatches,
+    layer_bytes,
+    peak_memory,
+    peak_stage,
+    states_of,
+)
+from parallel3d.estimate.ops import parameter_count
+from parallel3d.estimate.traffic import pipeline_ranks
+from parallel3d.schedules.actions import Kind
+from parallel3d.schedules.schedule import make
+from parallel3d.topology.layout import layout_of
+from tests.e2e.ready import run_module
+
+ROOT = Path(__file__).parents[3]
+ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
+PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
+
+# One of each kind: presets, types of moments, tp with and without sp, every schedule, stages of
+# zero, recompute, context parallelism.
+PLAYED = (
+    {"model": "gpt2_124m", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 2,
+     "global_batch_size": 4, "recompute": "full", "cp": 2, "state": "bf16", "ema_decay": 0.9},
+    {"model": "qwen3_8b", "layers": 8, "pp": 4, "dp": 2, "zero": 1, "schedule": "zb_h1", "tp": 2,
+     "sp": True, "micro_batch_size": 1, "global_batch_size": 10, "rank": 8, "cp": 2,
+     "recompute": "[norm,mlp]", "state": "bf16"},
+    {"model": "llama3_70b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "interleaved",
+     "tp": 8, "sp": True, "micro_batch_size": 1, "global_batch_size": 4, "cp": 4, "style": "ring",
+     "recompute": "[norm,activation,attention]"},
+    {"model": "llama3_8b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "zbv",
+     "cp": 8, "style": "heads", "seq_length": 65536, "micro_batch_size": 1,
+     "global_batch_size": 4, "rank": 8},
+    {"model": "llama3_8b", "layers": 4, "dp": 8, "zero": 3, "micro_batch_size": 1,
+     "global_batch_size": 16, "state": "bf16"},
+    {"model": "gpt3_175b", "layers": 2, "tp": 4, "dp": 8, "zero": 2, "micro_batch_size": 1,
+     "global_batch_size": 16},
+    {"model": "llama3_8b", "layers": 8, "pp": 2, "vpp": 2, "dp": 2, "zero": 2, "tp": 2,
+     "schedule": "interleaved_zb", "recompute": "full", "micro_batch_size": 2,
+     "global_batch_size": 16, "rank": 4},
+    {"model": "gpt2_124m", "layers": 8, "pp": 2, "vpp": 2, "dp": 2, "zero": 3, "schedule": "zbv",
+     "recompute": "[norm,attention,mlp]", "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "qwen3_8b", "layers": 2, "tp": 2, "dp": 4, "zero": 1, "state": "bf16", "rank": 2,
+     "micro_batch_size": 1, "global_batch_size": 4},
+    {"model": "gpt3_175b", "layers": 4, "tp": 2, "sp": True, "pp": 2, "dp": 1, "cp": 2,
+     "style": "ring", "micro_batch_size": 1, "global_batch_size": 2, "rank": 4},
+    {"model": "llama_1b", "layers": 8, "pp": 2, "vpp": 2, "dp": 4, "zero": 2, "schedule": "zbv",
+     "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "gpt2_124m", "layers": 8, "tp": 4, "sp": True, "pp": 4, "dp": 8, "cp": 2, "zero": 2,
+     "recompute": "[norm,activation]", "micro_batch_size": 1, "global_batch_size": 32},
+    {"model": "llama_1b", "layers": 2, "tp": 4, "dp": 1, "cp": 4, "style": "heads",
+     "recompute": "full", "micro_batch_size": 2, "global_batch_size": 4},
+    {"model": "llama3_8b", "layers": 12, "pp": 4, "dp": 1, "micro_batch_size": 1,
+     "global_batch_size": 8, "offload_layers": [3]},
+    # The ends of FSDP2's backward: a tied table on one rank, gradients of several micro-batches,
+    # and a shard of a gradient beside it.
+    {"model": "gpt2_124m", "layers": 2, "dp": 8, "cp": 4, "style": "ring", "zero": 3,
+     "recompute": "full", "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "qwen2_5_0_5b", "layers": 4, "tp": 2, "pp": 2, "dp": 4, "cp": 2, "sp": True,
+     "zero": 2, "micro_batch_size": 1, "global_batch_size": 8},
+    {"model": "llama_1b", "layers": 4, "pp": 2, "dp": 8, "zero": 3, "every": False,
+     "recompute": "full", "micro_batch_size": 1, "global_batch_size": 48},
+    {"model": "qwen2_5_0_5b", "layers": 8, "pp": 2, "dp": 8, "zero": 2, "every": True,
+     "recompute": "full", "micro_batch_size": 1, "global_batch_size": 16},
+    {"model": "qwen3_8b", "layers": 2, "dp": 1, "cp": 2, "zero": 3, "recompute": "[mlp]",
+     "micro_batch_size": 2, "global_batch_size": 2},
+)  # fmt: skip
+
+
+# Per cent that the plan is off, of memory and of launches. Its formulas are those of FSDP2 as torch
+# 2.13 has it. FSDP2 of 2.15 launches up to 16 copies more a step and frees a gathered unit earlier;
+# that of 2.11 keeps more in one layout. Plans for these are near, not equal.
+OFF = {(2, 13): ("3", "0"), (2, 15): ("6", "2.5"), (2, 11): ("14", "0")}
+
+
+@pytest.mark.slow
+def test_dry_runs_play_the_launches_and_bytes_sent_and_memory_within_three_per_cent() -> None:
+    """In a process of its own: the simulated device is enabled once and for all of it."""
+    memory, launched = OFF.get(versions.parts(torch.__version__)[:2], ("14", "2.5"))
+    words = [word for case in PLAYED for word in ("--case", json.dumps(case))]
+    words += ["--limit", memory, "--launches", launched]
+    done = run_module("benchmarks.plan_dryrun", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^\| \w+ \| ", done.stdout, re.M)) == len(PLAYED) + 1
+    assert all(f"{name}: median" in done.stdout for name in NAMES)
+
+
+@pytest.mark.parametrize("style", ["gather", "heads", "ring"])
+def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(style: str) -> None:
+    keys = {"model": "llama3_8b", "layers": 4, "dp": 1, "micro_batch_size": 1}
+    keys |= {"global_batch_size": 1, "recompute": "full", "seq_length": 131072}
+    split, part = (
+        configured(keys | more) for more in ({"cp": 8, "style": style}, {"seq_length": 131072 // 8})
+    )
+    found, least = (peak_memory(config, 0) for config in (split, part))
+    assert found.parameters == least.parameters and found.logits == least.logits
+    more = found.activations - least.activations
+    # Keys and values of a layer, of all tokens; with heads the results of attention by heads.
+    assert more == {"gather": 2 * 2 * 131072 * 1024, "heads": 2 * 16384 * 4096, "ring": 0}[style]
+    zero = [peak_memory(configured(keys | {"cp": 8, "zero": z}), 0).optimizer for z in (0, 1)]
+    assert zero[1] == zero[0] / 8
+
+
+def test_state_and_activations_by_hand() -> None:
+    """docs/dryrun.md's account of Llama 1B: 18 bytes a parameter, 40.20 GB of activations."""
+    found, count = peak_memory(configured(ONE), 0), parameter_count(configured(ONE).model)
+    state = found.parameters + found.gradients + found.masters + found.optimizer
+    assert state == 18 * count
+    assert found.activations == pytest.approx(40.20e9, rel=1e-3)
+    assert found.total == pytest.approx(64.55e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+def test_moments_hold_as_many_micro_batches_as_the_schedule(name: str) -> None:
+    config = configured(PIPELINE | {"schedule": name})
+    seen = [states_of(config, rank, 12).values() for rank in range(4)]
+    most = [max(int((s.live + s.deferred).sum(axis=1).max()) for s in found) for found in seen]
+    assert most[0] == {"gpipe": 12, "1f1b": 4, "zb_h1": 4}[name]
+    assert name != "1f1b" or most == [4, 3, 2, 1]
+    assert any(s.deferred.any() for found in seen for s in found) == (name == "zb_h1")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zbv", "v_half"])
+def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
+    vpp = 1 if name in ("1f1b", "zb_h1") else 2
+    assert enough_microbatches(name, 4, 64) < 64
+    all_of = make(name, 4, 64, vpp).orders[0]
+    live, most = 0, 0
+    for step in all_of:
+        live += {"F": 1, "W": -1, "B": -1}.get(step.kind.name, 0)
+        most = max(most, live)
+    seen = states_of(configured(PIPELINE | {"schedule": name, "vpp": vpp}), 0, 64).items()
+    counted = [(s.live + s.deferred).sum(axis=1).max() + (kind == Kind.F) for (kind, _), s in seen]
+    assert max(counted) == most
+
+
+def test_recomputation_keeps_less_and_full_least() -> None:
+    less = "[layer]", "[norm,attention,mlp]", "[norm,activation]", "[norm]", "none"
+    found = []
+    for parts in less:
+        config = configured(ONE | {"recompute": parts})
+        found += [layer_bytes(*pipeline_ranks(config, layout_of(config)))]
+    kept = [layer.kept for layer in found]
+    assert kept == sorted({*kept})
+    assert found[0].again > 0 == found[-1].again
+    assert {layer.plain for layer in found} == {kept[-1]}
+
+
+def test_zero_cuts_what_it_says() -> None:
+    base = PIPELINE | {"pp": 1, "dp": 8, "global_batch_size": 16}
+    none, one, three = (peak_memory(configured(base | {"zero": z}), 0) for z in (0, 1, 3))
+    assert one.optimizer == pytest.approx(none.optimizer / 8)
+    assert one.gradients == none.gradients
+    assert three.gradients == pytest.approx(none.gradients / 8)
+    assert three.parameters < none.parameters
+
+
+def test_the_fullest_rank_is_the_fullest_of_all() -> None:
+    for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
+        config = configured(PIPELINE | {"schedule": schedule, "vpp": vpp})
+        index, most = peak_stage(config)
+        everyone = [peak_memory(config, i).total for i in range(4)]
+        assert most.total == max(everyone) == everyone[index]
+
+
+def test_launches_grow_by_a_micro_batch_as_the_first_ones_do() -> None:
+    counts = []
+    for batch in (16, 17, 18):
+        config = configured(PIPELINE | {"global_batch_size": batch})
+        counts.append(sum(launches(config, 1).values()))
+    assert counts[2] - counts[1] == counts[1] - counts[0] > 0
+
+
+def test_equal_seeds_sample_equal_cases_and_errors_have_a_sign() -> None:
+    first, again = sample(3, 2), sample(3, 2)
+    assert [next(first) for _ in range(3)] == [next(again) for _ in range(3)]
+    assert off(100.0, 103.0) == pytest.approx(3) and off(100.0, 97.0) == pytest.approx(-3)
+    assert off(0.0, 0.0) == 0 and off(0.0, 1.0) == float("inf")
+
+
+@pytest.mark.more
+def test_the_longest_sequences_of_the_page() -> None:
+    page = (ROOT / "docs" / "long_context.md").read_text(encoding="utf-8")
+    base = {"model": "llama3_8b", "tp": 8, "sp": True, "dp": 1, "micro_batch_size": 1}
+    for way in (WAYS[4], WAYS[-1]):
+        line = row(base | way | {"global_batch_size": 4}, 81.5e9, plays=False)
+        assert f"` | {line} |\n" in page
+
+
+def test_a_wrong_formula_is_told() -> None:
+    """The comparison of the first test can fail: a layer that keeps nothing would."""
+    config = configured(PIPELINE)
+    layers = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=28))
+    assert abs(off(peak_memory(config, 0).total, peak_memory(layers, 0).total)) > 3

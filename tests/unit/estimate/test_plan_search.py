@@ -1,0 +1,204 @@
+"""The planner's search: what is searched, what is held, and what stands first."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from benchmarks.published_memory import memory
+from parallel3d.config.checks import check_context_parallel
+from parallel3d.config.schema import ClusterConfig, Config, ContextParallelConfig, ModelConfig
+from parallel3d.estimate.fitted_cost import StepWork, context_parallel, load, step
+from parallel3d.estimate.ops import STYLES
+from parallel3d.estimate.search import (
+    TIGHT,
+    LayoutChoice,
+    Priced,
+    best,
+    complexity,
+    divisors,
+    layouts,
+    ranked,
+    reason,
+    style_seconds,
+    with_style,
+    works,
+)
+from parallel3d.topology.assumptions import preset
+from tests.unit.estimate.plan_work import work
+
+ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, compiled=1)
+SIZES = {name: float(getattr(ONE, name)) for name in ONE.__dataclass_fields__}
+
+
+def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) -> Priced:
+    times = step(works(choices, SIZES, batch), load())
+    return ranked(choices, times, held, SIZES["memory_bytes"])
+
+
+def priced_of(gpus: int, batch: int, choices: list[LayoutChoice] | None = None) -> Priced:
+    """Priced with the memory of the fitted formulas' guesses, which any other would do."""
+    choices = choices or list(layouts(SIZES, gpus, 8, batch, {}))
+    return price(choices, batch, memory(works(choices, SIZES, batch), {}).total)
+
+
+def test_layouts_use_every_gpu_and_divide_the_batch() -> None:
+    found = list(layouts(SIZES, 96, 8, 96, {}))
+    assert {c.tp * c.pp * c.dp for c in found} == {96}
+    assert all(96 % (c.dp * c.micro_batch_size) == 0 and c.tp <= 8 for c in found)
+    assert {c.pp for c in found} >= {1, 2, 3, 4, 6, 12}
+    assert all(c.zero < 2 for c in found if "zb" in c.schedule or c.vpp > 1)
+    assert len(set(found)) == len(found)
+
+
+def test_what_the_user_holds_is_held() -> None:
+    held = {"tp": 4, "pp": 2, "zero": 1, "recompute": "full", "schedule": "zb_h1"}
+    held["micro_batch_size"] = 2
+    found = list(layouts(SIZES, 64, 8, 64, held))
+    assert len(found) == 1 and found[0] == LayoutChoice(4, 2, 1, 8, 2, "zb_h1", "full", 1)
+
+
+@pytest.mark.slow
+def test_the_table_prices_each_layout_as_a_single_call_does() -> None:
+    choices = list(layouts(SIZES, 32, 8, 64, {"recompute": "none"}))[::17]
+    priced = priced_of(32, 64, choices)
+    each = [float(step(works([c], SIZES, 64), load()).total[0]) for c in choices]
+    assert priced.seconds == pytest.approx(each)
+
+
+def test_the_simpler_of_equal_layouts_stands_first_and_none_that_does_not_fit() -> None:
+    priced = priced_of(64, 256)
+    assert 0 < len(priced.order) < len(priced.choices)
+    assert all(priced.memory[i] <= SIZES["memory_bytes"] for i in priced.order)
+    risked = priced.seconds * np.where(priced.tight, TIGHT, 1.0)
+    for a, b in zip(priced.order, priced.order[1:], strict=False):
+        faster = risked[a] <= risked[b]
+        assert faster or complexity(priced.choices[a]) <= complexity(priced.choices[b])
+
+
+def test_a_nearly_full_gpu_comes_after_a_safe_one_that_is_about_as_fast() -> None:
+    choices = list(layouts(SIZES, 64, 8, 256, {"tp": 8, "pp": 2, "recompute": "none"}))[:2]
+    room = SIZES["memory_bytes"]
+    full = price(choices, 256, np.array([0.95, 0.5]) * room)
+    free = price(choices, 256, np.array([0.5, 0.95]) * room)
+    a, b = full.seconds.tolist()
+    assert 1 / TIGHT < a / b < TIGHT
+    assert (full.order[0], free.order[0]) == (1, 0)
+
+
+def test_rows_are_layouts_and_not_variants_and_each_has_its_reason() -> None:
+    priced = priced_of(512, 1024)
+    rows = best(priced, 10)
+    assert len({(priced.choices[i].tp, priced.choices[i].pp) for i in rows}) == len(rows) == 10
+    said = [reason(priced, i, rows[0], 8) for i in rows]
+    assert "of the step computes" in said[0]
+    assert all("%" in words or "as fast" in words for words in said)
+
+
+def test_a_heavy_head_takes_layers_from_its_stage() -> None:
+    sizes = SIZES | {"vocab": 16 * 8192 * 3.0}
+    choice = LayoutChoice(2, 4, 1, 1, 1, "1f1b", "none", 0)
+    w = works([choice], sizes, 64)
+    assert w.last < w.first and w.first + 2 * w.middle + w.last >= SIZES["layers"]
+
+
+@pytest.mark.parametrize("n", [1, 12, 97, 4096, 16384, 30030])
+def test_divisors(n: int) -> None:
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_sixteen_thousand_gpus_take_no_time() -> None:
+    """The promise is 30 s; a search that priced layouts one by one would take minutes."""
+    began = time.process_time()
+    priced_of(16384, 16384)
+    assert time.process_time() - began < 20
+
+
+LONG = SIZES | {"seq": 131072.0}
+
+
+def test_long_sequences_are_split_and_short_ones_are_not() -> None:
+    found = list(layouts(LONG, 128, 8, 64, {}))
+    assert {c.cp for c in found} == {1, 2, 4, 8, 16}
+    assert all(c.tp * c.cp * c.pp * c.dp == 128 for c in found)
+    assert all(c.micro_batch_size == 1 for c in found if c.cp > 1)
+    assert {c.cp for c in layouts(SIZES, 128, 8, 64, {})} == {1}
+    assert {c.cp for c in layouts(SIZES, 128, 8, 64, {"cp": 4})} == {4}
+
+
+def test_split_sequences_share_gradients_with_the_replicas() -> None:
+    """The same ranks along cp as along dp: the same reductions, and shards of the same size."""
+    split, whole = (
+        step(work(dp=dp, cp=cp, zero=1, microbatches=8), load()) for dp, cp in ((2, 4), (8, 1))
+    )
+    assert split.optimizer == whole.optimizer
+    assert split.gradients == pytest.approx(whole.gradients, rel=0.3)  # less backward hides them
+
+
+@pytest.mark.parametrize("style", range(3))
+def test_a_style_waits_less_within_a_node_and_for_shorter_sequences(style: int) -> None:
+    given = {"cp": 8, "seq": 131072, "heads": 64, "kv_heads": 64, "cp_style": style}
+    near, far = (work(**given, gpus_per_node=n) for n in (8, 4))
+    c, alone = load(), np.array(0.0)
+    assert 0 < context_parallel(near, c, alone) < context_parallel(far, c, alone)
+    assert context_parallel(work(**given | {"seq": 32768}), c, alone) < context_parallel(
+        near, c, alone
+    )
+    assert context_parallel(work(**given | {"cp": 1}), c, alone) == 0
+
+
+def sent_in_a_layer(one: StepWork, style: str) -> float:
+    """Seconds of the formulas of context_parallel/attention.py over NVLink."""
+    whole = 2 * 2 * one.seq * one.kv_heads * one.head_size  # K, in bf16
+    queries, p = 2 * one.seq * one.heads * one.head_size, one.cp
+    nbytes = {
+        "gather": 3 * whole,
+        "ring": (1 + 1 + 4 / 2) * whole,
+        "heads": 2 * (2 * queries + whole) / p,
+    }[style]
+    return (p - 1) / p * nbytes / (one.link_rate * load()["link.rate"])
+
+
+def test_attention_hides_gathers_and_a_ring_but_no_all_to_all() -> None:
+    c, given = load(), {"cp": 8, "seq": 65536, "heads": 64, "kv_heads": 64}
+    for style, hides in (("gather", True), ("heads", False), ("ring", True)):
+        one = work(**given, cp_style=STYLES.index(style))
+        bare, behind = (float(context_parallel(one, c, np.array(t))) for t in (0.0, 1.0))
+        assert behind == pytest.approx(bare * (c["cp.exposed"] if hides else 1.0))
+        assert bare == pytest.approx(float(sent_in_a_layer(one, style)), rel=0.03)  # and latency
+    cheapest = float(context_parallel(work(**given, cp_style=3), c, np.array(0.0)))
+    assert cheapest == min(
+        float(context_parallel(work(**given, cp_style=i), c, np.array(0.0))) for i in range(3)
+    )
+
+
+def config_of(cluster: str, **keys: Any) -> Config:
+    model = preset("model", "llama3_8b") | {"seq_length": keys.pop("seq_length", 131072)}
+    config = Config(
+        model=ModelConfig(**model | keys.pop("model", {})),
+        cluster=ClusterConfig(**preset("cluster", cluster)),
+        context_parallel=ContextParallelConfig(style="auto"),
+        micro_batch_size=1, global_batch_size=1, dp=1, **keys,
+    )  # fmt: skip
+    config.precision.name = "bf16"
+    return config
+
+
+def test_the_cheapest_style_is_one_that_the_checks_allow() -> None:
+    few = {"num_attention_heads": 8, "num_query_groups": 8, "head_dim": 128}
+    assert with_style(config_of("dgx_h100", cp=1)).context_parallel.style == "auto"
+    for cluster in ("dgx_h100", "laptop"):  # by the planner's prices, and by the network's alone
+        for model in (few, few | {"dropout": 0.1}, few | {"num_attention_heads": 9}):
+            config = config_of(cluster, cp=8, model=model | {"num_query_groups": None})
+            chosen, seconds = with_style(config), style_seconds(config)
+            check_context_parallel(chosen)
+            allowed = {"gather", "ring", "heads"}
+            allowed -= {"ring"} if "dropout" in model else set()
+            allowed -= {"heads"} if model["num_attention_heads"] == 9 else set()
+            assert set(seconds) == allowed
+            assert chosen.context_parallel.style == min(seconds, key=seconds.__getitem__)
+            assert all(0 < value < float("inf") for value in seconds.values())
