@@ -14,7 +14,7 @@ unset PYTHONDONTWRITEBYTECODE
 case "${1:-} $*" in
 "fast "*) set -- -n 2 -m "not slow and not more" tests/unit "${@:2}" ;;
 "more "*) set -- -n 3 -m more "${@:2}" ;;
-*" tests"* | *" -k"* | *" -m"* | *" --lf"* | *" --last-failed"*) ;;
+*" tests"* | *"/tests"* | *" -k"* | *" -m"* | *" --lf"* | *" --last-failed"*) ;;
 *) set -- -n 3 -m "not more" "$@" ;;
 esac
 exec "$VENV/bin/python" -m pytest -q "$@"
