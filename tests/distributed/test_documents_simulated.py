@@ -22,7 +22,7 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_cases
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import run_on_own_device, waits
-from tests.unit import test_context_attention
+from tests.unit.context_parallel import test_attention as test_context_attention
 from tests.unit.context_parallel.test_attention import by_ranks, random_inputs
 
 GATHER, HEADS, RING = (

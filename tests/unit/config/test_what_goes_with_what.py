@@ -96,6 +96,7 @@ def test_every_feature_works_alone() -> None:
     assert {name: text for name, text in said.items() if text} == {}
 
 
+@pytest.mark.more
 def test_what_is_proven_is_not_refused_and_every_feature_that_can_be_is_proven() -> None:
     proven, refused = made["proven"](), made["refused"]()
     assert proven.isdisjoint(refused)
@@ -104,6 +105,7 @@ def test_what_is_proven_is_not_refused_and_every_feature_that_can_be_is_proven()
         assert frozenset(("tp=2", name)) in with_tp
 
 
+@pytest.mark.more
 def test_a_matrix_has_every_pair_that_is_refused() -> None:
     heads = made["columns"]()
     marks = {row[0].split("`")[0].split(" ")[0]: row[1:] for row in rows("Matrix")}

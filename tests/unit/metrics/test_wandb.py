@@ -22,6 +22,8 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.wandb_ledger import begin, kept_id
 from tests.wandb_records import wandb_records
 
+pytestmark = pytest.mark.slow
+
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -68,7 +70,6 @@ def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     return wandb_records(path)
 
 
-@pytest.mark.slow
 def test_what_had_no_token_to_learn_has_no_loss_in_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "bare"
     run_dir.mkdir()
@@ -82,7 +83,6 @@ def test_what_had_no_token_to_learn_has_no_loss_in_the_run(tmp_path: Path) -> No
     assert rows[0]["train/skipped"]
 
 
-@pytest.mark.slow
 def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +129,6 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert several == f"wandb sync {run_dir / 'wandb'}/offline-run-*"
 
 
-@pytest.mark.slow
 def test_wandbs_variables_win_over_what_nobody_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +157,6 @@ def test_wandbs_variables_win_over_what_nobody_typed(
     wandb.teardown()
 
 
-@pytest.mark.slow
 def test_the_id_that_a_sweeps_agent_gives_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +183,6 @@ def test_wandb_mode_disabled_leaves_nothing_of_wandb(
     assert "disabled by WANDB_MODE" in capfd.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_failed_run_is_failed_in_wandb_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +232,6 @@ def test_the_key_is_nowhere_in_the_run_directory_or_on_the_screen(
     assert SECRET not in "".join(capfd.readouterr())
 
 
-@pytest.mark.slow
 def test_no_network_at_the_start_falls_back_to_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,7 +337,6 @@ for asked in sys.argv[2:]:
 """
 
 
-@pytest.mark.slow
 def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     tmp_path: Path,
 ) -> None:
@@ -410,7 +405,6 @@ for asked in sys.argv[3:]:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("logged", ["new", "all"])
 def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logged: str) -> None:
     """Why `wandb_ledger` reads the files of killed sessions. It may stop if this fails."""
@@ -427,7 +421,6 @@ def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logg
         assert [step for step, count in times.items() if count > 1]
 
 
-@pytest.mark.slow
 def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,7 +449,6 @@ def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     assert [row["step"] for row in logged] == [3]
 
 
-@pytest.mark.slow
 def test_a_wandb_file_that_cannot_be_read_makes_a_run_of_its_own_rather_than_log_twice(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,7 +465,6 @@ def test_a_wandb_file_that_cannot_be_read_makes_a_run_of_its_own_rather_than_log
     assert len([*rows_of(run_dir / "metrics.jsonl")]) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False])
 def test_system_metrics_are_sampled_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool

@@ -71,6 +71,7 @@ def run(attend: Attend, kernel: str) -> tuple[list[Tensor], list[str]]:
         return values(attend, kernel), operators.names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [whole, packed, again])
 def test_the_kernel_asked_for_runs_and_gives_the_same_values(attend: Attend) -> None:
     usual, names = run(attend, "auto")

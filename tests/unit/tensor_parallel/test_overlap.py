@@ -131,6 +131,7 @@ def test_the_kept_shard_is_gathered_while_the_input_gradient_is_computed(
     assert notes.lines[3:6] == ["start gather 2", "GEMM", "wait gather 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_piece_travels_while_the_gemm_of_the_one_before_runs(
     notes: Notes, compiled: bool
