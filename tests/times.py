@@ -61,15 +61,16 @@ class Times:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
-        """Adds the CPU seconds since the test began to its report, which xdist carries over."""
+        """Adds the CPU seconds of a test to its last report, which xdist carries over."""
         report: Any = yield
-        report.cpu_seconds = cpu_seconds(os.getpid()) - item.stash[self.BEFORE]
+        if report.when == "teardown":
+            report.cpu_seconds = cpu_seconds(os.getpid()) - item.stash[self.BEFORE]
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Takes up one phase of a test: set-up, call or teardown."""
         seconds, _ = self.tests.get(report.nodeid, (0.0, 0.0))
-        # A report without them is of a process that died.
+        # The last report has the CPU seconds, if the process has not died before it.
         self.tests[report.nodeid] = seconds + report.duration, getattr(report, "cpu_seconds", 0.0)
 
     def by_file(self) -> dict[str, tuple[int, float, float]]:

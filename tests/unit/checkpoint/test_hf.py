@@ -22,6 +22,8 @@ from parallel3d.errors import UserError
 from parallel3d.parameters.sharding import spec_of
 from tests.huggingface import GROUPED, save_model
 
+pytestmark = pytest.mark.slow
+
 GPT = ModelConfig(
     num_layers=3,
     hidden_size=32,
@@ -117,7 +119,6 @@ def export(model: ModelConfig, folder: Path, **changes: object) -> dict[str, Ten
     return weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_exported_model_has_our_logits_in_transformers(name: str, tmp_path: Path) -> None:
     model = MODELS[name]

@@ -68,6 +68,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("override", "words"), BAD, ids=[bad[0] for bad in BAD])
 def test_a_bad_override_ends_in_one_sentence(override: str, words: list[str]) -> None:
     with pytest.raises(UserError) as raised:

@@ -394,6 +394,7 @@ THEIRS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "made_by", "words"), THEIRS)
 def test_other_tokens_of_transformers_are_said(
     tmp_path: Path, name: str, made_by: str, words: str | None

@@ -34,6 +34,7 @@ def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
     return added, state_of(table).main_grad if bucket else table.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", [True, False])
 @pytest.mark.parametrize(
     ("group", "sp", "alike"), [(PAIR, False, True), (PAIR, True, False), (SINGLE, False, False)]
