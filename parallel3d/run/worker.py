@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import PrefixStore, Store
 
-TAKING_S = 0.5  # that a signal waits for a run directory to be whole, unless its disk hangs
+TAKING_S = 5.0  # that a signal waits for a run directory to be whole, unless its disk hangs
 
 # Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
 APPS = {
