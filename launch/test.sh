@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests, in three sets (CONTRIBUTING.md says when to run which):
-#   ./launch/test.sh fast    unit tests that take less than a second each: a minute on two cores
+#   ./launch/test.sh fast    unit tests of less than a fifth of a second each: a minute on two cores
 #   ./launch/test.sh         all that a change of the package can break
 #   ./launch/test.sh more    planted bugs, tests of benchmarks, pages, Slurm, rails, browser, types
 # Or those that pytest's arguments choose, of whatever set: ./launch/test.sh tests/unit -k layout
