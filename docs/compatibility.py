@@ -133,8 +133,17 @@ class Feature:
         return spell(self.key, self.value)
 
     def is_on(self, config: Config) -> bool:
-        """Whether a configuration has it; of sizes and weights any other than the default."""
+        """Whether a configuration has it; of sizes and weights any other than the default.
+
+        A kernel of GPUs is another one on the CPU, a schedule of chunks has several of them, and
+        layers by stage have a stage a rank.
+        """
         key, found = all_keys()[self.key], _get(config, self.key)
+        device, chunks = self.brings.get("device", config.device), self.brings.get("vpp", 1)
+        if device != config.device or chunks > config.vpp:
+            return False
+        if self.key == "schedule.layers_per_stage":
+            return found is not None and len(found) == config.pp
         if self.key == "recompute":
             parts = self.value.startswith("[")
             return spelled(found).startswith("[") if parts else spelled(found) == self.value
@@ -293,7 +302,8 @@ All pairs of features that have no column work too: {proven} of them are proven,
 allowed. Of {pairs} pairs in all {refused} are refused, {works} work, and {tested} of these are
 proven. What the samples of a run are (`data`, `data.packing`) changes nothing of what a step does
 with them; `tests/unit/data` holds it. Rounding hides errors, so exactness is proven in
-fp64, and bf16 and fp16 are compared with fp32; what rounds by intent (`ddp.comm_hook`) and what
+fp64, and bf16 and fp16 are compared with fp32, as is what rounds by intent (`ddp.comm_hook=bf16`;
+the errors that PowerSGD keeps are added to its sums, which then are exact). What
 needs a GPU (`attention_kernel`, `precision=tf32`, `device=cuda`) cannot be proven so.
 
 `schedule=file` goes with what the schedule goes with that the file holds. Values that are not

@@ -21,6 +21,8 @@ from parallel3d.topology.layout import Layout
 
 STEPS = 3  # the second reads what the first has left, the third what one like it has left
 GLOBAL_BATCH = 24  # a multiple of dp × micro-batches for 1, 2, 3, 4 and 6 of them
+# A global batch that is halved in the second step: by samples read (`train.batch_schedule`).
+HALVED = ((0, GLOBAL_BATCH), (1, GLOBAL_BATCH // 2), (GLOBAL_BATCH + 1, GLOBAL_BATCH))
 # What the reference computes in: below fp32 it stays there.
 DTYPES = {
     "fp64": torch.float64,
@@ -278,11 +280,12 @@ def _pack(sample: Sample, i: int, ranks: int = 1) -> Sample:
     return Sample(sample.tokens, mask, starts)
 
 
-def dead_weights(names: Iterable[str], position_embedding: str) -> frozenset[str]:
+def dead_weights(names: Iterable[str], model: ModelConfig) -> frozenset[str]:
     """Weights whose exact gradient is zero, so that they stay 0 but for rounding.
 
-    A key bias adds the same to all scores of a query, unless RoPE turns it by the key's position.
+    A key bias adds the same to all scores of a query, unless RoPE turns it by the key's position or
+    a norm of the key comes behind it.
     """
-    if position_embedding == "rope":
+    if model.position_embedding == "rope" or model.qk_norm:
         return frozenset()
     return frozenset(name for name in names if name.endswith("attention.k.bias"))

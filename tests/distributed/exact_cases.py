@@ -6,17 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from tests.distributed import (
-    test_context_parallel,
-    test_documents,
-    test_engines,
-    test_exactness,
+    matrix,
     test_fully_sharded,
     test_hierarchical,
     test_model_options,
     test_overlap,
     test_precision,
-    test_schedules,
-    test_simulated_exactness,
 )
 from tests.distributed.cases import Case
 from tests.distributed.harness import Sizes
@@ -27,15 +22,10 @@ def exact_cases() -> Iterator[tuple[Sizes, Case]]:
 
     Those of `test_precision` are compared by losses and norms.
     """
-    for sizes in test_exactness.LAYOUTS:
-        yield from ((sizes, case) for case in test_exactness.all_cases(*sizes))
+    yield from ((matrix.layout(levels), matrix.case(levels)) for levels in matrix.chosen().found)
     for sizes in test_precision.LAYOUTS:
         yield from ((sizes, case) for case in test_precision.low_precision_cases(*sizes))
-    yield from test_engines.all_cases()
     yield from ((sizes, test_hierarchical.CASE) for sizes in test_hierarchical.LAYOUTS)
-    yield from map(test_context_parallel.sizes_and_case, test_context_parallel.chosen_levels())
-    for module in (test_schedules, test_documents):
-        yield from ((levels.layout, levels.case()) for levels in module.chosen_levels())
     listed: Iterable[tuple[Sizes, list[Case]]] = [
         *test_overlap.RUNS.items(),
         *test_model_options.CASES,
@@ -44,5 +34,6 @@ def exact_cases() -> Iterator[tuple[Sizes, Case]]:
     ]
     for sizes, cases in listed:
         yield from ((sizes, case) for case in cases)
-    for sizes, case in test_simulated_exactness.all_cases():
-        yield sizes, replace(case, keys=(*case.keys, ("device", "simulated")))
+    for levels in matrix.on_streams():
+        case = matrix.case(levels)
+        yield matrix.layout(levels), replace(case, keys=(*case.keys, ("device", "simulated")))

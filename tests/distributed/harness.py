@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.config.schema import Config
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.sharding import ShardSpec
@@ -98,7 +98,8 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
     """
     groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=300)
     # Micro-batches of one sample fit any schedule of the batch.
-    case = Case(problem, microbatches=problem.batch if problem.batches else None)
+    single = problem.batches or problem.batch % 2
+    case = Case(problem, microbatches=problem.batch if single else None)
     trainer = make_trainer(case, groups)
     # Copies: the trainer may hand out views of what it is about to train.
     weights = {name: array(w) for name, w in trainer.full_parameters().items()}
@@ -114,6 +115,12 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
 def plain_groups(layout: Layout) -> ProcessGroups:
     """The groups of `layout` as they are where nothing is known of a cluster."""
     return ProcessGroups.create(layout, here().type, timeout_s=300)
+
+
+def with_copies_of_two(layout: Layout) -> ProcessGroups:
+    """The groups of `layout` with each two neighbours among the replicas apart."""
+    levels = shards_and_replicas(layout, 2)
+    return ProcessGroups.create(layout, here().type, timeout_s=300, levels=levels)
 
 
 def run_cases(
@@ -203,7 +210,7 @@ class References:
         source = source_of(problem, config)
         dtype = DTYPES[problem.precision]
         run = train_reference(config, initial, source, problem.steps, dtype, lrs)
-        dead = dead_weights(initial, config.model.position_embedding)
+        dead = dead_weights(initial, config.model)
         frozen = {name for name in initial if is_frozen(config.optim, name)}
         assert all(torch.equal(run.weights[name], initial[name].to(dtype)) for name in frozen)
         for name in run.weights.keys() - dead - frozen:

@@ -1,14 +1,14 @@
 """What ranks on the simulated accelerator run: whole cases, and steps in which waits are counted.
 
-A module of its own, as a new worker imports it: a matrix of cases takes seconds to be made.
+A module of its own, as a new worker imports it: the matrix takes seconds to be made.
 """
 
 from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.models import ops
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Observer
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import Outcome, make_trainer, plain_groups, run_cases
+from tests.distributed.harness import Outcome, Sizes, make_trainer, plain_groups, run_cases
 from tests.distributed.simulated import here
-
-Sizes = tuple[int, int, int]
 
 DROPS = Problem("llama_tiny", "adamw", True, "bf16", (("dropout", 0.1),))
 STEPS = 2  # in which the host's waits are counted, after the first
@@ -91,9 +90,20 @@ def run_without_residual_gradients(sizes: Sizes, cases: Sequence[Case]) -> list[
     return run_cases(sizes, cases, residuals_lose_their_gradient)
 
 
-def run_on_own_device(sizes: Sizes, cases: Sequence[Case]) -> list[Outcome]:
+def run_on_own_device(
+    sizes: Sizes,
+    cases: Sequence[Case],
+    condition: Callable[[], AbstractContextManager[None]] = nullcontext,
+    make_groups: Callable[[Layout], ProcessGroups] = plain_groups,
+) -> list[Outcome]:
     """As `run_cases`; the host waits once a step, and contexts are on this rank's device alone."""
-    outcomes = run_cases(sizes, cases, one_wait_a_step)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with condition(), one_wait_a_step():
+            yield
+
+    outcomes = run_cases(sizes, cases, both, make_groups)
     assert this_machine().touched == {dist.get_rank()}
     return outcomes
 

@@ -1,8 +1,8 @@
 """`compile=true`: compiled blocks with dropout are the reference as well, and compile once.
 
 The linear layers inside are opaque operators whose backward fills the gradient buckets unseen by
-the compiler, so weights after three steps are what tells. Both models compiled, with tensor,
-pipeline and data parallelism and without dropout: see test_engines.
+the compiler, so weights after three steps are what tells. Compiled blocks beside every other
+setting, without kernels of their own: see `matrix`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ from parallel3d.commands.profiling import layers_shown
 from parallel3d.device.accelerator import Ranges
 from parallel3d.models import transformer
 from parallel3d.topology.layout import Layout
-from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, make_trainer, run_cases
+from tests.distributed.cases import HALVED, Case, Problem
+from tests.distributed.harness import (
+    References,
+    Sizes,
+    check_cases,
+    differences,
+    make_trainer,
+    run_cases,
+)
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
 
-# A layer or two, as compiling takes seconds for each (those of test_engines in fp64 tell two of a
-# graph apart, and are evaluated, for which there is a graph more); micro-batches of the size that
-# it compiles for, whose kernels are found.
+# A layer or two, as compiling takes seconds for each; micro-batches of the size that it compiles
+# for, whose kernels are found.
 DROPS = Problem("gpt_tiny", "adamw", tied=True, layers=1, model=(("dropout", 0.2),))
 NORMS = Problem(
     "llama_tiny", "adamw", tied=False, layers=2, model=(("qk_norm", True), ("num_query_groups", 1))
@@ -51,6 +57,62 @@ def test_compiled_blocks_are_the_reference(
     by_rank = pool.run(2, run_cases, (2, 1, 1), [case], kernels, timeout_s=900)
     outcomes = [found[0] for found in by_rank]
     assert differences(outcomes, references.of(case.problem), case.problem) == {}
+
+
+MLP_AGAIN = (("recompute", "[norm,attention,mlp]"), ("ddp.bucket_order", "measured"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "case"),
+    [
+        # Evaluated in fp64, for which there is a graph more.
+        (
+            (2, 1, 2),
+            Case(
+                Problem("gpt_tiny", "sgd", tied=True, layers=1, batches=HALVED),
+                sp=True,
+                microbatches=2,
+                compile=True,
+                bucket_cap_mb=0.02,
+                keys=(("zero", 1), ("tensor_parallel.chunks", 2), *MLP_AGAIN),
+            ),
+        ),
+        (
+            (2, 1, 1),
+            Case(
+                Problem("llama_tiny", "adamw", tied=False, precision="bf16", layers=1),
+                microbatches=4,
+                compile=True,
+            ),
+        ),
+    ],
+    ids=["fp64", "bf16"],
+)
+def test_kernels_of_the_compiler_are_the_reference(
+    sizes: Sizes, case: Case, pool: Pool, references: References
+) -> None:
+    check_cases(sizes, [case], pool, references)
+
+
+# (schedule, chunks, layers): a block a stage, so that all graphs have the same kernels.
+COMPILED = [("zb_h1", 1, 2), ("interleaved", 2, 4), ("zbv", 2, 4)]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)], ids=str)
+def test_compiled_blocks_put_weight_gradients_off(
+    sizes: tuple[int, int, int], pool: Pool, references: References
+) -> None:
+    """The compiler may not write again into what a weight gradient still has to read."""
+    dp = sizes[2]
+    cases = [
+        Case(
+            Problem("llama_tiny", "sgd", tied=dp == 1, layers=layers, steps=2, batch=18 * dp),
+            name, microbatches=3, compile=True, bucket_cap_mb=0.02,
+            keys=(("vpp", chunks), ("zero", dp - 1)),
+        )
+        for name, chunks, layers in (COMPILED if dp == 1 else COMPILED[-1:])
+    ]  # fmt: skip
+    check_cases(sizes, cases, pool, references)
 
 
 def graphs_by_step() -> tuple[list[int], int, list[float], list[str]]:

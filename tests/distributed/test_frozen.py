@@ -1,4 +1,4 @@
-"""Planted bugs of `optim.freeze` and `optim.groups` are caught; both are on in test_exactness."""
+"""Planted bugs of `optim.freeze` and `optim.groups` are caught; both are on in test_matrix."""
 
 from __future__ import annotations
 

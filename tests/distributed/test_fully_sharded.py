@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
+from parallel3d.comm.process_groups import shards_and_replicas
 from parallel3d.data_parallel.fully_sharded import first_row
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
@@ -20,6 +20,7 @@ from tests.distributed.harness import (
     References,
     check_cases,
     make_trainer,
+    with_copies_of_two,
 )
 from tests.distributed.pool import Pool
 
@@ -48,11 +49,6 @@ def chunked(
 ) -> Case:
     keys = (("zero", stage), ("vpp", chunks), *keys)
     return Case(problem, schedule, microbatches=4, keys=keys)
-
-
-def with_copies_of_two(layout: Layout) -> ProcessGroups:
-    levels = shards_and_replicas(layout, 2)
-    return ProcessGroups.create(layout, "cpu", timeout_s=300, levels=levels)
 
 
 CASES = {

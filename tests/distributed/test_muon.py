@@ -1,6 +1,6 @@
 """Muon under every layout is the reference's, which steps whole matrices by name; bugs are caught.
 
-In fp64 to 1e-9. The matrix of layouts (test_exactness) has Muon too; here is what it leaves out:
+In fp64 to 1e-9. The matrix (test_matrix) has Muon too; here is what it leaves out:
 the stages of ZeRO, buckets that cut matrices, key-value heads on several ranks.
 """
 

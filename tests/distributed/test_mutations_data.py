@@ -24,7 +24,7 @@ from parallel3d.metrics.jsonl import Score
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Initializer, ShardSpec
 from parallel3d.trainer import EvaluatedSet, StepResult, Trainer
-from tests.distributed.cases import Case
+from tests.distributed.cases import HALVED, Case
 from tests.distributed.harness import (
     References,
     check_caught,
@@ -49,7 +49,6 @@ from tests.distributed.seams import (
     Mutation,
     planted,
 )
-from tests.distributed.test_engines import HALVED
 from tests.distributed.test_fully_sharded import HALF_COPIES, chunked, with_copies_of_two
 from tests.distributed.test_mutations import ADAMW, ALL_NUMBERS, SGD
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.pipeline import offload
-from parallel3d.pipeline.offload import ActivationOffload, HostSlabs
+from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
+from tests.distributed.conditions import tiny_slabs
 from tests.distributed.harness import digests, make_trainer, plain_groups
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.simulated import SimulatedPool, here
@@ -35,28 +36,6 @@ GPT = Problem(
 )  # q, k and v are views of the projection
 PACKED = replace(LLAMA, precision="bf16", documents=True)
 V: Keys = (("vpp", 2),)
-
-
-@contextmanager
-def tiny_slabs() -> Iterator[None]:
-    """Offloads tensors of tiny models, each into many slabs; on the CPU freed slabs are poisoned.
-
-    On the simulated device the host may not write what a queued copy reads.
-    """
-    give = HostSlabs.give
-
-    def poisoned(self: HostSlabs, slabs: list[Tensor]) -> None:
-        if not self.pinned:
-            for slab in slabs:
-                slab.fill_(0xFF)  # NaN in every floating-point type
-        give(self, slabs)
-
-    with (
-        patch.object(offload, "OFFLOADED_BYTES", 100),
-        patch.object(offload, "SLAB_BYTES", 4001),  # cuts through numbers of 2 bytes
-        patch.object(HostSlabs, "give", poisoned),
-    ):
-        yield
 
 
 class Run(NamedTuple):

@@ -1,7 +1,7 @@
 """Recomputation and sequence parallelism in pieces change nothing: the runs are the reference's.
 
 Pairwise over pieces, recomputation, schedule, zero, table, dropout, layout, with and without shared
-memory and compiler; every case also with unequal masks and three steps, as in test_exactness.
+memory and compiler; every case also with unequal masks and three steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_pieces_and_recomputation_train_as_the_reference_does(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
     world = sizes[0] * sizes[1] * sizes[2]
-    # What is compiled has TorchInductor's own kernels in test_engines.
+    # What is compiled has TorchInductor's own kernels in test_compiled.
     by_rank = pool.run(world, run_cases, sizes, RUNS[sizes], no_kernels, timeout_s=900)
     for each, outcomes in zip(RUNS[sizes], zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(each.problem), each.problem)

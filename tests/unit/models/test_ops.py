@@ -145,7 +145,7 @@ def test_attention_takes_half_precision() -> None:
 def test_compiled_operations_equal_eager_ones() -> None:
     """Attention without, with partly and with wholly rotated heads.
 
-    As graphs; TorchInductor's own kernels are in test_fused and in the blocks of test_engines.
+    As graphs; TorchInductor's own kernels are in test_fused and in the blocks of test_compiled.
     """
     sequence, results = 70, []
     inputs = leaf(2, sequence, 16), leaf(16), leaf(2, sequence, 20), leaf(2, sequence, 8 * 8)

@@ -1,0 +1,64 @@
+"""Conditions under which features of large models do something in tiny ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.data_parallel import comm_hooks
+from parallel3d.pipeline import offload
+from parallel3d.pipeline.offload import HostSlabs
+from tests.kernels import no_kernels
+
+
+@contextmanager
+def tiny_slabs() -> Iterator[None]:
+    """Offloads tensors of tiny models, each into many slabs; on the CPU freed slabs are poisoned.
+
+    On the simulated device the host may not write what a queued copy reads.
+    """
+    give = HostSlabs.give
+
+    def poisoned(self: HostSlabs, slabs: list[Tensor]) -> None:
+        if not self.pinned:
+            for slab in slabs:
+                slab.fill_(0xFF)  # NaN in every floating-point type
+        give(self, slabs)
+
+    with (
+        patch.object(offload, "OFFLOADED_BYTES", 100),
+        patch.object(offload, "SLAB_BYTES", 4001),  # cuts through numbers of 2 bytes
+        patch.object(HostSlabs, "give", poisoned),
+    ):
+        yield
+
+
+@contextmanager
+def errors_paid_back() -> Iterator[None]:
+    """What PowerSGD has not sent of a sum is added at once, so that each sum is exact.
+
+    The sums of low rank and the errors of all ranks make up the whole sum, if each error is that of
+    its own gradient. Errors that wait for the next step: see test_comm_hooks.
+    """
+    started = comm_hooks._PowersgdStarted
+    wait = started.wait
+
+    def wait_and_pay(self: comm_hooks._PowersgdStarted) -> None:
+        wait(self)
+        for matrix in self.factors.matrices:
+            matrix.of(self.tensor).add_(collectives.all_reduce(matrix.error, self.group))
+            matrix.error.zero_()
+
+    with patch.object(started, "wait", wait_and_pay):
+        yield
+
+
+@contextmanager
+def of_matrix() -> Iterator[None]:
+    """The conditions of every training of the matrix."""
+    with tiny_slabs(), errors_paid_back(), no_kernels():
+        yield

@@ -1,0 +1,606 @@
+"""The covering array: trainings in which every two settings that can meet do meet.
+
+Bugs of parallel training live where two features meet. `FACTORS` are the features, `RULES` say
+which of their levels stand together, `case` makes a training of one level of each, and `chosen` are
+few combinations that hold every allowed pair, beside the layouts and schedules of `SPINE`. A new
+dimension or feature is one more factor, its rules and its lines in `case`.
+
+    python -m tests.distributed.matrix      # the factors, the number of cases, what is uncovered
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config
+from parallel3d.schedules.schedule import ONE_CHUNK, V_SHAPED
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import OPTIM, Case, Problem
+from tests.distributed.covering import Cover, Levels, Rule
+from tests.distributed.covering import allowed as allowed_by
+from tests.distributed.harness import Sizes, cover, plain_groups, with_copies_of_two
+
+RANKS = 8  # at most
+SIZES = ("tp", "pp", "dp", "cp")
+PLAIN = ("1f1b", "gpipe")  # schedules of one chunk, with whole backwards
+MLP = "[norm,attention,mlp]"
+
+# Factors and their levels by subject. The first level is the default, at which a factor stays in a
+# layout that has no use for the others.
+SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "layout": {
+        "tp": (1, 2, 4),
+        "pp": (1, 2, 3, 4),
+        "dp": (1, 2, 4),
+        "cp": (1, 2, 3, 4),
+    },
+    "pipeline": {
+        "schedule": (*PLAIN, "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
+        "chunks": (1, 2, 4),  # of a rank
+        "micro-batches": ("one", "more", "as many as stages", "many"),
+        "samples": (2, 1),  # of a micro-batch
+        "stages": ("balanced", "uneven"),
+        "slices": (False, True),
+    },
+    "tensor parallelism": {
+        "sp": ("no", "whole", "in pieces"),
+        "attention": ("heads", "gather_qk"),
+        "table": ("vocab_parallel", "replicated"),
+        "logits": ("parallel", "whole"),
+    },
+    "sequences": {
+        "style": ("gather", "heads", "ring"),
+        "balance": (True, False),
+        "documents": (False, True),
+        "length": (16, 13, 15),
+    },
+    "data parallelism": {
+        "zero": (0, 1, 2, 3),
+        "copies": ("one", "several"),  # of a sharded model
+        "reduced": ("by default", "otherwise"),  # every micro-batch, or once a step
+        "buckets": ("whole", "small", "alone", "measured"),
+        "sums": ("flat", "hierarchical", "powersgd", "bf16"),
+        "noise scale": (False, True),
+    },
+    "memory": {
+        "recompute": ("none", "full", MLP, "[norm,activation]", "selective"),
+        "recomputed layers": ("all", "some"),
+        "MLP": ("whole", "in chunks"),
+        "offload": (False, True),
+        "loss chunks": (False, True),
+    },
+    "model": {
+        "activation": ("gelu", "relu", "swiglu"),
+        "positions": ("learned", "rope", "partial rope", "scaled rope", "none"),
+        "norm": ("layernorm", "rmsnorm"),
+        "qk_norm": (False, True),
+        "heads": (8, 12),
+        "kv heads": ("all", "some", "one"),
+        "bias": ("all", "none", "qkv"),
+        "padding": (8, 128),
+        "tied": (True, False),
+        "dropout": (0.0, 0.2),
+        "loss": ("plain", "smoothed"),
+    },
+    "optimizer": {
+        "optimizer": ("sgd", "momentum", "adamw", "muon"),
+        "treatment": ("plain", "averaged", "by name", "scheduled"),
+        "batches": ("same", "grow", "shrink"),
+    },
+    "computation": {
+        "kernel": ("auto", "math", "flash"),
+        "deterministic": (False, True),
+        "precision": ("fp64", "fp32", "bf16", "fp16"),
+        "compile": (False, True),
+    },
+}
+FACTORS = {name: levels for factors in SUBJECTS.values() for name, levels in factors.items()}
+EXACT = {"precision": "fp64", "compile": False}
+
+
+# What combinations must not break
+
+
+def microbatches(pp: int, count: str) -> int:
+    """Returns the micro-batches of a step; with `more` and `many` schedules differ most."""
+    return {"one": 1, "more": pp + 1, "as many as stages": pp, "many": 3 * pp - 1}[count]
+
+
+def batch_sizes(count: int, batches: str) -> tuple[int, ...]:
+    """Returns the micro-batches of the first steps; the last number holds from then on."""
+    return {"same": (count,), "grow": (1, count), "shrink": (count, -(-count // 2), count)}[batches]
+
+
+def kv_heads(heads: int, kv: str) -> int:
+    """Returns the number of key-value heads."""
+    return {"all": heads, "some": {8: 2, 12: 4}[heads], "one": 1}[kv]
+
+
+def _has_chunks(schedule: str, chunks: int) -> bool:
+    if schedule in V_SHAPED:
+        return chunks == 2
+    return chunks == 1 or schedule not in ONE_CHUNK
+
+
+def _splits_heads(tp: int, cp: int, style: str, heads: int, kv: str) -> bool:
+    queries, keys = heads // tp, max(1, kv_heads(heads, kv) // tp)
+    return cp == 1 or style != "heads" or (queries % cp == 0 and 0 in (keys % cp, cp % keys))
+
+
+def _splits_tokens(tp: int, cp: int, sp: str, length: int) -> bool:
+    return cp > 1 or length % {"no": 1, "whole": tp, "in pieces": 2 * tp}[sp] == 0
+
+
+def _has_two_parts(dp: int, pp: int, count: str, batches: str, noisy: bool) -> bool:
+    return not noisy or dp > 1 or min(batch_sizes(microbatches(pp, count), batches)) > 1
+
+
+# The configuration's own check refuses what breaks one of these, and nothing else: see test_matrix.
+REFUSED = (
+    Rule("chunks of a schedule", ("schedule", "chunks"), _has_chunks),
+    Rule("heads are split", ("tp", "cp", "style", "heads", "kv heads"), _splits_heads),
+    Rule("tokens are split", ("tp", "cp", "sp", "length"), _splits_tokens),
+    Rule(
+        "a ring has no dropout",
+        ("cp", "style", "dropout"),
+        lambda cp, style, dropout: cp == 1 or style != "ring" or not dropout,
+    ),
+    Rule(
+        "gathered q and k are of whole sequences",
+        ("cp", "attention"),
+        lambda cp, attention: cp == 1 or attention == "heads",
+    ),
+    Rule(
+        "gathered q and k are not compiled",
+        ("attention", "compile"),
+        lambda attention, compiled: attention == "heads" or not compiled,
+    ),
+    Rule(
+        "an MLP in chunks is recomputed",
+        ("MLP", "recompute"),
+        lambda mlp, recompute: mlp == "whole" or recompute == MLP,
+    ),
+    Rule(
+        "an MLP in chunks has the sequence in one piece",
+        ("MLP", "sp"),
+        lambda mlp, sp: mlp == "whole" or sp != "in pieces",
+    ),
+    Rule(
+        "an MLP in chunks is not compiled",
+        ("MLP", "compile"),
+        lambda mlp, compiled: mlp == "whole" or not compiled,
+    ),
+    Rule(
+        "layers that recompute something",
+        ("recompute", "recomputed layers"),
+        lambda recompute, layers: recompute != "none" or layers == "all",
+    ),
+    Rule(
+        "copies are of a sharded model",
+        ("zero", "copies"),
+        lambda zero, copies: zero > 1 or copies == "one",
+    ),
+    Rule(
+        "sharded gradients are reduced early or late",
+        ("zero", "reduced"),
+        lambda zero, reduced: zero > 1 or reduced == "by default",
+    ),
+    Rule(
+        "whole gradients have an order",
+        ("zero", "buckets"),
+        lambda zero, buckets: zero < 2 or buckets != "measured",
+    ),
+    Rule(
+        "hooks sum whole gradients",
+        ("zero", "sums"),
+        lambda zero, sums: zero == 0 or sums == "flat",
+    ),
+    Rule(
+        "PowerSGD's errors keep their scale",
+        ("sums", "precision"),
+        lambda sums, precision: sums != "powersgd" or precision != "fp16",
+    ),
+    Rule(
+        "noise is measured of whole gradients",
+        ("dp", "cp", "zero", "noise scale"),
+        lambda dp, cp, zero, noisy: not noisy or zero < 2 or dp * cp == 1,
+    ),
+    Rule(
+        "noise is measured of all gradients",
+        ("treatment", "noise scale"),
+        lambda treatment, noisy: not noisy or treatment != "by name",
+    ),
+    Rule(
+        "noise is measured of exact sums",
+        ("sums", "noise scale"),
+        lambda sums, noisy: not noisy or sums != "powersgd",
+    ),
+    Rule(
+        "noise is measured between parts of a batch",
+        ("dp", "pp", "micro-batches", "batches", "noise scale"),
+        _has_two_parts,
+    ),
+)
+
+
+def _only_split(size: str, *names: str) -> Iterator[Rule]:
+    """Yields rules by which factors keep their defaults where a dimension is not split."""
+    for name in names:
+        yield Rule(
+            f"{name} is idle without {size}",
+            (size, name),
+            lambda size, level, name=name: size > 1 or level == FACTORS[name][0],
+        )
+
+
+def _only_with_replicas(*names: str) -> Iterator[Rule]:
+    for name in names:
+        yield Rule(
+            f"{name} is idle without replicas",
+            ("dp", "cp", name),
+            lambda dp, cp, level, name=name: dp * cp > 1 or level == FACTORS[name][0],
+        )
+
+
+# Allowed combinations that compute what another one does.
+IDLE = (
+    *_only_split("tp", "sp", "attention", "table", "logits", "slices"),
+    *_only_split("pp", "schedule", "chunks", "stages", "slices"),
+    *_only_split("cp", "style", "balance"),
+    *_only_with_replicas("zero", "buckets", "sums"),
+    Rule(
+        "one stage tells two counts apart",
+        ("pp", "micro-batches"),
+        lambda pp, count: pp > 1 or count in ("one", "more"),
+    ),
+    Rule(
+        "slices are of whole sequences",
+        ("sp", "slices"),
+        lambda sp, slices: sp == "no" or not slices,
+    ),
+    Rule(
+        "documents are balanced",
+        ("documents", "balance"),
+        lambda documents, balance: documents or balance,
+    ),
+    Rule(
+        "split heads are balanced",
+        ("style", "balance"),
+        lambda style, balance: style != "heads" or balance,
+    ),
+    Rule(
+        "two levels of two replicas",
+        ("dp", "cp", "copies", "sums"),
+        lambda dp, cp, copies, sums: (
+            (copies == "one" and sums != "hierarchical") or (dp * cp > 2 and dp * cp % 2 == 0)
+        ),
+    ),
+    Rule(
+        "a batch of one micro-batch has one size",
+        ("micro-batches", "batches"),
+        lambda count, batches: count != "one" or batches == "same",
+    ),
+    Rule(
+        "one micro-batch is reduced once",
+        ("micro-batches", "reduced"),
+        lambda count, reduced: count != "one" or reduced == "by default",
+    ),
+)
+# Allowed combinations that are compared elsewhere, or would take long.
+COMPILED = ("1f1b", "interleaved", "zb_h1", "zbv")  # whole backwards and split ones, and chunks
+LEFT_OUT = (
+    Rule("at most eight ranks", SIZES, lambda *sizes: math.prod(sizes) <= RANKS),
+    Rule(
+        "rounded sums are near the reference where all is rounded",
+        ("sums", "precision"),
+        lambda sums, precision: sums != "bf16" or precision == "bf16",
+    ),
+    Rule(
+        "a rank compiles for seconds, so at most two do",
+        (*SIZES, "compile"),
+        lambda tp, pp, dp, cp, compiled: not compiled or tp * pp * dp * cp <= 2,
+    ),
+    Rule(
+        "a compiled block tells no other schedules apart",
+        ("schedule", "compile"),
+        lambda schedule, compiled: not compiled or schedule in COMPILED,
+    ),
+)
+RULES = (*REFUSED, *IDLE, *LEFT_OUT)
+
+
+def allowed(levels: Levels) -> bool:
+    """Returns whether levels, of some factors or of all, break no rule."""
+    return allowed_by(levels, RULES)
+
+
+# Every layout with both plain schedules, layouts with split sequences, and every schedule with
+# every number of stages and chunks.
+SPINE: list[Levels] = [
+    *(
+        {"tp": tp, "pp": pp, "dp": dp, "cp": 1, "schedule": schedule, **EXACT}
+        for tp, pp, dp in product((1, 2, 4), repeat=3)
+        for schedule in (PLAIN if pp > 1 else PLAIN[:1])
+        if tp * pp * dp <= RANKS
+    ),
+    *(
+        {"tp": tp, "pp": pp, "dp": dp, "cp": cp, **EXACT}
+        for tp, pp, dp, cp in product((1, 2), (1, 2), (1, 2), (2, 3, 4))
+        if tp * pp * dp * cp <= RANKS
+    ),
+    *(
+        {"pp": pp, "schedule": schedule, "chunks": chunks, **EXACT}
+        for pp, schedule, chunks in product((2, 3, 4), FACTORS["schedule"], FACTORS["chunks"])
+        if _has_chunks(schedule, chunks)
+    ),
+]
+
+
+def cost(levels: Levels) -> float:
+    """Returns the root of about how long a training takes.
+
+    The time itself would make many small trainings of few pairs, for each of which the reference
+    takes about as long as a rank.
+    """
+    visits = levels["chunks"] * microbatches(levels["pp"], levels["micro-batches"])
+    ranks = math.prod(levels[name] for name in SIZES)
+    return math.sqrt(2 + ranks * (1 + visits / 4 + (levels["zero"] > 1) + 10 * levels["compile"]))
+
+
+@functools.cache
+def chosen() -> Cover:
+    """Returns the combinations, which take seconds to be found."""
+    low = [("precision", level) for level in FACTORS["precision"] if level != "fp64"]
+    return Cover(
+        FACTORS,
+        RULES,
+        cost,
+        spine=SPINE,
+        usual=EXACT,
+        early=SIZES,
+        rounded=[*low, ("sums", "bf16")],
+        tries=8,
+    )
+
+
+# What streams, events and the order of a communicator depend on.
+ON_STREAMS = ("schedule", "sp", "style", "zero", "buckets", "offload", "dropout", "noise scale")
+
+
+def on_streams() -> list[Levels]:
+    """Returns few combinations of four ranks at most that have each level of those, as far as any
+    has.
+
+    A simulated device has no compiler and no flash kernel in fp64. PowerSGD is left out, as it
+    copies its first Q from the host, for which this waits.
+    """
+    small = {
+        at: frozenset((name, levels[name]) for name in ON_STREAMS)
+        for at, levels in enumerate(chosen().found)
+        if math.prod(layout(levels)) <= 4
+        and not levels["compile"]
+        and levels["kernel"] != "flash"
+        and levels["sums"] != "powersgd"
+    }
+    return [chosen().found[at] for at in cover(small)]
+
+
+def groups_of(levels: Levels) -> Callable[[Layout], ProcessGroups]:
+    """Returns what makes the groups of a combination: in two levels where it reads them."""
+    two = levels["copies"] == "several" or levels["sums"] == "hierarchical"
+    return with_copies_of_two if two else plain_groups
+
+
+# The training of a combination
+
+
+ACTIVATIONS: Mapping[str, dict[str, Any]] = {
+    "gelu": {"activation": "gelu"},
+    "relu": {"activation": "relu", "ffn_hidden_size": None},
+    "swiglu": {"activation": "swiglu"},
+}
+ROPE = {"position_embedding": "rope"}
+POSITIONS: Mapping[str, dict[str, Any]] = {
+    "learned": {"position_embedding": "learned", "max_position_embeddings": 24},
+    "rope": ROPE,
+    "partial rope": {**ROPE, "rotary_percent": 0.7, "rotary_base": 500.0},
+    "scaled rope": {
+        **ROPE,
+        **{"rotary_base": 100.0, "rope_scaling_factor": 4.0, "rope_original_length": 8},
+    },
+    "none": {"position_embedding": "none"},
+}
+OPTIMIZERS: Mapping[str, dict[str, Any]] = {
+    "sgd": {"lr": 1.0},
+    "momentum": {"momentum": 0.9, "lr": 0.3, "clip_grad": 0.0},
+    # Where RoPE turns a part of a head, the rest of a key bias has no gradient but rounding, of
+    # which a large eps makes no steps.
+    "adamw": {"eps": 1e-6, "clip_grad": 0.3},
+    "muon": {"eps": 1e-6},
+}
+TREATMENTS: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "averaged": {"ema_decay": 0.6, "state": "bf16"},
+    "by name": {
+        "freeze": ("layers.0.attention.k.weight", "layers.0.mlp.up.weight"),
+        "groups": (
+            ("*.attention.v.*", (("lr_mult", 0.3),)),
+            ("layers.*", (("lr_mult", 1.2), ("wd_mult", 4.0))),
+            ("embedding.*", (("lr_mult", 0.5), ("wd_mult", 0.0))),
+        ),
+    },
+    "scheduled": {
+        **{"lr_decay_style": "cosine", "lr_decay_steps": 5, "lr_warmup_steps": 1},
+        **{"beta1": 0.8, "beta2": 0.9},
+    },
+}
+SMOOTHED = (("label_smoothing", 0.1), ("z_loss", 0.01))
+
+
+def layout(levels: Levels) -> Sizes:
+    """Returns (tp, pp, dp), and cp where sequences are split."""
+    tp, pp, dp, cp = (levels[name] for name in SIZES)
+    return (tp, pp, dp) if cp == 1 else (tp, pp, dp, cp)
+
+
+def _model(levels: Levels) -> dict[str, Any]:
+    model = {
+        **ACTIVATIONS[levels["activation"]],
+        **POSITIONS[levels["positions"]],
+        "norm": levels["norm"],
+        "num_attention_heads": levels["heads"],
+        "num_query_groups": kv_heads(levels["heads"], levels["kv heads"]),
+        "bias": levels["bias"] == "all",
+        "seq_length": levels["length"],
+        "vocab_multiple": levels["padding"],
+    }
+    if levels["heads"] == 12:  # wider than the residual stream
+        model["head_dim"] = 6
+    if levels["qk_norm"]:
+        model["qk_norm"] = True
+    if levels["bias"] == "qkv":
+        model["attention_bias"] = "qkv"
+    if levels["dropout"]:
+        model["dropout"] = levels["dropout"]
+    return model
+
+
+def problem(levels: Levels) -> Problem:
+    """Returns what a combination computes, of layers that the stages do not divide."""
+    pp, batches = levels["pp"], ()
+    counts = batch_sizes(microbatches(pp, levels["micro-batches"]), levels["batches"])
+    sizes = [levels["samples"] * levels["dp"] * count for count in counts]
+    if len(sizes) > 1:  # each holds from one sample behind the beginning of the step before on
+        begins = [0, *(sum(sizes[:step]) + 1 for step in range(len(sizes) - 1))]
+        batches = tuple(zip(begins, sizes, strict=True))
+    optimizer = "sgd" if levels["optimizer"] == "momentum" else levels["optimizer"]
+    optim = OPTIM[optimizer] | OPTIMIZERS[levels["optimizer"]] | TREATMENTS[levels["treatment"]]
+    if levels["treatment"] == "scheduled":  # whose rates are lower but in one step
+        optim["lr"] *= 2
+    if optimizer == "sgd" and levels["precision"] != "fp64":  # what is rounded grows with steps
+        optim["lr"] /= 2
+    return Problem(
+        "llama_tiny" if levels["activation"] == "swiglu" else "gpt_tiny",
+        optimizer,
+        levels["tied"],
+        levels["precision"],
+        model=tuple(_model(levels).items()),
+        optim=tuple((k, v) for k, v in optim.items() if v != OPTIM[optimizer].get(k)),
+        # Each layer more is a graph more to compile.
+        layers=pp * levels["chunks"] + (not levels["compile"] or levels["stages"] == "uneven"),
+        loss=SMOOTHED if levels["loss"] == "smoothed" else (),
+        # The second step reads what the first has left. PowerSGD begins in the third.
+        steps=max(2, len(sizes), 3 * (levels["sums"] == "powersgd")),
+        batch=sizes[-1],
+        batches=batches,
+        documents=levels["documents"],
+        ranks=levels["cp"],
+    )
+
+
+def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
+    """Yields keys of the configuration and their values."""
+    zero, sums = levels["zero"], levels["sums"]
+    some = [1 - stage % 2 for stage in range(levels["pp"] * levels["chunks"])]  # of each stage
+    yield "vpp", levels["chunks"]
+    yield "zero", zero
+    yield "recompute", levels["recompute"]
+    yield "recompute_layers", some if levels["recomputed layers"] == "some" else None
+    yield "mlp_chunk_tokens", 7 if levels["MLP"] == "in chunks" else None
+    yield "offload_layers", some if levels["offload"] else None
+    yield "schedule.slices", levels["slices"] or None
+    yield "tensor_parallel.chunks", 2 if levels["sp"] == "in pieces" else 1
+    yield "tensor_parallel.attention", levels["attention"]
+    yield "context_parallel.style", levels["style"]
+    yield "context_parallel.balance", levels["balance"]
+    yield "loss.chunk_tokens", 7 if levels["loss chunks"] else None
+    yield "ddp.bucket_order", "measured" if levels["buckets"] == "measured" else "model"
+    yield "ddp.shard_size", 2 if levels["copies"] == "several" else None
+    yield "ddp.reduce_every_microbatch", zero < 3 if levels["reduced"] == "otherwise" else None
+    yield "ddp.hierarchical", sums == "hierarchical"
+    yield "ddp.comm_hook", sums if sums in ("bf16", "powersgd") else "none"
+    yield "ddp.powersgd_rank", 2 if sums == "powersgd" else 4
+    yield "ddp.powersgd_start", 2 if sums == "powersgd" else 10
+    # With more, gradients of few tokens overflow, which skips a step: see test_precision.
+    yield "precision.initial_loss_scale", 1024.0 if levels["precision"] == "fp16" else 65536.0
+    yield "train.noise_scale", levels["noise scale"]
+    yield "attention_kernel", levels["kernel"]
+    yield "deterministic", levels["deterministic"]
+
+
+def case(levels: Levels) -> Case:
+    """Returns the training of a combination."""
+    stages, plain = levels["pp"] * levels["chunks"], Config()
+    # The last stage has the head beside two layers.
+    uneven = (*[1] * (stages - 1), 2) if levels["stages"] == "uneven" else None
+    return Case(
+        problem(levels),
+        levels["schedule"],
+        sp=levels["sp"] != "no",
+        microbatches=microbatches(levels["pp"], levels["micro-batches"]),
+        embedding=levels["table"],
+        parallel_output=levels["logits"] == "parallel",
+        bucket_cap_mb=None if levels["buckets"] == "whole" else 0.02,
+        overlap=levels["buckets"] != "alone",
+        layers_per_stage=uneven,
+        compile=levels["compile"],
+        keys=tuple(
+            (name, value)
+            for name, value in _keys(levels)
+            if value != functools.reduce(getattr, name.split("."), plain)
+        ),
+    )
+
+
+def name_of(levels: Levels) -> str:
+    """Returns a short name, the layout first; the case itself says the rest."""
+    sizes = "-".join(f"{name}{levels[name]}" for name in SIZES if levels[name] > 1) or "one rank"
+    words = [sizes]
+    if levels["pp"] > 1:
+        chunks = f" x{levels['chunks']}" if levels["chunks"] > 1 else ""
+        words.append(f"{levels['schedule']}{chunks}")
+    if levels["zero"]:
+        words.append(f"zero{levels['zero']}")
+    if levels["cp"] > 1:
+        words.append(levels["style"])
+    words += [levels["optimizer"], levels["precision"]]
+    return " ".join(words + ["compiled"] * levels["compile"])
+
+
+def summary() -> str:
+    """Returns the factors, with the number of levels of each, and the number of cases."""
+    lines = [
+        f"- {subject}: {', '.join(f'{name} ({len(levels)})' for name, levels in factors.items())}"
+        for subject, factors in SUBJECTS.items()
+    ]
+    ranks = sum(math.prod(layout(levels)) for levels in chosen().found)
+    return "\n".join(
+        [
+            f"{len(FACTORS)} factors with {sum(map(len, FACTORS.values()))} levels:",
+            *("", *lines, ""),
+            f"{len(chosen().found)} cases of {ranks} ranks in all; {len(on_streams())} of them run "
+            "on simulated devices too.",
+        ]
+    )
+
+
+def main() -> None:
+    """Prints the factors, what is left out, the number of cases, and the uncovered pairs."""
+    print(summary())
+    print("\nLeft out, though the configuration allows it:")
+    for rule in (*IDLE, *LEFT_OUT):
+        print(f"- {rule.why} ({', '.join(rule.factors)})")
+    print("\nPairs that no combination holds:")
+    for one, other in chosen().impossible:
+        print("- {} {}, {} {}".format(*one, *other))
+    uncovered = chosen().uncovered()
+    print(f"\nAllowed pairs that are uncovered: {uncovered or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Every training of the covering array is the reference's, and the array holds every pair."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config.checks import check_config
+from parallel3d.errors import UserError
+from parallel3d.topology.layout import Layout
+from tests.distributed import matrix
+from tests.distributed.conditions import of_matrix
+from tests.distributed.covering import Levels
+from tests.distributed.covering import allowed as allowed_by
+from tests.distributed.harness import References, check_cases
+from tests.distributed.pool import Pool
+
+PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
+FOUND = matrix.chosen().found
+
+
+@pytest.mark.parametrize("levels", FOUND, ids=matrix.name_of)
+def test_trains_as_the_reference_does(levels: Levels, pool: Pool, references: References) -> None:
+    sizes, groups = matrix.layout(levels), matrix.groups_of(levels)
+    check_cases(sizes, [matrix.case(levels)], pool, references, of_matrix, groups)
+
+
+def test_every_allowed_pair_is_there_and_the_spine() -> None:
+    assert matrix.chosen().uncovered() == []
+    assert all(matrix.allowed(levels) for levels in FOUND)
+    for cell in matrix.SPINE:
+        assert any(cell.items() <= levels.items() for levels in FOUND), cell
+
+
+def refused(levels: Levels) -> str | None:
+    """Returns the sentence by which the configuration's check refuses a combination."""
+    try:
+        config = matrix.case(levels).config(Layout(*(levels[name] for name in matrix.SIZES)))
+        check_config(config, math.prod(matrix.layout(levels)), own_samples=True)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_the_rules_refuse_what_the_check_refuses_and_nothing_else() -> None:
+    """Neighbours of the cases, one to three levels apart from them, idle ones included."""
+    rng = random.Random(0)
+    told = {True: 0, False: 0}
+    for _ in range(600):
+        levels = dict(rng.choice(FOUND))
+        for name in rng.sample(list(matrix.FACTORS), k=rng.randint(1, 3)):
+            levels[name] = rng.choice(matrix.FACTORS[name])
+        sentence = refused(levels)
+        broken = [rule.why for rule in matrix.REFUSED if not allowed_by(levels, [rule])]
+        assert bool(sentence) == bool(broken), (sentence, broken, levels)
+        told[bool(broken)] += 1
+    assert min(told.values()) > 50, told
+
+
+def test_the_contributors_page_has_the_factors_and_the_number_of_cases() -> None:
+    assert matrix.summary() in PAGE.read_text("utf-8"), (
+        "put what `python -m tests.distributed.matrix` prints first into CONTRIBUTING.md"
+    )

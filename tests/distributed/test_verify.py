@@ -1,0 +1,38 @@
+"""What `parallel3d verify` compares is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands import verify
+from parallel3d.config.schema import Config
+from parallel3d.topology.layout import Layout
+from parallel3d.trainer import Trainer
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import plain_groups, source_of
+from tests.distributed.pool import Pool
+
+
+def failures_of_verify(case: Case) -> list[str | None]:
+    """What `parallel3d verify` finds on two ranks, each of which steps half of the parameters."""
+    groups, config = plain_groups(Layout(dp=2)), case.config(Layout(dp=2))
+    source = source_of(case.problem, config)
+
+    def trainer(config: Config, groups: ProcessGroups, device: Any, _: object) -> Trainer:
+        return Trainer(config, groups, device, train_source=source)
+
+    with patch.object(verify, "Trainer", trainer):
+        compared = verify.compare(config, verify.EXACT, groups, groups.device, None)  # type: ignore[arg-type]
+        found = [row.failure for row in compared]
+    groups.close()
+    return found
+
+
+def test_verify_compares_parameters_that_are_gathered(pool: Pool) -> None:
+    """Under zero=1 the all-gather of a step goes on until the next forward waits for it."""
+    of_bytes = (("vocab_size", 260),)
+    problem = Problem("gpt_tiny", "muon", True, steps=2, layers=2, model=of_bytes)
+    case = Case(problem, keys=(("zero", 1),))
+    assert pool.run(2, failures_of_verify, case) == [[None, None], []]
