@@ -4,7 +4,7 @@
 #   ./launch/test.sh         all that a change of the package can break
 #   ./launch/test.sh more    planted bugs, tests of benchmarks, pages, Slurm, rails, browser, types
 # Or those that pytest's arguments choose, of whatever set: ./launch/test.sh tests/unit -k layout
-# A set is shared by two or three processes (tests/conftest.py says how), a choice runs in one.
+# A set is shared by two or three processes, file by file; a choice runs in one.
 # The first start makes .venv beside this folder. Works from any directory.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"

@@ -67,25 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times(getattr(config, "cache", None) if in_front else None))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives a file to one of xdist's processes as a whole, where nobody has given it to a group.
-
-    Groups are taken up in the order of collection: tests of real ranks first, which take longest.
-    """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
 def pytest_collection_finish() -> None:
     """Modules and tests are there for good."""
     collect_seldom()
     gc.enable()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Calls a test by the name under which it can be run, to which xdist has added `@group`."""
-    if hasattr(report, "node"):  # of a process of xdist, in the one that is in front of them
-        start, bracket, rest = report.nodeid.rpartition("]")  # a parameter may have an @
-        report.nodeid = start + bracket + rest.partition("@")[0]

@@ -1,28 +1,13 @@
-"""The pool of gloo workers, started at its first use and shared by the whole pytest session."""
+"""Pools of workers, started at their first use and shared by all tests of a process of pytest."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.distributed.pool import Pool
 from tests.distributed.simulated import SimulatedPool
-
-SHARED = ("simulated", "references", "pool")  # of a file's fixtures, the first decides
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives the files that share ranks to one of xdist's processes, which starts them once."""
-    used: dict[Path, set[str]] = defaultdict(set)
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            used[item.path] |= {*item.fixturenames} & {*SHARED}
-    for item in items:
-        if (found := used.get(item.path)) and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(min(found, key=SHARED.index)))
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from parallel3d.parameters.sharding import Initializer
 from parallel3d.tensor_parallel import loss as cross_entropy
 from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
 
-pytestmark = [pytest.mark.xdist_group("compiler"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 HEADS, KV_HEADS, HEAD_DIM, SEQUENCE = 4, 2, 8, 6
 

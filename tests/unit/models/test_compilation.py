@@ -13,8 +13,6 @@ from parallel3d.models.transformer import compile_blocks
 from tests.kernels import no_kernels
 from tests.unit.models.test_recompute import NOTHING, hidden, middle_stage
 
-pytestmark = pytest.mark.xdist_group("compiler")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_accelerator", [False, True])

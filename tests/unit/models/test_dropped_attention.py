@@ -18,8 +18,6 @@ from parallel3d.models import dropout
 from parallel3d.models.dropout import Dropout, attend_dropping
 from tests.reference.dropout import dropped
 
-pytestmark = pytest.mark.xdist_group("compiler")
-
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads, swiglu
 from parallel3d.parameters.sharding import Initializer
 from tests.kernels import no_kernels
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiler")]
+pytestmark = pytest.mark.slow
 
 
 def leaf(*shape: int) -> torch.Tensor:

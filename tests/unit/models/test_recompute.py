@@ -20,8 +20,6 @@ from parallel3d.parameters.sharding import Initializer, state_of
 from parallel3d.tensor_parallel import linear_ops
 from tests.kernels import no_kernels
 
-pytestmark = pytest.mark.xdist_group("compiler")
-
 LAYERS, BATCH, SEQUENCE, HIDDEN = 3, 2, 16, 32
 MODEL = ModelConfig(
     num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=8, num_query_groups=2,
