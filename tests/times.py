@@ -64,7 +64,8 @@ class Times:
         """Adds the CPU seconds of a test to its last report, which xdist carries over."""
         report: Any = yield
         if report.when == "teardown":
-            report.cpu_seconds = cpu_seconds(os.getpid()) - item.stash[self.BEFORE]
+            # Seconds of ranks that end unseen, children of another process, are no longer counted.
+            report.cpu_seconds = max(0.0, cpu_seconds(os.getpid()) - item.stash[self.BEFORE])
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
