@@ -66,11 +66,15 @@ def test_processes_of_other_users_are_not_the_jobs(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_refused_kill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+
     def refuse(pid: int, number: int) -> None:
+        refused.append(pid)
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refuse)
     kill(os.getpid(), born(os.getpid()))
+    assert refused == [os.getpid()]
 
 
 def test_kill_takes_that_very_process(started: list[subprocess.Popen]) -> None:
