@@ -40,8 +40,6 @@ def timed_steps(sizes: tuple[int, int, int], case: Case) -> tuple[list[float], l
 @pytest.mark.parametrize(
     ("sizes", "case"),
     [
-        ((1, 1, 1), Case(GPT)),
-        ((1, 2, 1), Case(GPT)),
         ((2, 1, 1), Case(GPT, sp=True)),
         ((1, 2, 2), Case(GPT, keys=(("zero", 1), ("launch.shared_memory", False)))),
     ],

@@ -64,6 +64,24 @@ def test_the_arguments_stand_in_pytorchs_order_with_its_defaults() -> None:
         assert theirs.default in same.get(name, (ours[name].default,)), name
 
 
+Found = list[dict[str, Any]]
+
+
+def everything() -> dict[str, Any]:
+    return {
+        "calls": calls(),
+        "warned": warned(),
+        "copies": copies(),
+        "half public": half_public(),
+    }
+
+
+@pytest.fixture(scope="module")
+def by_rank(pool: Pool) -> Found:
+    """What each of two ranks finds, in one run of all."""
+    return pool.run(2, everything)
+
+
 def called(call: Callable[[], object]) -> str:
     try:
         call()
@@ -106,8 +124,8 @@ def calls() -> dict[str, str]:
     }
 
 
-def test_arguments_are_taken_or_refused_in_a_sentence(pool: Pool) -> None:
-    for said in pool.run(2, calls):
+def test_arguments_are_taken_or_refused_in_a_sentence(by_rank: Found) -> None:
+    for said in (found["calls"] for found in by_rank):
         for name in NOT_BUILT:
             assert said[name].startswith(f"ValueError: {name}="), said[name]
             assert "\n" not in said[name]
@@ -135,9 +153,9 @@ def warned() -> list[list[str]]:
     return found
 
 
-def test_arguments_that_pytorch_gives_up_are_warned_of(pool: Pool) -> None:
+def test_arguments_that_pytorch_gives_up_are_warned_of(by_rank: Found) -> None:
     given = [[], [], ["broadcast_buffers"], ["broadcast_buffers"], ["check_reduction"]]
-    assert pool.run(2, warned) == [given, given]
+    assert [found["warned"] for found in by_rank] == [given, given]
 
 
 def copied(net: nn.Module) -> nn.Module:
@@ -180,8 +198,8 @@ def copies() -> dict[str, Any]:
     return found
 
 
-def test_copies_and_files_train_as_the_first_one(pool: Pool) -> None:
-    for found in pool.run(2, copies):
+def test_copies_and_files_train_as_the_first_one(by_rank: Found) -> None:
+    for found in (of_rank["copies"] for of_rank in by_rank):
         assert found["own"].startswith("RuntimeError: a DistributedDataParallel over 1 of 2 ranks")
 
 
@@ -222,8 +240,8 @@ def half_public() -> dict[str, str]:
     return {"late": called(static._set_static_graph)}
 
 
-def test_half_public_methods_that_scripts_call(pool: Pool) -> None:
-    for said in pool.run(2, half_public):
+def test_half_public_methods_that_scripts_call(by_rank: Found) -> None:
+    for said in (found["half public"] for found in by_rank):
         assert said["late"].startswith("RuntimeError: _set_static_graph should be called before")
 
 

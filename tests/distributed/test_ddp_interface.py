@@ -136,9 +136,12 @@ def buffers(own_group: bool) -> dict[str, object]:
     return {"mean": mean, "calls": calls, "before": before}
 
 
+def each_buffers() -> list[dict[str, object]]:
+    return [buffers(own_group) for own_group in (False, True)]
+
+
 def test_buffers_are_those_of_the_first_rank(pool: Pool) -> None:
-    for own_group in (False, True):
-        first, second = pool.run(2, buffers, own_group)
+    for first, second in zip(*pool.run(2, each_buffers), strict=True):
         assert first["before"] != second["before"]
         assert (first["mean"], first["calls"]) == (second["mean"], second["calls"])
         assert first["calls"] == 7

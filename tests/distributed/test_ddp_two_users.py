@@ -15,9 +15,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
 import parallel3d as p3d
+from parallel3d.comm.group import Group
 from tests.distributed.pool import Pool
 
 Wrap = Callable[[nn.Module], nn.Module]
+Way = Callable[[Wrap, int], "Found"]
 
 
 class Found(NamedTuple):
@@ -197,9 +199,9 @@ def off(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> float
     return max(((a - b).abs().max().item() for a, b in pairs if a is not None), default=0.0)
 
 
-def errors(way: Callable[[Wrap, int], Found], shared_memory: bool) -> float:
+def error(way: Way, group: Group) -> float:
     """The largest difference from the mean over the ranks of what each has alone."""
-    rank, group = dist.get_rank(), p3d.init(shared_memory=shared_memory).dp
+    rank = dist.get_rank()
     torch.manual_seed(5)
     ours = way(
         lambda module: p3d.DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-4),
@@ -214,10 +216,15 @@ def errors(way: Callable[[Wrap, int], Found], shared_memory: bool) -> float:
     return max(off(ours.grads, means), off(ours.seen, alone[rank].seen))
 
 
+def errors(shared_memory: bool) -> dict[str, float]:
+    group = p3d.init(shared_memory=shared_memory).dp
+    return {way.__name__: error(way, group) for way in WAYS}
+
+
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared_memory", "gloo"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_the_gradient_is_the_mean_once(way, shared_memory: bool, pool: Pool) -> None:
-    assert max(pool.run(2, errors, way, shared_memory)) < 1e-12
+def test_the_gradient_is_the_mean_once(shared_memory: bool, pool: Pool) -> None:
+    for found in pool.run(2, errors, shared_memory):
+        assert max(found.values()) < 1e-12, found
 
 
 def said(call: Callable[..., object], *args: object, **named: object) -> str:
@@ -228,8 +235,8 @@ def said(call: Callable[..., object], *args: object, **named: object) -> str:
     return ""
 
 
-def refusals(shared_memory: bool) -> list[str]:
-    group = p3d.init(shared_memory=shared_memory).dp
+def refusals() -> list[str]:
+    group = p3d.init().dp
     found = []
     wrap = p3d.DistributedDataParallel
     for views in ((True, False), (False, True), (True, True)):
@@ -248,18 +255,17 @@ def refusals(shared_memory: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared_memory", "gloo"])
-def test_what_two_users_would_spoil_is_refused(shared_memory: bool, pool: Pool) -> None:
-    for found in pool.run(2, refusals, shared_memory):
+def test_what_two_users_would_spoil_is_refused(pool: Pool) -> None:
+    for found in pool.run(2, refusals):
         for sentence in found[:3]:
             assert "parameter 0.weight is in another DistributedDataParallel" in sentence
         for sentence in found[3:]:
             assert "parameter 0.weight has an optimizer that steps in the backward" in sentence
 
 
-def tensor_parallel(shared_memory: bool) -> float:
+def tensor_parallel() -> float:
     """tp=2 × dp=2: the weights' gradients beside those of the whole layers on all inputs."""
-    groups = p3d.init(tp=2, shared_memory=shared_memory)
+    groups = p3d.init(tp=2)
     torch.manual_seed(5)
     whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     made_of_parts = nn.Sequential(
@@ -276,6 +282,5 @@ def tensor_parallel(shared_memory: bool) -> float:
     return off(grads_of(net), wanted)
 
 
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared_memory", "gloo"])
-def test_around_tensor_parallel_layers(shared_memory: bool, pool: Pool) -> None:
-    assert max(pool.run(4, tensor_parallel, shared_memory)) < 1e-12
+def test_around_tensor_parallel_layers(pool: Pool) -> None:
+    assert max(pool.run(4, tensor_parallel)) < 1e-12

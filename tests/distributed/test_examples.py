@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.more
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOLERANCE = 1e-9  # they compute in fp64
 

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm import exchange
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.parameters import gather
 from parallel3d.parameters.sharding import ShardSpec
 from parallel3d.topology.layout import Layout
+from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool
@@ -50,10 +52,20 @@ def refuse(*_: object, **__: object) -> Never:
     raise AssertionError("something is pickled")
 
 
-def boxes_of_all(message_bytes: int) -> list[tuple[int, str, list[float]]]:
-    """The boxes of a small model as rank 0 gets them, while nothing may be pickled."""
+Boxes = list[tuple[int, str, list[float]]]
+
+
+def boxes_of_all() -> list[Boxes]:
+    """The boxes of a small model as rank 0 gets them, in one message of a rank and in many."""
     groups = plain_groups(Layout(tp=2, pp=2))
     trainer = make_trainer(Case(Problem("gpt_tiny", "sgd", tied=True)), groups)
+    found = [boxes_in_messages(trainer, groups, message_bytes) for message_bytes in (1 << 26, 1000)]
+    groups.close()
+    return found
+
+
+def boxes_in_messages(trainer: Trainer, groups: ProcessGroups, message_bytes: int) -> Boxes:
+    """While nothing may be pickled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "MESSAGE_BYTES", message_bytes)
         for name in ("Pickler", "Unpickler", "dumps", "loads"):
@@ -63,7 +75,6 @@ def boxes_of_all(message_bytes: int) -> list[tuple[int, str, list[float]]]:
             patch.setattr(module, "_object_to_tensor", refuse, raising=False)
         boxes = gather.gather_shards(trainer.parameters.values(), groups)
         full = trainer.full_parameters()
-    groups.close()
     for _, piece, box in boxes:
         assert isinstance(piece, ShardSpec)
         assert torch.equal(box, piece.of_full(full[piece.name]))
@@ -71,11 +82,11 @@ def boxes_of_all(message_bytes: int) -> list[tuple[int, str, list[float]]]:
 
 
 def test_boxes_come_whole_whatever_the_messages(pool: Pool) -> None:
-    at_once, *others = pool.run(4, boxes_of_all, 1 << 26)
-    assert others == [[], [], []]
+    (at_once, in_many), *others = pool.run(4, boxes_of_all)
+    assert others == [[[], []]] * 3
     assert [rank for rank, *_ in at_once] == sorted(rank for rank, *_ in at_once)
     assert {rank for rank, *_ in at_once} == {0, 1, 2, 3}
-    assert pool.run(4, boxes_of_all, 1000)[0] == at_once
+    assert in_many == at_once
 
 
 def mixed_types() -> list[tuple[str, int]]:

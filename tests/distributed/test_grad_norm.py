@@ -21,7 +21,7 @@ from parallel3d.parallel import gradients
 from parallel3d.parameters.sharding import ParameterSpec, ShardSpec, state_of
 from tests.distributed.pool import Pool
 
-WORDS, WIDTH, SAMPLES = 16, 12, 16
+WORDS, WIDTH, SAMPLES = 16, 9, 16
 MAX_NORM = 0.05
 NORM_TYPES = (2.0, float("inf"), 1.0, 3.5)
 TOLERANCE = 1e-9
@@ -142,25 +142,35 @@ def beside_one_process(make: Callable, sizes: dict[str, int]) -> list[tuple[floa
     return off
 
 
-LAYOUTS = {
-    "tp": (2, tensor_parallel, {"tp": 2}),
-    "tp of four": (4, tensor_parallel, {"tp": 4}),
-    "pp": (2, pipelined, {"pp": 2}),
-    "dp": (2, tensor_parallel, {"dp": 2}),
-    "zero": (2, sharded, {"dp": 2}),
-    "zero with fewer rows than ranks": (8, sharded, {"dp": 8}),
-    "tp and zero": (4, sharded, {"tp": 2, "dp": 2}),
-    "tp, pp and dp": (8, pipelined, {"tp": 2, "pp": 2, "dp": 2}),
-    "tp, pp and zero": (8, all_sharded, {"tp": 2, "pp": 2, "dp": 2}),
+# By ranks, so that few runs of the pool hold them. Nine rows over four leave the last without any.
+LAYOUTS: dict[int, dict[str, tuple[Callable, dict[str, int]]]] = {
+    2: {
+        "tp": (tensor_parallel, {"tp": 2}),
+        "pp": (pipelined, {"pp": 2}),
+        "dp": (tensor_parallel, {"dp": 2}),
+    },
+    4: {
+        "tp of four": (tensor_parallel, {"tp": 4}),
+        "zero": (sharded, {"dp": 4}),
+        "tp and zero": (sharded, {"tp": 2, "dp": 2}),
+    },
+    8: {
+        "tp, pp and dp": (pipelined, {"tp": 2, "pp": 2, "dp": 2}),
+        "tp, pp and zero": (all_sharded, {"tp": 2, "pp": 2, "dp": 2}),
+    },
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_norm_and_gradients_are_those_of_one_process(layout: str, pool: Pool) -> None:
-    world, make, sizes = LAYOUTS[layout]
-    for off in pool.run(world, beside_one_process, make, sizes):
-        for errors, norm_type in zip(off, NORM_TYPES, strict=True):
-            assert max(errors) <= TOLERANCE, (norm_type, errors)
+def each_beside_one_process(ranks: int) -> dict[str, list[tuple[float, float]]]:
+    return {name: beside_one_process(*layout) for name, layout in LAYOUTS[ranks].items()}
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_norm_and_gradients_are_those_of_one_process(ranks: int, pool: Pool) -> None:
+    for found in pool.run(ranks, each_beside_one_process, ranks):
+        for layout, off in found.items():
+            for errors, norm_type in zip(off, NORM_TYPES, strict=True):
+                assert max(errors) <= TOLERANCE, (layout, norm_type, errors)
 
 
 PLANTED = {
@@ -193,6 +203,7 @@ def test_a_planted_bug_is_found(name: str, pool: Pool) -> None:
     assert max(errors[0][0] for errors in found) > 1e-3
 
 
+@pytest.mark.more
 def test_a_norm_over_data_parallelism_alone_is_found(pool: Pool) -> None:
     found = pool.run(4, over_dp_alone)
     assert max(errors[0][0] for errors in found) > 1e-3
@@ -220,11 +231,6 @@ def of_new_parameters() -> list[float]:
     return found
 
 
-def test_new_parameters_know_their_groups(pool: Pool) -> None:
-    for found in pool.run(2, of_new_parameters):
-        assert found == pytest.approx([0.0] * 4, abs=TOLERANCE)
-
-
 def own_layers() -> list[float]:
     """Parameters that the caller splits: `groups` sums them; a rank without any takes part."""
     group = p3d.init(pp=2).pp
@@ -241,11 +247,6 @@ def own_layers() -> list[float]:
     return [found - wanted[0], alone - wanted[1]]
 
 
-def test_groups_of_the_caller_are_summed(pool: Pool) -> None:
-    for off in pool.run(2, own_layers):
-        assert off == pytest.approx([0.0, 0.0], abs=TOLERANCE)
-
-
 def beside_plain_modules() -> float:
     """A pipeline, and a module outside of it that every rank holds: that counts once."""
     groups = p3d.init(pp=2)
@@ -256,13 +257,13 @@ def beside_plain_modules() -> float:
     return float(got) - (norm**2 + 9 * 0.25) ** 0.5
 
 
-def test_a_module_beside_a_pipeline_counts_once(pool: Pool) -> None:
-    assert pool.run(2, beside_plain_modules) == pytest.approx([0.0, 0.0], abs=TOLERANCE)
+def shared_heads() -> list[tuple[float, float]]:
+    """A projection of queries and of key-value heads that two ranks of tp share, then over dp."""
+    groups = p3d.init(tp=4, dp=2)
+    return [shared_heads_of(groups, sharded) for sharded in (False, True)]
 
 
-def shared_heads(dp: int) -> tuple[float, float]:
-    """A projection of queries and of key-value heads that two ranks of tp share, maybe over dp."""
-    groups = p3d.init(tp=4, dp=dp)
+def shared_heads_of(groups: p3d.ProcessGroups, sharded: bool) -> tuple[float, float]:
     tp = groups.tp
     generator = torch.Generator().manual_seed(2)
     query, key = (torch.randn(8, 3, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -277,7 +278,7 @@ def shared_heads(dp: int) -> tuple[float, float]:
     parts = zip(spec.shards, (query, key), strict=True)
     values = torch.cat([shard.of_full(full) for shard, full in parts])
     local: Tensor = nn.Parameter(torch.zeros_like(values))
-    if dp > 1:
+    if sharded:
         local = nn.Parameter(distribute_tensor(local.data, groups.mesh["dp"], [Shard(0)]))
         values = distribute_tensor(values, groups.mesh["dp"], [Shard(0)])
     state_of(local).tp, state_of(local).spec = tp, spec
@@ -289,10 +290,10 @@ def shared_heads(dp: int) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_heads_that_several_ranks_share_count_once(dp: int, pool: Pool) -> None:
-    for off in pool.run(4 * dp, shared_heads, dp):
-        assert off == pytest.approx((0.0, 0.0), abs=TOLERANCE)
+def test_heads_that_several_ranks_share_count_once(pool: Pool) -> None:
+    for found in pool.run(8, shared_heads):
+        for off in found:
+            assert off == pytest.approx((0.0, 0.0), abs=TOLERANCE)
 
 
 def partial_under_fsdp() -> list[str]:
@@ -329,8 +330,39 @@ def rounding_alone() -> float:
     return float(p3d.clip_grad_norm_([*layer.parameters(), *norm.parameters()], 1.0))
 
 
-def test_rounding_of_a_gradient_that_is_zero_is_no_error(pool: Pool) -> None:
-    assert pool.run(2, rounding_alone) == pytest.approx([20**0.5] * 2)
+OF_TWO = (of_new_parameters, own_layers, beside_plain_modules, rounding_alone)
+
+
+def of_two() -> dict[Callable, Any]:
+    return {part: part() for part in OF_TWO}
+
+
+@pytest.fixture(scope="module")
+def by_rank(pool: Pool) -> list[dict[Callable, Any]]:
+    """What each of two ranks finds, in one run of all."""
+    return pool.run(2, of_two)
+
+
+def test_new_parameters_know_their_groups(by_rank: list[dict[Callable, Any]]) -> None:
+    for found in by_rank:
+        assert found[of_new_parameters] == pytest.approx([0.0] * 4, abs=TOLERANCE)
+
+
+def test_groups_of_the_caller_are_summed(by_rank: list[dict[Callable, Any]]) -> None:
+    for found in by_rank:
+        assert found[own_layers] == pytest.approx([0.0, 0.0], abs=TOLERANCE)
+
+
+def test_a_module_beside_a_pipeline_counts_once(by_rank: list[dict[Callable, Any]]) -> None:
+    for found in by_rank:
+        assert found[beside_plain_modules] == pytest.approx(0.0, abs=TOLERANCE)
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_error(
+    by_rank: list[dict[Callable, Any]],
+) -> None:
+    for found in by_rank:
+        assert found[rounding_alone] == pytest.approx(20**0.5)
 
 
 def said(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:

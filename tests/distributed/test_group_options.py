@@ -6,7 +6,6 @@ import socket
 import sys
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -99,20 +98,19 @@ def shared_where(hostnames: list[str], launch: LaunchConfig) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("hostnames", "expected"),
-    [
-        (["a", "a", "a", "a"], [True, True]),
-        (["a", "a", "b", "b"], [True, False]),
-        (["a", "b", "a", "b"], [False, True]),
-    ],
-)
-def test_memory_is_shared_by_ranks_of_one_host_name_alone(
-    pool: Pool, hostnames: list[str], expected: list[bool]
-) -> None:
-    assert pool.run(4, shared_where, hostnames, LaunchConfig()) == [expected] * 4
+ON, OFF = LaunchConfig(), LaunchConfig(shared_memory=False)
+# Host names and settings, and whether memory is shared over tp and over dp.
+HOSTS = [
+    ("aaaa", ON, [True, True]),
+    ("aabb", ON, [True, False]),
+    ("abab", ON, [False, True]),
+    ("aaaa", OFF, [False, False]),
+]
 
 
-def test_shared_memory_can_be_turned_off(pool: Pool) -> None:
-    off = LaunchConfig(shared_memory=False)
-    assert pool.run(4, shared_where, ["a"] * 4, off) == [[False, False]] * 4
+def shared_in_each() -> list[list[bool]]:
+    return [shared_where(list(hostnames), launch) for hostnames, launch, _ in HOSTS]
+
+
+def test_memory_is_shared_by_ranks_of_one_host_name_alone_and_can_be_turned_off(pool: Pool) -> None:
+    assert pool.run(4, shared_in_each) == [[expected for _, _, expected in HOSTS]] * 4

@@ -1,4 +1,7 @@
-"""Buckets follow the order in which gradients become ready, and nothing else changes by it."""
+"""Buckets follow the order in which gradients become ready, and nothing else changes by it.
+
+That trainings in this order are the reference's: see `matrix`.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,7 @@ from parallel3d.optim import Optimizer, ParameterSlice
 from parallel3d.parameters.sharding import ParameterSpec, state_of
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import (
-    References,
-    check_cases,
-    make_trainer,
-    plain_groups,
-)
+from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool
 
 Mutation = Callable[[], AbstractContextManager[None]]
@@ -89,15 +87,16 @@ def artificial(
     return result
 
 
-@pytest.mark.parametrize(("zero", "dtype"), [(0, torch.float32), (1, torch.bfloat16)], ids=str)
-def test_order_of_a_model_that_runs_against_its_registration(
-    zero: int, dtype: torch.dtype, pool: Pool
-) -> None:
-    measured = pool.run(2, artificial, zero, dtype, True)
-    plain = pool.run(2, artificial, zero, dtype, False)
-    assert measured[0]["ready order"] == ["b", "e", "a", "c"]
-    assert measured[1]["ready order"] == ["c", "a", "e", "b"]
-    for ours, theirs in zip(measured, plain, strict=True):
+def both_orders() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    kinds = [(0, torch.float32), (1, torch.bfloat16)]
+    return [(artificial(*kind, True), artificial(*kind, False)) for kind in kinds]
+
+
+def test_order_of_a_model_that_runs_against_its_registration(pool: Pool) -> None:
+    first, second = pool.run(2, both_orders)
+    assert [ours["ready order"] for ours, _ in first] == [["b", "e", "a", "c"]] * 2
+    assert [ours["ready order"] for ours, _ in second] == [["c", "a", "e", "b"]] * 2
+    for ours, theirs in (*first, *second):
         # The second rank takes the first one's word; what never arrived is last.
         assert ours["buckets 0"] == ours["buckets 2"] == [["b"], ["e"], ["a"], ["c"], ["d"]]
         assert theirs["buckets 2"] == [["e"], ["d"], ["c"], ["b"], ["a"]]
@@ -115,17 +114,21 @@ def test_buckets_that_nobody_agreed_on_are_told(pool: Pool) -> None:
     assert mutated[0]["values"] != mutated[1]["values"]
 
 
-def orders(sizes: tuple[int, int, int]) -> list[str]:
-    groups = plain_groups(Layout(*sizes))
-    mine = ["x", "y", "z"][groups.rank :] + ["x", "y", "z"][: groups.rank]
-    found = agreed_order(mine[:2], ["x", "y", "z"], groups)
-    groups.close()
+def orders() -> list[list[str]]:
+    """Of one stage of tp=2 × dp=2, and of two stages of dp=2."""
+    found = []
+    for layout in (Layout(tp=2, dp=2), Layout(pp=2, dp=2)):
+        groups = plain_groups(layout)
+        mine = ["x", "y", "z"][groups.rank :] + ["x", "y", "z"][: groups.rank]
+        found.append(agreed_order(mine[:2], ["x", "y", "z"], groups))
+        groups.close()
     return found
 
 
 def test_all_ranks_of_a_stage_take_the_order_of_its_first(pool: Pool) -> None:
-    assert pool.run(4, orders, (2, 1, 2)) == [["x", "y", "z"]] * 4
-    assert pool.run(4, orders, (1, 2, 2)) == [["x", "y", "z"]] * 2 + [["z", "x", "y"]] * 2
+    one, two = zip(*pool.run(4, orders), strict=True)
+    assert one == (["x", "y", "z"],) * 4
+    assert two == (["x", "y", "z"],) * 2 + (["z", "x", "y"],) * 2
 
 
 def moved_values(rank_has: list[dict[str, dict[str, torch.dtype]]]) -> dict[str, Any]:
@@ -183,18 +186,3 @@ def test_buckets_of_the_model_are_in_its_order(pool: Pool) -> None:
     for before, after in pool.run(2, model_order, (1, 1, 2)):
         assert sorted(before) == sorted(after)
         assert after[-1] == "embedding.word.weight", "a tied table is ready last"
-
-
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2)], ids=str)
-def test_training_in_measured_order_is_the_reference(
-    sizes: tuple[int, int, int], pool: Pool, references: References
-) -> None:
-    gpt, llama = Problem("gpt_tiny", "adamw", True), Problem("llama_tiny", "sgd", False)
-    momentum = Problem("gpt_tiny", "sgd", True, optim=(("momentum", 0.9), ("lr", 0.05)))
-    way = {"sp": sizes[0] > 1, "bucket_cap_mb": 0.01}
-    cases = [
-        Case(gpt, keys=(MEASURED, ("zero", 1)), **way),
-        Case(momentum, keys=(MEASURED,), **way),
-        Case(llama, keys=(MEASURED, ("zero", 1)), **way),
-    ]
-    check_cases(sizes, cases, pool, references)

@@ -83,6 +83,7 @@ def check(by_rank: list[list[tuple[Run, Run]]]) -> None:
     assert all(offloaded.slabs[0] > 0 for _, offloaded in by_rank[0])
 
 
+# The matrix has offload beside everything else; here are bits, where rounding could hide errors.
 CASES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
     (
         (1, 1, 1),
@@ -94,42 +95,33 @@ CASES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
         ],
     ),
     (
-        (2, 2, 1),
+        (1, 2, 1),
         [
-            (Case(replace(LLAMA, precision="bf16"), "zb_h1", sp=True, microbatches=4), [2]),
+            (Case(replace(LLAMA, precision="fp16"), "zb_h1", microbatches=4), [2, 0]),
             (Case(LLAMA, "zbv", microbatches=3, keys=(*V, ("recompute", "full"))), [1, 1, 0, 1]),
-            (Case(GPT, "zb_h1", keys=(("recompute", "[mlp]"), ("mlp_chunk_tokens", 9))), [2, 0]),
-        ],
-    ),
-    ((1, 2, 1, 2), [(Case(replace(LLAMA, documents=True), microbatches=3), [2])]),
-    (
-        (1, 2, 2),
-        [
-            (Case(replace(LLAMA, precision="fp16"), keys=(("zero", 3),)), [2]),
-            (Case(LLAMA, "interleaved", microbatches=2, keys=(*V, ("zero", 2))), [1]),
         ],
     ),
 ]
+# Of two ranks each.
 ON_DEVICES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
-    ((1, 2, 1), [(Case(replace(LLAMA, precision="bf16"), "zb_h1", microbatches=3), [2])]),
     (
         (1, 2, 1),
         [
+            (Case(replace(LLAMA, precision="bf16"), "zb_h1", microbatches=3), [2]),
             (
                 Case(
                     replace(GPT, layers=4), "zbv", microbatches=2, keys=(*V, ("recompute", "full"))
                 ),
                 [1],
-            )
+            ),
         ],
     ),
     ((1, 1, 2), [(Case(GPT, keys=(("zero", 3),)), [3])]),
-    ((1, 1, 1, 2), [(Case(PACKED), [4])]),
 ]
 
 
 def named(runs: list[tuple[Sizes, list[tuple[Case, list[int]]]]]) -> list[str]:
-    return [f"{'-'.join(map(str, sizes))}-{cases[0][0].schedule}" for sizes, cases in runs]
+    return ["-".join(map(str, sizes)) for sizes, _ in runs]
 
 
 @pytest.mark.parametrize(("sizes", "cases"), CASES, ids=named(CASES))
@@ -161,7 +153,7 @@ def slabs_over(steps: int) -> list[tuple[int, int]]:
 
 
 def test_no_slab_leaks(pool: Pool) -> None:
-    (found,) = pool.run(1, slabs_over, 200)
+    (found,) = pool.run(1, slabs_over, 20)
     assert set(found) == {found[0]} and found[0][0] == found[0][1] > 0
 
 

@@ -139,10 +139,6 @@ def of_layers_that_are_there() -> None:
             torch.testing.assert_close(whole[name], value, rtol=0, atol=TOLERANCE)
 
 
-def test_layers_that_are_there_are_split(pool) -> None:
-    pool.run(4, of_layers_that_are_there)
-
-
 @pytest.mark.parametrize(
     "given", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 )
@@ -219,10 +215,6 @@ def along_the_sequence() -> None:
             assert all(torch.equal(whole[name], value) for name, value in last.items())
 
 
-def test_sequence_parallelism_and_several_matrices_in_one_are_the_plain_net(pool) -> None:
-    pool.run(4, along_the_sequence)
-
-
 def refused() -> list[str]:
     said = []
     for call, _ in BAD:
@@ -238,12 +230,16 @@ def refused() -> list[str]:
     return said
 
 
-def test_trains_as_pytorchs_layers_of_the_same_seed_do(pool) -> None:
-    pool.run(4, beside_pytorch)
+def nets_and_refusals() -> list[str]:
+    """Layers of the same seed, layers that are there, layers along the sequence: one run of all."""
+    beside_pytorch()
+    of_layers_that_are_there()
+    along_the_sequence()
+    return refused()
 
 
-def test_what_cannot_be_split_is_said_on_every_rank(pool) -> None:
-    for said in pool.run(4, refused):
+def test_layers_train_as_pytorchs_do_and_what_cannot_be_split_is_said_on_every_rank(pool) -> None:
+    for said in pool.run(4, nets_and_refusals):
         for (_, wanted), sentence in zip(BAD, said[:-1], strict=True):
             assert wanted in sentence
         assert "weight has shape (4, 2), but must have that of the whole tensor, (8, 8)" in said[-1]

@@ -31,9 +31,8 @@ STEPS = 2
 # What a step leaves behind, but for how long it took.
 NUMBERS = ("step", "loss", "grad_norm", "lr", "eval_loss")
 PLACEMENTS = {
-    "tp=2 pp=2 dp=2": ["pp-dp-tp", "auto", "file"],
-    "tp=2 pp=1 dp=4": ["dp2-tp2-dp2", "file"],
-    "tp=1 pp=2 dp=2": ["file"],
+    "tp=2 pp=2 dp=2": ["pp-dp-tp"],
+    "tp=1 pp=2 dp=2": ["auto", "file"],
 }
 OPTIM = {
     "sgd": OptimConfig(name="sgd", lr=0.5, weight_decay=0.0),
@@ -118,8 +117,7 @@ def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ("layout", "optimizer"),
     [
         ("tp=2 pp=2 dp=2", "adamw"),
-        ("tp=2 pp=1 dp=4", "sgd"),
-        ("tp=1 pp=2 dp=2", "adamw"),
+        ("tp=1 pp=2 dp=2", "sgd"),
     ],
 )
 def test_losses_norms_and_weights_are_the_same_bits_under_every_placement(
@@ -144,7 +142,7 @@ def test_losses_norms_and_weights_are_the_same_bits_under_every_placement(
 
 def test_the_network_gives_the_bits_of_shared_memory(runs: Runs) -> None:
     """With two members to a group both ways add the same two numbers."""
-    of = ("tp=2 pp=2 dp=2", "adamw", "pp-dp-tp")
+    of = ("tp=1 pp=2 dp=2", "sgd", "file")
     by_memory, by_network = runs(*of), runs(*of, shared_memory=False)
     assert by_network["records"] == by_memory["records"]
     assert by_network["bits"] == by_memory["bits"]

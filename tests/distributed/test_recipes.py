@@ -21,8 +21,10 @@ from tests.distributed.harness import TOLERANCES, array, relative
 from tests.distributed.pool import Pool
 from tests.reference.train import train_reference
 
+pytestmark = pytest.mark.more
+
 RANKS = 4
-STEPS = 3
+STEPS = 2
 NAMES = presets("experiment")
 
 

@@ -45,33 +45,33 @@ def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | Non
     raise AssertionError("it trained")
 
 
-def answer(tokenizers: list[str]) -> str | None:
-    """What is said on this rank of equal tokens that came of `tokenizers`."""
-    tokens = np.zeros(9, np.int64)
-    corpus = Corpus(tokens, tokens, "f" * 32, 257, 256, tokenizers[dist.get_rank()])
-    try:
-        check_same_text(corpus, plain_groups(Layout(tp=1, pp=1, dp=2)).world, torch.device("cpu"))
-    except UserError as error:
-        return str(error)
-    return None
+def answers(of_ranks: list[list[str]]) -> list[str | None]:
+    """What is said on this rank of equal tokens that came of such tokenizers."""
+    tokens, world, found = np.zeros(9, np.int64), plain_groups(Layout(dp=2)).world, []
+    for tokenizers in of_ranks:
+        corpus = Corpus(tokens, tokens, "f" * 32, 257, 256, tokenizers[dist.get_rank()])
+        try:
+            found.append(check_same_text(corpus, world, torch.device("cpu")))
+        except UserError as error:
+            found.append(str(error))
+    return found
 
 
 def test_ranks_with_other_tokenizers_for_the_same_tokens_are_refused(pool: Pool) -> None:
-    assert pool.run(2, answer, ["a" * 32, "a" * 32]) == [None, None]
-    first, second = pool.run(2, answer, ["a" * 32, "b" * 32])
-    assert first == second
+    mine, theirs = pool.run(2, answers, [["a" * 32, "a" * 32], ["a" * 32, "b" * 32]])
+    assert mine == theirs
+    same, first = mine
+    assert same is None and first is not None
     assert "tokenizer aaaaaaaaaaaa) and rank 1" in first and "tokenizer bbbbbbbbbbbb)" in first
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2, "dp": 1}, {"dp": 2}])
-def test_ranks_with_other_text_are_refused_with_two_of_them(
-    pool: Pool, tmp_path: Path, layout: dict[str, int]
-) -> None:
+def test_ranks_with_other_text_are_refused_with_two_of_them(pool: Pool, tmp_path: Path) -> None:
     text = b"abcdefgh" * 200
     for name, content in (("a", text), ("longer", text + b"x"), ("other", text[::-1])):
         (tmp_path / name).write_bytes(content)
-    assert pool.run(2, refusal, tmp_path, layout, ["a", "a"]) == [None, None]
-    for name, tokens in (("longer", "1,602"), ("other", "1,601")):
+    stages, replicas = {"pp": 2, "dp": 1}, {"dp": 2}
+    assert pool.run(2, refusal, tmp_path, stages, ["a", "a"]) == [None, None]
+    for layout, name, tokens in ((stages, "longer", "1,602"), (replicas, "other", "1,601")):
         first, second = pool.run(2, refusal, tmp_path, layout, ["a", name])
         assert first == second
         assert "rank 0 on " in first and f"reads {tokens} tokens (fingerprint " in first

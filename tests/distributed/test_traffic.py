@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -144,10 +145,16 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     return config
 
 
-def sent_in_a_step(
-    layout: Layout, changes: dict[str, Any]
-) -> tuple[int, Count, Counter[str], list[tuple[int, bool]]]:
-    """This rank's stage, what it sent in a step that is not its first, and its parameters."""
+class Sent(NamedTuple):
+    """What a rank sent in a step: its stage, the counted calls, and those around the count."""
+
+    stage: int
+    found: Count
+    around: Counter[str]
+
+
+def sent_in_a_step(layout: Layout, changes: dict[str, Any]) -> Sent:
+    """Of a step that is not the first."""
     groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
     config = config_of(layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
@@ -159,10 +166,9 @@ def sent_in_a_step(
         if hasattr(getattr(reducer, "comm_hook", None), "__name__"):  # one of `collectives`
             reducer.comm_hook = getattr(collectives, reducer.comm_hook.__name__)
         trainer.train_step()
-    parameters = [(p.numel(), spec_of(p).replicated) for p in trainer.parameters.values()]
     stage = groups.pp.index
     groups.close()
-    return stage, counting.found, counting.around, parameters
+    return Sent(stage, counting.found, counting.around)
 
 
 def priced(config: Config, layout: Layout, stage: int, data_rank: int) -> Count:
@@ -180,180 +186,154 @@ QWEN3 = {**LLAMA, "model.qk_norm": True, "model.head_dim": 6}
 GATHER_QK = {"attention": "gather_qk"}
 UNTIED = {"model.tie_embeddings": False}
 REPLICATED = {"model.embedding": "replicated"}
-CASES = [
-    pytest.param(Layout(), {}, id="one rank"),
-    pytest.param(Layout(tp=2), {}, id="tp2"),
-    pytest.param(Layout(tp=4), {"precision": "fp64"}, id="tp4 fp64"),
-    pytest.param(Layout(tp=2), {"sp": True}, id="tp2 sp"),
-    pytest.param(Layout(tp=2), {"sp": True, **LLAMA, **UNTIED}, id="tp2 sp llama"),
-    pytest.param(Layout(tp=2), {"recompute": "full"}, id="tp2 recompute"),
-    pytest.param(Layout(tp=2), {"recompute": "[norm,attention,mlp]"}, id="tp2 parts recomputed"),
-    pytest.param(
-        Layout(tp=2, pp=2),
-        {"recompute": "full", "recompute_layers": [1, 0], "sp": True},
-        id="tp2 pp2 sp, a layer recomputed",
-    ),
-    pytest.param(
-        Layout(tp=2),
-        {"sp": True, "recompute": "[norm,activation,attention]"},
-        id="tp2 sp no collective repeated",
-    ),
-    pytest.param(
-        Layout(tp=2),
-        {"recompute": "[mlp]", "mlp_chunk_tokens": 8},
-        id="tp2 an MLP in chunks",
-    ),
-    pytest.param(
-        Layout(tp=2, pp=2),
-        {"recompute": "[mlp]", "recompute_layers": [1, 0], "sp": True, "mlp_chunk_tokens": 8},
-        id="tp2 pp2 sp, an MLP in chunks in a layer",
-    ),
-    pytest.param(Layout(tp=2), {"sp": True, "chunks": 2}, id="tp2 sp in two pieces"),
-    pytest.param(
-        Layout(tp=2, pp=2),
-        {"sp": True, "chunks": 4, "recompute": "[norm,mlp]", **LLAMA},
-        id="tp2 pp2 sp in four pieces, a gather repeated",
-    ),
-    pytest.param(
-        Layout(tp=2),
-        {"sp": True, "chunks": 2, "recompute": "full", "compile": True, "model.num_layers": 1},
-        id="tp2 sp in two pieces, recompute, compiled",
-    ),
-    pytest.param(Layout(tp=2), REPLICATED, id="tp2 replicated table"),
-    pytest.param(Layout(tp=2), {"sp": True, **REPLICATED}, id="tp2 sp replicated table"),
-    pytest.param(Layout(tp=2), {"model.parallel_output": False}, id="tp2 gathered logits"),
-    pytest.param(Layout(tp=2), {"chunk_tokens": 7}, id="tp2 loss in three chunks"),
-    pytest.param(
-        Layout(tp=2),
-        {"chunk_tokens": 5, "model.parallel_output": False},
-        id="tp2 gathered logits in four chunks",
-    ),
-    pytest.param(
-        Layout(tp=4), {"sp": True, **LLAMA, "model.bias": True}, id="tp4 sp shared key-value heads"
-    ),
-    pytest.param(Layout(tp=2), QWEN3, id="tp2 norms of heads"),
-    pytest.param(
-        Layout(tp=4),
-        {**QWEN3, "sp": True, "model.attention_bias": "qkv"},
-        id="tp4 sp norms of heads and shared heads",
-    ),
-    pytest.param(Layout(tp=2, dp=2), {**QWEN3, "zero": 3}, id="tp2 dp2 norms of heads zero3"),
-    pytest.param(
-        Layout(tp=2),
-        {**GATHER_QK, **LLAMA, "recompute": "[norm,attention]"},
-        id="tp2 q and k gathered once",
-    ),
-    pytest.param(
-        Layout(tp=4),
-        {**GATHER_QK, **LLAMA, "sp": True, "recompute": "full"},
-        id="tp4 sp q and k gathered recompute",
-    ),
-    pytest.param(Layout(pp=2), {}, id="pp2"),
-    pytest.param(Layout(pp=2), UNTIED, id="pp2 untied"),
-    pytest.param(Layout(pp=3), {"layers_per_stage": [1, 1, 1]}, id="pp3"),
-    pytest.param(Layout(dp=2), {}, id="dp2"),
-    pytest.param(Layout(dp=2), {**LLAMA, "bucket_cap_mb": None}, id="dp2 default buckets"),
-    pytest.param(Layout(dp=4), {"precision": "fp64"}, id="dp4 fp64"),
-    pytest.param(Layout(dp=2), {"zero": 1}, id="dp2 zero1"),
-    pytest.param(Layout(pp=2, dp=2), {"zero": 1}, id="pp2 dp2 zero1"),
-    pytest.param(Layout(dp=4), {"comm_hook": "bf16"}, id="dp4 bf16 buckets"),
-    pytest.param(Layout(pp=2, dp=2), {"zero": 2}, id="pp2 dp2 zero2"),
-    pytest.param(Layout(dp=2), {"zero": 2, "every": True}, id="dp2 zero2 every micro-batch"),
-    pytest.param(Layout(dp=2), {"zero": 3, "every": False}, id="dp2 zero3 once a step"),
-    pytest.param(Layout(tp=2, dp=2), {"zero": 3, "sp": True, **LLAMA}, id="tp2 dp2 sp zero3"),
-    pytest.param(Layout(tp=2, dp=2), {"zero": 1, "sp": True, **LLAMA}, id="tp2 dp2 sp zero1"),
-    pytest.param(Layout(tp=2, dp=2), {**QWEN3, "zero": 1}, id="tp2 dp2 norms of heads zero1"),
-    pytest.param(Layout(pp=2, dp=2), {"zero": 3, "precision": "bf16"}, id="pp2 dp2 zero3 bf16"),
-    pytest.param(Layout(pp=2, dp=2), {"comm_hook": "powersgd"}, id="pp2 dp2 powersgd"),
-    pytest.param(
-        Layout(tp=2, dp=2),
-        {"precision": "fp16", "lm_cross_entropy": "fp16", "noise_scale": True},
-        id="tp2 dp2 fp16, its loss too, noise scale",
-    ),
-    pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2 pp2 dp2"),
-    pytest.param(Layout(tp=2, pp=2, dp=2), {**LLAMA, **UNTIED}, id="tp2 pp2 dp2 untied"),
-    pytest.param(Layout(tp=2, pp=2, dp=2), {"sp": True}, id="tp2 pp2 dp2 sp"),
-    pytest.param(
-        Layout(tp=2, pp=2, dp=2),
-        {"sp": True, **REPLICATED, "layers_per_stage": [2, 1], "precision": "fp64"},
-        id="tp2 pp2 dp2 sp replicated fp64",
-    ),
-]
-
-
 HEADS, RING = {"style": "heads", **LLAMA}, {"style": "ring", **LLAMA}
-CASES += [
-    pytest.param(Layout(cp=2), {**LLAMA, "zero": 1, "recompute": "full"}, id="cp2 zero1 recompute"),
-    pytest.param(Layout(tp=2, cp=2), {**LLAMA, "sp": True, "zero": 3}, id="tp2 cp2 sp zero3"),
-    pytest.param(Layout(cp=2, pp=2), {"zero": 2, **UNTIED}, id="cp2 pp2 zero2"),
-    pytest.param(Layout(cp=2, dp=2), {**RING, "noise_scale": True}, id="cp2 dp2 ring noise scale"),
-    pytest.param(
-        Layout(tp=2, cp=2, dp=2), {**LLAMA, "zero": 1, "sp": True}, id="tp2 cp2 dp2 sp zero1"
-    ),
-    pytest.param(
-        Layout(cp=3), {"comm_hook": "bf16", "noise_scale": True}, id="cp3 padded, noise scale"
-    ),
-    pytest.param(Layout(tp=2, cp=2), {"optim": "muon", "zero": 1}, id="tp2 cp2 muon zero1"),
-    pytest.param(Layout(cp=2), {"model.dropout": 0.1, "recompute": "full"}, id="cp2 dropout"),
-    pytest.param(
-        Layout(cp=2, pp=2),
-        {**HEADS, "recompute": "full", "recompute_layers": [1, 0]},
-        id="cp2 pp2 heads, a layer recomputed",
-    ),
-    pytest.param(Layout(cp=4), {**HEADS, "sp": True}, id="cp4 heads, two of keys"),
-    pytest.param(
-        Layout(cp=4), {**RING, "recompute": "[attention]", "precision": "fp64"}, id="cp4 ring"
-    ),
-]
-
-
 MUON = {"optim": "muon", **LLAMA}
-CASES += [
-    pytest.param(Layout(tp=4), MUON, id="tp4 muon"),
-    pytest.param(Layout(tp=2, dp=2), MUON | {"zero": 1, "precision": "bf16"}, id="tp2 dp2 muon"),
-    pytest.param(Layout(pp=2, dp=2), {"optim": "muon"}, id="pp2 dp2 muon"),
-    pytest.param(Layout(dp=4), MUON | {"zero": 2}, id="dp4 muon zero2"),
-]
 LOOPS = {"schedule": "interleaved", "vpp": 2, "model.num_layers": 5}
 V = {"schedule": "zbv", "vpp": 2, "model.num_layers": 5}
-CASES += [
-    pytest.param(Layout(pp=2), LOOPS, id="pp2 loops"),
-    pytest.param(Layout(pp=2, dp=2), V | {"zero": 1}, id="pp2 dp2 v zero1"),
-    pytest.param(Layout(pp=2, dp=2), V | {"zero": 3}, id="pp2 dp2 v zero3"),
-    pytest.param(Layout(pp=2, dp=2), LOOPS | {"zero": 3}, id="pp2 dp2 loops zero3"),
-    pytest.param(Layout(pp=2, dp=2), LOOPS | {"zero": 2}, id="pp2 dp2 loops zero2"),
-    pytest.param(Layout(tp=2, pp=2), V | {"sp": True, **UNTIED}, id="tp2 pp2 v sp"),
-    pytest.param(Layout(tp=2, pp=2), LOOPS | {"slices": True}, id="tp2 pp2 loops slices"),
-    pytest.param(Layout(tp=2, pp=3), {"slices": True, **UNTIED}, id="tp2 pp3 slices"),
-]
+# By ranks, so that one run of the pool holds all of as many.
+CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
+    1: {
+        "one rank": (Layout(), {}),
+    },
+    2: {
+        "tp2": (Layout(tp=2), {}),
+        "tp2 sp": (Layout(tp=2), {"sp": True}),
+        "tp2 parts recomputed": (Layout(tp=2), {"recompute": "[norm,attention,mlp]"}),
+        "tp2 sp no collective repeated": (
+            Layout(tp=2),
+            {"sp": True, "recompute": "[norm,activation,attention]"},
+        ),
+        "tp2 an MLP in chunks": (Layout(tp=2), {"recompute": "[mlp]", "mlp_chunk_tokens": 8}),
+        "tp2 sp in two pieces": (Layout(tp=2), {"sp": True, "chunks": 2, "recompute": "full"}),
+        "tp2 sp replicated table": (Layout(tp=2), {"sp": True, **REPLICATED}),
+        "tp2 loss in three chunks": (Layout(tp=2), {"chunk_tokens": 7}),
+        "tp2 gathered logits in four chunks": (
+            Layout(tp=2),
+            {"chunk_tokens": 5, "model.parallel_output": False},
+        ),
+        "tp2 q and k gathered once": (
+            Layout(tp=2),
+            {**GATHER_QK, **LLAMA, "recompute": "[norm,attention]"},
+        ),
+        "pp2": (Layout(pp=2), {}),
+        "dp2": (Layout(dp=2), {}),
+        "dp2 default buckets": (Layout(dp=2), {**LLAMA, "bucket_cap_mb": None}),
+        "dp2 zero1": (Layout(dp=2), {"zero": 1}),
+        "dp2 zero2 every micro-batch": (Layout(dp=2), {"zero": 2, "every": True}),
+        "dp2 zero3 once a step": (Layout(dp=2), {"zero": 3, "every": False}),
+        "cp2 zero1 recompute": (Layout(cp=2), {**LLAMA, "zero": 1, "recompute": "full"}),
+        "cp2 dropout": (Layout(cp=2), {"model.dropout": 0.1, "recompute": "full"}),
+        "pp2 loops": (Layout(pp=2), LOOPS),
+    },
+    3: {
+        "pp3": (Layout(pp=3), {"layers_per_stage": [1, 1, 1]}),
+        "cp3 padded, noise scale": (Layout(cp=3), {"comm_hook": "bf16", "noise_scale": True}),
+    },
+    4: {
+        "tp2 pp2 sp in four pieces, a gather repeated": (
+            Layout(tp=2, pp=2),
+            {"sp": True, "chunks": 4, "recompute": "[norm,mlp]", **LLAMA},
+        ),
+        "tp4 sp norms of heads and shared heads": (
+            Layout(tp=4),
+            {**QWEN3, "sp": True, "model.attention_bias": "qkv"},
+        ),
+        "tp2 dp2 norms of heads zero3": (Layout(tp=2, dp=2), {**QWEN3, "zero": 3}),
+        "tp4 sp q and k gathered recompute": (
+            Layout(tp=4),
+            {**GATHER_QK, **LLAMA, "sp": True, "recompute": "full"},
+        ),
+        "dp4 bf16 buckets": (Layout(dp=4), {"comm_hook": "bf16"}),
+        "tp2 dp2 sp zero1": (Layout(tp=2, dp=2), {"zero": 1, "sp": True, **LLAMA}),
+        "pp2 dp2 zero3 bf16": (Layout(pp=2, dp=2), {"zero": 3, "precision": "bf16"}),
+        "pp2 dp2 powersgd": (Layout(pp=2, dp=2), {"comm_hook": "powersgd"}),
+        "tp2 dp2 fp16, its loss too, noise scale": (
+            Layout(tp=2, dp=2),
+            {"precision": "fp16", "lm_cross_entropy": "fp16", "noise_scale": True},
+        ),
+        "tp2 cp2 sp zero3": (Layout(tp=2, cp=2), {**LLAMA, "sp": True, "zero": 3}),
+        "cp2 dp2 ring noise scale": (Layout(cp=2, dp=2), {**RING, "noise_scale": True}),
+        "tp2 cp2 muon zero1": (Layout(tp=2, cp=2), {"optim": "muon", "zero": 1}),
+        "cp2 pp2 heads, a layer recomputed": (
+            Layout(cp=2, pp=2),
+            {**HEADS, "recompute": "full", "recompute_layers": [1, 0]},
+        ),
+        "cp4 heads, two of keys": (Layout(cp=4), {**HEADS, "sp": True}),
+        "cp4 ring": (Layout(cp=4), {**RING, "recompute": "[attention]", "precision": "fp64"}),
+        "tp4 muon": (Layout(tp=4), MUON),
+        "dp4 muon zero2": (Layout(dp=4), MUON | {"zero": 2}),
+        "pp2 dp2 v zero3": (Layout(pp=2, dp=2), V | {"zero": 3}),
+        "pp2 dp2 loops zero2": (Layout(pp=2, dp=2), LOOPS | {"zero": 2}),
+        "tp2 pp2 v sp": (Layout(tp=2, pp=2), V | {"sp": True, **UNTIED}),
+        "tp2 pp2 loops slices": (Layout(tp=2, pp=2), LOOPS | {"slices": True}),
+    },
+    6: {
+        "tp2 pp3 slices": (Layout(tp=2, pp=3), {"slices": True, **UNTIED}),
+    },
+    8: {
+        "tp2 pp2 dp2 sp replicated fp64": (
+            Layout(tp=2, pp=2, dp=2),
+            {"sp": True, **REPLICATED, "layers_per_stage": [2, 1], "precision": "fp64"},
+        ),
+    },
+}
 
 
-@pytest.mark.parametrize("layout, changes", CASES)
-def test_the_list_is_what_a_step_sends(pool: Pool, layout: Layout, changes: dict[str, Any]) -> None:
-    config = config_of(layout, changes)
-    seen = set()
-    for rank, (stage, found, around, _) in enumerate(
-        pool.run(layout.world_size, sent_in_a_step, layout, changes, timeout_s=900)
+def sent_in_steps(ranks: int) -> list[Sent]:
+    return [sent_in_a_step(*case) for case in CASES[ranks].values()]
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_the_list_is_what_a_step_sends(pool: Pool, ranks: int) -> None:
+    by_rank = pool.run(ranks, sent_in_steps, ranks, timeout_s=900)
+    for (name, (layout, changes)), sent in zip(
+        CASES[ranks].items(), zip(*by_rank, strict=True), strict=True
     ):
+        check(name, layout, changes, sent)
+
+
+@pytest.mark.more
+def test_a_compiled_step_sends_it_too(pool: Pool) -> None:
+    pieces = {"sp": True, "chunks": 2, "recompute": "full"}
+    changes = {**pieces, "compile": True, "model.num_layers": 1}
+    check("compiled", Layout(tp=2), changes, pool.run(2, sent_in_a_step, Layout(tp=2), changes))
+
+
+def check(name: str, layout: Layout, changes: dict[str, Any], sent: Sequence[Sent]) -> None:
+    """That the ranks have sent what the list has, and nothing else."""
+    config = config_of(layout, changes)
+    for rank, (stage, found, around) in enumerate(sent):
         place = layout.coordinates(rank)
         data_rank = place.dp * layout.cp + place.cp
-        seen.add(stage)
         if "optim" in changes and place.tp:
             continue  # Muon's home ranks send what they have; the list is of the first tp rank
-        assert found == priced(config, layout, stage, data_rank), f"rank {rank}, stage {stage}"
-        assert not around, f"rank {rank} sends what nobody counts: {around}"
-    assert seen == set(range(layout.pp))
+        listed = priced(config, layout, stage, data_rank)
+        assert found == listed, f"{name}: rank {rank}, stage {stage}"
+        assert not around, f"{name}: rank {rank} sends what nobody counts: {around}"
+    assert {stage for stage, *_ in sent} == set(range(layout.pp))
     if layout.world_size > 1:
         assert found  # comparing two empty lists would prove nothing
 
 
-@pytest.mark.parametrize("changes", [{}, {**LLAMA, **UNTIED}, REPLICATED, QWEN3], ids=str)
-def test_parameters_of_a_stage_are_those_of_the_model(pool: Pool, changes: dict[str, Any]) -> None:
+MODELS: list[dict[str, Any]] = [{}, {**LLAMA, **UNTIED}, REPLICATED, QWEN3]
+
+
+def parameters_of_stages(configs: list[Config]) -> tuple[int, list[list[tuple[int, bool]]]]:
+    """This rank's stage; by configuration the numel of its parameters, and whether all of tp have
+    them."""
+    groups = ProcessGroups.create(Layout(tp=2, pp=2), "cpu", timeout_s=300)
+    trainers = [Trainer(c, groups, torch.device("cpu"), train_source=Ramp()) for c in configs]
+    found = [[(p.numel(), spec_of(p).replicated) for p in t.parameters.values()] for t in trainers]
+    groups.close()
+    return groups.pp.index, found
+
+
+def test_parameters_of_a_stage_are_those_of_the_model(pool: Pool) -> None:
     layout = Layout(tp=2, pp=2)
-    changes = {**changes, "layers_per_stage": [1, 2]}
-    config = config_of(layout, changes)
+    configs = [config_of(layout, {**model, "layers_per_stage": [1, 2]}) for model in MODELS]
     layers = (range(0, 1), range(1, 3))
-    for stage, _, _, parameters in pool.run(4, sent_in_a_step, layout, changes):
+    for stage, found in pool.run(4, parameters_of_stages, configs):
         ends = (stage == 0, stage == 1)
-        listed = stage_parameters(config.model, layout.tp, layers[stage], *ends)
-        assert [(p.numel, p.replicated) for p in listed] == parameters
+        for config, parameters in zip(configs, found, strict=True):
+            listed = stage_parameters(config.model, layout.tp, layers[stage], *ends)
+            assert [(p.numel, p.replicated) for p in listed] == parameters

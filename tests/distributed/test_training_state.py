@@ -23,15 +23,17 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_grad_norm import WIDTH, WORDS, loss_of, mine, net
 
 TOLERANCE = 1e-11
-SPLITS: dict[str, dict[str, int]] = {
-    "one": {},
-    "tp": {"tp": 2},
-    "pp": {"pp": 2},
-    "dp": {"dp": 2},
-    "fsdp": {"dp": 4},
-    "tp, pp and dp": {"tp": 2, "pp": 2, "dp": 2},
-    "tp, pp and fsdp": {"tp": 2, "pp": 2, "dp": 2},
+# By ranks: each goes on from the one before it, by few runs of the pool.
+SPLITS: dict[int, dict[str, dict[str, int]]] = {
+    1: {"one": {}},
+    2: {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}},
+    4: {"fsdp": {"dp": 4}},
+    8: {
+        "tp, pp and dp": {"tp": 2, "pp": 2, "dp": 2},
+        "tp, pp and fsdp": {"tp": 2, "pp": 2, "dp": 2},
+    },
 }
+SPLITS_IN_ALL = sum(map(len, SPLITS.values()))
 OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95)),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -41,8 +43,8 @@ OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
 class Training:
     """A net in some split, with two parameter groups, a schedule, and a number of its own."""
 
-    def __init__(self, split: str, optimizer: str) -> None:
-        self.groups = groups = p3d.init(**SPLITS[split])
+    def __init__(self, split: str, sizes: dict[str, int], optimizer: str) -> None:
+        self.groups = groups = p3d.init(**sizes)
         modules: nn.Module = net(groups.tp)
         modules[0].register_buffer("seen", torch.tensor(0))
         if "fsdp" in split:
@@ -84,70 +86,64 @@ class Training:
         return p3d.full_state_dict(self.net)
 
 
-def first_half(split: str, optimizer: str, folder: str) -> None:
-    training = Training(split, optimizer)
-    assert p3d.load(folder, training.net, training.optimizer) is None
-    for _ in range(3):
+def go_on(
+    splits: dict[str, dict[str, int]], optimizer: str, steps: int, folder: Path
+) -> dict[str, Any]:
+    """By split the weights after two steps more than the last one saved; rank 0's alone.
+
+    `steps` have been taken so far.
+    """
+    found = {}
+    for name, sizes in splits.items():
+        training = Training(name, sizes, optimizer)
+        if steps:
+            training.step()  # to be overwritten
+        with patch.object(pickle, "Unpickler", None), patch.object(torch, "load", None):
+            state = p3d.load(folder, training.net, training.optimizer)
+        assert (state is None) == (steps == 0)
+        if state is not None:
+            assert state.step == steps and state.extra["seed"] == 7
+            training.schedule.load_state_dict(state.extra["schedule"])
+            assert training.optimizer.param_groups[1]["weight_decay"] == 0.0
+        for _ in range(2):
+            training.step()
+        steps += 2
+        path = p3d.save(
+            folder, training.net, training.optimizer, step=steps, extra=training.extra()
+        )
+        assert path.name == f"step-{steps:08}"
+        found[name] = {key: value.numpy() for key, value in training.weights().items()}
+    return found
+
+
+def uninterrupted(optimizer: str) -> list[dict[str, Any]]:
+    """The weights after every second step."""
+    training, found = Training("one", {}, optimizer), []
+    for _ in range(SPLITS_IN_ALL + 1):
         training.step()
-    path = p3d.save(folder, training.net, training.optimizer, step=3, extra=training.extra())
-    assert path.name == "step-00000003"
-    assert sorted(path.parent.iterdir()) == [path]
-
-
-def second_half(split: str, optimizer: str, folder: str) -> dict[str, Any] | None:
-    training = Training(split, optimizer)
-    training.step()  # to be overwritten
-    with patch.object(pickle, "Unpickler", None), patch.object(torch, "load", None):
-        state = p3d.load(folder, training.net, training.optimizer)
-    assert state is not None and state.step == 3 and state.extra["seed"] == 7
-    training.schedule.load_state_dict(state.extra["schedule"])
-    assert training.optimizer.param_groups[1]["weight_decay"] == 0.0
-    for _ in range(3):
         training.step()
-    weights = training.weights()
-    return {k: v.numpy() for k, v in weights.items()} if training.groups.rank == 0 else None
-
-
-def uninterrupted(optimizer: str) -> dict[str, Any]:
-    training = Training("one", optimizer)
-    for _ in range(6):
-        training.step()
-    return {name: value.numpy() for name, value in training.weights().items()}
-
-
-def ranks(split: str) -> int:
-    sizes = SPLITS[split]
-    return sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
+        found.append({name: value.clone().numpy() for name, value in training.weights().items()})
+    return found
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("one", "tp"),
-        ("tp", "pp"),
-        ("pp", "one"),
-        ("dp", "tp, pp and dp"),
-        ("tp, pp and dp", "fsdp"),
-        ("fsdp", "tp, pp and fsdp"),
-        ("tp, pp and fsdp", "dp"),
-    ],
-)
-def test_training_goes_on_under_another_split(
-    first: str, second: str, optimizer: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_training_goes_on_under_another_split(optimizer: str, pool: Pool, tmp_path: Path) -> None:
     (wanted,) = pool.run(1, uninterrupted, optimizer)
-    pool.run(ranks(first), first_half, first, optimizer, str(tmp_path))
-    found = pool.run(ranks(second), second_half, second, optimizer, str(tmp_path))[0]
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        assert abs(found[name] - value).max() <= TOLERANCE, name
-    assert found["0.seen"] == 6
-    path = tmp_path / "checkpoints" / "step-00000003"
-    verify_checkpoint(path)  # each element once, whatever the ranks held twice
-    whole = read_full(path)
-    assert whole["parameter/1.up.weight"].shape == (4 * WIDTH, WIDTH)
-    assert whole["parameter/0.weight"].shape == (WORDS, WIDTH)
+    found, steps = [], 0
+    for ranks, splits in (*SPLITS.items(), (1, {"one again": {}})):
+        found += pool.run(ranks, go_on, splits, optimizer, steps, tmp_path)[0].items()
+        steps += 2 * len(splits)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == len(found) == len(wanted)
+    for number, ((split, ours), theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert list(ours) == list(theirs)
+        for name, value in theirs.items():
+            assert abs(ours[name] - value).max() <= TOLERANCE, (split, name)
+        assert ours["0.seen"] == 2 * (number + 1)
+        path = tmp_path / "checkpoints" / f"step-{2 * (number + 1):08}"
+        verify_checkpoint(path)  # each element once, whatever the ranks held twice
+        whole = read_full(path)
+        assert whole["parameter/1.up.weight"].shape == (4 * WIDTH, WIDTH)
+        assert whole["parameter/0.weight"].shape == (WORDS, WIDTH)
 
 
 def the_newest_or_a_step(folder: str) -> None:

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -41,11 +42,11 @@ def bytes_of_tensors(shared: torch.UntypedStorage | None = None) -> int:
     return sum(storages.values())
 
 
-def held(sizes: tuple[int, int, int], stage: int, precision: str) -> dict[str, float]:
+def held(stage: int) -> dict[str, float]:
     """Bytes that a trainer holds between steps, over those of the parameters of its stage in fp32;
     and the share of the parameters that this rank steps."""
-    groups = plain_groups(Layout(*sizes))
-    problem = Problem("gpt_tiny", "adamw", True, precision, model=(("hidden_size", 128),))
+    groups = plain_groups(Layout(dp=4))
+    problem = Problem("gpt_tiny", "adamw", True, "fp32", model=(("hidden_size", 128),))
     gc.collect()
     gc.freeze()  # what tests before left is neither searched nor counted
     trainer = make_trainer(Case(problem, microbatches=1, keys=(("zero", stage),)), groups)
@@ -64,10 +65,13 @@ def held(sizes: tuple[int, int, int], stage: int, precision: str) -> dict[str, f
     return found
 
 
+def held_by_stages() -> list[dict[str, float]]:
+    return [held(stage) for stage in (0, 1, 2, 3)]
+
+
 def test_memory_falls_with_dp(pool: Pool) -> None:
     held_by_stage = {}
-    for stage in (0, 1, 2, 3):
-        by_rank = pool.run(4, held, (1, 1, 4), stage, "fp32")
+    for stage, by_rank in enumerate(zip(*pool.run(4, held_by_stages), strict=True)):
         held_by_stage[stage] = max(found["held"] for found in by_rank)
         stepped = sum(found["stepped"] for found in by_rank)
         assert stepped == pytest.approx(4 if stage == 0 else 1)
@@ -78,13 +82,13 @@ def test_memory_falls_with_dp(pool: Pool) -> None:
         assert held_by_stage[stage] == pytest.approx(1, rel=0.15)
 
 
-def made_at_start(stage: int, precision: str, tied: bool) -> dict[str, float]:
+def made_at_start(stage: int, tied: bool) -> dict[str, float]:
     """What making a trainer takes: elements drawn, the largest tensor that the initializer makes,
     and the most bytes at a time before there is an optimizer; numels of the stage's parameters:
     of all, of the largest, of the largest unit that FSDP2 shards."""
     groups = plain_groups(Layout(1, 1, 2))
     model = (("hidden_size", 128), ("vocab_size", 120))
-    problem = Problem("gpt_tiny", "adamw", tied, precision, model, layers=4)
+    problem = Problem("gpt_tiny", "adamw", tied, "bf16", model, layers=4)
     found = {"drawn": 0, "largest": 0}
     gc.collect()
     gc.freeze()
@@ -150,12 +154,20 @@ class Peak(TorchDispatchMode):
         self.now -= nbytes
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_rank_makes_more_at_start_than_it_keeps_and_a_layer(
-    stage: int, tied: bool, pool: Pool
-) -> None:
-    by_rank = pool.run(2, made_at_start, stage, "bf16", tied)
+STARTS = [(0, True), (1, False), (2, True), (3, False)]  # stage, tied
+
+
+def made_at_starts() -> list[dict[str, float]]:
+    return [made_at_start(*start) for start in STARTS]
+
+
+def test_no_rank_makes_more_at_start_than_it_keeps_and_a_layer(pool: Pool) -> None:
+    by_start = zip(*pool.run(2, made_at_starts), strict=True)
+    for (stage, _), by_rank in zip(STARTS, by_start, strict=True):
+        check_start(stage, by_rank)
+
+
+def check_start(stage: int, by_rank: Sequence[dict[str, float]]) -> None:
     for found in by_rank:
         whole, dp = found["whole"], 2
         assert found["largest"] <= found["parameter"]
