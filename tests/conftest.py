@@ -67,6 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times(getattr(config, "cache", None) if in_front else None))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts in front what waits, or computes alone, for long: other files then run beside it."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests are there for good."""
     collect_seldom()

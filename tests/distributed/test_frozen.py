@@ -25,6 +25,8 @@ TREATED = Problem(
     "adamw",
     True,
     layers=2,
+    steps=2,
+    batch=12,
     optim=(
         ("clip_grad", 0.3),
         ("freeze", ("layers.*.attention.k.weight", "layers.0.mlp.down.weight")),

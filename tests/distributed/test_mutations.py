@@ -203,10 +203,11 @@ def norms_of_heads_apart(sound: Any, initializer: Initializer, spec: ParameterSp
 
 
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
-SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED)
-ADAMW = Problem("gpt_tiny", "adamw", tied=True)
-ONE_HEAD = Problem(
-    "llama_tiny", "sgd", tied=False, model=(("num_query_groups", 1),), optim=UNCLIPPED
+# A layer for each of two stages; the second step reads what the first has left.
+SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED, layers=2, steps=2, batch=12)
+ADAMW = dataclasses.replace(SGD, optimizer="adamw", optim=())
+ONE_HEAD = dataclasses.replace(
+    SGD, preset="llama_tiny", tied=False, model=(("num_query_groups", 1),)
 )
 NORMED = dataclasses.replace(ONE_HEAD, model=(("qk_norm", True),))
 PLANTED = [
@@ -311,7 +312,8 @@ PLANTED = [
     pytest.param(
         rounding_counts_local_elements,
         (2, 1, 1),
-        Case(dataclasses.replace(ADAMW, optim=(("state", "bf16"),))),
+        # A state that the first step has rounded shows in the loss of the third.
+        Case(dataclasses.replace(ADAMW, steps=3, optim=(("state", "bf16"),))),
         {"loss", "grad norm", "weights"},
         id="rounding-by-local-index",
     ),

@@ -63,7 +63,7 @@ from tests.distributed.simulated_runs import DROPS, waits_a_step
 pytestmark = pytest.mark.more
 
 Sizes = tuple[int, int, int]
-LLAMA = Problem("llama_tiny", "adamw", True)
+LLAMA = Problem("llama_tiny", "adamw", True, layers=2)
 
 
 def train(sizes: Sizes, keys: Sequence[tuple[str, Any]], mutation: Mutation, steps: int) -> None:

@@ -24,7 +24,7 @@ from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel.layers import RowParallelLinear
 from parallel3d.tensor_parallel.mappings import all_gather_sequence
 from tests.distributed.cases import Case
-from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
 from tests.distributed.seams import (
     LINEAR_BACKWARD,
@@ -184,14 +184,4 @@ PLANTED = [
 def test_a_planted_bug_of_tensor_parallelism_is_caught(
     mutation: Mutation, case: Case, told_by: set[str], pool: Pool, references: References
 ) -> None:
-    sizes = (2, 1, 1)
-    expected = references.of(case.problem)
-    assert differences(pick(pool.run(2, run_cases, sizes, [case])), expected, case.problem) == {}
-    mutated = pick(pool.run(2, run_cases, sizes, [case], mutation))
-    found = differences(mutated, expected, case.problem)
-    assert found.keys() == told_by, found
-
-
-def pick(by_rank: list[list[Any]]) -> list[Any]:
-    """The outcomes of the only case."""
-    return [outcomes[0] for outcomes in by_rank]
+    check_caught(mutation, (2, 1, 1), case, told_by, pool, references)

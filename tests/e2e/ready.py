@@ -25,6 +25,8 @@ from typing import Any
 # What an environment may say to a process that is forked of this one: room for it in /proc.
 ROOM_BYTES = 1 << 15
 ROOT = Path(__file__).resolve().parents[2]
+# Code that runs the module of its first argument as `python -m` does.
+MODULE = "import runpy, sys; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=1)"
 
 
 class Ready:
@@ -132,8 +134,7 @@ def run_module(
     module: str, *words: str, cwd: Path = ROOT, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """`python -m module words` to its end, for modules that need torch; see `run_code`."""
-    code = "import runpy, sys; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=1)"
-    return run_code(code, module, *words, cwd=cwd, **environ)
+    return run_code(MODULE, module, *words, cwd=cwd, **environ)
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from tests.e2e.ready import run_code, run_module
 
 pytestmark = pytest.mark.more
 
-PAIRS, BLOCKS, CUTS = 6, 1, 1
+PAIRS, BLOCKS, CUTS = 4, 1, 1
 SCENARIOS = ("a new run", "goes on, settings changed")
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.command import PARALLEL3D, ROOT, TINY, Shell
+from tests.e2e.command import ROOT, TINY, Shell
 from tests.e2e.forked import run_forked
 
 pytestmark = pytest.mark.more
@@ -40,19 +39,14 @@ def test_from_jsonl_to_the_text_that_transformers_writes(shell: Shell) -> None:
     """Its own words: nothing is asked of a network, and both texts are the same characters."""
     shell.environ["HF_HUB_OFFLINE"] = "1"
     sources, commands, theirs = blocks()
-    assert shell.run(sys.executable, "-c", sources).code == 0
+    assert run_forked(shell, "-c", sources).code == 0
     said = {}
     for line in commands.splitlines():
         program, *words = shlex.split(line)
         assert program == "parallel3d"
-        if words[0] == "train":
-            ended = run_forked(shell, *words, ranks=4)
-        elif words[0] == "generate":
-            ended = shell.run(*PARALLEL3D, *words, "device=cpu")
-        elif words[0] == "checkpoint":
-            ended = run_forked(shell, *words)
-        else:
-            ended = shell.run(*PARALLEL3D, *words)
+        if words[0] == "generate":
+            words.append("device=cpu")
+        ended = run_forked(shell, *words, ranks=4 if words[0] == "train" else 1)
         assert ended.code == 0, (line, ended)
         said[words[0]] = ended.out
     assert re.search(r"tp 2 .* pp 2 .* dp 1", said["train"]), said["train"]

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import Shell
+from tests.e2e.ready import run_module
 
 pytestmark = pytest.mark.more
 
 SEED = "1915"  # a rank, then all ranks, then the launcher: all while a checkpoint is written
 
 
-def test_a_killed_run_ends_with_the_undisturbed_runs_weights_and_losses(shell: Shell) -> None:
-    out = Path("faults.json")
+def test_a_killed_run_ends_with_the_undisturbed_runs_weights_and_losses(tmp_path: Path) -> None:
+    out = tmp_path / "faults.json"
     words = ("--runs", "1", "--seed", SEED, "--steps", "30", "--out", str(out))
     words += ("--launcher", "forked")
-    ended = shell.run(sys.executable, "-m", "benchmarks.faults", *words, timeout_s=400)
-    assert ended.code == 0, ended.out + ended.err
-    found = json.loads((shell.cwd / out).read_text())
+    ended = run_module("benchmarks.faults", *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(out.read_text())
     assert found["good"] == 1
     assert all(r["weights_equal"] and r["steps_once"] for r in found["runs"])
     done = [kill["target"] for run in found["runs"] for kill in run["kills"] if kill["at_step"]]

@@ -15,8 +15,11 @@ import pytest
 pytestmark = pytest.mark.more
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("model=llama_tiny", "model.norm=l1norm", "device=cpu", "tp=2", "model.seq_length=32",
-         "micro_batch_size=1", "global_batch_size=2", "verify.steps=2")  # fmt: skip
+SMALL = ("model=llama_tiny", "model.norm=l1norm", "device=cpu", "model.seq_length=32",
+         "micro_batch_size=1", "global_batch_size=2")  # fmt: skip
+TRAINED = (*SMALL, "train.steps=2", "run=option", "logger=none", "checkpoint.every=2")
+PLANNED = ("model=llama3_8b", "model.norm=l1norm", "cluster=dgx_h100", "cluster.nodes=2",
+           "global_batch_size=16")  # fmt: skip
 PLAYED = (
     {"tp": 1, "recompute": "none"},
     {"tp": 2, "sp": True, "recompute": "[norm,mlp]"},
@@ -34,6 +37,13 @@ ours = Norm("norm", model, Initializer(1, torch.float64, torch.device("cpu")))
 theirs = make_norm(SimpleNamespace(norm="l1norm", hidden_size=64, norm_eps=model.norm_eps)).double()
 x = torch.randn(2, 3, 64, dtype=torch.float64)
 torch.testing.assert_close(ours(x), theirs(x))
+"""
+# Command lines one after another, in a process that has imported the package once.
+COMMANDS = """
+import json
+import sys
+from parallel3d.cli.command_line import main
+sys.exit(any(main(words) for words in json.loads(sys.argv[1])))
 """
 
 
@@ -73,27 +83,24 @@ def test_it_is_at_most_five_files() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_the_references_norm(copy: Path) -> None:
-    run(copy, "-c", NORM)
-
-
-@pytest.mark.slow
-def test_it_trains_under_a_layout_is_verified_and_exported(copy: Path) -> None:
-    run(copy, "-m", "parallel3d", "train", *SMALL, "train.steps=2", "run=option",
-        "logger=none", "checkpoint.every=2")  # fmt: skip
-    # In fp32 rounding turns the sign of a number near zero, of which the gradient is the sign.
-    told = run(copy, "-m", "parallel3d", "verify", *SMALL, "precision=fp64")
-    assert "The layout does not change the model." in told
-    run(copy, "-m", "parallel3d", "checkpoint", "export", "run=option", "to=hf")
+def test_it_is_the_references_norm_and_trains_is_exported_and_priced(copy: Path) -> None:
+    words = [
+        ["train", *TRAINED],
+        ["checkpoint", "export", "run=option", "to=hf"],
+        ["plan", *PLANNED],
+    ]
+    told = run(copy, "-c", NORM + COMMANDS, json.dumps(words))
     written = json.loads((copy / "hf/config.json").read_text())
     assert written["model_type"] == "llama"
+    assert "parallel3d train" in told
 
 
 @pytest.mark.slow
-def test_it_is_priced(copy: Path) -> None:
-    told = run(copy, "-m", "parallel3d", "plan", "model=llama3_8b", "model.norm=l1norm",
-               "cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=16")  # fmt: skip
-    assert "parallel3d train" in told
+def test_it_is_verified_under_a_layout(copy: Path) -> None:
+    # In fp32 rounding turns the sign of a number near zero, of which the gradient is the sign.
+    words = (*SMALL, "tp=2", "verify.steps=2", "precision=fp64")
+    told = run(copy, "-m", "parallel3d", "verify", *words)
+    assert "The layout does not change the model." in told
 
 
 @pytest.mark.slow

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import ROOT, Shell
+from tests.e2e.command import Shell
+from tests.e2e.forked import run_forked
 from tests.e2e.here import answer
 from tests.e2e.rails import why_not
+from tests.e2e.ready import MODULE, run_module
 from tests.reference import collectives as formulas
 
 pytestmark = pytest.mark.more
@@ -29,12 +29,12 @@ def test_the_key_of_earlier_versions_is_refused_with_the_examples_command(
     assert "torchrun --nproc-per-node 4 -m examples.collectives.compare" in line
 
 
-def test_the_example_runs_as_its_page_has_it() -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
-    words = ("-m", "examples.collectives.compare", "--bytes", "4096", "--calls", "1")
-    done = subprocess.run((*torchrun, *words), cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = {tuple(line.split()[:2]) for line in done.stdout.splitlines()[1:-1]}
+def test_the_example_runs_as_its_page_has_it(shell: Shell) -> None:
+    """On four ranks, as torchrun starts them."""
+    words = ("examples.collectives.compare", "--bytes", "4096", "--calls", "1")
+    done = run_forked(shell, "-c", MODULE, *words, ranks=4)
+    assert done.code == 0, done.err
+    rows = {tuple(line.split()[:2]) for line in done.out.splitlines()[1:-1]}
     assert rows == {(name, form) for name, forms in formulas.FORMS.items() for form in forms}
 
 
@@ -60,8 +60,7 @@ def test_on_rails_with_a_latency_no_form_is_right_sooner_than_its_price(tmp_path
     # How much later is this machine's business: docs/collectives.md says it for a hundred cases.
     rows = tmp_path / "rows.json"
     words = ("--cases", "8", "--repeats", "1", "--latency-us", "2000", "--rail-mbit", "400")
-    command = (sys.executable, "-m", "benchmarks.textbook", *words, "--json", str(rows))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_module("benchmarks.textbook", *words, "--json", str(rows))
     assert done.returncode == 0, done.stderr
     ratios = {(*case, form): seconds / priced
               for case, form, seconds, priced in json.loads(rows.read_text())}  # fmt: skip

@@ -29,7 +29,11 @@ from tests.wandb_records import wandb_records
 
 # CI has all of it, and must not pass by skipping.
 REASON = None if os.environ.get("CI") else why_not()
-pytestmark = [pytest.mark.more, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.first,
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
 
 TRAIN, SWEEP = ROOT / "slurm" / "train.sbatch", ROOT / "slurm" / "sweep.sbatch"
 SLOW_STEPS = Path(__file__).parent / "slow_steps"

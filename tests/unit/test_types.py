@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.more
+pytestmark = [pytest.mark.more, pytest.mark.first]
 
 ROOT = Path(__file__).parents[2]
 

@@ -99,12 +99,12 @@ def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lines_that_run_parallel3d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of them in a process of its own, as all are without `--in-process`; the dry run
-    reads its figures in the file."""
+    """The dry run reads the figures of the first one in the file."""
     monkeypatch.setattr(gpu_commands, "parallel3d", run_command)
-    words = [*TINY, "--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
-    for only in (["train"], ["dryrun", "--in-process"]):
-        assert gpu_first.main([*words, "--only", *only]) == 0
+    words = [*TINY, "--in-process", "--json", str(tmp_path / "first.json")]
+    words += ["--folder", str(tmp_path / "runs")]
+    for name in ("train", "dryrun"):
+        assert gpu_first.main([*words, "--only", name]) == 0
     found = rows(tmp_path)
     assert verdicts(found) == {"train": "PASS", "dryrun": "NOTED"}
     assert "seconds_off" in found["dryrun"]
