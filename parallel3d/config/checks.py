@@ -809,7 +809,8 @@ def check_run_name(config: Config) -> None:
 def check_plain(config: Config) -> None:
     """Raises UserError for text that config.yaml would read as a reference."""
     for key, value in values_of(config).items():
-        if "${" in json.dumps(value):
+        is_text_free = value is None or isinstance(value, (bool, int, float))
+        if not is_text_free and "${" in json.dumps(value):
             raise UserError(
                 f"{key}={show(value)} holds ${{, which config.yaml would take for a reference to "
                 "another key; give it without."
