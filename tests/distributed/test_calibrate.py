@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from parallel3d.commands.calibrate.measure import calibrate
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.profiled_cost import TABLES, MeasuredMachine, read, step_time
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.more
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64)
 

@@ -167,14 +167,15 @@ def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> Non
 def test_each_layout_goes_on_from_others(
     pool: Pool, references: References, tmp_path: Path
 ) -> None:
-    """In fp64 each from a tied and from an untied model, and half of them in fp32 from a third.
+    """In fp64, tied and untied models in turns; half of them from a second, and two in fp32.
 
     A checkpoint knows nothing of who will read it, so that not all 8 × 8 pairs tell more.
     """
     problems = [TIED, UNTIED, *IN_FP32]
     names, pairs = list(LAYOUTS), {}
     for i, layout in enumerate(names):
-        asked = [(1, 0), (4, 0), *[(3, 2)] * (i % 2)]  # how many layouts further, and precision
+        # How many layouts further, and the first problem of a precision.
+        asked = [(1, 0), *[(4, 0)] * (i % 2), *[(3, 2)] * (i in (1, 3))]
         saved = [((i + ahead) % len(names), first) for ahead, first in asked]
         numbers = [(j, first + j // 2 % 2) for j, first in saved]
         pairs[layout] = [(names[j], number, problems[number]) for j, number in numbers]

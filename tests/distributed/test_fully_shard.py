@@ -15,7 +15,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_grad_norm import batch, loss_of, mine, net
 
 TOLERANCE = 1e-11
-STEPS = 3
+STEPS = 2
 
 
 def one_process(rate: float = 0.1) -> dict[str, Tensor]:
@@ -61,18 +61,19 @@ def tensor_parallel(sizes: dict[str, int], frees: bool) -> float:
     return worst
 
 
-def each_way(layouts: list[dict[str, Any]]) -> list[float]:
-    return [tensor_parallel(sizes, frees) for sizes in layouts for frees in (True, False)]
+def each_layout(layouts: list[dict[str, Any]]) -> list[float]:
+    """In turns memory is freed after the forward and not."""
+    return [tensor_parallel(sizes, at % 2 == 0) for at, sizes in enumerate(layouts)]
 
 
 @pytest.mark.parametrize(
     ("world", "layouts"),
-    [(2, [{}, {"tp": 2}]), (4, [{"tp": 2}, {"tp": 2, "order": "dp-tp-cp-pp"}])],
+    [(2, [{}, {"tp": 2}]), (4, [{"tp": 2, "order": "dp-tp-cp-pp"}, {"tp": 2}])],
 )
 def test_tensor_parallel_layers_are_sharded_over_dp_too(
     world: int, layouts: list[dict[str, Any]], pool: Pool
 ) -> None:
-    assert max(map(max, pool.run(world, each_way, layouts))) <= TOLERANCE
+    assert max(map(max, pool.run(world, each_layout, layouts))) <= TOLERANCE
 
 
 def pipelined(sizes: dict[str, int], options: dict[str, Any], after: bool) -> float:
@@ -91,7 +92,7 @@ def pipelined(sizes: dict[str, int], options: dict[str, Any], after: bool) -> fl
 
 def each_schedule() -> dict[str, float]:
     """In turns sharded before and after."""
-    schedules = ("gpipe", "1f1b", "zb_h1", "interleaved", "zbv")
+    schedules = ("zb_h1", "1f1b", "interleaved", "zbv")
     return {
         name: pipelined(
             {"pp": 2, "dp": 2}, {"schedule": name, "num_microbatches": 4}, after=bool(at % 2)

@@ -23,7 +23,6 @@ from tests.distributed.harness import digests, make_trainer, plain_groups
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import one_wait_a_step
-from tests.kernels import no_kernels
 
 Sizes = tuple[int, ...]
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -68,8 +67,7 @@ def run_both(
     with tiny_slabs(), mutation():
         for case, layers in cases:
             away = replace(case, keys=(*case.keys, ("offload_layers", layers)))
-            with no_kernels() if case.compile else nullcontext():
-                found.append((run(case, groups), run(away, groups)))
+            found.append((run(case, groups), run(away, groups)))
     groups.close()
     return found
 
@@ -90,8 +88,6 @@ CASES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
         [
             (Case(GPT), [3]),
             (Case(PACKED, keys=(("recompute", "[norm,mlp]"),)), [2]),
-            # One graph, as with layers between those that are offloaded would not be.
-            (Case(replace(LLAMA, layers=1), "gpipe", compile=True), [1]),
         ],
     ),
     (
@@ -101,22 +97,6 @@ CASES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
             (Case(LLAMA, "zbv", microbatches=3, keys=(*V, ("recompute", "full"))), [1, 1, 0, 1]),
         ],
     ),
-]
-# Of two ranks each.
-ON_DEVICES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
-    (
-        (1, 2, 1),
-        [
-            (Case(replace(LLAMA, precision="bf16"), "zb_h1", microbatches=3), [2]),
-            (
-                Case(
-                    replace(GPT, layers=4), "zbv", microbatches=2, keys=(*V, ("recompute", "full"))
-                ),
-                [1],
-            ),
-        ],
-    ),
-    ((1, 1, 2), [(Case(GPT, keys=(("zero", 3),)), [3])]),
 ]
 
 
@@ -131,12 +111,13 @@ def test_bits_are_those_without_offload(
     check(pool.run(math.prod(sizes), run_both, sizes, cases, timeout_s=900))
 
 
-@pytest.mark.parametrize(("sizes", "cases"), ON_DEVICES, ids=named(ON_DEVICES))
-def test_no_access_on_the_device_is_unordered(
-    sizes: Sizes, cases: list[tuple[Case, list[int]]], simulated: SimulatedPool
-) -> None:
-    """Races and copies of pinned memory that is written too early raise; the host waits once."""
-    check(simulated.run(math.prod(sizes), run_both, sizes, cases, timeout_s=900))
+def test_no_access_on_the_device_is_unordered(simulated: SimulatedPool) -> None:
+    """Races and copies of pinned memory that is written too early raise; the host waits once.
+
+    Offload on streams beside everything else: see `matrix.on_streams`.
+    """
+    case = Case(replace(LLAMA, precision="bf16"), "zb_h1", microbatches=3)
+    check(simulated.run(2, run_both, (1, 2, 1), [(case, [2])], timeout_s=900))
 
 
 def slabs_over(steps: int) -> list[tuple[int, int]]:

@@ -77,7 +77,7 @@ def trained(replicas: int) -> None:
     groups = p3d.init(pp=2, device="cpu")
     for name, (loss_fn, weight, kept, ignored) in TAKEN.items():
         own, _, grads = alone(name, replicas)
-        for schedule in ("gpipe", "1f1b", "zb_h1"):
+        for schedule in ("1f1b", "zb_h1"):
             pipe = p3d.Pipeline(
                 modules(), groups.pp, loss_fn=loss_fn, weight=weight, schedule=schedule,
                 num_microbatches=MICROBATCHES, dp=groups.dp,

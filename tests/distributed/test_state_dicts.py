@@ -50,11 +50,11 @@ def net(group: Any = None, seed: int = 3) -> nn.Sequential:
 # By ranks, so that each split is loaded from the one before it, by few runs of the pool.
 SPLITS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
-    2: {"tp": {"tp": 2}, "pp": {"pp": 2}, "fsdp": {"dp": 2}},
+    2: {"tp": {"tp": 2}, "pp": {"pp": 2}},
     4: {
         "tp of four": {"tp": 4},
-        "tp and pp": {"tp": 2, "pp": 2},
         "fsdp with odd rows": {"dp": 4},
+        "tp and pp": {"tp": 2, "pp": 2},
         "tp and fsdp": {"tp": 2, "dp": 2},
     },
     8: {"all": {"tp": 2, "pp": 2, "dp": 2}},

@@ -33,7 +33,8 @@ SPLITS: dict[int, dict[str, dict[str, int]]] = {
         "tp, pp and fsdp": {"tp": 2, "pp": 2, "dp": 2},
     },
 }
-SPLITS_IN_ALL = sum(map(len, SPLITS.values()))
+# The other optimizer's state differs in kind alone, and takes few of them.
+MOST_RANKS = {"adamw": 8, "sgd": 2}
 OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95)),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -116,10 +117,10 @@ def go_on(
     return found
 
 
-def uninterrupted(optimizer: str) -> list[dict[str, Any]]:
+def uninterrupted(optimizer: str, times: int) -> list[dict[str, Any]]:
     """The weights after every second step."""
     training, found = Training("one", {}, optimizer), []
-    for _ in range(SPLITS_IN_ALL + 1):
+    for _ in range(times):
         training.step()
         training.step()
         found.append({name: value.clone().numpy() for name, value in training.weights().items()})
@@ -128,11 +129,12 @@ def uninterrupted(optimizer: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_under_another_split(optimizer: str, pool: Pool, tmp_path: Path) -> None:
-    (wanted,) = pool.run(1, uninterrupted, optimizer)
-    found, steps = [], 0
-    for ranks, splits in (*SPLITS.items(), (1, {"one again": {}})):
+    most, found, steps = MOST_RANKS[optimizer], [], 0
+    taken = [(ranks, splits) for ranks, splits in SPLITS.items() if ranks <= most]
+    for ranks, splits in (*taken, (1, {"one again": {}})):
         found += pool.run(ranks, go_on, splits, optimizer, steps, tmp_path)[0].items()
         steps += 2 * len(splits)
+    (wanted,) = pool.run(1, uninterrupted, optimizer, len(found))
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(found) == len(wanted)
     for number, ((split, ours), theirs) in enumerate(zip(found, wanted, strict=True)):
         assert list(ours) == list(theirs)
