@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts in front what waits, or computes alone, for long: other files then run beside it."""
+    """Puts in front what waits or computes for long: other files then run beside it."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 

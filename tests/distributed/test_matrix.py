@@ -18,6 +18,8 @@ from tests.distributed.covering import allowed as allowed_by
 from tests.distributed.harness import References, check_cases
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.first
+
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 FOUND = matrix.chosen().found
 
