@@ -15,7 +15,7 @@ from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Sch
 from tests.distributed.pool import Pool
 from tests.tools.sleeping_stages import Ran, run_all
 
-LARGE = (1, 512, 16384)  # 32 MiB
+LARGE = (1, 256, 16384)  # 16 MiB
 
 
 def forms(ranks: int, microbatches: int) -> list[Schedule]:
@@ -58,7 +58,7 @@ def test_a_late_stage_changes_no_result(pool: Pool) -> None:
 
 
 def test_messages_larger_than_every_buffer_block_nobody_for_ever(pool: Pool) -> None:
-    """32 MiB each: a send ends when the other end has received it."""
+    """16 MiB each: a send ends when the other end has received it."""
     schedules = [make("interleaved", 2, 2, 2), make("zbv", 2, 2, 2)]
     by_rank = pool.run(2, run_all, schedules, {"shape": LARGE})
     for schedule, ran in zip(schedules, zip(*by_rank, strict=True), strict=True):

@@ -266,9 +266,8 @@ def test_a_net_is_pickled_after_a_backward_and_its_parameters_load_as_weights_on
     assert all(torch.equal(a, b) for a, b in zip(loaded, net.parameters(), strict=True))
 
 
-@pytest.mark.slow
-def test_a_compiled_net_has_the_same_gradients() -> None:
-    """A user's net has no operators of compiled blocks, whose gradients go past autograd."""
+def compiled() -> None:
+    """Compared here, in a process that has imported the compiler."""
     net, x = alone()
     net(x).sum().backward()
     eager = [p.grad.clone() for p in net.parameters()]
@@ -280,6 +279,11 @@ def test_a_compiled_net_has_the_same_gradients() -> None:
     assert len(heard) == 4
     for parameter, grad in zip(net.parameters(), eager, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_a_compiled_net_has_the_same_gradients(pool) -> None:
+    """A user's net has no operators of compiled blocks, whose gradients go past autograd."""
+    pool.run(1, compiled)
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 6), (2, 3, 2, 6)])

@@ -17,7 +17,7 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool
 
-LAYOUTS = [(1, 1, 1), (2, 2, 1), (1, 2, 2)]
+LAYOUTS = [(1, 1, 1), (2, 2, 1), (1, 1, 2)]
 GPT = Problem("gpt_tiny", "sgd", tied=True)
 LLAMA = Problem("llama_tiny", "adamw", tied=False)
 

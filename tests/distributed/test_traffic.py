@@ -153,10 +153,9 @@ class Sent(NamedTuple):
     around: Counter[str]
 
 
-def sent_in_a_step(layout: Layout, changes: dict[str, Any]) -> Sent:
+def sent_in_a_step(groups: ProcessGroups, changes: dict[str, Any]) -> Sent:
     """Of a step that is not the first."""
-    groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
-    config = config_of(layout, changes)
+    config = config_of(groups.layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
     with no_kernels():
         for _ in range(config.ddp.powersgd_start if config.ddp.comm_hook == "powersgd" else 1):
@@ -166,9 +165,7 @@ def sent_in_a_step(layout: Layout, changes: dict[str, Any]) -> Sent:
         if hasattr(getattr(reducer, "comm_hook", None), "__name__"):  # one of `collectives`
             reducer.comm_hook = getattr(collectives, reducer.comm_hook.__name__)
         trainer.train_step()
-    stage = groups.pp.index
-    groups.close()
-    return Sent(stage, counting.found, counting.around)
+    return Sent(groups.pp.index, counting.found, counting.around)
 
 
 def priced(config: Config, layout: Layout, stage: int, data_rank: int) -> Count:
@@ -279,24 +276,36 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
 }
 
 
-def sent_in_steps(ranks: int) -> list[Sent]:
-    return [sent_in_a_step(*case) for case in CASES[ranks].values()]
+# Of the set more, as it compiles for seconds.
+PIECES = {"sp": True, "chunks": 2, "recompute": "full"}
+COMPILED = {
+    "compiled": (Layout(tp=2), {**PIECES, "compile": True, "model.num_layers": 1}),
+}
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_the_list_is_what_a_step_sends(pool: Pool, ranks: int) -> None:
-    by_rank = pool.run(ranks, sent_in_steps, ranks, timeout_s=900)
-    for (name, (layout, changes)), sent in zip(
-        CASES[ranks].items(), zip(*by_rank, strict=True), strict=True
-    ):
-        check(name, layout, changes, sent)
+def sent_in_steps(cases: dict[str, tuple[Layout, dict[str, Any]]]) -> dict[str, Sent]:
+    """By case; those of one layout have the same groups."""
+    found = {}
+    for layout in dict.fromkeys(layout for layout, _ in cases.values()):
+        groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
+        for name, (own, changes) in cases.items():
+            if own == layout:
+                found[name] = sent_in_a_step(groups, changes)
+        groups.close()
+    return found
 
 
-@pytest.mark.more
-def test_a_compiled_step_sends_it_too(pool: Pool) -> None:
-    pieces = {"sp": True, "chunks": 2, "recompute": "full"}
-    changes = {**pieces, "compile": True, "model.num_layers": 1}
-    check("compiled", Layout(tp=2), changes, pool.run(2, sent_in_a_step, Layout(tp=2), changes))
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [*CASES.items(), pytest.param(2, COMPILED, marks=pytest.mark.more)],
+    ids=[*(f"{ranks} ranks" for ranks in CASES), "compiled"],
+)
+def test_the_list_is_what_a_step_sends(
+    pool: Pool, ranks: int, cases: dict[str, tuple[Layout, dict[str, Any]]]
+) -> None:
+    by_rank = pool.run(ranks, sent_in_steps, cases, timeout_s=900)
+    for name, (layout, changes) in cases.items():
+        check(name, layout, changes, [of_rank[name] for of_rank in by_rank])
 
 
 def check(name: str, layout: Layout, changes: dict[str, Any], sent: Sequence[Sent]) -> None:

@@ -27,11 +27,8 @@ TOLERANCE = 1e-11
 SPLITS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
     2: {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}},
-    4: {"fsdp": {"dp": 4}},
-    8: {
-        "tp, pp and dp": {"tp": 2, "pp": 2, "dp": 2},
-        "tp, pp and fsdp": {"tp": 2, "pp": 2, "dp": 2},
-    },
+    4: {"fsdp": {"dp": 4}, "pp and dp": {"pp": 2, "dp": 2}},
+    8: {"tp, pp and fsdp": {"tp": 2, "pp": 2, "dp": 2}},
 }
 # The other optimizer's state differs in kind alone, and takes few of them.
 MOST_RANKS = {"adamw": 8, "sgd": 2}
