@@ -112,6 +112,8 @@ UPDATE = Seam("optim:Optimizer.step")
 INITIAL_VALUES = Seam("parameters.sharding:Initializer.fill")
 PARAMETER = Seam("parameters.sharding:Initializer.parameter")
 ROUNDED_PIECES = Seam("parameters.rounding:pieces_of")
+SPLIT_SEGMENT = Seam("parameters.sharding:Segment.split")
+TREATMENT = Seam("config.parameters:treatment")
 
 # Samples
 MICRO_BATCH = Seam("data.loader:Batches.micro_batch")

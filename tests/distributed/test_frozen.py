@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
-from parallel3d import optim
+from parallel3d.config.parameters import Treatment
+from parallel3d.config.schema import OptimConfig
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import Segment, ShardSpec
+from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
+from tests.distributed.seams import (
+    SHARE_OF_NORM,
+    SPLIT_SEGMENT,
+    TREATMENT,
+    UPDATE,
+    Mutation,
+    planted,
+)
 
 pytestmark = pytest.mark.more
 
@@ -35,58 +44,44 @@ TREATED = Problem(
 )
 
 
-@contextmanager
-def frozen_matrices_decay() -> Iterator[None]:
-    sound = Optimizer.step
-
-    def step(self: Optimizer, rate: float, *rest: Any) -> None:
-        sound(self, rate, *rest)
-        for group in self.groups:
-            if group.treated.frozen:
-                torch._foreach_mul_(group.masters, 1 - rate * group.weight_decay)
-
-    with patch.object(Optimizer, "step", step):
-        yield
+@planted(UPDATE)
+def frozen_matrices_decay(sound: Any, optimizer: Optimizer, rate: float, *rest: Any) -> None:
+    """Weight decay takes what is frozen too."""
+    sound(optimizer, rate, *rest)
+    for group in optimizer.groups:
+        if group.treated.frozen:
+            torch._foreach_mul_(group.masters, 1 - rate * group.weight_decay)
 
 
-@contextmanager
-def the_norm_counts_what_is_frozen() -> Iterator[None]:
-    sound = Optimizer.__init__
+@planted(SHARE_OF_NORM)
+def the_norm_counts_what_is_frozen(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
+    """Gradients of what is frozen enter the norm, by which the others are clipped."""
+    optimizer = trainer.optimizer
+    every = [segment for group in optimizer.groups for segment in group.segments]
+    kept, optimizer.segments = optimizer.segments, every
+    share = sound(trainer, *how)
+    optimizer.segments = kept
+    return share
 
-    def init(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        sound(self, *args, **kwargs)
-        self.segments = [s for group in self.groups for s in group.segments]
 
-    with patch.object(Optimizer, "__init__", init):
-        yield
-
-
-@contextmanager
-def a_matrix_is_treated_as_the_one_before_it() -> Iterator[None]:
+@planted(SPLIT_SEGMENT)
+def a_matrix_is_treated_as_the_one_before_it(
+    sound: Any, segment: Segment, kind_of: Callable[[ShardSpec], Any]
+) -> Any:
     """Of fused matrices: k as q, which learns slowly, and v as k, which is frozen."""
-    sound = Segment.split
 
-    def split(self: Segment, kind_of: Callable[[ShardSpec], Any]) -> Any:
-        def kind_of_another(shard: ShardSpec) -> Any:
-            name = shard.name.replace(".k.", ".q.").replace(".v.", ".k.")
-            return kind_of(replace(shard, name=name))
+    def kind_of_another(shard: ShardSpec) -> Any:
+        name = shard.name.replace(".k.", ".q.").replace(".v.", ".k.")
+        return kind_of(replace(shard, name=name))
 
-        return sound(self, kind_of_another)
-
-    with patch.object(Segment, "split", split):
-        yield
+    return sound(segment, kind_of_another)
 
 
-@contextmanager
-def a_factor_of_another_group() -> Iterator[None]:
-    sound = optim.treatment
-
-    def treatment(settings: Any, name: str) -> Any:
-        found = sound(settings, name)
-        return found if found.frozen else found._replace(lr_mult=1.5 - found.lr_mult)
-
-    with patch.object(optim, "treatment", treatment):
-        yield
+@planted(TREATMENT)
+def a_factor_of_another_group(sound: Any, settings: OptimConfig, name: str) -> Treatment:
+    """Matrices with a learning rate of their own have the usual one, and the reverse."""
+    found = sound(settings, name)
+    return found if found.frozen else found._replace(lr_mult=1.5 - found.lr_mult)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +93,6 @@ def a_factor_of_another_group() -> Iterator[None]:
         a_factor_of_another_group,
     ],
 )
-def test_a_planted_bug_is_caught(
-    mutation: Callable[[], AbstractContextManager[None]], pool: Pool, references: References
-) -> None:
+def test_a_planted_bug_is_caught(mutation: Mutation, pool: Pool, references: References) -> None:
     told_by = {"loss", "grad norm", "weights"}
     check_caught(mutation, (1, 1, 1), Case(TREATED), told_by, pool, references)

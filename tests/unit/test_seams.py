@@ -16,7 +16,8 @@ from tests.distributed import seams
 from tests.distributed.seams import ATTENTION, SHARE_OF_NORM, Seam, found, planted
 
 FOLDER = Path(seams.__file__).parent
-PLANTED = {path.name: ast.parse(path.read_text()) for path in FOLDER.glob("test_mutations*.py")}
+FILES = [*FOLDER.glob("test_mutations*.py"), FOLDER / "test_frozen.py"]
+PLANTED = {path.name: ast.parse(path.read_text()) for path in FILES}
 SEAMS = {name: seam for name, seam in vars(seams).items() if isinstance(seam, Seam)}
 
 
