@@ -1,7 +1,9 @@
-"""`compile=true`: compiled blocks with dropout are the reference as well, and compile once.
+"""`compile=true`: TorchInductor's own kernels train as the reference does, and each graph is
+compiled once.
 
-The linear layers inside are opaque operators whose backward fills the gradient buckets unseen by
-the compiler, so weights after three steps are what tells. Compiled blocks beside every other
+The linear layers inside are opaque operators, which work on behind the compiler's back: their
+backward fills the gradient buckets, or puts the weight gradients off. So it is weights after the
+steps that tell whether memory was written again too early. Compiled blocks beside every other
 setting, without kernels of their own: see `matrix`.
 """
 
@@ -9,7 +11,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,76 +22,50 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.profiling import layers_shown
 from parallel3d.device.accelerator import Ranges
 from parallel3d.models import transformer
 from parallel3d.topology.layout import Layout
-from tests.distributed.cases import HALVED, Case, Problem
+from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
     Sizes,
     check_cases,
-    differences,
     make_trainer,
-    run_cases,
+    plain_groups,
 )
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
 
-# A layer or two, as compiling takes seconds for each; micro-batches of the size that it compiles
-# for, whose kernels are found.
-DROPS = Problem("gpt_tiny", "adamw", tied=True, layers=1, model=(("dropout", 0.2),))
-NORMS = Problem(
-    "llama_tiny", "adamw", tied=False, layers=2, model=(("qk_norm", True), ("num_query_groups", 1))
-)
-
-
-@pytest.mark.parametrize(
-    ("case", "kernels"),
-    [
-        (Case(DROPS, sp=True, compile=True, microbatches=4), nullcontext),
-        # TorchInductor's own kernels of these norms: tests/unit/device/test_fused.py.
-        (Case(NORMS, compile=True, microbatches=4), no_kernels),
-    ],
-    ids=["dropout", "norms of heads"],
-)
-def test_compiled_blocks_are_the_reference(
-    case: Case, kernels: Any, pool: Pool, references: References
-) -> None:
-    by_rank = pool.run(2, run_cases, (2, 1, 1), [case], kernels, timeout_s=900)
-    outcomes = [found[0] for found in by_rank]
-    assert differences(outcomes, references.of(case.problem), case.problem) == {}
-
-
-MLP_AGAIN = (("recompute", "[norm,attention,mlp]"), ("ddp.bucket_order", "measured"))
+# With AdamW, as what is not evaluated has a graph less to compile. Positions restart with each
+# document.
+DOCUMENTS = Problem(
+    "gpt_tiny", "adamw", True,
+    model=(("position_embedding", "rope"),), layers=1, steps=2, batch=12, documents=True,
+)  # fmt: skip
+PUT_OFF = Problem("llama_tiny", "adamw", False, layers=4, steps=2, batch=18)
 
 
 @pytest.mark.parametrize(
     ("sizes", "case"),
     [
-        # Evaluated in fp64, for which there is a graph more.
+        # Gathered and scattered in pieces, while the compiler's code goes on.
         (
-            (2, 1, 2),
+            (2, 1, 1),
             Case(
-                Problem("gpt_tiny", "sgd", tied=True, layers=1, batches=HALVED),
+                DOCUMENTS,
                 sp=True,
                 microbatches=2,
                 compile=True,
                 bucket_cap_mb=0.02,
-                keys=(("zero", 1), ("tensor_parallel.chunks", 2), *MLP_AGAIN),
+                keys=(("tensor_parallel.chunks", 2),),
             ),
         ),
-        (
-            (2, 1, 1),
-            Case(
-                Problem("llama_tiny", "adamw", tied=False, precision="bf16", layers=1),
-                microbatches=4,
-                compile=True,
-            ),
-        ),
+        # What a weight gradient still has to read may not be written again. A block a stage, so
+        # that all stages have the same kernels.
+        ((1, 2, 1), Case(PUT_OFF, "zbv", microbatches=3, compile=True, keys=(("vpp", 2),))),
     ],
-    ids=["fp64", "bf16"],
+    ids=["documents and pieces", "weight gradients put off"],
 )
 def test_kernels_of_the_compiler_are_the_reference(
     sizes: Sizes, case: Case, pool: Pool, references: References
@@ -94,53 +73,69 @@ def test_kernels_of_the_compiler_are_the_reference(
     check_cases(sizes, [case], pool, references)
 
 
-# (schedule, chunks, layers): a block a stage, so that all graphs have the same kernels.
-COMPILED = [("zb_h1", 1, 2), ("interleaved", 2, 4), ("zbv", 2, 4)]
+@dataclass
+class FirstSteps:
+    """What one rank saw of the first steps of a compiled model."""
+
+    graphs: list[int]  # after each step
+    early: int  # buckets that the last backward reduced before it ended
+    left_out: list[float]  # by the breakdown of each step but the last: a share of it
+    names: list[str]  # of the layers in a profile of the last step
+    documents: int  # different numbers of them in a micro-batch
+    lowered: int  # graphs that this rank compiled
+    found: int  # graphs that another rank had compiled
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)], ids=str)
-def test_compiled_blocks_put_weight_gradients_off(
-    sizes: tuple[int, int, int], pool: Pool, references: References
-) -> None:
-    """The compiler may not write again into what a weight gradient still has to read."""
-    dp = sizes[2]
-    cases = [
-        Case(
-            Problem("llama_tiny", "sgd", tied=dp == 1, layers=layers, steps=2, batch=18 * dp),
-            name, microbatches=3, compile=True, bucket_cap_mb=0.02,
-            keys=(("vpp", chunks), ("zero", dp - 1)),
-        )
-        for name, chunks, layers in (COMPILED if dp == 1 else COMPILED[-1:])
-    ]  # fmt: skip
-    check_cases(sizes, cases, pool, references)
+@contextmanager
+def own_graphs(folder: str) -> Iterator[None]:
+    """Graphs compiled inside are named by `folder`, where their locks are too.
+
+    What the compiler keeps for all graphs (its headers, what it knows of the processor) is the
+    cache's as ever.
+    """
+    from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
+
+    from parallel3d import private_names
+
+    with (
+        no_kernels(),
+        torch.compiler.config.patch(cache_key_tag=folder),
+        torch._functorch.config.patch(enable_autograd_cache=False),  # a cache of both passes
+        mock.patch.object(private_names, "inductor_cache", lambda: folder),
+    ):
+        yield
 
 
-def graphs_by_step() -> tuple[list[int], int, list[float], list[str]]:
-    """How many graphs there are after each of four steps, the buckets that the last backward
-    reduced before it ended, the share of each of three steps that its breakdown leaves out, and
-    what a profile of the fourth calls the layers."""
+def run_first_steps(folder: str) -> FirstSteps:
+    """Four steps of five blocks, in graphs of two, two (the same code) and one."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    groups = ProcessGroups.create(Layout(1, 1, 2), "cpu", timeout_s=300)
-    case = Case(Problem("llama_tiny", "sgd", False, layers=5), compile=True, bucket_cap_mb=0.02)
-    trainer = make_trainer(case, groups)
-    seen, early, left_out = [], 0, []
-    finish = trainer.data_parallel.finish_step
+    groups = plain_groups(Layout(1, 1, 2))
+    problem = Problem("llama_tiny", "sgd", False, layers=5, documents=True)
+    trainer = make_trainer(Case(problem, compile=True, bucket_cap_mb=0.02), groups)
+    graphs, early, left_out, documents = [], 0, [], set()
+    finish, load = trainer.data_parallel.finish_step, trainer.train_batches.micro_batch
 
     def finish_step() -> list[str]:
         nonlocal early
         early = len(trainer.data_parallel.works)
         return finish()
 
+    def micro_batch(first: int, m: int) -> Any:
+        batch = load(first, m)
+        documents.add(int(batch.documents.blocks.table[0, 0, 0]))
+        return batch
+
     trainer.data_parallel.finish_step = finish_step
-    with mock.patch.object(transformer, "GRAPH_BLOCKS", 2), no_kernels():
+    trainer.train_batches.micro_batch = micro_batch
+    with mock.patch.object(transformer, "GRAPH_BLOCKS", 2), own_graphs(folder):
         for _ in range(3):
             start = time.perf_counter()
             trainer.train_step()
             seconds = time.perf_counter() - start
-            seen.append(counters["stats"]["unique_graphs"])
+            graphs.append(counters["stats"]["unique_graphs"])
             left_out.append(1 - sum(trainer.step_timer.last.values()) / seconds)
         ranges = Ranges(trainer.device)
         with (
@@ -148,16 +143,44 @@ def graphs_by_step() -> tuple[list[int], int, list[float], list[str]]:
             layers_shown(trainer.stages, ranges, compiled=True),
         ):
             trainer.train_step()
-        seen.append(counters["stats"]["unique_graphs"])
+        graphs.append(counters["stats"]["unique_graphs"])
     groups.close()
     names = {event.name for event in profiled.events() if event.name.startswith("layers")}
-    return seen, early, left_out, sorted(names)
+    lowered, found = (counters["inductor"][f"fxgraph_cache_{how}"] for how in ("miss", "hit"))
+    return FirstSteps(graphs, early, left_out, sorted(names), len(documents), lowered, found)
 
 
-def test_nothing_compiles_after_the_first_step_and_buckets_leave_early(pool: Pool) -> None:
-    """Five blocks in graphs of two, two (the same code) and one; nor where they are profiled."""
-    for seen, early, left_out, names in pool.run(2, graphs_by_step):
-        assert seen == [2, 2, 2, 2]
-        assert names == ["layers.0-1", "layers.2-3", "layers.4"]
-        assert early > 1
-        assert abs(statistics.median(left_out)) < 0.01  # the breakdown adds up, as without compiler
+@pytest.fixture(scope="module")
+def locks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks' locks are."""
+    return tmp_path_factory.mktemp("locks")
+
+
+@pytest.fixture(scope="module")
+def first_steps(pool: Pool, locks: Path) -> list[FirstSteps]:
+    """What two ranks saw."""
+    return pool.run(2, run_first_steps, str(locks), timeout_s=900)
+
+
+def test_nothing_compiles_after_the_first_step(first_steps: list[FirstSteps]) -> None:
+    """Neither for other documents, nor where layers are profiled."""
+    for seen in first_steps:
+        assert seen.documents > 2, "the micro-batches have equally many documents"
+        assert seen.graphs == [2, 2, 2, 2]
+        assert seen.names == ["layers.0-1", "layers.2-3", "layers.4"]
+
+
+def test_buckets_leave_early_and_the_breakdown_adds_up(first_steps: list[FirstSteps]) -> None:
+    """As they do without a compiler."""
+    for seen in first_steps:
+        assert seen.early > 1
+        assert abs(statistics.median(seen.left_out)) < 0.01
+
+
+def test_ranks_of_a_host_compile_each_graph_once_between_them(
+    first_steps: list[FirstSteps], locks: Path
+) -> None:
+    by_rank = [(seen.lowered, seen.found) for seen in first_steps]
+    lowered, found = map(sum, zip(*by_rank, strict=True))
+    assert (lowered, found) == (4, 4), by_rank  # two forwards and two backwards
+    assert list(locks.glob("parallel3d-*.lock"))

@@ -1,9 +1,13 @@
-"""Functions that run as one kernel on an accelerator: the same values, and one kernel each."""
+"""Functions that run as one kernel on an accelerator: the same values, and one kernel each.
+
+Their graphs call PyTorch's operations: that they can be made, and what they compute, is the
+package's own. TorchInductor writes kernels in C++ of a norm and of a loss beside them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +26,13 @@ from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.sharding import Initializer
 from parallel3d.tensor_parallel import loss as cross_entropy
 from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
+from tests.kernels import no_kernels
 
 pytestmark = pytest.mark.slow
 
 HEADS, KV_HEADS, HEAD_DIM, SEQUENCE = 4, 2, 8, 6
+Kernels = Callable[[], AbstractContextManager[None]]
+OWN_KERNELS = pytest.param(nullcontext, marks=pytest.mark.more, id="own kernels")
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +110,8 @@ def value_and_gradient(operation: Callable[[Tensor], Tensor], kind: torch.dtype)
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [  # each operation once, as each kernel takes seconds; one of them in both
+    [  # add_rms_norm: see below, beside that of fp64
         ("rms_norm", torch.float32),
-        ("rms_norm", torch.bfloat16),
-        ("add_rms_norm", torch.float32),
-        ("add_rms_norm", torch.bfloat16),
         ("swiglu", torch.bfloat16),
         ("split_heads", torch.bfloat16),
         ("norm_heads", torch.float32),
@@ -119,8 +123,9 @@ def test_compiled_nodes_equal_plain_ones(
 ) -> None:
     plain = value_and_gradient(OPERATIONS[name], kind)
     compiled(monkeypatch)
-    own = value_and_gradient(OPERATIONS[name], kind)
-    again = value_and_gradient(lambda x: recomputed(OPERATIONS[name], x), kind)
+    with no_kernels():
+        own = value_and_gradient(OPERATIONS[name], kind)
+        again = value_and_gradient(lambda x: recomputed(OPERATIONS[name], x), kind)
     for mine, recomputed_one, theirs in zip(own, again, plain, strict=True):
         assert mine.dtype == kind
         assert torch.equal(mine, recomputed_one)
@@ -139,12 +144,13 @@ def test_a_node_is_one_kernel_forward_and_one_backward(
     torch.testing.assert_close(own, plain, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", [no_kernels, OWN_KERNELS])
 def test_a_compiled_residual_norm_is_that_of_fp64(
-    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the plain form by autograd, which takes the sum as the type rounds it."""
     compiled(monkeypatch)
+    kind = torch.bfloat16
     generator = torch.Generator().manual_seed(5)
     shape = (2, 48, 96)
     x, y, grad_total, grad = (torch.randn(shape, generator=generator).to(kind) for _ in range(4))
@@ -159,7 +165,8 @@ def test_a_compiled_residual_norm_is_that_of_fp64(
     def plain(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return x + y, torch.nn.functional.rms_norm(x + y, shape[-1:], weight, 1e-5)
 
-    own = both(x, y, weight, lambda *t: ops.add_rms_norm(*t, 1e-5))
+    with kernels():
+        own = both(x, y, weight, lambda *t: ops.add_rms_norm(*t, 1e-5))
     wide = both(*(t.double() for t in (x, y, weight)), plain)
     few = 4 * torch.finfo(kind).eps
     for name, mine, true in zip(("sum", "norm", "x", "y", "weight"), own, wide, strict=True):
@@ -215,7 +222,8 @@ def test_what_drops_is_two_kernels_and_compiled_drops_the_same(
         assert all(map(torch.equal, value_and_gradient(operation, torch.float32), plain))
         assert names == DROPPING[operation]
     compiled(monkeypatch)
-    own = value_and_gradient(operation, torch.float32)
+    with no_kernels():
+        own = value_and_gradient(operation, torch.float32)
     assert all(torch.equal(a == 0, b == 0) for a, b in zip(own, plain, strict=True))
     torch.testing.assert_close(own, plain, rtol=1e-6, atol=1e-6)
 
@@ -276,10 +284,12 @@ def test_a_loss_in_whole_rows_equals_that_in_pieces(
     [(torch.bfloat16, OBJECTIVES[0]), (torch.float32, OBJECTIVES[1])],
     ids=["bf16-plain", "fp32-smoothed"],
 )
+@pytest.mark.parametrize("kernels", [no_kernels, OWN_KERNELS])
 def test_a_compiled_loss_equals_the_plain_one(
-    kind: torch.dtype, objective: Objective, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, kind: torch.dtype, objective: Objective, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses_agree(kind, objective, PARTS["padded"], lambda: compiled(monkeypatch))
+    with kernels():
+        losses_agree(kind, objective, PARTS["padded"], lambda: compiled(monkeypatch))
 
 
 def test_a_chunks_loss_is_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
