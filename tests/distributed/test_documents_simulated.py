@@ -19,15 +19,12 @@ from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, check_cases
+from tests.distributed.harness import References, Sizes, check_cases
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.simulated_runs import run_on_own_device, waits
 from tests.unit.context_parallel import test_attention as test_context_attention
 from tests.unit.context_parallel.test_attention import by_ranks, random_inputs
 
-GATHER, HEADS, RING = (
-    (("context_parallel.style", style),) for style in ("gather", "heads", "ring")
-)
 LENGTH = 24
 BEGINS = ((), (1, 2, 3, 23), (11,), (5, 8))
 LENGTHS = [np.diff((0, *begins, LENGTH)).tolist() for begins in BEGINS]
@@ -117,8 +114,7 @@ def explicit(dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[torch.Ten
     return [t.detach() for t in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.bfloat16, 4), (torch.float16, 2)], ids=str)
 def test_half_precision_is_one_kernel(
     dtype: torch.dtype, kv_heads: int, simulated: SimulatedPool
 ) -> None:
@@ -136,31 +132,28 @@ def test_other_types_are_a_call_for_each_document(
     simulated.run(1, other_types_are_a_call_for_each_document, dtype, kv_heads, head_dim)
 
 
-GPT = Problem("gpt_tiny", "adamw", True, layers=2, steps=2, batch=12, documents=True)
 # Heads of 8: half precision takes the kernel for all documents.
-LLAMA = replace(
-    GPT, preset="llama_tiny", precision="bf16",
+LLAMA = Problem(
+    "llama_tiny", "adamw", True, "bf16",
     model=(("num_attention_heads", 4), ("num_query_groups", 2)),
+    layers=2, steps=2, batch=12, documents=True,
 )  # fmt: skip
-FULL, PARTS = ((("recompute", how),) for how in ("full", "[norm,attention,mlp]"))
-RUNS = [
-    ((2, 1, 1), [Case(LLAMA, sp=True, keys=FULL), Case(replace(GPT, precision="fp64"))]),
-    (
-        (1, 2, 1),
-        [Case(replace(GPT, layers=4), "zbv", microbatches=3, keys=(("vpp", 2), *PARTS))],
-    ),
-    ((1, 1, 2), [Case(LLAMA, keys=(("zero", 3),))]),
-]
+FULL = ("recompute", "full")
+# Through stages and over replicas: see test_simulated_exactness.
+RUNS = {
+    (2, 1, 1): [Case(LLAMA, sp=True, keys=(FULL,)), Case(replace(LLAMA, precision="fp64"))],
+    (1, 1, 1, 2): [
+        Case(LLAMA, keys=(("context_parallel.style", "gather"), FULL)),
+        Case(LLAMA, keys=(("context_parallel.style", "ring"),)),
+    ],
+}
 
 
-@pytest.mark.parametrize(("sizes", "cases"), RUNS, ids=["tp", "pp", "dp"])
+@pytest.mark.parametrize("sizes", RUNS, ids=["tp", "cp"])
 def test_trains_as_the_reference_does_without_a_wait(
-    sizes: tuple[int, int, int],
-    cases: list[Case],
-    simulated: SimulatedPool,
-    references: References,
+    sizes: Sizes, simulated: SimulatedPool, references: References
 ) -> None:
-    check_cases(sizes, cases, simulated, references, run=run_on_own_device)
+    check_cases(sizes, RUNS[sizes], simulated, references, run=run_on_own_device)
 
 
 def split_queries_take_few_kernels(ring: bool) -> None:
@@ -181,18 +174,6 @@ def split_queries_take_few_kernels(ring: bool) -> None:
     assert kernels.found.count(FLASH_BACKWARD) == (10 if ring else 4)
 
 
-CONTEXTS = [
-    Case(LLAMA, keys=GATHER), Case(LLAMA, keys=RING), Case(LLAMA, keys=(*HEADS, *FULL)),
-    Case(replace(GPT, precision="fp64"), keys=(*GATHER, *FULL)),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("ring", [False, True])
 def test_split_queries_take_few_kernels(ring: bool, simulated: SimulatedPool) -> None:
     simulated.run(1, split_queries_take_few_kernels, ring)
-
-
-def test_split_sequences_train_as_the_reference_does_without_a_wait(
-    simulated: SimulatedPool, references: References
-) -> None:
-    check_cases((1, 1, 1, 2), CONTEXTS, simulated, references, run=run_on_own_device)

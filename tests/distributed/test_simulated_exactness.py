@@ -8,8 +8,6 @@ wait of the host a step, none a micro-batch, and no context on a device that is 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.distributed import matrix
@@ -20,10 +18,8 @@ from tests.distributed.harness import References, check_cases, differences
 from tests.distributed.simulated import SimulatedPool
 from tests.distributed.simulated_runs import (
     DROPS,
-    check_one_wait,
     run_on_own_device,
     run_without_residual_gradients,
-    waits_a_step,
     warned_of_a_step,
 )
 
@@ -43,16 +39,15 @@ def test_trains_as_the_reference_does(
     )
 
 
-# The sum of the residual stream is in the norm's kernel, or apart where a norm is made again.
+# The sum of the residual stream is in the norm's kernel: alone, beside what is made again, and in a
+# layer that is made again with its masks. The settings above make norms again, where it is apart.
+LLAMA = Problem("llama_tiny", "sgd", True, layers=2, steps=2, batch=12)
+NORMS = Problem("llama_tiny", "sgd", True, model=(("qk_norm", True),), layers=2, steps=2, batch=12)
+MASKS = Problem("llama_tiny", "sgd", True, model=(("dropout", 0.2),), layers=2, steps=2, batch=12)
 RESIDUALS = [
-    Case(Problem("llama_tiny", "sgd", True, steps=2)),
-    Case(Problem("llama_tiny", "sgd", True, steps=2), sp=True, microbatches=2),
-    Case(Problem("llama_tiny", "sgd", True, "bf16", steps=2), sp=True),
-    Case(Problem("llama_tiny", "sgd", True, steps=2), keys=(("recompute", ["norm", "attention"]),)),
-    Case(Problem("llama_tiny", "sgd", True, steps=2), keys=(("recompute", ["layer"]),)),
-    Case(Problem("llama_tiny", "sgd", True, steps=2), keys=(("recompute", ["mlp"]),)),
-    Case(Problem("llama_tiny", "sgd", True, model=(("dropout", 0.2),), steps=2)),
-    Case(Problem("llama_tiny", "sgd", True, model=(("qk_norm", True),), steps=2)),
+    Case(LLAMA, sp=True),
+    Case(NORMS, keys=(("recompute", ["mlp"]),)),
+    Case(MASKS, sp=True, keys=(("recompute", ["layer"]),)),
 ]
 
 
@@ -62,20 +57,13 @@ def test_residuals_added_by_the_norms_train_as_the_reference_does(
     check_cases((2, 1, 1), RESIDUALS, simulated, references, run=run_on_own_device)
 
 
+@pytest.mark.more
 def test_a_residual_without_its_gradient_is_found(
     simulated: SimulatedPool, references: References
 ) -> None:
-    case = RESIDUALS[0]
+    case = Case(LLAMA)
     (outcomes,) = simulated.run(1, run_without_residual_gradients, (1, 1, 1), [case], timeout_s=900)
     assert "weights" in differences(outcomes, references.of(case.problem), case.problem)
-
-
-def test_the_host_waits_once_a_step_with_dropout(simulated: SimulatedPool) -> None:
-    """Whose masks, drawn again by a recomputed forward, none of the settings above has."""
-    case = replace(Case(DROPS, sp=True, microbatches=2), keys=(("recompute", "full"),))
-    for steps in simulated.run(2, waits_a_step, (2, 1, 1), case, timeout_s=900):
-        for found in steps:
-            check_one_wait(found)
 
 
 def test_pytorchs_debug_mode_sees_one_wait_a_step(simulated: SimulatedPool) -> None:

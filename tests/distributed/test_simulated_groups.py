@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.test_exchange import AS_JSON, WORDS
 
 GPT = Problem("gpt_tiny", "adamw", True)
+SMALL = Problem("gpt_tiny", "adamw", True, layers=2, batch=6)
 
 
 # --- groups -----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_rank_0_holds_one_message_of_the_others_boxes(simulated: SimulatedPool) 
 
 def clocked_steps(sizes: tuple[int, int, int], keys: tuple, steps: int) -> dict[str, Any]:
     groups = plain_groups(Layout(*sizes))
-    trainer = make_trainer(Case(GPT, keys=keys), groups)
+    trainer = make_trainer(Case(SMALL, keys=keys), groups)
     known, marked = [], []
     for step in range(1, steps + 1):
         trainer.train_step()
@@ -155,7 +155,7 @@ def saves_beside_the_training(run_dir: Path) -> dict[str, Any]:
     """
     groups = plain_groups(Layout(dp=2))
     keys = (("zero", 1), ("run", run_dir.name), ("checkpoint.every", 1), ("train.steps", 3))
-    case, weights = replace(Case(GPT), keys=keys), {}
+    case, weights = Case(SMALL, microbatches=1, keys=keys), {}
     twin = make_trainer(case, groups)
     for step in (1, 2, 3):
         twin.train_step()

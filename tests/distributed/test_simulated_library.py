@@ -8,6 +8,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.test_examples import agree, on_every_rank
 from tests.e2e.test_library_page import PAGE, with_all, with_three_steps
@@ -34,6 +36,7 @@ def page(folder: Path) -> tuple[str, str]:
     return said.getvalue(), taken
 
 
+@pytest.mark.more
 def test_the_page_trains_and_proves(simulated: SimulatedPool, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(PAGE * 4, encoding="utf-8")
     (said, first), (_, second) = simulated.run(2, page, tmp_path)

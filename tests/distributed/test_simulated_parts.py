@@ -142,6 +142,7 @@ def test_the_mean_of_pipelines_waits_once_at_most(
         assert len(seen) == (0 if used else 1), seen
 
 
+@pytest.mark.more
 def test_the_ddp_figures_compute_on_the_device_and_wait_for_it(
     simulated: SimulatedPool, tmp_path: Path
 ) -> None:
