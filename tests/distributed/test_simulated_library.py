@@ -14,7 +14,9 @@ from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.test_examples import agree, on_every_rank
 from tests.e2e.test_library_page import PAGE, with_all, with_three_steps
 
-RUNS = [("mlp_tensor_parallel.py",), ("cnn_pipeline.py", "zb_h1"), ("all_three.py", "2", "1")]
+pytestmark = pytest.mark.more
+
+RUNS = [("cnn_pipeline.py", "zb_h1"), ("all_three.py", "2", "1")]  # which have all parts
 
 
 def test_examples_learn_the_same_on_one_device_and_on_two(simulated: SimulatedPool) -> None:
@@ -36,7 +38,6 @@ def page(folder: Path) -> tuple[str, str]:
     return said.getvalue(), taken
 
 
-@pytest.mark.more
 def test_the_page_trains_and_proves(simulated: SimulatedPool, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(PAGE * 4, encoding="utf-8")
     (said, first), (_, second) = simulated.run(2, page, tmp_path)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 HEADS, KV_HEADS, HEAD_DIM, SEQUENCE = 4, 2, 8, 6
 Kernels = Callable[[], AbstractContextManager[None]]
-OWN_KERNELS = pytest.param(nullcontext, marks=pytest.mark.more, id="own kernels")
+OWN = pytest.mark.more  # TorchInductor's own kernels, each of which takes seconds
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,9 @@ def test_a_node_is_one_kernel_forward_and_one_backward(
     torch.testing.assert_close(own, plain, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("kernels", [no_kernels, OWN_KERNELS])
+@pytest.mark.parametrize(
+    "kernels", [no_kernels, pytest.param(nullcontext, marks=OWN, id="own kernels")]
+)
 def test_a_compiled_residual_norm_is_that_of_fp64(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,13 +282,15 @@ def test_a_loss_in_whole_rows_equals_that_in_pieces(
 
 
 @pytest.mark.parametrize(
-    ("kind", "objective"),
-    [(torch.bfloat16, OBJECTIVES[0]), (torch.float32, OBJECTIVES[1])],
-    ids=["bf16-plain", "fp32-smoothed"],
+    ("kind", "objective", "kernels"),
+    [
+        pytest.param(torch.bfloat16, OBJECTIVES[0], no_kernels, id="bf16-plain"),
+        pytest.param(torch.float32, OBJECTIVES[1], no_kernels, id="fp32-smoothed"),
+        pytest.param(torch.float32, OBJECTIVES[1], nullcontext, marks=OWN, id="own kernels"),
+    ],
 )
-@pytest.mark.parametrize("kernels", [no_kernels, OWN_KERNELS])
 def test_a_compiled_loss_equals_the_plain_one(
-    kernels: Kernels, kind: torch.dtype, objective: Objective, monkeypatch: pytest.MonkeyPatch
+    kind: torch.dtype, objective: Objective, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kernels():
         losses_agree(kind, objective, PARTS["padded"], lambda: compiled(monkeypatch))
