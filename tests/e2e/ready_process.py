@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.config.overrides import compose
+from parallel3d.run.directory import typed_config
 from tests.e2e.namespaces import LIBC, enter
 from tests.garbage import collect_seldom
 
@@ -32,6 +33,8 @@ NEEDED = (
     "parallel3d.commands.train",
     "parallel3d.checkpoint.storage",
     "torch.distributed.distributed_c10d",
+    "torch.distributed.fsdp",  # with zero=3, and its tensors on the simulated device: 1.7 s
+    "numpy.random",  # which a run's first sample imports
 )
 OWN_FDS = 3  # a new process has its three streams, and nothing of this one's
 
@@ -129,6 +132,7 @@ def main() -> int:
     for name in NEEDED:
         importlib.import_module(name)
     compose()  # Hydra's parser learns its grammar as it reads: a third of a refusal's time
+    typed_config({})  # the schema with types is made once: a seventh of a short run's time
     forks = Forks(socket.socket(fileno=int(sys.argv[1])))
     collect_seldom()  # what is shared is not written to by collections
     forks.serve()

@@ -9,11 +9,13 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.command import PARALLEL3D, ROOT, Shell, wait_for
 from tests.e2e.forked import run_forked
 
+pytestmark = pytest.mark.more
 PAGE = (ROOT / "docs" / "first_project.md").read_text(encoding="utf-8")
 # Of the page, what is shorter here.
 SHORTER = {

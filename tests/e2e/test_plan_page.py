@@ -45,16 +45,25 @@ class Reader(HTMLParser):
             self.headings.append(data)
 
 
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """A folder of several commands."""
+    return Shell(tmp_path_factory.mktemp("plan"), tmp_path_factory.mktemp("scratch"))
+
+
 @pytest.fixture
-def page(shell: Shell, capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """(the page, what was printed)."""
-    ended = answer(shell, capfd, "plan", *ASKED, "plan.html=plan.html")
-    assert (ended.code, ended.err) == (0, "")
-    return (shell.cwd / "plan.html").read_text(), ended.out
+def page(asked: Shell, capfd: pytest.CaptureFixture[str]) -> str:
+    """What is written, once for all."""
+    file = asked.cwd / "plan.html"
+    if not file.exists():
+        ended = answer(asked, capfd, "plan", *ASKED, "plan.html=plan.html")
+        assert (ended.code, ended.err) == (0, "")
+        (asked.cwd / "printed.txt").write_text(ended.out)
+    return file.read_text()
 
 
-def test_one_page_that_needs_nothing_else(page: tuple[str, str]) -> None:
-    html, printed = page
+def test_one_page_that_needs_nothing_else(asked: Shell, page: str) -> None:
+    html, printed = page, (asked.cwd / "printed.txt").read_text()
     reader = Reader()
     reader.feed(html)
     assert reader.open == [] and reader.outside == []
@@ -74,29 +83,29 @@ def test_one_page_that_needs_nothing_else(page: tuple[str, str]) -> None:
 
 
 def test_a_page_of_its_own_is_written_anew_and_no_other_file(
-    shell: Shell, capfd: pytest.CaptureFixture[str], page: tuple[str, str]
+    asked: Shell, capfd: pytest.CaptureFixture[str], page: str
 ) -> None:
-    again = answer(shell, capfd, "plan", *ASKED, "plan.html=plan.html")
-    assert again.code == 0 and (shell.cwd / "plan.html").read_text() == page[0]
-    (shell.cwd / "mine.html").write_text("<p>mine</p>")
+    again = answer(asked, capfd, "plan", *ASKED, "plan.html=plan.html")
+    assert again.code == 0 and (asked.cwd / "plan.html").read_text() == page
+    (asked.cwd / "mine.html").write_text("<p>mine</p>")
     for path, said in (
         ("mine.html", "was not written by parallel3d plan"),
         ("nowhere/plan.html", "the folder nowhere does not exist"),
         (".", "is a folder"),
     ):
-        ended = answer(shell, capfd, "plan", *ASKED, f"plan.html={path}")
+        ended = answer(asked, capfd, "plan", *ASKED, f"plan.html={path}")
         assert (ended.code, ended.out) == (2, "")
         assert ended.err.count("\n") == 1 and said in ended.err
-    assert (shell.cwd / "mine.html").read_text() == "<p>mine</p>"
+    assert (asked.cwd / "mine.html").read_text() == "<p>mine</p>"
 
 
 @pytest.mark.more
-def test_a_browser_reads_it_as_it_is_written(page: tuple[str, str], tmp_path: Path) -> None:
+def test_a_browser_reads_it_as_it_is_written(page: str, tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium here, which .ci/run installs")
     file = tmp_path / "plan.html"
-    file.write_text(page[0])
+    file.write_text(page)
     done = subprocess.run(
         [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
          "--dump-dom", file.as_uri()],
@@ -104,4 +113,4 @@ def test_a_browser_reads_it_as_it_is_written(page: tuple[str, str], tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for tag in ("section", "table", "tr", "td", "svg", "pre"):
-        assert done.stdout.count(f"<{tag}") == page[0].count(f"<{tag}"), tag
+        assert done.stdout.count(f"<{tag}") == page.count(f"<{tag}"), tag

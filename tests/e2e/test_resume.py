@@ -218,7 +218,7 @@ def test_a_killed_run_goes_on_with_another_batch_to_the_end_of_its_tokens(shell:
     length = ("train.steps=null", "train.tokens=12800", "checkpoint.every=10", *rates)
     given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *length)}
     process = shell.start(*PARALLEL3D, "train", "run=mine", *given.values())
-    wait_for(lambda: (run / "checkpoints" / "step-00000020").is_dir(), 60, "step 20")
+    wait_for(lambda: (run / "checkpoints" / "step-00000010").is_dir(), 60, "step 10")
     process.kill()
     process.communicate()
     shell.wait_until_none_is_left(20)

@@ -20,6 +20,7 @@ from parallel3d.metrics.loggers import resolve_mode, sync_command
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.wandb_ledger import begin, kept_id
+from tests.e2e.ready import run_code
 from tests.wandb_records import wandb_records
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ def make_config() -> Config:
     return config
 
 
-def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
+def train(config: Config, run_dir: Path, wait_s: float = 0.0) -> dict[str, Any]:
     with Recorder(config, run_dir, 1e6, Peak(1e9, "test")) as recorder:
         recorder.start({})
         for step in (1, 2, 3):
@@ -59,8 +60,7 @@ def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
             more["noise"] = {"trace": 6.0, "signal": 1.0} | ({} if step == 1 else {"scale": 7.0})
             recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1, skipped=step == 2, **more)
         recorder.evaluation(3, 1.5)
-        if fail:
-            raise ValueError("planted")
+        time.sleep(wait_s)
         return recorder.finish()
 
 
@@ -70,28 +70,18 @@ def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     return wandb_records(path)
 
 
-def test_what_had_no_token_to_learn_has_no_loss_in_the_run(tmp_path: Path) -> None:
-    run_dir = tmp_path / "bare"
-    run_dir.mkdir()
-    with Recorder(make_config(), run_dir, 1e6, Peak(1e9, "test")) as recorder:
-        recorder.start({})
-        recorder.step(1, None, 0.0, 1e-3, 4096, 0.1, skipped=True)
-        recorder.evaluation(1, None, {"a": None})
-    rows = [history["item"] for history in inspect(run_dir)["history"]]
-    assert [row["step"] for row in rows] == [1, 1]
-    assert not any("loss" in name for row in rows for name in row)
-    assert rows[0]["train/skipped"]
-
-
 def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """And no figures of the host, for which there would be time: nobody asked for them."""
+    monkeypatch.setenv("WANDB__STATS_SAMPLING_INTERVAL", "0.1")
     run_dir = tmp_path / "my-run"
     run_dir.mkdir()
     config = make_config()
     config.logger.name = ["wandb", "tensorboard"]  # which has a test of its own
-    summary = train(config, run_dir)
+    summary = train(config, run_dir, wait_s=0.5)
     records = inspect(run_dir)
+    assert "stats" not in records
     assert [*(run_dir / "tensorboard").glob("events.out.tfevents.*")]
     rows = [history["item"] for history in records["history"]]
     assert [row["train/loss"] for row in rows if "train/loss" in row] == [3.0, 2.0, 1.0]
@@ -132,9 +122,11 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
 def test_wandbs_variables_win_over_what_nobody_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And a sweep's agent gives the id: else the run would go on as another outside of it."""
     variables = {"PROJECT": "foo", "NAME": "nice", "TAGS": "x,y"}
     variables |= {"ENTITY": "us", "NOTES": "as told", "JOB_TYPE": "sft"}
-    for name, text in variables.items():
+    agents = {"RUN_ID": "agent01", "SWEEP_ID": "sweep"}
+    for name, text in (variables | agents).items():
         monkeypatch.setenv(f"WANDB_{name}", text)
     wandb.teardown()  # it reads its variables once a process
     config = make_config()
@@ -146,29 +138,23 @@ def test_wandbs_variables_win_over_what_nobody_typed(
     found = run["project"], run["display_name"], run.get("tags")
     assert found == ("foo", "nice", ["x", "y"])
     assert (run["entity"], run["notes"], run["job_type"]) == ("us", "as told", "sft")
+    assert (run_dir / "wandb-id").read_text().strip() == run["run_id"] == "agent01"
 
+    for name in agents:
+        monkeypatch.delenv(f"WANDB_{name}")
+    wandb.teardown()
     typed = tmp_path / "typed"
     typed.mkdir()
-    wandb.teardown()
     config.logger = LoggerConfig(name="wandb", project="bar", tags=["z"])
-    train(config, typed)
-    run = inspect(typed)["run"][0]
-    assert (run["project"], run["tags"]) == ("bar", ["z"])
-    wandb.teardown()
-
-
-def test_the_id_that_a_sweeps_agent_gives_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the run would go on as another one of W&B's outside of the agent."""
-    monkeypatch.setenv("WANDB_RUN_ID", "agent01")
-    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")
-    wandb.teardown()  # it reads its variables once a process
-    run_dir = tmp_path / "e"
-    run_dir.mkdir()
-    train(make_config(), run_dir)
-    assert (run_dir / "wandb-id").read_text().strip() == "agent01"
-    assert inspect(run_dir)["run"][0]["run_id"] == "agent01"
+    with Recorder(config, typed, 1e6, Peak(1e9, "test")) as recorder:
+        recorder.start({})
+        recorder.step(1, None, 0.0, 1e-3, 4096, 0.1, skipped=True)  # no token to learn
+        recorder.evaluation(1, None, {"a": None})
+    records = inspect(typed)
+    assert (records["run"][0]["project"], records["run"][0]["tags"]) == ("bar", ["z"])
+    rows = [history["item"] for history in records["history"]]
+    assert [row["step"] for row in rows] == [1, 1] and rows[0]["train/skipped"]
+    assert not any("loss" in name for row in rows for name in row)
     wandb.teardown()
 
 
@@ -183,7 +169,7 @@ def test_wandb_mode_disabled_leaves_nothing_of_wandb(
     assert "disabled by WANDB_MODE" in capfd.readouterr().out
 
 
-def test_a_failed_run_is_failed_in_wandb_too(
+def test_a_mistake_of_ours_is_no_failure_of_wandb_and_fails_the_run_there_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = []
@@ -193,11 +179,15 @@ def test_a_failed_run_is_failed_in_wandb_too(
         codes.append(exit_code)
         real(self, exit_code=exit_code)
 
+    def broken(self: wandb.Run, row: dict[str, float]) -> None:
+        raise TypeError("ours")
+
     monkeypatch.setattr(wandb.Run, "finish", finish)
+    monkeypatch.setattr(wandb.Run, "log", broken)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    with pytest.raises(ValueError, match="planted"):
-        train(make_config(), run_dir, fail=True)
+    with pytest.raises(TypeError, match="ours"):
+        train(make_config(), run_dir)
     assert codes == [1]
 
 
@@ -217,24 +207,10 @@ def test_no_key_is_offline_and_a_key_is_online(
     assert resolve_mode("auto") == "offline"
 
 
-def test_the_key_is_nowhere_in_the_run_directory_or_on_the_screen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", SECRET)
-    config = make_config()
-    config.logger.mode = "offline"
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    train(config, run_dir)
-    files = [f for f in run_dir.rglob("*") if f.is_file()]
-    assert any(f.suffix == ".wandb" for f in files)
-    assert not [f for f in files if SECRET.encode() in f.read_bytes()]
-    assert SECRET not in "".join(capfd.readouterr())
-
-
 def test_no_network_at_the_start_falls_back_to_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The key that there is stands nowhere in the run directory or on the screen."""
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     real = wandb.init
 
@@ -249,7 +225,10 @@ def test_no_network_at_the_start_falls_back_to_offline(
     summary = train(make_config(), run_dir)
     assert (summary["status"], summary["wandb"]["mode"]) == ("finished", "offline")
     assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 1
-    assert capfd.readouterr().out.count("CommError: no such host") == 1
+    out, err = capfd.readouterr()
+    assert out.count("CommError: no such host") == 1 and SECRET not in out + err
+    files = [f for f in run_dir.rglob("*") if f.is_file()]
+    assert not [f for f in files if SECRET.encode() in f.read_bytes()]
 
 
 def test_a_wandb_that_dies_is_said_once_and_the_training_goes_on(
@@ -265,19 +244,6 @@ def test_a_wandb_that_dies_is_said_once_and_the_training_goes_on(
     assert summary["status"] == "finished"
     assert len([*rows_of(run_dir / "metrics.jsonl")]) == 4
     assert capfd.readouterr().out.count("Connection lost") == 1
-
-
-def test_a_mistake_of_ours_is_not_taken_for_a_failure_of_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(self: wandb.Run, row: dict[str, float]) -> None:
-        raise TypeError("ours")
-
-    monkeypatch.setattr(wandb.Run, "log", broken)
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    with pytest.raises(TypeError, match="ours"):
-        train(make_config(), run_dir)
 
 
 def test_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path: Path) -> None:
@@ -338,7 +304,7 @@ for asked in sys.argv[2:]:
 
 
 def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions resume before, at and after the last row that reached the file."""
     run_dir = tmp_path / "my-run"
@@ -351,11 +317,11 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
         "311-325-end",  # a checkpoint before the last row: some steps are trained twice
     )
     # Tests before this one have left the address of their W&B process: each has its own here.
-    own = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
-    command = (sys.executable, "-c", SESSIONS, str(run_dir), *sessions)
-    done = subprocess.run(command, capture_output=True, env=own)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"W&B offline failed" not in done.stdout, done.stdout.decode()
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    done = run_code(SESSIONS, str(run_dir), *sessions)
+    assert done.returncode == 0, done.stderr
+    assert "W&B offline failed" not in done.stdout, done.stdout
 
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
     records = [wandb_records(path) for path in files]
@@ -405,6 +371,7 @@ for asked in sys.argv[3:]:
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("logged", ["new", "all"])
 def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logged: str) -> None:
     """Why `wandb_ledger` reads the files of killed sessions. It may stop if this fails."""
@@ -465,20 +432,16 @@ def test_a_wandb_file_that_cannot_be_read_makes_a_run_of_its_own_rather_than_log
     assert len([*rows_of(run_dir / "metrics.jsonl")]) == 4
 
 
-@pytest.mark.parametrize("asked", [True, False])
 def test_system_metrics_are_sampled_when_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB__STATS_SAMPLING_INTERVAL", "0.1")
     config = make_config()
-    config.logger.system_metrics = asked
-    # Time for ten samples, on slow machines for more; or for five that must not be.
-    for seconds in (1, 5, 25) if asked else (0.5,):
+    config.logger.system_metrics = True
+    for seconds in (1, 5, 25):  # time for ten samples, on slow machines for more
         run_dir = tmp_path / f"run{seconds}"
         run_dir.mkdir()
-        with Recorder(config, run_dir, 1e6, Peak(1e9, "test")) as recorder:
-            recorder.start({})
-            time.sleep(seconds)
+        train(config, run_dir, wait_s=seconds)
         if "stats" in inspect(run_dir):
-            break
-    assert ("stats" in inspect(run_dir)) == asked
+            return
+    pytest.fail("no figures of the host")
