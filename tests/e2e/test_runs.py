@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell
+from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 from tests.e2e.watched import Watched
 from tests.ports import free_port
 
@@ -33,8 +33,13 @@ def local(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
 
 
 def torchrun(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
-    words = (*words, "preflight=true")
-    return [shell.start(*TORCHRUN, "--nproc-per-node=2", "-m", "parallel3d", "train", *words)]
+    """Its ranks, with what its agent tells them; test_failures.py types it."""
+    words, port = (*words, "preflight=true"), str(free_port())
+    size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), "2")
+    agent = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    agent |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    ranks = [dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) for rank in (0, 1)]
+    return [shell.start(*PARALLEL3D, "train", *words, **size, **agent, **rank) for rank in ranks]
 
 
 def slurm_environment(rank: int) -> dict[str, str]:
@@ -65,10 +70,8 @@ def weights(path: Path) -> dict[str, bytes]:
 def left_by(name: str, shell: Shell) -> Path:
     """The only run directory; nothing else is left."""
     assert {path.name for path in shell.cwd.iterdir()} == {"book.txt", "cache", "runs"}
-    if name != "torchrun":  # which leaves its log folder
-        # torch's own cache stays; the agent's folders and ours do not.
-        left = {path.name.split("_")[0] for path in shell.scratch.iterdir()}
-        assert left <= {"torchinductor"}
+    left = {path.name.split("_")[0] for path in shell.scratch.iterdir()}
+    assert left <= {"torchinductor"}  # torch's own cache
     (folder,) = (shell.cwd / "runs").iterdir()
     return folder
 
