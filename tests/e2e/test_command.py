@@ -122,6 +122,7 @@ def test_completion_installs_for_the_command(shell: Shell) -> None:
     assert ended.out.rstrip().endswith("hydra_bash_completion parallel3d")
 
 
+@pytest.mark.more
 def test_wheel_carries_the_configuration_the_scripts_and_the_types(shell: Shell) -> None:
     source = shell.cwd / "source"
     source.mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tests.e2e.command import TINY, Ended, Shell
 from tests.e2e.forked import Forked, run_forked
 
 pytestmark = pytest.mark.at_once(2)
-SAVING = ("checkpoint.every=3", "optim.lr_decay_steps=4", "precision=fp64")
+SAVING = ("checkpoint.every=2", "optim.lr_decay_steps=3", "precision=fp64")
 
 
 def given(shell: Shell, *words: str) -> list[str]:
@@ -27,26 +26,19 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_run_is_the_cpus_and_goes_on_under_another_layout(shell: Shell) -> None:
     """Saved beside the training by one rank, taken up by two with zero=3, read by two of tp, and
-    judged. Its steps are drawn and profiled at first, and past as it goes on."""
-    profiled = ("profile.steps=[2,3]", "profile.memory=true")
-    layouts = (("train.steps=3", "schedule.timeline=true"), ("dp=2", "zero=3", "train.steps=4"))
-    said = ("no snapshot is written, which needs a GPU", "this run goes on with step 4, and")
+    judged. Its last step is drawn at first."""
+    layouts = (("train.steps=2", "schedule.timeline=true"), ("dp=2", "zero=3", "train.steps=3"))
     for ranks, words in enumerate(layouts, 1):
-        saving = given(shell, "run=r", *SAVING, *words, *profiled, "device=simulated")
+        saving = given(shell, "run=r", *SAVING, *words, "device=simulated")
         ended = run_forked(shell, "train", *saving, ranks=ranks)
         assert ended.code == 0, ended
         assert "simulated accelerator" in ended.out
-        assert said[ranks - 1] in ended.err
-    words = given(shell, *SAVING, "run=c", "train.steps=4", "checkpoint.every=0")
+    words = given(shell, *SAVING, "run=c", "train.steps=3", "checkpoint.every=0")
     assert run_forked(shell, "train", *words).code == 0
     runs = shell.cwd / "runs"
     assert losses(runs / "r") == pytest.approx(losses(runs / "c"), rel=1e-9)
     events = json.loads((runs / "r" / "timeline.json").read_text())["traceEvents"]
     assert all(e["dur"] > 0 for e in events if e["ph"] == "X"), "told by the device's events"
-    (trace,) = (runs / "r" / "profile").iterdir()
-    assert trace.name == "rank0-steps2-3.json.gz"
-    names = [e["name"] for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
-    assert [names.count(f"{part} m1 c0") for part in ("forward", "backward")] == [2, 2]
     summary = json.loads((runs / "r" / "summary.json").read_text())
     assert all(rank["allocated"] > 0 for rank in summary["memory"]["ranks"])
     words = ("run=r", "tp=2", "generate.max_tokens=4", "prompt=the", "device=simulated")
@@ -90,7 +82,7 @@ def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
 def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -> None:
     """For which flash attention has no kernel on accelerators: text comes of the usual one."""
     kernel = ("run=f", "precision=bf16", "attention_kernel=flash", "device=simulated")
-    words = given(shell, *kernel, "train.steps=2", "checkpoint.every=2")
+    words = given(shell, *kernel, "train.steps=1", "checkpoint.every=1")
     ended = run_forked(shell, "train", *words)
     assert ended.code == 0, ended
     text = run_forked(shell, "generate", "run=f", "generate.max_tokens=4", "device=simulated")
