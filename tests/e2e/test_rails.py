@@ -33,7 +33,7 @@ REASON = None if os.environ.get("CI") else why_not()
 pytestmark = [pytest.mark.more, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 RAIL_MBIT, SPINE_MBIT = 400, 40
-STEPS = 4
+STEPS = 3
 SMALL = (
     "model.hidden_size=128",
     "model.num_attention_heads=4",
