@@ -110,7 +110,7 @@ def test_rank_0_holds_one_message_of_the_others_boxes(simulated: SimulatedPool) 
 
 def clocked_steps(sizes: tuple[int, int, int], keys: tuple, steps: int) -> dict[str, Any]:
     groups = plain_groups(Layout(*sizes))
-    trainer = make_trainer(Case(SMALL, keys=keys), groups)
+    trainer = make_trainer(Case(SMALL, microbatches=sizes[1], keys=keys), groups)
     known, marked = [], []
     for step in range(1, steps + 1):
         trainer.train_step()
