@@ -165,6 +165,7 @@ def test_the_page_has_each_recipe_for_gpus_and_each_fits() -> None:
     assert all(f"`{name}`" in page.partition("## Sources")[2] for name in RECIPES)
 
 
+@pytest.mark.more
 def test_a_row_of_the_page_is_what_a_dry_run_gives() -> None:
     made, name = runpy.run_path(str(DOCS / "recipes.py")), "gpt2_124m_sft"
     (facts,) = dry_runs([config_of(name)])
