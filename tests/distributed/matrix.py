@@ -310,11 +310,6 @@ LEFT_OUT = (
         ("schedule", "compile"),
         lambda schedule, compiled: not compiled or schedule in COMPILED,
     ),
-    Rule(
-        "a rank compiles a graph for each chunk",
-        ("chunks", "compile"),
-        lambda chunks, compiled: not compiled or chunks <= 2,
-    ),
 )
 RULES = (*REFUSED, *IDLE, *LEFT_OUT)
 
