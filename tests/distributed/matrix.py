@@ -390,6 +390,28 @@ def on_streams() -> list[Levels]:
     return [chosen().found[at] for at in cover(small)]
 
 
+ON_ROUNDING = ("zero", "optimizer")  # what is rounded otherwise than a sum of fp64 would be
+
+
+def often() -> list[Levels]:
+    """Returns the combinations of the set that a change runs: all that are exact, and few others.
+
+    A rounded training is compared to a hundredth. It tells of a feature what the exact one with it
+    tells, but where it keeps or sums numbers of several types: each precision has each level of
+    `ON_ROUNDING`.
+    """
+    found = chosen().found
+    rounded = {
+        at: frozenset((levels["precision"], name, levels[name]) for name in ON_ROUNDING)
+        for at, levels in enumerate(found)
+        if levels["precision"] != "fp64" and not levels["compile"]
+    }
+    few = cover(rounded)
+    return [
+        levels for at, levels in enumerate(found) if levels["precision"] == "fp64" or at in few
+    ]
+
+
 def groups_of(levels: Levels) -> Callable[[Layout], ProcessGroups]:
     """Returns what makes the groups of a combination: in two levels where it reads them."""
     two = levels["copies"] == "several" or levels["sums"] == "hierarchical"
@@ -583,8 +605,8 @@ def summary() -> str:
         [
             f"{len(FACTORS)} factors with {sum(map(len, FACTORS.values()))} levels:",
             *("", *lines, ""),
-            f"{len(chosen().found)} cases of {ranks} ranks in all; {len(on_streams())} of them run "
-            "on simulated devices too.",
+            f"{len(chosen().found)} cases of {ranks} ranks in all; {len(often())} of them are in the "
+            f"default set, {len(on_streams())} run on simulated devices too.",
         ]
     )
 

@@ -24,7 +24,15 @@ PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 FOUND = matrix.chosen().found
 
 
-@pytest.mark.parametrize("levels", FOUND, ids=matrix.name_of)
+OFTEN = matrix.often()
+SELDOM = [
+    pytest.param(levels, marks=pytest.mark.more, id=matrix.name_of(levels))
+    for levels in FOUND
+    if levels not in OFTEN
+]
+
+
+@pytest.mark.parametrize("levels", [*OFTEN, *SELDOM], ids=matrix.name_of)
 def test_trains_as_the_reference_does(levels: Levels, pool: Pool, references: References) -> None:
     sizes, groups = matrix.layout(levels), matrix.groups_of(levels)
     check_cases(sizes, [matrix.case(levels)], pool, references, of_matrix, groups)
