@@ -407,9 +407,7 @@ def often() -> list[Levels]:
         if levels["precision"] != "fp64" and not levels["compile"]
     }
     few = cover(rounded)
-    return [
-        levels for at, levels in enumerate(found) if levels["precision"] == "fp64" or at in few
-    ]
+    return [levels for at, levels in enumerate(found) if levels["precision"] == "fp64" or at in few]
 
 
 def groups_of(levels: Levels) -> Callable[[Layout], ProcessGroups]:
@@ -605,8 +603,8 @@ def summary() -> str:
         [
             f"{len(FACTORS)} factors with {sum(map(len, FACTORS.values()))} levels:",
             *("", *lines, ""),
-            f"{len(chosen().found)} cases of {ranks} ranks in all; {len(often())} of them are in the "
-            f"default set, {len(on_streams())} run on simulated devices too.",
+            f"{len(chosen().found)} cases of {ranks} ranks in all; {len(often())} of them are in "
+            f"the default set, {len(on_streams())} run on simulated devices too.",
         ]
     )
 
