@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.storage import chunks_by_name
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import CheckpointConfig, Config, ModelConfig
 from parallel3d.data.sampler import Sample
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 
 COLUMNS = ("torch.save", "save", "stall", "written", "slower", "torch.load", "load")

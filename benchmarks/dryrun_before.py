@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from parallel3d import optim
+from parallel3d.blueprint.sizes import loss_chunks
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, conf_dir
 from parallel3d.device import fused
-from parallel3d.estimate.ops import loss_chunks
 from parallel3d.models import attention
 from parallel3d.models.layers import Norm
 from parallel3d.optim import Optimizer

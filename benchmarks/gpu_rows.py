@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.trainer import Trainer
 
 

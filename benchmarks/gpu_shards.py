@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_rows import RandomTokens, Size, model_of, peak_memory_gb, seconds_of
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.ops import layer_flops
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device import accelerator
-from parallel3d.estimate.ops import layer_flops
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 
 SHARDS = {"llama3_70b": Layout(tp=8, pp=10), "gpt3_175b": Layout(tp=8, pp=16)}

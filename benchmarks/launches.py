@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from parallel3d.config.schema import Config
-from parallel3d.estimate.buckets import PIECE
-from parallel3d.estimate.ops import NORMS, TABLES, LocalParameter, Op, widths
-from parallel3d.estimate.traffic import (
+from parallel3d.blueprint.buckets import PIECE
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.ops import NORMS, Op, widths
+from parallel3d.blueprint.parameters import TABLES, LocalParameter
+from parallel3d.blueprint.rank import (
     FlatShard,
     PipelineRank,
     buckets_of,
     flat_shards,
     pipeline_ranks,
-    transfers,
 )
-from parallel3d.topology.layout import layout_of
+from parallel3d.config.schema import Config
+from parallel3d.estimate.traffic import transfers
 
 _CHUNK, _CHUNKS = 65536, 320  # elements of a chunk, and chunks of one multi-tensor launch
 _LISTS = {"norm": 110, "adamw": 36, "sgd": 48, "ema": 64}  # tensors of one multi-tensor launch

@@ -22,10 +22,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.zero import MODEL, Ramp
+from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.device.precision import compute_dtype
-from parallel3d.estimate.ops import flops_per_token
 from parallel3d.host.memory import keep_freed_memory
 from parallel3d.trainer import Trainer
 

@@ -37,10 +37,10 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
     """Prints, on rank 0, one row of the table."""
+    from parallel3d.blueprint.layout import Layout
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.parameters.sharding import state_of
     from parallel3d.tensor_parallel.loss import HeadLoss, Objective
-    from parallel3d.topology.layout import Layout
 
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(args.store, args.tp)

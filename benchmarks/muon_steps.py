@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.muon import Muon
 from parallel3d.topology.assumptions import preset
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 
 

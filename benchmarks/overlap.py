@@ -28,11 +28,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.e2e.command import Shell
 from tests.e2e.rails import RAILNET, Rails, why_not

@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.launches import launches
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.sizes import STYLES
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import host_memory, peak_memory
 from parallel3d.estimate.network import wire_bytes
-from parallel3d.estimate.ops import STYLES
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.topology.assumptions import preset
-from parallel3d.topology.layout import layout_of
 
 PRESETS = ("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b", "qwen3_8b")
 PRESETS += ("qwen2_5_0_5b", "megatron_1t")

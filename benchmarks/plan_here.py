@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.plan import searched
 from parallel3d.config.checks import check_config
@@ -37,7 +38,6 @@ from parallel3d.data.sampler import Sample
 from parallel3d.estimate.profiled_cost import MeasuredMachine, read, step_time
 from parallel3d.estimate.search import configure
 from parallel3d.host.memory import keep_freed_memory
-from parallel3d.topology.layout import layout_of
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.blueprint.ops import kept
 from parallel3d.estimate.fitted_cost import ENGINES, Number, StepWork, stage_parameters
-from parallel3d.estimate.ops import kept
 
 GIB = 2.0**30
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.published_models import gpt
-from parallel3d.estimate.devices import DEVICES
+from parallel3d.device.datasheets import DEVICES
 from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, StepWork
 
 Row = dict[str, Any]

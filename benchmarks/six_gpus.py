@@ -21,14 +21,14 @@ from typing import NamedTuple
 import numpy as np
 
 import parallel3d
-from parallel3d.estimate.balance import run_schedule
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
+from parallel3d.blueprint.stages import run_schedule
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.schedules.orders import StageAssignment as Stages
 from parallel3d.schedules.walk import Costs, time_orders
 from parallel3d.topology.links import Loads, loads_of
 from parallel3d.topology.report import make_report
-from parallel3d.topology.tiling import RankMapping, Tiling
 
 JOB = (
     *("cluster=rails_3x2", "tp=2", "pp=3", "sp=true", "model=llama_3b", "precision=bf16"),

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from examples.collectives.compare import is_right
 from examples.collectives.forms import FORMS, price_of
 from examples.collectives.run import run
-from parallel3d.topology.cluster.parts import Link
+from parallel3d.blueprint.cluster import Link
 from tests.e2e.rails import Rails, why_not
 
 RANKS = 8

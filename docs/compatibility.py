@@ -21,12 +21,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # of the tests, whose cases say what is proven
 
+from parallel3d.blueprint.layout import Layout  # noqa: E402
 from parallel3d.config.checks import check_config  # noqa: E402
 from parallel3d.config.fields import Key, all_keys, spell, typed_name  # noqa: E402
 from parallel3d.config.schema import Config  # noqa: E402
 from parallel3d.config.values import NARROW, spelled  # noqa: E402
 from parallel3d.errors import UserError  # noqa: E402
-from parallel3d.topology.layout import Layout  # noqa: E402
 from tests.distributed.exact_cases import exact_cases  # noqa: E402
 
 # Sections and keys that change nothing of what a step computes, or how.

@@ -10,11 +10,11 @@ import io
 from itertools import pairwise
 from pathlib import Path
 
+from parallel3d.blueprint.layout import Coordinates, Layout
 from parallel3d.cli import command_line
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, time_orders
-from parallel3d.topology.layout import Coordinates, Layout
 
 HERE = Path(__file__).resolve().parent
 COLOURS = {"tp": "#d9480f", "pp": "#1864ab", "dp": "#2b8a3e"}

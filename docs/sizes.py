@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from omegaconf import OmegaConf
 
+from parallel3d.blueprint.ops import layer_ops, widths
+from parallel3d.blueprint.parameters import parameter_count, stage_parameters
 from parallel3d.config.schema import ModelConfig, conf_dir
-from parallel3d.estimate.ops import layer_ops, parameter_count, stage_parameters, widths
 
 TP = 8
 

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from parallel3d.blueprint.cluster import Link
 from parallel3d.estimate.network import best_segments, bus_factor, collective_time
-from parallel3d.topology.cluster.parts import Link
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parallel3d.blueprint.layout import Layout
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.commands.verify import verify
     from parallel3d.config.checks import check_config
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from parallel3d.run.launch import Worker
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from parallel3d.topology.layout import Layout
     from parallel3d.trainer import Trainer
 
 __version__ = "0.2.0"
@@ -71,7 +71,7 @@ _HOME = {
     "ColumnParallelLinear": "parallel3d.tensor_parallel.layers",
     "Config": "parallel3d.config.schema",
     "DistributedDataParallel": "parallel3d.data_parallel.ddp",
-    "Layout": "parallel3d.topology.layout",
+    "Layout": "parallel3d.blueprint.layout",
     "Pipeline": "parallel3d.parallel.pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",
     "RowParallelLinear": "parallel3d.tensor_parallel.layers",

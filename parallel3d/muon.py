@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.buckets import homes, is_hidden
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.estimate.buckets import homes, is_hidden
 from parallel3d.parameters.sharding import Segment, SegmentPart, ShardSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.stages import layers_of_stages, run_schedule, sends_slices
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import SINGLE
@@ -33,8 +34,7 @@ from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_bucket
 from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
-from parallel3d.estimate.balance import layers_of_stages, run_schedule, sends_slices
-from parallel3d.estimate.search import with_style
+from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import Score
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
@@ -129,7 +129,11 @@ class Trainer:
         goes_on = self.config.run is not None  # maybe: `restore` will know
         size = self.groups.layout.world_size
         config = check_config(self.config, size, own_samples=own_samples, goes_on=goes_on)
-        config = with_style(config)
+        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands settle it
+            raise UserError(
+                "context_parallel.style=auto must be gather, heads or ring for a Trainer of one's "
+                "own; the nearest is context_parallel.style=gather"
+            )
         self.step_timer = StepTimer(self.device)
         self.groups = self.groups.observed(timer=self.step_timer)
         self.config, groups, model = config, self.groups, config.model

@@ -8,10 +8,10 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling, joined
 from parallel3d.estimate.network import Transfer
-from parallel3d.topology.cluster.parts import Cluster, Link
-from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import RankMapping, Tiling, joined
 
 NVLINK, RAIL, SPINE = Link(450.0, 2.0), Link(50.0, 5.0), Link(50.0, 8.0)
 

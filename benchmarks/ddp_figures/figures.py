@@ -26,13 +26,13 @@ from benchmarks.ddp_figures.measures import (
 )
 from benchmarks.ddp_figures.nets import NETS, made
 from benchmarks.ddp_figures.report import write_report
+from parallel3d.blueprint.cluster import Link
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import GLOO_ON, Interfaces, ProcessGroups, gloo_on
 from parallel3d.commands.bench.comm import MeasuredOperation, fit
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
-from parallel3d.topology.cluster.parts import Link
 
 TOTAL = 1 << 20  # fp32 numbers that figure 2 sums
 PER_CALL = [1 << n for n in range(12, 21, 2)]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ddp_figures.nets import inputs, made
+from parallel3d.blueprint.cluster import Link
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.commands.bench.measure import timed_calls
@@ -24,7 +25,6 @@ from parallel3d.data_parallel.ddp import DistributedDataParallel
 from parallel3d.data_parallel.reducer import GradBucket
 from parallel3d.device.accelerator import is_accelerator, module, synchronize
 from parallel3d.estimate import network
-from parallel3d.topology.cluster.parts import Link
 
 PARTS = ("forward", "backward", "exposed", "optimizer")
 Row = dict[str, float | int | str]

@@ -16,8 +16,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from benchmarks.door_inputs.answers import REFUSAL, Input
+from parallel3d.device.datasheets import find_device
 from parallel3d.errors import UserError
-from parallel3d.estimate.devices import find_device
 from parallel3d.host import quotas
 from parallel3d.host.devices import check_numerics, choose_device, gpu_of_rank, shared_gpu
 from parallel3d.host.gpus import Answer, Gpu

@@ -24,7 +24,7 @@ from torch import Tensor
 from examples.collectives.forms import FORMS, own_block, price_of, rounds_of, segments_of
 from examples.collectives.messages import sent
 from examples.collectives.run import run
-from parallel3d.topology.cluster.parts import Link
+from parallel3d.blueprint.cluster import Link
 
 ITEM = 4  # bytes of an fp32
 APART = 1.2  # forms whose prices differ by less are not expected in an order

@@ -19,9 +19,9 @@ from functools import lru_cache
 
 from examples.collectives import parts
 from examples.collectives.messages import Rounds, backwards, edges, price
+from parallel3d.blueprint.cluster import Link
 from parallel3d.errors import nearest
 from parallel3d.estimate.network import best_segments, check_sizes
-from parallel3d.topology.cluster.parts import Link
 
 NAIVE, CHAIN, TREE, RING = "naive", "chain", "tree", "ring"
 SEGMENTED, DOUBLE_TREE = "segmented", "double_tree"

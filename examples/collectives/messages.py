@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from parallel3d.topology.cluster.parts import Link
+from parallel3d.blueprint.cluster import Link
 
 
 class Message(NamedTuple):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from examples.collectives.forms import check_form, check_name, rounds_of, segments_of
 from examples.collectives.messages import Rounds, Sent
+from parallel3d.blueprint.cluster import Link
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.topology.cluster.parts import Link
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda held, heard: held.add_(heard),

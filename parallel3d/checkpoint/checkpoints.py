@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     PARAMETER,
@@ -49,7 +50,6 @@ from parallel3d.data.corpus import Blend, Corpus, history_until
 from parallel3d.data.tokenizer import BYTE
 from parallel3d.data.tokens import Compared, compare, marks_of
 from parallel3d.errors import TrainingFailure, UserError
-from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
 from parallel3d.optim import EMA

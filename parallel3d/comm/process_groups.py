@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel3d.blueprint.cluster import natural
+from parallel3d.blueprint.groups import two_levels
+from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout, layout_of
+from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.group import SINGLE, Group, set_groups_of_mesh
 from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.config.checks import parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
-from parallel3d.estimate.network import two_levels
 from parallel3d.private_names import backend_for, set_devices, set_timeout
-from parallel3d.topology.cluster.parts import natural
-from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
-from parallel3d.topology.tiling import RankMapping
 
 if TYPE_CHECKING:
     from parallel3d.comm.operation_log import OperationLog

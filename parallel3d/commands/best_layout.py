@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.commands.plan import Plan, held, searched, typed_keys
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
@@ -21,7 +22,6 @@ from parallel3d.host.quotas import available_cores, cores
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.topology.assumptions import chosen_keys
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
-from parallel3d.topology.layout import DIMENSIONS
 
 
 def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment | None) -> Config:

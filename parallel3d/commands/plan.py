@@ -17,15 +17,15 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.config.checks import check_context_parallel, check_model, check_tensor_parallel
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import host_memory, memories, peak_memory
-from parallel3d.estimate.balance import StageWeights
 from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place, step
-from parallel3d.estimate.ops import flops_per_token
 from parallel3d.estimate.profiled_cost import (
     check_type,
     measured_sizes,

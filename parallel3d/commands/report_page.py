@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.commands.checkpoint.listing import find_run
 from parallel3d.commands.html import bar_key, colour, html_table, section, stacked_bar, whole_page
@@ -36,7 +37,6 @@ from parallel3d.run.directory import (
     read_json,
 )
 from parallel3d.text import duration, si
-from parallel3d.topology.layout import DIMENSIONS
 
 COLUMNS = 1000  # places of a curve on the page
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a line that is not whole

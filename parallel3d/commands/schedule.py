@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parallel3d.blueprint.stages import StageWeights
 from parallel3d.config.checks import check_batch, check_work
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.estimate.balance import StageWeights
 from parallel3d.schedules.check import check
 from parallel3d.schedules.choose import (
     LARGEST,

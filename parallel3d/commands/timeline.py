@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from parallel3d.blueprint.stages import layers_of_stages, recompute_forwards
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import print_line
-from parallel3d.estimate.balance import layers_of_stages, recompute_forwards
 from parallel3d.files import replace_durably
 from parallel3d.pipeline.executor import ActionTimes, Measured
 from parallel3d.schedules.actions import Action, Kind

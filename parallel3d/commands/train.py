@@ -13,6 +13,9 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.stages import why_chosen
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
@@ -31,8 +34,6 @@ from parallel3d.data.tokens import look_at
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, UserError, print_line
-from parallel3d.estimate.balance import why_chosen
-from parallel3d.estimate.ops import flops_per_token, parameter_count
 from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.health import Health
 from parallel3d.faults.watchdog import start_watchdog
@@ -197,7 +198,13 @@ def make_trainer(
         )
     files = [file for one in sets.values() for file in one.files]
     return Trainer(
-        config, groups, device, corpus, valid_sets=sources, token_bytes=sizes, valid_files=files
+        with_style(config),
+        groups,
+        device,
+        corpus,
+        valid_sets=sources,
+        token_bytes=sizes,
+        valid_files=files,
     )
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks import single_process
@@ -28,11 +29,11 @@ from parallel3d.config.schema import Config, OptimConfig
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
 from parallel3d.data.loader import sources_of, with_length
+from parallel3d.estimate.search import with_style
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.sharding import ShardSpec
 from parallel3d.run.launch import Worker
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 
 
@@ -80,7 +81,7 @@ def verify(config: Config, worker: Worker) -> int:
     """Runs all comparisons; returns 0 if the layout is exact, else 1. Collective."""
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
-    config = with_length(config, sources_of(corpus, config).train)
+    config = with_style(with_length(config, sources_of(corpus, config).train))
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     layout = groups.layout

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.sizes import heads_at_once
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import SINGLE, Group
@@ -50,7 +51,6 @@ from parallel3d.context_parallel.document_attention import (
 )
 from parallel3d.context_parallel.documents import AttentionBlocks, Documents, SequenceShard
 from parallel3d.device.fused import operator, register, registered
-from parallel3d.estimate.ops import heads_at_once
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel3d.blueprint.buckets import assign
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.group import Group
 from parallel3d.data_parallel.reducer import CommHook, Reducer, views_of
 from parallel3d.data_parallel.transport import SHARED_CAP_MIB, is_shared, open_transport
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_accelerator, moved
-from parallel3d.estimate.buckets import assign
 from parallel3d.private_names import execution_engine, foreach_copy_, post_accumulate_grad_hooks
 
 

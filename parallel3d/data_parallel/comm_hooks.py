@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.buckets import compressed_rank, padded_numel
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import Group
 from parallel3d.data_parallel.reducer import CommHook, GradBucket
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.estimate.buckets import compressed_rank, padded_numel
 
 
 class SideStream:

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from parallel3d.blueprint.buckets import MIB
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group, GroupLike, group_of
 from parallel3d.data_parallel.averager import GradientAverager, check_shared
@@ -29,7 +30,6 @@ from parallel3d.data_parallel.transport import (
     SharedTransport,
     broadcast_all,
 )
-from parallel3d.estimate.buckets import MIB
 from parallel3d.private_names import (
     IGNORED_BY_DDP,
     current_graph_task_id,

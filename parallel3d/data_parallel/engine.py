@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from parallel3d.blueprint.buckets import assign, padded_numel
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.exchange import all_gather_json, broadcast_json, dtype_of
@@ -24,7 +25,6 @@ from parallel3d.data_parallel.reducer import (
     reduce_scatter,
 )
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.estimate.buckets import assign, padded_numel
 from parallel3d.optim import Optimizer, ParameterSlice, parameter_slices
 from parallel3d.parameters.sharding import (
     Segment,

@@ -13,16 +13,17 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel3d.blueprint.buckets import LOOKUP_TOKENS, PIECE
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.ops import Op, kept, widths
+from parallel3d.blueprint.parameters import TABLE
+from parallel3d.blueprint.rank import LocalStage, PipelineRank, flat_shards
+from parallel3d.blueprint.stages import has_whole_backwards, layers_of_stages, placement_of
 from parallel3d.config.schema import Config
-from parallel3d.estimate.balance import has_whole_backwards, layers_of_stages, placement_of
-from parallel3d.estimate.buckets import LOOKUP_TOKENS, PIECE
-from parallel3d.estimate.ops import TABLE, Op, kept, widths
-from parallel3d.estimate.search import LayoutChoice, configure
-from parallel3d.estimate.traffic import LocalStage, PipelineRank, flat_shards, pipeline_ranks
+from parallel3d.estimate.search import LayoutChoice, configure, planned_ranks
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SENDS, SLAB_BYTES
 from parallel3d.schedules.schedule import Schedule, make
-from parallel3d.topology.layout import layout_of
 
 
 def peak_stage(config: Config) -> tuple[int, RankMemory]:
@@ -94,7 +95,7 @@ def peak_memory(config: Config, index: int) -> RankMemory:
 
 def peak_memories(config: Config, indices: Sequence[int]) -> list[RankMemory]:
     """Returns `peak_memory` of some ranks of a pipeline."""
-    ranks = pipeline_ranks(config, layout_of(config), chosen=indices)
+    ranks = planned_ranks(config, layout_of(config), chosen=indices)
     layer, head, found = layer_bytes(ranks[0]), head_bytes(ranks[0]), []
     for rank in ranks:
         peaks = [*_peaks(rank, layer, head), _of_optimizer(rank)]
@@ -365,7 +366,7 @@ def turns_around(rank: PipelineRank, stage: LocalStage) -> bool:
 
 def host_memory(config: Config, index: int) -> float:
     """Returns the bytes of pinned memory that rank `index` along pp offloads activations to."""
-    [rank] = pipeline_ranks(config, layout_of(config), chosen=[index])
+    [rank] = planned_ranks(config, layout_of(config), chosen=[index])
     layer, waiting, running = layer_bytes(rank), [], []
     for stage in rank.stages:
         turns = turns_around(rank, stage)

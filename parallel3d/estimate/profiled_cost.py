@@ -15,29 +15,24 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.ops import layer_flops, layer_ops, widths
+from parallel3d.blueprint.rank import LocalStage, PipelineRank
+from parallel3d.blueprint.stages import run_schedule
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_memory
-from parallel3d.estimate.balance import run_schedule
 from parallel3d.estimate.fitted_cost import StepTime, sizes_of_model
 from parallel3d.estimate.network import Transfer
-from parallel3d.estimate.ops import layer_flops, layer_ops, widths
-from parallel3d.estimate.search import LayoutChoice, Priced, configure, ranked
-from parallel3d.estimate.traffic import (
-    LocalStage,
-    PipelineRank,
-    group_size,
-    pipeline_ranks,
-    transfers,
-)
+from parallel3d.estimate.search import LayoutChoice, Priced, configure, planned_ranks, ranked
+from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import Action
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Costs, walk
-from parallel3d.topology.layout import layout_of
 
 
 @dataclass(frozen=True)
@@ -348,7 +343,7 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     layout, schedule = layout_of(config), run_schedule(config)
     placement, count, pp = schedule.placement, config.num_microbatches, config.pp
     each, groups, crossings = np.zeros((placement.stages, 3)), [], 0
-    for rank in pipeline_ranks(config, layout):
+    for rank in planned_ranks(config, layout):
         seconds: dict[str, float] = defaultdict(float)
         for sent in transfers(config, layout, rank.index):
             seconds[sent.dim] += sent_seconds(machine, rank, sent)

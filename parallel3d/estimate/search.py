@@ -10,13 +10,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from parallel3d.blueprint.cluster import cluster_from_config
+from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
+from parallel3d.blueprint.ops import ops_of_run, widths
+from parallel3d.blueprint.rank import PipelineRank, pipeline_ranks
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
+from parallel3d.blueprint.sizes import STYLES
+from parallel3d.blueprint.stages import balance_chunks
 from parallel3d.config.checks import check_context_parallel
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.config.values import PARTS, parts_of, spelled
+from parallel3d.device.datasheets import DEVICES, Device
 from parallel3d.errors import UserError, nearest
-from parallel3d.estimate.balance import balance_chunks
-from parallel3d.estimate.devices import DEVICES, Device
+from parallel3d.estimate.attention_traffic import sends
 from parallel3d.estimate.fitted_cost import (
     ENGINES,
     NETWORKS,
@@ -31,12 +38,8 @@ from parallel3d.estimate.fitted_cost import (
     sizes_of_model,
 )
 from parallel3d.estimate.network import Transfer, price_step
-from parallel3d.estimate.ops import STYLES, ops_of_run, sends, widths
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
-from parallel3d.topology.cluster.parts import cluster_from_config
-from parallel3d.topology.layout import DEFAULT_ORDER, layout_of
-from parallel3d.topology.tiling import RankMapping, Tiling
 
 GIB = 2.0**30
 Fixed: TypeAlias = Mapping[str, Any]  # what the user typed, by names of `LayoutChoice`
@@ -333,6 +336,14 @@ def with_style(config: Config) -> Config:
         return config
     seconds = style_seconds(config)
     return _of_style(config, min(seconds, key=seconds.__getitem__))
+
+
+def planned_ranks(
+    config: Config, layout: Layout, data_rank: int = 0, chosen: Sequence[int] | None = None
+) -> list[PipelineRank]:
+    """Returns `pipeline_ranks` of a layout, with the cheapest style in place of auto."""
+    config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
+    return pipeline_ranks(with_style(config), layout, data_rank, chosen)
 
 
 def _of_style(config: Config, style: str) -> Config:

@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
-from parallel3d.config.schema import Config, full_shapes_of
-from parallel3d.estimate.balance import layers_of_stages, placement_of, sends_slices
-from parallel3d.estimate.buckets import (
+from parallel3d.blueprint.buckets import (
     Home,
-    assign,
     compressed_rank,
     homes,
     is_hidden,
     padded_numel,
 )
-from parallel3d.estimate.network import Transfer, wire_bytes
-from parallel3d.estimate.ops import (
-    TABLE,
-    TABLES,
-    LayerOps,
-    LocalParameter,
-    heads_at_once,
-    loss_chunks,
-    offloading,
-    ops_of_run,
-    recomputing,
-    sends,
-    split_counts,
-    stage_parameters,
-    widths,
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.ops import split_counts, widths
+from parallel3d.blueprint.rank import (
+    PipelineRank,
+    bucket_numel,
+    buckets_of,
+    flat_shards,
+    sharded_numel,
 )
-from parallel3d.estimate.search import with_style
+from parallel3d.config.schema import Config, full_shapes_of
+from parallel3d.estimate.attention_traffic import sends
+from parallel3d.estimate.network import Transfer, wire_bytes
+from parallel3d.estimate.search import planned_ranks
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.topology.layout import Layout
 
-ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 
 
@@ -51,169 +39,6 @@ def group_size(dim: str, layout: Layout) -> int:
     if dim == "embedding":
         return min(2, layout.pp)
     return layout.size(dim)
-
-
-class LocalStage(NamedTuple):
-    """One stage of a rank.
-
-    Attributes:
-        again: its layers, the first ones, whose backward repeats a part of the forward.
-        away: its layers, the first ones, that are offloaded.
-    """
-
-    layers: range
-    again: int
-    away: int
-    first: bool
-    last: bool
-
-
-class PipelineRank:
-    """One rank of a pipeline with all of its stages, and the sizes that follow.
-
-    Args:
-        config: its tp, cp, pp and dp are `layout`'s.
-        index: along pp.
-        stages: by chunk.
-        data_rank: index along dp_cp, which decides its shards under zero=1.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        index: int,
-        placement: StageAssignment,
-        stages: Sequence[LocalStage],
-        layer: LayerOps,
-        data_rank: int = 0,
-    ) -> None:
-        self.config, self.layout, self.index, self.placement = config, layout, index, placement
-        self.stages, self.layer, self.data_rank = stages, layer, data_rank
-        model, tp, self.replicas = config.model, layout.tp, layout.dp_cp
-        self.layer_count = sum(len(stage.layers) for stage in stages)
-        self.recomputed_layers = sum(stage.again for stage in stages)
-        self.first = any(stage.first for stage in stages)
-        self.last = any(stage.last for stage in stages)
-        self.sp = config.sp and tp > 1
-        self.on_accelerator = config.device != "cpu"  # device=auto is planned for GPUs
-        self.sends_slices = sends_slices(config, self.on_accelerator)
-        self.fully_sharded = config.zero > 1 and self.replicas > 1  # by FSDP2
-        self.shards = self.replicas if config.zero else 1  # ranks that divide the optimizer's state
-        # Bytes of an element of activations, and of accumulated gradients: fp32 or better.
-        self.item = ACTIVATION_BYTES[config.precision.name]
-        self.grad_item = max(4, self.item)
-        # Of a micro-batch: tokens, bytes of all hidden states (b, s, h), and of the residual stream
-        # on this rank; whether collectives need contiguous copies.
-        self.tokens = config.micro_batch_size * config.local_seq_length
-        self.hidden = self.tokens * model.hidden_size * self.item
-        self.stream = self.hidden / (tp if self.sp else 1)
-        self.copies = self.sp and config.micro_batch_size > 1
-        # Columns of the logits that this rank computes the loss of.
-        self.columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether FSDP2 keeps whole gradients until the last backward, which reduces them."""
-        every = self.config.ddp.reduces_every_microbatch(self.config.zero)
-        return self.fully_sharded and not every and self.config.num_microbatches > 1
-
-    @property
-    def loss_chunks(self) -> Mapping[int, int]:
-        """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
-        return loss_chunks(
-            self.tokens, self.columns, self.config.loss.chunk_tokens, item=self.item,
-            on_accelerator=self.on_accelerator,
-        )  # fmt: skip
-
-    @cached_property
-    def head_groups(self) -> int:
-        """Sets of key-value heads that context parallelism by gathering takes one by one."""
-        w = widths(self.config.model, self.layout.tp)
-        of_head = 2 * self.tokens * self.config.model.head_size * self.item
-        return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
-
-    @property
-    def mlp_chunks(self) -> int:
-        """Chunks in which the MLP of a recomputed layer runs."""
-        length = self.config.local_seq_length // (self.layout.tp if self.sp else 1)
-        return -(-length // -(-length // self.config.mlp_chunks))
-
-    @property
-    def is_tied_to_another(self) -> bool:
-        """Whether two ranks hold a copy of the tied weight each, and this is one of them."""
-        return self.first != self.last and self.table.tied
-
-    def neighbours(self, offset: int) -> int:
-        """Counts its stages whose next (+1) or previous (-1) stage is on another rank."""
-        around = (self.placement.neighbour(self.index, c, offset) for c in range(len(self.stages)))
-        return sum(place is not None and place[0] != self.index for place in around)
-
-    def held(self, stage: LocalStage, layers: range) -> list[LocalParameter]:
-        """Returns the parameters of a stage with these of its layers; a table once on a rank."""
-        model, tp, ends = self.config.model, self.layout.tp, (stage.first, stage.last)
-        return stage_parameters(model, tp, layers, *ends, borrows_table=self.first)
-
-    @cached_property
-    def chunks(self) -> list[list[LocalParameter]]:
-        """Parameters by chunk."""
-        return [self.held(stage, stage.layers) for stage in self.stages]
-
-    @cached_property
-    def ends(self) -> list[LocalParameter]:
-        """Parameters of embedding and head."""
-        return [p for stage in self.stages for p in self.held(stage, range(0))]
-
-    @cached_property
-    def layer_numel(self) -> int:
-        """Elements of one layer."""
-        model, tp = self.config.model, self.layout.tp
-        return sum(p.numel for p in stage_parameters(model, tp, range(1), False, False))
-
-    @property
-    def end_numel(self) -> int:
-        return sum(p.numel for p in self.ends)
-
-    def ends_read(self, stage: LocalStage) -> list[LocalParameter]:
-        """Returns the parameters of embedding and head that a stage reads: its own, and a tied
-        table that the rank's first stage holds."""
-        ends = self.held(stage, range(0))
-        borrows = stage.last and self.table.tied and self.table not in ends
-        return [*ends, self.table] if borrows else ends
-
-    @property
-    def table(self) -> LocalParameter:
-        """The weight of the head, or the copy of it that is the embedding's, on the ends' ranks."""
-        return [p for p in self.ends if p.name in TABLES][-1]
-
-    @property
-    def parameters(self) -> list[LocalParameter]:
-        return [parameter for chunk in self.chunks for parameter in chunk]
-
-
-def pipeline_ranks(
-    config: Config, layout: Layout, data_rank: int = 0, chosen: Sequence[int] | None = None
-) -> list[PipelineRank]:
-    """Returns the ranks of a pipeline, or those of the `chosen` indices along pp; tp, cp, pp and dp
-    are the layout's."""
-    config = with_style(replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp))
-    placement, split = placement_of(config), layers_of_stages(config)
-    last, layer = placement.stages - 1, ops_of_run(config)
-
-    def stage(index: int, chunk: int) -> LocalStage:
-        number = placement.stage(index, chunk)
-        layers = split[number]
-        again = recomputing(config.recompute_layers, number, len(layers)) if layer.repeated else 0
-        away = offloading(config.offload_layers, number, len(layers))
-        return LocalStage(layers, again, away, number == 0, number == last)
-
-    return [
-        PipelineRank(
-            config, layout, index, placement,
-            tuple(stage(index, chunk) for chunk in range(placement.chunks)), layer, data_rank,
-        )
-        for index in (range(layout.pp) if chosen is None else chosen)
-    ]  # fmt: skip
 
 
 # Comm volume: every collective and message of one optimizer step.
@@ -287,7 +112,7 @@ def transfers(
     """
     if stage is not None and not 0 <= stage < layout.pp:
         raise ValueError(f"stage {stage} is outside of 0..{layout.pp - 1}")
-    ranks = pipeline_ranks(config, layout, data_rank)
+    ranks = planned_ranks(config, layout, data_rank)
     if stage is not None:
         return _of_rank(ranks[stage])
     # Ranks between the ends differ only in their numbers of layers.
@@ -441,84 +266,6 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
     yield Transfer(dim, "all_to_all", item * column * (1 if sharded else dp), 1, what)
 
 
-def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
-    """Returns the parameters of each bucket, as they lie in it: chunk by chunk, that of the last
-    layers, whose gradients are ready first, before the others."""
-    found = []
-    for chunk in reversed(rank.chunks):
-        ready = chunk[::-1]
-        sizes = [p.numel * rank.grad_item for p in ready]
-        alone = [i for i, p in enumerate(ready) if p.tied and rank.is_tied_to_another]
-        buckets = assign(sizes, rank.config.ddp.bucket_cap_mb, alone, rank.on_accelerator)
-        found += [[ready[i] for i in reversed(members)] for members in buckets]
-    return found
-
-
-def bucket_numel(bucket: Sequence[LocalParameter], shards: int) -> int:
-    return padded_numel(sum(p.numel for p in bucket), shards)
-
-
-class FlatShard(NamedTuple):
-    """A part of the gradients that a rank steps.
-
-    Attributes:
-        parts: parameters of one kind, each with the first of its elements and their number.
-        tied: a copy that the norm does not count.
-        shared: elements that tp ranks sum (see `LocalParameter`), for all owners.
-    """
-
-    parts: list[tuple[LocalParameter, int, int]]
-    tied: bool
-    shared: int
-
-    @property
-    def numel(self) -> int:
-        return sum(count for _, _, count in self.parts)
-
-    @property
-    def decays(self) -> bool:
-        return self.parts[0][0].columns > 1
-
-    @property
-    def replicated(self) -> bool:
-        return self.parts[0][0].replicated
-
-    @property
-    def hidden(self) -> int:
-        """Elements of matrices that Muon steps."""
-        return sum(n for p, _, n in self.parts if is_hidden(p.name, 1 + (p.columns > 1)))
-
-
-def flat_shards(rank: PipelineRank) -> list[FlatShard]:
-    """Returns the gradients that a rank sums over tp and steps, by bucket.
-
-    Under zero=1 its part of every bucket, with zero 2 and 3 its rows of every parameter.
-    """
-    tied, shards, at = rank.is_tied_to_another, rank.shards, rank.data_rank
-    found = []
-    if rank.fully_sharded:
-        for p in rank.parameters:
-            most = _sharded_numel(p, shards)
-            first, end = (min(p.numel, most * i) for i in (at, at + 1))
-            shared = p.owners * (end - first if p.shared == p.numel else p.shared)
-            found.append(FlatShard([(p, first, end - first)], tied and p.name == TABLE, shared))
-        return found
-    for bucket in buckets_of(rank):
-        own = bucket_numel(bucket, shards) // shards
-        start, offset = own * at * (shards > 1), 0
-        by_kind: dict[tuple[bool, bool], list[tuple[LocalParameter, int, int]]] = defaultdict(list)
-        for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
-            first, end = max(start - offset, 0), min(start + own - offset, p.numel)
-            if first < end:
-                by_kind[p.columns > 1, p.replicated].append((p, first, end - first))
-            offset += p.numel
-        copy = tied and bucket[0].name == TABLE  # it has its own bucket
-        for parts in by_kind.values():
-            last = [p.owners * min(n, first + n - p.numel + p.shared) for p, first, n in parts]
-            found.append(FlatShard(parts, copy, sum(n for n in last if n > 0)))
-    return found
-
-
 def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the FSDP units: one a block and one for the rest, rows padded to dp · cp.
 
@@ -533,22 +280,16 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     for p in rank.parameters:
         block = p.name.startswith("layers.")
         unit = ".".join(p.name.split(".")[:2]) if block else "rest"
-        numels[unit] += dp * _sharded_numel(p, dp)
+        numels[unit] += dp * sharded_numel(p, dp)
     for unit, numel in numels.items():
         times = 2 * microbatches if config.zero == 3 and unit != "rest" else 1
         yield Transfer(dim, "all_gather", numel * rank.item, times, "parameters")
         # Of a single micro-batch each backward's are reduced too (data_parallel/fully_sharded.py).
         apart = unit == "rest" and every == microbatches
         read = map(rank.ends_read, rank.stages)
-        ends = [dp * sum(_sharded_numel(p, dp) for p in mine) for mine in read if mine]
+        ends = [dp * sum(sharded_numel(p, dp) for p in mine) for mine in read if mine]
         for reduced in ends if apart else [numel]:
             yield Transfer(dim, "reduce_scatter", reduced * rank.grad_item, every, "gradients")
-
-
-def _sharded_numel(parameter: LocalParameter, shards: int) -> int:
-    """Returns the elements of the first and largest of `shards` shards, cut along the rows."""
-    rows = parameter.numel // parameter.columns
-    return -(-rows // shards) * parameter.columns
 
 
 def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
@@ -584,7 +325,7 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
     if rank.is_tied_to_another:
         numel = bucket_numel([rank.table], rank.shards) // rank.shards
         if rank.config.zero > 1:
-            numel = _sharded_numel(rank.table, rank.shards)
+            numel = sharded_numel(rank.table, rank.shards)
         table = numel * rank.grad_item
         yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "rendezvous of the tied ranks")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")

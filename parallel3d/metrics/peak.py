@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from parallel3d.device import accelerator
+from parallel3d.device.datasheets import find_device
 from parallel3d.device.matmul import matmul
 from parallel3d.device.precision import COMPUTE
-from parallel3d.estimate.devices import find_device
 from parallel3d.host.quotas import available_cores
 
 

@@ -16,10 +16,11 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from parallel3d.blueprint.ops import FLOPS_FORMULA, MFU_FORMULA
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.config.length import Length
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, first_line
-from parallel3d.estimate.ops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 from parallel3d.metrics import screen
 from parallel3d.metrics.jsonl import (
     STEP,

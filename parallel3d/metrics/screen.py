@@ -16,10 +16,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.length import Length
 from parallel3d.config.schema import Config
-from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command

@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.blueprint.sizes import offloading, recomputing
+from parallel3d.blueprint.stages import layers_of_stages
 from parallel3d.comm.exchange import transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
@@ -26,8 +28,6 @@ from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.fused import register
 from parallel3d.device.precision import master_dtype
-from parallel3d.estimate.balance import layers_of_stages
-from parallel3d.estimate.ops import offloading, recomputing
 from parallel3d.models.attention import (
     attend,
     causal_attention,

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.sizes import STYLES, splits_heads
 from parallel3d.comm.group import Group, GroupLike, group_of
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import Documents, SequenceSplit, make_documents
 from parallel3d.errors import UserError, nearest
-from parallel3d.estimate.ops import STYLES, splits_heads
 from parallel3d.models.attention import attend_split
 
 

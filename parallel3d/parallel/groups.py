@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout
 from parallel3d.comm.exchange import check_agreement
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.store import get_all, put
@@ -44,7 +45,6 @@ from parallel3d.run.failure import leave
 from parallel3d.run.launcher_environment import RankAssignment, detect
 from parallel3d.run.rendezvous import counted, from_rank_0, rendezvous
 from parallel3d.run.worker import begin_on
-from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
 
 GPU_KEY = "parallel3d/gpu"

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.buckets import PIECE
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
-from parallel3d.estimate.buckets import PIECE
 from parallel3d.parameters.sharding import Chunk, Segment, chunks_of_range
 
 # Elements of a piece, whose states are widened at once: on a CPU they stay in its cache; on an

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from parallel3d.blueprint.layout import layout_of
 from parallel3d.config.schema import Config
 from parallel3d.config.values import spelled
 from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, first_line, print_line
@@ -25,7 +26,6 @@ from parallel3d.files import read_bounded, replace_durably
 from parallel3d.run.directory import FAILURES, discard_unused
 from parallel3d.run.launch import Worker
 from parallel3d.run.rendezvous import OtherStart, RankZerosError
-from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store

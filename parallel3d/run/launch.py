@@ -20,7 +20,7 @@ from parallel3d.run.launcher_environment import Launcher, RankAssignment
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from parallel3d.topology.tiling import RankMapping
+    from parallel3d.blueprint.rank_mapping import RankMapping
 
 
 T = TypeVar("T")

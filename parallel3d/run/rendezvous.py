@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel3d.blueprint.cluster import Cluster
+from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.store import (
     SECRET,
     behind_secret,
@@ -41,8 +43,6 @@ from parallel3d.run.launch import Worker, ending_on_signals, until
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.topology import placed_ranks
 from parallel3d.topology.cluster.discover import discover, run_command
-from parallel3d.topology.cluster.parts import Cluster
-from parallel3d.topology.layout import layout_of
 from parallel3d.topology.placed_ranks import Process
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.checks import parse_nccl_env
 from parallel3d.config.schema import Config
@@ -47,7 +48,6 @@ from parallel3d.run.rendezvous import (
     keeps_store,
     rendezvous,
 )
-from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.blueprint.buckets import LOOKUP_TOKENS
 from parallel3d.comm.group import GroupLike
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
-from parallel3d.estimate.buckets import LOOKUP_TOKENS
 from parallel3d.parameters.sharding import (
     Initializer,
     ParameterSpec,

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.sizes import loss_chunks
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fused, fuses
 from parallel3d.device.matmul import matmul
-from parallel3d.estimate.ops import loss_chunks
 from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.sharding import state_of
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first

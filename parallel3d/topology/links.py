@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parallel3d.blueprint.cluster import Cluster, LinkClass
+from parallel3d.blueprint.groups import members
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling, orders
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import (
     Bytes,
@@ -19,13 +22,10 @@ from parallel3d.estimate.network import (
     StepPrice,
     Transfer,
     flows_of,
-    members,
     messages,
     price_dim,
     price_step,
 )
-from parallel3d.topology.cluster.parts import Cluster, LinkClass
-from parallel3d.topology.tiling import RankMapping, Tiling, orders
 
 CLASSIFIED = ("tp", "cp", "dp", "dp_cp", "pp", "embedding")
 SHOWN_PAIRS = 4

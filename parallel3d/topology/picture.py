@@ -11,12 +11,12 @@ import textwrap
 
 import numpy as np
 
+from parallel3d.blueprint.cluster import Slots
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.svg import DARK, GREY, INK, PALETTE, Canvas
 from parallel3d.text import byte_text
-from parallel3d.topology.cluster.parts import Slots
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import Loads
-from parallel3d.topology.tiling import RankMapping
 
 SPINE, WARNING = "#343a40", "#c92a2a"
 INTRA = {"nvlink": DARK, "pcie": "#a0522d"}  # lines by what joins a domain

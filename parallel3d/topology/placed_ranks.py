@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel3d.blueprint.cluster import Cluster, Link, Slots, natural
+from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout, layout_of
+from parallel3d.blueprint.rank_mapping import RankMapping
+from parallel3d.blueprint.stages import layout_with_loops
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
-from parallel3d.estimate.balance import layout_with_loops
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.files import replace_durably
 from parallel3d.topology.assumptions import read_given
-from parallel3d.topology.cluster.parts import Cluster, Link, Slots, natural
-from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
 from parallel3d.topology.search import place
-from parallel3d.topology.tiling import RankMapping
 
 OWN_FORM = re.compile(r"(\d+)\s+(\S+)\s+(\d+)")
 OPENMPI_FORM = re.compile(r"rank\s+(\d+)\s*=\s*(\S+)\s+slots?\s*=\s*(\d+)", re.IGNORECASE)

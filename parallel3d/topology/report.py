@@ -20,11 +20,14 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 import parallel3d
+from parallel3d.blueprint.cluster import Cluster, LinkClass
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping
+from parallel3d.blueprint.stages import layout_with_loops
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.estimate.balance import layout_with_loops
 from parallel3d.estimate.network import StepPrice, Transfer, price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.text import (
@@ -38,8 +41,6 @@ from parallel3d.text import (
 )
 from parallel3d.topology.assumptions import assume_batch, assume_model, check_free, write
 from parallel3d.topology.cluster.discover import discover, run_command
-from parallel3d.topology.cluster.parts import Cluster, LinkClass
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import (
     DimLinks,
     Loads,
@@ -52,7 +53,6 @@ from parallel3d.topology.links import (
 from parallel3d.topology.picture import cluster_svg
 from parallel3d.topology.placed_ranks import Process, ranks_of_file
 from parallel3d.topology.search import Candidate, place, search
-from parallel3d.topology.tiling import RankMapping
 
 MADE_BY = "parallel3d topology"
 LEAST_WIDTH = 40

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
-from parallel3d.topology.layout import Layout
 
 STEPS = 3  # the second reads what the first has left, the third what one like it has left
 GLOBAL_BATCH = 24  # a multiple of dp × micro-batches for 1, 2, 3, 4 and 6 of them

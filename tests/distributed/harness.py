@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.config.schema import Config
+from parallel3d.estimate.search import with_style
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.sharding import ShardSpec
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import (
     DTYPES,
@@ -79,7 +80,7 @@ def source_of(problem: Problem, config: Config) -> UnequalMasks:
 
 def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
     """A trainer of `case` on this rank, fed by samples with unequal masks."""
-    config = case.config(groups.layout)
+    config = with_style(case.config(groups.layout))
     source = source_of(case.problem, config)
     held_out = source_of(case.problem, config)
     held_out.windows = evaluated(case.problem)

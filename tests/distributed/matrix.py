@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.schedules.schedule import ONE_CHUNK, V_SHAPED
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import OPTIM, Case, Problem
 from tests.distributed.covering import Cover, Levels, Rule
 from tests.distributed.covering import allowed as allowed_by

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.models import ops
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Observer
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, Sizes, make_trainer, plain_groups, run_cases

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full, stored_shapes
@@ -26,7 +27,6 @@ from parallel3d.commands.checkpoint.new_runs import branch, save_first
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.directory import load_config, save_config
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (

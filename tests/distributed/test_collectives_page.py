@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from parallel3d.blueprint.cluster import Link
 from parallel3d.estimate import network
 from parallel3d.estimate.network import OPERATIONS
-from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.more

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from parallel3d.blueprint.buckets import compressed_rank
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel.comm_hooks import InBf16, PowerSGD, orthonormal
 from parallel3d.data_parallel.reducer import GradBucket
-from parallel3d.estimate.buckets import compressed_rank
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, relative, run_cases
 from tests.distributed.pool import Pool

@@ -22,10 +22,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.commands.profiling import layers_shown
 from parallel3d.device.accelerator import Ranges
 from parallel3d.models import transformer
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,

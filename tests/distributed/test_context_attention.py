@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import parallel3d as p3d
+from parallel3d.blueprint import sizes
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.collectives import all_reduce
 from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import LoggedOperation, OperationLog
@@ -20,10 +22,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.documents import SequenceSplit, make_documents
-from parallel3d.estimate import ops
 from parallel3d.models.attention import attend_split
 from parallel3d.models.recompute import recomputed
-from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.unit.context_parallel.test_attention import PACKS, explicit, random_inputs
 from tests.unit.context_parallel.test_document_attention import square
@@ -62,7 +62,7 @@ def attended(size: int) -> list[tuple[str, float, float]]:
     for shared_memory, least_bytes, again in WAYS[size]:
         launch = LaunchConfig(shared_memory=shared_memory)
         groups = ProcessGroups.create(Layout(1, 1, 1, size), "cpu", 300, launch)
-        with patch.object(ops, "LEAST_BYTES", least_bytes):
+        with patch.object(sizes, "LEAST_BYTES", least_bytes):
             found += [(style, *attended_by(style, groups.cp, again)) for style in STYLES]
         groups.close()
     return found

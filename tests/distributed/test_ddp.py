@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d import DistributedDataParallel
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel import ddp, transport
 from parallel3d.data_parallel.averager import GradientAverager
 from parallel3d.data_parallel.transport import SharedTransport
-from parallel3d.topology.layout import Layout
 from tests.distributed.ddp_cases import (
     Case,
     Cnn,

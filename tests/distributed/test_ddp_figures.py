@@ -19,10 +19,10 @@ from torch import nn
 from benchmarks.ddp_figures import figures as ddp
 from benchmarks.ddp_figures import nets as ddp_nets
 from benchmarks.ddp_figures.measures import PARTS, Trial, priced_step
+from parallel3d.blueprint.cluster import Link
 from parallel3d.config.schema import BenchConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
-from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 from tests.distributed.simulated import here
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.data.corpus import Corpus
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, plain_groups

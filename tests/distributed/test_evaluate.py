@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
 from parallel3d.comm.process_groups import ProcessGroups
@@ -19,7 +20,6 @@ from parallel3d.commands.generate import load_newest
 from parallel3d.config.schema import Config
 from parallel3d.models.transformer import blank_stage
 from parallel3d.run.directory import load_config
-from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.huggingface import GROUPED, save_model
 from tests.reference.model import ReferenceModel

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import shards_and_replicas
 from parallel3d.data_parallel.fully_sharded import first_row
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_cases, make_trainer, with_copies_of_two
 from tests.distributed.pool import Pool

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import GLOO_ON, Interfaces, ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.pipeline.p2p import P2PRoute, post
 from parallel3d.schedules import orders
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.topology.cluster.parts import Cluster, Link
-from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import RankMapping
 from tests.distributed.pool import Pool
 
 LAYOUT = Layout(tp=2, pp=2, dp=2)

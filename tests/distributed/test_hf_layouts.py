@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.models.transformer import Decoder, blank_stage
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.sharding import spec_of
-from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.groups import two_levels
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce
 from parallel3d.data_parallel.reducer import GradBucket
-from parallel3d.estimate.network import two_levels
-from parallel3d.topology.cluster.parts import Cluster, Link
-from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.distributed.pool import Pool
 
 WIRE = Link(10.0, 1.0)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import chunks_by_name, read_full
@@ -19,7 +20,6 @@ from parallel3d.commands.checkpoint.huggingface import export_run
 from parallel3d.commands.init_from import load_initial
 from parallel3d.optim import ParameterSlice
 from parallel3d.run.directory import save_config
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from parallel3d.blueprint.buckets import MIB
+from parallel3d.blueprint.layout import Layout
 from parallel3d.config.schema import OptimConfig
 from parallel3d.data_parallel import engine as engines
 from parallel3d.data_parallel.engine import (
@@ -23,10 +25,8 @@ from parallel3d.data_parallel.engine import (
     full_values,
     rebuild_buckets,
 )
-from parallel3d.estimate.buckets import MIB
 from parallel3d.optim import Optimizer, ParameterSlice
 from parallel3d.parameters.sharding import ParameterSpec, state_of
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool

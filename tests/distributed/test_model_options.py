@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.storage import chunks_by_name
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_cases, make_trainer, plain_groups
 from tests.distributed.pool import Pool

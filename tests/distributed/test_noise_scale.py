@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import GLOBAL_BATCH, Case, Problem, UnequalMasks
 from tests.distributed.harness import array, make_trainer
 from tests.distributed.pool import Pool

@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.pipeline import offload
 from parallel3d.pipeline.offload import ActivationOffload
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.conditions import tiny_slabs
 from tests.distributed.harness import digests, make_trainer, plain_groups

@@ -9,10 +9,10 @@ from itertools import product
 
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.tensor_parallel.linear_ops import gather_linear, linear_scatter
-from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 
 

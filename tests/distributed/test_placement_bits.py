@@ -19,11 +19,11 @@ import pytest
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig, OptimConfig
 from parallel3d.run import worker
 from parallel3d.run.launch import Worker
-from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.ports import free_port
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool

@@ -22,8 +22,8 @@ from examples.collectives.compare import Row, WrongResult, check, orders, table
 from examples.collectives.compare import compare as compare_forms
 from examples.collectives.forms import FORMS, own_block, segments_of
 from examples.collectives.run import run
+from parallel3d.blueprint.cluster import Link
 from parallel3d.device import accelerator
-from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 from tests.distributed.simulated import SimulatedPool, here
 from tests.reference import collectives as formulas

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives, shared_memory
 from parallel3d.comm import shared_memory as shared_collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.pipeline.p2p import SLOTS, SharedP2P
-from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.pace import in_time
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
@@ -20,7 +21,6 @@ from parallel3d.config.schema import LaunchConfig
 from parallel3d.metrics.peak import peak_memory
 from parallel3d.parameters import gather
 from parallel3d.simulated_device.device import this_machine
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import array, make_trainer, plain_groups
 from tests.distributed.simulated import SimulatedPool, here

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from benchmarks.storage_cases import SCENARIOS, Run
 from benchmarks.storage_faults import campaign, try_pair, without_pauses
+from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import CHECKPOINTS, list_checkpoints, list_damaged
 from parallel3d.errors import TrainingFailure
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool

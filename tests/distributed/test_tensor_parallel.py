@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
@@ -18,7 +19,6 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.tensor_parallel import mappings
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 

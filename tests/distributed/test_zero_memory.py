@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d import trainer as trainer_module
+from parallel3d.blueprint.layout import Layout
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, spec_of
-from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from benchmarks.plan_dryrun import configured
+from parallel3d.blueprint.buckets import homes, is_hidden
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.dryrun.counting import Zeros
@@ -15,14 +18,11 @@ from parallel3d.commands.plan import plan
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import OptimConfig, full_shapes_of
 from parallel3d.errors import UserError
-from parallel3d.estimate.buckets import homes, is_hidden
 from parallel3d.estimate.network import wire_bytes
-from parallel3d.estimate.ops import parameter_count
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.muon import Muon, newton_schulz
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
-from parallel3d.topology.layout import layout_of
 from parallel3d.trainer import Trainer
 from tests.unit.dry_runs import dry_runs
 

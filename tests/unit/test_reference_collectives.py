@@ -11,8 +11,8 @@ import pytest
 from examples.collectives.forms import FORMS, own_block, price_of, rounds_of, segments_of
 from examples.collectives.messages import price, sent
 from examples.collectives.parts import double_tree
+from parallel3d.blueprint.cluster import Link
 from parallel3d.estimate import network
-from parallel3d.topology.cluster.parts import Link
 from tests.reference import collectives as formulas
 
 pytestmark = pytest.mark.more

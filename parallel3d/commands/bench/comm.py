@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from parallel3d.blueprint.cluster import Link, LinkClass
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.measure import (
     ALONE,
@@ -42,7 +43,6 @@ from parallel3d.estimate.network import ring_time
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run.launch import Worker
-from parallel3d.topology.cluster.parts import Link, LinkClass
 
 PIPED = 120  # columns without a terminal
 FULL = 116  # columns of the table with everything; narrower ones have bus bandwidths only

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.cluster import Link, LinkClass, cluster_from_config
+from parallel3d.blueprint.layout import DEFAULT_ORDER, DIMENSIONS, Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
@@ -29,9 +32,6 @@ from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, post
 from parallel3d.run.launch import Worker
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.topology.cluster.parts import Link, LinkClass, cluster_from_config
-from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
-from parallel3d.topology.tiling import RankMapping, Tiling
 
 # Of the budget; the rest is for the probe of pairs and the end.
 MEASURING_SHARE = 0.75

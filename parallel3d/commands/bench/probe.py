@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.layout import DIMENSIONS, Layout
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.measure import (
@@ -42,7 +43,6 @@ from parallel3d.estimate.network import collective_time
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.launch import Worker
 from parallel3d.text import shortened
-from parallel3d.topology.layout import DIMENSIONS, Layout
 
 ROUNDS = 3  # over all pairs
 PINGS = 5  # exchanges of a pair in one round

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
@@ -55,7 +56,6 @@ from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.run.launch import Worker
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import make
-from parallel3d.topology.layout import Layout
 
 Run = Callable[[], object]
 Tell = Callable[[str], None]

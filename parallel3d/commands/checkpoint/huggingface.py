@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_manifest, step_folder
@@ -43,7 +44,6 @@ from parallel3d.data.tokenizer import (
 )
 from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
-from parallel3d.estimate.ops import parameter_count
 from parallel3d.files import plain, read_bounded, write_durably
 from parallel3d.host.quotas import available_memory
 from parallel3d.models.layers import BuildContext

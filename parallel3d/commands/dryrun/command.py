@@ -18,11 +18,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parallel3d.blueprint.cluster import cluster_from_config
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.stages import layout_with_loops, recompute_forwards, run_schedule
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
-from parallel3d.estimate.balance import layout_with_loops, recompute_forwards, run_schedule
-from parallel3d.estimate.ops import flops_per_token, parameter_count
+from parallel3d.estimate.search import with_style
 from parallel3d.estimate.traffic import transfers
 from parallel3d.schedules.choose import measure
 from parallel3d.schedules.schedule import IN_ORDER
@@ -30,8 +34,6 @@ from parallel3d.schedules.walk import RankWork
 from parallel3d.text import byte_text, percent, si, three_digits
 from parallel3d.topology.assumptions import check_free, chosen_keys, preset, write
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
-from parallel3d.topology.cluster.parts import cluster_from_config
-from parallel3d.topology.layout import layout_of
 from parallel3d.topology.search import place
 
 MADE_BY = "parallel3d dryrun"
@@ -85,12 +87,12 @@ def find_facts(config: Config) -> Facts:
     layout, ranks = layout_of(config), _ranks(config)
     from parallel3d.commands.dryrun.counting import dry_step, gpu_of  # imports torch
 
-    gpu, placement = gpu_of(config), None
+    gpu, placement, settled = gpu_of(config), None, with_style(config)
     if config.ddp.hierarchical:  # the rank mapping decides the two levels of dp
         looped = layout_with_loops(config)
         cluster = cluster_from_config(config.cluster, layout.world_size)
         placement = place(config, cluster, looped, transfers(config, looped))
-    rows = [dry_step(config, rank, gpu, placement) for rank in ranks]
+    rows = [dry_step(settled, rank, gpu, placement) for rank in ranks]
     reserve = 1e9 * config.dryrun.reserve_gb
     for row in rows:
         row["fits"] = row["peak_bytes"] <= gpu.memory - reserve

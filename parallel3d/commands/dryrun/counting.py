@@ -25,16 +25,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.rank_mapping import RankMapping
+from parallel3d.blueprint.stages import run_schedule
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
+from parallel3d.device.datasheets import DEVICES
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import RankMemory, states_of
-from parallel3d.estimate.balance import run_schedule
-from parallel3d.estimate.devices import DEVICES
 from parallel3d.estimate.network import bus_factor
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
 from parallel3d.parameters.sharding import state_of
@@ -43,8 +45,6 @@ from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
 from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachine, StorageMemory
 from parallel3d.simulated_device.nccl import BACKEND
-from parallel3d.topology.layout import layout_of
-from parallel3d.topology.tiling import RankMapping
 from parallel3d.trainer import Trainer
 
 # Achievable fractions of datasheets, assumed to be the same for all GPUs: the kernels of a training

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from parallel3d.blueprint.cluster import Cluster, cluster_from_config, cluster_of
 from parallel3d.config.schema import ClusterConfig, Config
+from parallel3d.device.datasheets import find_device
 from parallel3d.errors import UserError
-from parallel3d.estimate.devices import find_device
-from parallel3d.topology.cluster.parts import Cluster, cluster_from_config, cluster_of
 from parallel3d.topology.cluster.slurm import Run, shortened, slurm_cluster
 
 PATIENCE_S = 30  # scontrol may wait for a busy controller

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parallel3d.blueprint.cluster import Cluster, cluster_of
 from parallel3d.config.schema import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.assumptions import read_given
-from parallel3d.topology.cluster.parts import Cluster, cluster_of
 
 MOST_NODES = 1_000_000  # a longer list is a mistake, and would fill the memory
 NAME = re.compile(r"[A-Za-z0-9_.-]+")

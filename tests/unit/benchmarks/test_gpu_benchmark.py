@@ -30,10 +30,10 @@ from benchmarks import (
     gpu_tasks,
 )
 from benchmarks.gpu_tasks import Task
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.config.schema import conf_dir
 from parallel3d.device import accelerator
-from parallel3d.topology.layout import Layout
 from tests.pace import PATIENCE
 
 pytestmark = pytest.mark.more

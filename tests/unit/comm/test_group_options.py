@@ -13,6 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.process_groups import (
     DEFAULTS,
     Interfaces,
@@ -23,9 +26,6 @@ from parallel3d.comm.process_groups import (
 from parallel3d.config.checks import check_config, parse_nccl_env, parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster.parts import Cluster, Link
-from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import RankMapping
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
 NAMES = ("lo", "eth0", "nvl0", "rail10", "rail2", "rail1", "rail0")

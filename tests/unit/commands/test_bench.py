@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from parallel3d.blueprint.cluster import Cluster, Link, LinkClass
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.commands.bench.comm import (
     FITTED,
     MeasuredOperation,
@@ -40,9 +43,6 @@ from parallel3d.config.checks import check_communication, check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import ring_time
-from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
-from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import RankMapping, Tiling
 
 # --- the plan --------------------------------------------------------------------------------
 

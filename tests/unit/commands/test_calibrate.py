@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.commands.calibrate import measure
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.estimate.ops import stage_parameters
 from parallel3d.run.launch import Worker
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parallel3d import compose
+from parallel3d.blueprint.layout import Layout
 from parallel3d.commands.verify import Comparison, ShardDifference, Tolerance, judge, table
 from parallel3d.config.checks import single_process
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult
 
 

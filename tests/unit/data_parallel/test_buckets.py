@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel3d.blueprint.buckets import MIB, assign
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data_parallel import engine as engines
 from parallel3d.data_parallel.engine import BucketedDataParallel, build_buckets
 from parallel3d.data_parallel.reducer import GradBucket
-from parallel3d.estimate.buckets import MIB, assign
 from parallel3d.parameters.sharding import ParameterSpec, spec_of, state_of
 
 

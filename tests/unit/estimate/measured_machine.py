@@ -6,8 +6,8 @@ from collections.abc import Callable
 from itertools import product
 from math import prod
 
+from parallel3d.blueprint.ops import layer_flops
 from parallel3d.config.schema import ModelConfig
-from parallel3d.estimate.ops import layer_flops
 from parallel3d.estimate.profiled_cost import (
     NUMBERS,
     TABLES,

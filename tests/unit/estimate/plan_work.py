@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.published_fit import time_guesses
 from benchmarks.published_rows import FABRICS, recomputed, split_evenly
-from parallel3d.estimate.devices import DEVICES
+from parallel3d.device.datasheets import DEVICES
 from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, Constants, StepWork
 
 

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.cluster import Link
 from parallel3d.estimate.network import (
     OPERATIONS,
     best_segments,
@@ -18,7 +19,6 @@ from parallel3d.estimate.network import (
     tree_all_reduce,
     two_level_time,
 )
-from parallel3d.topology.cluster.parts import Link
 
 LINK = Link(gb_per_s=10.0, latency_us=5.0)  # 1 MB: 100 µs
 FREE = Link(gb_per_s=10.0, latency_us=0.0)

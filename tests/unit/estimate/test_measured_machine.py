@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.ops import layer_flops
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.estimate.ops import layer_flops
 from parallel3d.estimate.profiled_cost import (
     Table,
     check_device,
@@ -31,7 +32,6 @@ from parallel3d.estimate.search import layouts
 from parallel3d.estimate.traffic import transfers
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.walk import Costs, ScheduleError, walk
-from parallel3d.topology.layout import Layout
 from tests.unit.estimate.measured_machine import BLOCK_FLOPS, MADE, RATE, machine, seconds
 from tests.unit.estimate.measured_machine import MODEL as MEASURED
 

@@ -15,6 +15,9 @@ from benchmarks.launches import launches
 from benchmarks.longest import WAYS, row
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
 from parallel3d import versions
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.rank import pipeline_ranks
 from parallel3d.estimate.analytic_memory import (
     enough_microbatches,
     layer_bytes,
@@ -22,11 +25,8 @@ from parallel3d.estimate.analytic_memory import (
     peak_stage,
     states_of,
 )
-from parallel3d.estimate.ops import parameter_count
-from parallel3d.estimate.traffic import pipeline_ranks
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.schedule import make
-from parallel3d.topology.layout import layout_of
 from tests.e2e.ready import run_module
 
 ROOT = Path(__file__).parents[3]

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.published_memory import memory
+from parallel3d.blueprint.sizes import STYLES
 from parallel3d.config.checks import check_context_parallel
 from parallel3d.config.schema import ClusterConfig, Config, ContextParallelConfig, ModelConfig
 from parallel3d.estimate.fitted_cost import StepWork, context_parallel, load, step
-from parallel3d.estimate.ops import STYLES
 from parallel3d.estimate.search import (
     TIGHT,
     LayoutChoice,

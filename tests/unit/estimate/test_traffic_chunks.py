@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import pytest
 
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.rank import pipeline_ranks
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.network import Transfer
-from parallel3d.estimate.ops import parameter_count
-from parallel3d.estimate.traffic import pipeline_ranks, transfers
-from parallel3d.topology.layout import Layout
+from parallel3d.estimate.traffic import transfers
 
 MICROBATCHES = 6
 # Which rank holds which stage, in the order of the model.

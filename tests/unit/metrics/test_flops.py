@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.config.schema import ModelConfig, conf_dir
-from parallel3d.estimate.ops import flops_per_token, parameter_count
 
 
 def preset(name: str) -> ModelConfig:

@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.estimate.ops import parameter_count
 from parallel3d.metrics.jsonl import STEP, rows_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder

@@ -10,10 +10,10 @@ import torch
 import yaml
 from torch import Tensor
 
+from parallel3d.blueprint.sizes import recomputing
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.config.values import parts_of
-from parallel3d.estimate.ops import recomputing
 from parallel3d.models import ops, transformer
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
 from parallel3d.parameters.sharding import Initializer, state_of

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.config.checks import check_config
-from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
-from parallel3d.config.values import parts_of
-from parallel3d.errors import UserError
-from parallel3d.estimate.balance import (
+from parallel3d.blueprint.ops import layer_flops
+from parallel3d.blueprint.stages import (
     StageWeights,
     layers_of_stages,
     recompute_forwards,
     run_schedule,
     why_chosen,
 )
-from parallel3d.estimate.ops import layer_flops
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
+from parallel3d.config.values import parts_of
+from parallel3d.errors import UserError
 from parallel3d.schedules.choose import choose, measure
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import RankWork

@@ -107,7 +107,7 @@ def test_impossible_sizes_are_refused(stages: int, microbatches: int) -> None:
 def test_pipeline_plans_need_no_torch() -> None:
     code = (
         "import sys\n"
-        "from parallel3d.estimate import balance\n"
+        "from parallel3d.blueprint import stages\n"
         "from parallel3d.schedules import check, draw, schedule, walk\n"
         "sys.exit('torch' in sys.modules)\n"
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from parallel3d.blueprint.cluster import Cluster
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.discover import (
@@ -19,7 +20,6 @@ from parallel3d.topology.cluster.discover import (
     parse_gpu_matrix,
     with_own_gpus,
 )
-from parallel3d.topology.cluster.parts import Cluster
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "topology"
 TOPO_FILES = sorted(path.name for path in FIXTURES.glob("topo_*.txt"))

@@ -7,18 +7,19 @@ import io
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.cluster import LinkClass
+from parallel3d.blueprint.groups import members
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
+from parallel3d.blueprint.stages import layout_with_loops
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig
 from parallel3d.errors import UserError
-from parallel3d.estimate.balance import layout_with_loops
-from parallel3d.estimate.network import flows_of, members, price_step
+from parallel3d.estimate.network import flows_of, price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.topology.assumptions import preset
-from parallel3d.topology.cluster.parts import LinkClass
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify, loads_of, refuse_unreachable
 from parallel3d.topology.report import TopologyReport, make_report, write_report
-from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster
 
 PIPELINES = [("1f1b", 4, 1), ("interleaved", 2, 2), ("interleaved", 2, 3), ("interleaved", 3, 2)]

@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.estimate.network import StepPrice, Transfer, price_step
 from parallel3d.svg import Canvas
 from parallel3d.text import byte_text
-from parallel3d.topology.cluster.parts import Cluster, Link
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import Loads, loads_of
 from parallel3d.topology.picture import (
     CHOSEN,
@@ -24,7 +25,6 @@ from parallel3d.topology.picture import (
     marks,
     shown_nodes,
 )
-from parallel3d.topology.tiling import RankMapping, Tiling
 
 SVG = "{http://www.w3.org/2000/svg}"
 SENT = [

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.cluster import Cluster, Link, natural
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 from parallel3d.run.rendezvous import PROCESS_KEY, RANKS_KEY, assign_rank, refuse, seen_key
 from parallel3d.topology import placed_ranks
-from parallel3d.topology.cluster.parts import Cluster, Link, natural
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.placed_ranks import (
     Process,
     from_message,
@@ -30,7 +31,6 @@ from parallel3d.topology.placed_ranks import (
     to_message,
     with_rank_0_at,
 )
-from parallel3d.topology.tiling import RankMapping, Tiling
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
 

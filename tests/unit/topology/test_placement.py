@@ -8,9 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from parallel3d.estimate.network import flows_of, members
-from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import RankMapping, Tiling
+from parallel3d.blueprint.groups import members
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
+from parallel3d.estimate.network import flows_of
 from tests.placements import a_cluster, random_cluster, random_layout, slow_groups, slow_pairs
 
 DIMS = ("tp", "cp", "dp", "pp")

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.cluster import Cluster
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster.parts import Cluster
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify, refuse_unreachable, warnings_for
 from parallel3d.topology.search import place
-from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster, some_traffic
 
 

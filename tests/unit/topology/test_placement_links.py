@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.cluster import LinkClass, cluster_from_config
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.config.schema import ClusterConfig
-from parallel3d.topology.cluster.parts import LinkClass, cluster_from_config
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import CLASSIFIED, classify, routes
-from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.pace import in_cpu_time
 from tests.placements import a_cluster, random_cluster, random_layout, slow_classes
 

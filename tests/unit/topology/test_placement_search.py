@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import Transfer, price_step
-from parallel3d.topology.cluster.parts import Cluster, Link
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import classify
 from parallel3d.topology.search import place, search
-from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.pace import in_cpu_time
 from tests.placements import (
     a_cluster,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from parallel3d.blueprint.cluster import LinkClass
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
 from parallel3d.errors import UserError
@@ -22,7 +23,6 @@ from parallel3d.estimate.network import messages
 from parallel3d.text import byte_text, percent
 from parallel3d.topology.assumptions import assume_batch, assume_model, chosen_keys
 from parallel3d.topology.assumptions import preset as model_preset
-from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.report import (
     TopologyReport,
     cluster_line,

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout
+from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout
 
 ORDERS = ["-".join(p) for p in itertools.permutations(DIMENSIONS)]
 
@@ -82,5 +82,5 @@ def test_wrong_sizes_orders_and_ranks_are_refused() -> None:
 
 
 def test_layout_needs_no_torch() -> None:
-    code = "import sys, parallel3d.topology.layout; sys.exit('torch' in sys.modules)"
+    code = "import sys, parallel3d.blueprint.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

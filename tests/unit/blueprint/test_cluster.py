@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
+from parallel3d.blueprint.cluster import Cluster, Link, LinkClass
 
 FAST, MIDDLE, SLOW = Link(400.0, 1.0), Link(50.0, 4.0), Link(40.0, 6.0)
 

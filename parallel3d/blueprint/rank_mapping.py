@@ -16,8 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from parallel3d.topology.cluster.parts import Cluster, Slots
-from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
+from parallel3d.blueprint.cluster import Cluster, Slots
+from parallel3d.blueprint.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 
 SNAKE = "-snake"
 SNAKED = ("dp", "pp")

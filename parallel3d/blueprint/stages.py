@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
+from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.ops import flops, layer_flops, ops_of_run
+from parallel3d.blueprint.sizes import recomputing
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.estimate.ops import flops, layer_flops, ops_of_run, recomputing
 from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
 from parallel3d.schedules.walk import RankWork, Weights
-from parallel3d.topology.layout import Layout, layout_of
 
 
 @functools.lru_cache(maxsize=1024)  # a search asks often for the same

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from parallel3d.blueprint.stages import balance_chunks, checked_split, layers_of_stages
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
-from parallel3d.estimate.balance import balance_chunks, checked_split, layers_of_stages
 from parallel3d.schedules.orders import StageAssignment
 from tests.pace import in_cpu_time
 

@@ -1,0 +1,79 @@
+"""The ranks of every group of a layout, and of groups in two levels of a cluster."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.blueprint.cluster import Cluster
+from parallel3d.blueprint.layout import DIMENSIONS, Layout
+from parallel3d.blueprint.rank_mapping import RankMapping
+
+# Groups along other dimensions, the fastest first.
+GROUPED = {"world": DIMENSIONS, "embedding": ("pp",), "dp_cp": ("cp", "dp")}
+Matrix = npt.NDArray[np.int64]  # (groups, members)
+
+
+def members(layout: Layout, dim: str) -> Matrix:
+    """Returns (groups, n): the ranks of every group of `dim`, in the group's order.
+
+    `dim`: tp, cp, dp, pp, `dp_cp` (gradients), `embedding` (first and last stage) or `world` (loss
+    and gradient norm).
+    Raises ValueError for another `dim`.
+    """
+    along = (dim,) if dim in DIMENSIONS else GROUPED.get(dim)
+    if along is None:
+        raise ValueError(f"{dim!r} is none of {', '.join((*DIMENSIONS, *GROUPED))}")
+    if dim == "embedding":
+        ends = members(layout, "pp")[:, [0, -1]]
+        return ends if layout.pp > 1 else ends[:, :1]
+    slowest_first = layout.order.split("-")[::-1]
+    grid = np.arange(layout.world_size).reshape([layout.size(d) for d in slowest_first])
+    axes = [i for i, d in enumerate(slowest_first) if d in along]
+    size = math.prod(layout.size(d) for d in along)
+    moved = np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size)
+    return np.ascontiguousarray(moved)
+
+
+def levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
+    """Returns (groups, outer, inner): positions in `groups` (of slots) by domain, then by leaf
+    switch; None unless all groups have `inner` > 1 members in each of several domains.
+
+    The j-th members of all domains, in the order of their rails, form an outer group.
+    """
+    domain, size = cluster.domain[groups], groups.shape[1]
+    inner = int((domain[0] == domain[0, 0]).sum())
+    if inner in (1, size) or size % inner:
+        return None
+    order = np.lexsort((cluster.leaf[groups], domain), axis=1).reshape(len(groups), -1, inner)
+    placed = tiled(domain, order)
+    whole = (placed == placed[:, :, :1]).all()
+    apart = (placed[:, 1:, 0] != placed[:, :-1, 0]).all()
+    return order if whole and apart else None
+
+
+def tiled(groups: npt.NDArray[Any], order: Matrix) -> npt.NDArray[Any]:
+    """Returns (groups, outer, inner) of (groups, n) in the order of `levels`."""
+    return np.take_along_axis(groups, order.reshape(len(order), -1), axis=1).reshape(order.shape)
+
+
+def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
+    """Returns the inner and outer groups of ranks that reduce `dim` in two levels.
+
+    The j-th members of the inner groups are an outer group, and hold the same shard between the
+    levels. None without two levels, or if ranks inside a domain are not in the order of their rails
+    (snake), as the members of a process group are in rank order.
+    """
+    ranks = members(placement.layout, dim)
+    order = levels(placement.cluster, placement.slots[ranks])
+    if order is None:
+        return None
+    groups = tiled(ranks, order)
+    if (np.diff(groups, axis=2) < 0).any():
+        return None
+    outer = np.sort(groups.transpose(0, 2, 1), axis=2)
+    inner = groups.reshape(-1, groups.shape[2])
+    return inner.tolist(), outer.reshape(-1, groups.shape[1]).tolist()

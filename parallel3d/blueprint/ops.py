@@ -1,0 +1,230 @@
+"""Lists the operations of a transformer layer as one tensor rank runs them, once for everything.
+
+Parameters, FLOPs, kept activations, launches and collectives are sums over `layer_ops`; seconds are
+sums of its operations' prices. `parallel3d dryrun` runs the model itself and is the test of the
+list (`benchmarks/plan_dryrun.py`). A new kind of layer is described in `models/` and here.
+
+Sizes are numbers or numpy arrays: `Widths` of one configuration, or of a table of layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.values import parts_of
+
+Number = Any  # int, float or a numpy array
+
+
+class NormCost(NamedTuple):
+    """One norm of the hidden states.
+
+    Attributes:
+        keeps: tensors of its input's size that stay until the backward; statistics: fp32 numbers a
+            token beside them.
+        forward, backward: launches.
+        is_fused: one kernel sums the residual stream and normalises it, forward and backward.
+        has_bias: beside its weight.
+    """
+
+    keeps: int
+    statistics: int
+    forward: int
+    backward: int
+    is_fused: bool
+    has_bias: bool = False
+
+
+NORMS = {
+    "layernorm": NormCost(1, 2, 1, 1, is_fused=False, has_bias=True),
+    "rmsnorm": NormCost(1, 1, 1, 1, is_fused=True),
+}
+
+
+class Widths(NamedTuple):
+    """Sizes of a layer on one tensor rank, in elements a token; flags are 0 or 1."""
+
+    hidden: Number
+    queries: Number  # of all heads of the rank, as are keys
+    keys: Number
+    heads: Number  # query heads, and key heads
+    key_heads: Number
+    ffn: Number
+    gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
+    share: Number = 1  # ranks that divide the residual stream: tp under sequence parallelism
+    norm: NormCost = NORMS["rmsnorm"]
+    head_norms: Number = 0  # q and k are normalised by head
+    rope: Number = 0
+    qkv_bias: Number = 0
+    out_bias: Number = 0
+    bias: Number = 0
+
+
+def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
+    """Returns the sizes of `model`'s layers on each of `tp` ranks.
+
+    With fewer key-value heads than ranks, each head is replicated on several.
+    """
+    heads, key_heads = model.num_attention_heads / tp, max(model.kv_heads / tp, 1)
+    return Widths(
+        model.hidden_size,
+        model.num_attention_heads * model.head_size // tp,
+        max(model.kv_heads, tp) * model.head_size // tp,
+        heads,
+        key_heads,
+        model.ffn_size // tp,
+        int(model.activation == "swiglu"),
+        tp if sp else 1,
+        NORMS[model.norm],
+        int(model.qk_norm),
+        int(model.position_embedding == "rope"),
+        int(model.qkv_bias),
+        int(model.out_bias),
+        int(model.bias),
+    )
+
+
+class Op(NamedTuple):
+    """One operation of a layer, forward and backward.
+
+    Attributes:
+        name: the module, as in the names of its parameters.
+        kind: gemm, attention, norm or elementwise.
+        inputs, outputs: elements a token that it reads and writes; of a GEMM, k and n.
+        parts: the parts of `recompute` that repeat it in the backward.
+        keeps: elements a token that stay until the backward; `statistics`: fp32 numbers beside.
+        forward, backward: launches of kernels besides GEMMs and attention.
+        split: column or row, of a GEMM: sharded outputs, or sharded inputs.
+        bias: of a GEMM.
+    """
+
+    name: str
+    kind: str
+    inputs: Number
+    outputs: Number
+    parts: Collection[str]
+    keeps: Number = 0
+    statistics: Number = 0
+    forward: Number = 0
+    backward: Number = 0
+    split: str = ""
+    bias: Number = 0
+
+
+def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
+    """Lists a layer's operations in their order; `recompute`: the parts that it recomputes.
+
+    A residual sum and a fused norm after it are one kernel, with their gradients, unless the norm
+    is recomputed. Backward of the split into heads: a concatenation; RoPE is a kernel both ways.
+    """
+    h, stream, qkv = w.hidden, w.hidden / w.share, w.queries + 2 * w.keys
+    up = w.ffn * (1 + w.gated)
+    apart = int("norm" in recompute or not w.norm.is_fused)
+    norm = {"kind": "norm", "inputs": stream, "outputs": stream}
+    norm |= {"parts": ("norm", "layer"), "keeps": w.norm.keeps * stream}
+    norm |= {"statistics": w.norm.statistics / w.share}
+    norm |= {"forward": w.norm.forward, "backward": w.norm.backward}
+    column, row = {"kind": "gemm", "split": "column"}, {"kind": "gemm", "split": "row"}
+    attention, inner, layer = ("attention", "layer"), ("activation", "mlp", "layer"), ("layer",)
+    found = [
+        Op("input_norm", **norm),
+        Op("attention.qkv", inputs=h, outputs=qkv, parts=layer, keeps=qkv, backward=w.qkv_bias,
+           bias=w.qkv_bias, **column),
+        Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, w.heads + w.key_heads, 1, 1),
+        Op("attention.rotary", "elementwise", qkv, qkv, attention, 0, 0, w.rope, 1),
+        Op("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
+        Op("attention.out", inputs=w.queries, outputs=h, parts=layer, forward=w.out_bias,
+           backward=w.out_bias, bias=w.out_bias, **row),
+        Op("attention.residual", "elementwise", 2 * stream, stream, layer, stream, 0, apart, apart),
+        Op("mlp_norm", **norm),
+        Op("mlp.up", inputs=h, outputs=up, parts=("mlp", "layer"), keeps=up, backward=w.bias,
+           bias=w.bias, **column),
+        Op("mlp.activation", "elementwise", up, w.ffn, inner, w.ffn, 0, 1, 1),
+        Op("mlp.down", inputs=w.ffn, outputs=h, parts=(), forward=w.bias, backward=w.bias,
+           bias=w.bias, **row),
+        # The next layer's input. Its gradient is summed by the norm's backward if they are fused.
+        Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream, 0, 1, apart),
+    ]  # fmt: skip
+    return found if w.head_norms else [op for op in found if op.name != "attention.qk_norm"]
+
+
+def repeated(ops: Sequence[Op], recompute: Collection[str]) -> list[Op]:
+    """Returns the operations that the backward repeats for these parts of `recompute`."""
+    return [op for op in ops if {*op.parts} & {*recompute}]
+
+
+def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
+    """Counts the column- and the row-parallel GEMMs."""
+    column, row = (sum(op.split == split for op in ops) for split in ("column", "row"))
+    return column, row
+
+
+def flops(ops: Sequence[Op], seq_length: Number) -> Number:
+    """Returns forward FLOPs a token: of the GEMMs, and of causal attention's two matmuls."""
+    gemms = sum(2.0 * op.inputs * op.outputs for op in ops if op.kind == "gemm")
+    return gemms + sum(2.0 * op.outputs * seq_length for op in ops if op.kind == "attention")
+
+
+def layer_flops(model: ModelConfig, recompute: Collection[str] | None = None) -> float:
+    """Returns forward FLOPs of a layer and token over all tensor ranks; with `recompute`, only of
+    what its backward repeats."""
+    ops = cached_ops(widths(model), frozenset()).plain
+    chosen = ops if recompute is None else repeated(ops, recompute)
+    return float(flops(chosen, model.seq_length))
+
+
+def kept(ops: Sequence[Op]) -> tuple[Number, Number]:
+    """Returns (elements, fp32 statistics) a token that these operations keep until the backward."""
+    return sum(op.keeps for op in ops), sum(op.statistics for op in ops)
+
+
+class LayerOps(NamedTuple):
+    """A layer's operations on one tensor rank of a run.
+
+    Attributes:
+        ops: of a layer that recomputes, which are those that it keeps the results of, and those
+            that its backward repeats. plain: of a layer that does not.
+    """
+
+    ops: list[Op]
+    kept: list[Op]
+    repeated: list[Op]
+    plain: list[Op]
+
+
+def ops_of_run(config: Config) -> LayerOps:
+    """Returns the operations of a layer with the run's tp, sp and recomputation."""
+    sp = config.sp and config.tp > 1
+    return cached_ops(widths(config.model, config.tp, sp), parts_of(config.recompute))
+
+
+@functools.lru_cache(maxsize=1024)
+def cached_ops(w: Widths, parts: frozenset[str]) -> LayerOps:
+    ops = layer_ops(w, parts)
+    again = repeated(ops, parts)
+    return LayerOps(ops, [op for op in ops if op not in again], again, layer_ops(w))
+
+
+# Conventions of the MFU:
+#
+# * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
+#   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not.
+# * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
+#   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
+# * Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
+# * The output head counts `vocab_size` tokens, without padding.
+
+
+MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
+FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_length (full attention)"
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Returns model FLOPs of training (forward and backward) on one token of a `seq_length` sample:
+    FLOPS_FORMULA, by the conventions above."""
+    ops = layer_ops(widths(model))
+    forward = model.num_layers * flops(ops, 2 * seq_length)  # attention in full
+    return float(3 * forward + 6 * model.hidden_size * model.vocab_size)

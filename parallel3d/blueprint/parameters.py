@@ -1,0 +1,119 @@
+"""Lists the parameters that one rank holds, with the shards of each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from parallel3d.blueprint.ops import Widths, cached_ops, widths
+from parallel3d.config.schema import ModelConfig
+
+TABLE = "head.table"
+TABLES = ("embedding.word.weight", TABLE)
+
+
+class LocalParameter(NamedTuple):
+    """A parameter as one rank holds it.
+
+    Attributes:
+        replicated: every tp rank holds all of it, with the gradient of its own tokens.
+        columns: of a matrix; 1: a vector.
+        shared: elements at its end whose gradients several tp ranks sum: of key-value heads that
+            are on several ranks, and of norms of heads, of which each rank has its own heads.
+        owners: sets of ranks with different such elements.
+        tied: the weight of embedding and head alike.
+    """
+
+    name: str
+    numel: int
+    replicated: bool
+    columns: int = 1
+    shared: int = 0
+    owners: int = 1
+    tied: bool = False
+
+
+def stage_parameters(
+    model: ModelConfig,
+    tp: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    *,
+    borrows_table: bool = False,
+) -> list[LocalParameter]:
+    """Lists the parameters of a rank whose stage has `layers`, the embedding if `first`, the head
+    if `last`; vocabulary padding included. They are in the order of `Stage.named_parameters()`,
+    which decides the gradient buckets (compared by tests/unit/estimate/test_traffic.py).
+
+    A tied weight is in the list once if one stage has both ends. It is not in the head's list if
+    the head's stage `borrows_table` from the first stage on the same rank.
+    """
+    found = list(_embedding(model, tp)) if first else []
+    of_layer = _layer(widths(model, tp), tp, model.kv_heads) if layers else ()
+    for layer in layers:
+        found += [p._replace(name=f"layers.{layer}.{p.name}") for p in of_layer]
+    if last:
+        shared = model.tie_embeddings and (first or borrows_table)
+        found += _head(model, tp, has_table=not shared)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _layer(w: Widths, tp: int, kv_heads: int) -> tuple[LocalParameter, ...]:
+    found: list[LocalParameter] = []
+    for op in cached_ops(w, frozenset()).plain:
+        if op.kind == "gemm":
+            sharded, numel = op.split == "column", op.inputs * op.outputs
+            rows = 2 * w.keys if op.name == "attention.qkv" and tp > kv_heads else 0
+            name = f"{op.name}.weight"
+            shared = rows * op.inputs
+            found.append(LocalParameter(name, numel, tp == 1, op.inputs, shared, kv_heads))
+            if op.bias:
+                whole, name = tp == 1 or not sharded, f"{op.name}.bias"
+                size = op.outputs if sharded else w.hidden
+                found.append(LocalParameter(name, size, whole, 1, rows, kv_heads))
+        elif op.name.endswith("qk_norm"):
+            size = int(w.queries / w.heads)
+            shared = size if tp > 1 else 0
+            for part in ("q", "k"):
+                name = f"{op.name}.{part}"
+                found.append(LocalParameter(name, size, tp == 1, shared=shared))
+        elif op.kind == "norm":
+            found += _norm(w, op.name)
+    return tuple(found)
+
+
+def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
+    if model.position_embedding == "learned":
+        numel = model.max_positions * model.hidden_size
+        yield LocalParameter("embedding.position", numel, True, model.hidden_size)
+    yield _table(model, tp, "embedding.word.weight", model.embedding == "replicated")
+
+
+def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
+    if has_table:
+        yield _table(model, tp, TABLE, model.tie_embeddings and model.embedding == "replicated")
+    yield from _norm(widths(model, tp), "head.norm")
+
+
+def _table(model: ModelConfig, tp: int, name: str, whole: bool) -> LocalParameter:
+    numel = model.padded_vocab_size // (1 if whole else tp) * model.hidden_size
+    return LocalParameter(
+        name, numel, whole or tp == 1, model.hidden_size, tied=model.tie_embeddings
+    )
+
+
+def _norm(w: Widths, name: str) -> list[LocalParameter]:
+    parts = ("weight", "bias") if w.norm.has_bias else ("weight",)
+    return [LocalParameter(f"{name}.{part}", w.hidden, True) for part in parts]
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Counts distinct trainable parameters of the unpadded model; a tied weight counts once."""
+    unpadded = replace(model, vocab_multiple=1)
+    ends = sum(p.numel for p in stage_parameters(unpadded, 1, range(0), True, True))
+    layer = sum(p.numel for p in stage_parameters(unpadded, 1, range(1), False, False))
+    return ends + model.num_layers * layer
