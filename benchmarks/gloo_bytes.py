@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel3d.estimate.network import bus_factor
+from parallel3d.blueprint.collectives import bus_factor
 
 
 def sent_on_loopback() -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.launches import launches
+from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.commands.dryrun.command import find_facts
@@ -28,7 +29,6 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import host_memory, peak_memory
-from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.topology.assumptions import preset

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parallel3d.blueprint.cluster import Link
-from parallel3d.estimate.network import best_segments, bus_factor, collective_time
+from parallel3d.blueprint.collectives import bus_factor
+from parallel3d.estimate.network import best_segments, collective_time
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20

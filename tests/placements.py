@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling, joined
-from parallel3d.estimate.network import Transfer
 
 NVLINK, RAIL, SPINE = Link(450.0, 2.0), Link(50.0, 5.0), Link(50.0, 8.0)
 

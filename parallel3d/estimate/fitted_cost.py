@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.ops import Op, Widths, layer_ops
 from parallel3d.blueprint.sizes import STYLES, splits_heads
 from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate.attention_traffic import exposed, sends
-from parallel3d.estimate.network import bus_factor
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, walk
 

@@ -28,19 +28,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from parallel3d.blueprint.cluster import Cluster, Link, LinkClass, Slots
+from parallel3d.blueprint.collectives import OPERATIONS, Transfer, bus_factor
 from parallel3d.blueprint.groups import Matrix, levels, members, tiled
 from parallel3d.blueprint.rank_mapping import RankMapping
 
-OPERATIONS = (
-    *("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter", "scatter", "gather"),
-    *("all_to_all", "send_recv", "barrier"),
-)
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -60,47 +57,6 @@ def check_sizes(n: int, nbytes: float = 0.0) -> None:
         raise ValueError(f"a collective of {n} ranks")
     if not nbytes >= 0:
         raise ValueError(f"a message of {nbytes} bytes")
-
-
-def bus_factor(op: str, n: Any) -> Any:
-    """Returns bytes through the busiest port over `nbytes`, of `n` ranks (or an array of them).
-
-    It is nccl-tests' busbw factor: bus bandwidth = factor · nbytes / time is comparable with the
-    link's bandwidth for any operation and n. Source: nccl-tests, doc/PERFORMANCE.md,
-    src/scatter.cu and src/gather.cu. 0 for one rank and for a barrier. Raises ValueError for an
-    unknown name.
-    """
-    if op not in OPERATIONS:
-        raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
-    if op == "all_reduce":
-        return 2 * (n - 1) / n
-    if op in ("broadcast", "reduce", "send_recv"):
-        return 1.0 * (n > 1)
-    return 0.0 * n if op == "barrier" else (n - 1) / n
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """`count` equal calls of one collective, or messages, of one rank in a step.
-
-    Attributes:
-        dim: the group: tp, cp, dp, dp_cp, pp, embedding or world.
-        op: one of `OPERATIONS`.
-        nbytes: of one call, the whole buffer, as nccl-tests counts it.
-        count: calls in a step; of send_recv, messages that the rank sends.
-        what: the content, in a few words.
-    """
-
-    dim: str
-    op: str
-    nbytes: int
-    count: int
-    what: str
-
-
-def wire_bytes(transfer: Transfer, n: int) -> float:
-    """Returns the bytes that one rank sends for all calls in a ring (or chain) of n ranks."""
-    return transfer.count * transfer.nbytes * bus_factor(transfer.op, n)
 
 
 def messages(count: float, nbytes: float, link: Link, latencies: float | None = None) -> float:

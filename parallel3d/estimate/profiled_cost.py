@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import layer_flops, layer_ops, widths
 from parallel3d.blueprint.rank import LocalStage, PipelineRank
@@ -26,7 +27,6 @@ from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_memory
 from parallel3d.estimate.fitted_cost import StepTime, sizes_of_model
-from parallel3d.estimate.network import Transfer
 from parallel3d.estimate.search import LayoutChoice, Priced, configure, planned_ranks, ranked
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.files import plain, read_bounded

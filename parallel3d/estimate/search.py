@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from parallel3d.blueprint.cluster import cluster_from_config
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
 from parallel3d.blueprint.ops import ops_of_run, widths
 from parallel3d.blueprint.rank import PipelineRank, pipeline_ranks
@@ -37,7 +38,7 @@ from parallel3d.estimate.fitted_cost import (
     share_left,
     sizes_of_model,
 )
-from parallel3d.estimate.network import Transfer, price_step
+from parallel3d.estimate.network import price_step
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 

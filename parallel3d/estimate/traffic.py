@@ -14,6 +14,7 @@ from parallel3d.blueprint.buckets import (
     is_hidden,
     padded_numel,
 )
+from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import split_counts, widths
 from parallel3d.blueprint.rank import (
@@ -25,7 +26,6 @@ from parallel3d.blueprint.rank import (
 )
 from parallel3d.config.schema import Config, full_shapes_of
 from parallel3d.estimate.attention_traffic import sends
-from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.search import planned_ranks
 from parallel3d.schedules.orders import StageAssignment
 

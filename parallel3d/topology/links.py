@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel3d.blueprint.cluster import Cluster, LinkClass
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.groups import members
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling, orders
 from parallel3d.errors import UserError
@@ -20,7 +21,6 @@ from parallel3d.estimate.network import (
     Bytes,
     Paths,
     StepPrice,
-    Transfer,
     flows_of,
     messages,
     price_dim,

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parallel3d.blueprint.cluster import Cluster, Slots
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling, orders
 from parallel3d.errors import UserError, nearest
-from parallel3d.estimate.network import Transfer, price_step
+from parallel3d.estimate.network import price_step
 from parallel3d.topology.links import classify, refuse_unreachable
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.blueprint.cluster import Link
+from parallel3d.blueprint.collectives import OPERATIONS
 from parallel3d.estimate import network
-from parallel3d.estimate.network import OPERATIONS
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.more

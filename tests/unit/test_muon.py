@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.plan_dryrun import configured
 from parallel3d.blueprint.buckets import homes, is_hidden
+from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.group import SINGLE
@@ -18,7 +19,6 @@ from parallel3d.commands.plan import plan
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import OptimConfig, full_shapes_of
 from parallel3d.errors import UserError
-from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.muon import Muon, newton_schulz
 from parallel3d.optim import Optimizer

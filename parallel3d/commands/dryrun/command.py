@@ -11,8 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from statistics import fmean
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -20,33 +19,23 @@ from rich.text import Text
 
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.layout import layout_of
-from parallel3d.blueprint.ops import flops_per_token
-from parallel3d.blueprint.parameters import parameter_count
-from parallel3d.blueprint.stages import layout_with_loops, recompute_forwards, run_schedule
+from parallel3d.blueprint.stages import layout_with_loops
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.search import with_style
 from parallel3d.estimate.traffic import transfers
-from parallel3d.schedules.choose import measure
 from parallel3d.schedules.schedule import IN_ORDER
-from parallel3d.schedules.walk import RankWork
 from parallel3d.text import byte_text, percent, si, three_digits
 from parallel3d.topology.assumptions import check_free, chosen_keys, preset, write
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.search import place
 
+if TYPE_CHECKING:
+    from parallel3d.commands.dryrun.facts import Facts
+
 MADE_BY = "parallel3d dryrun"
 ASSUMED_CLUSTER = "dgx_h100"
-ROW = (
-    *("rank", "stage", "stages", "peak_bytes", "peak_in", "between_steps_bytes"),
-    *("start_peak_bytes", "host_bytes", "launches", "flops", "seconds"),
-)
-SETTINGS = (
-    *("zero", "vpp", "sp", "recompute"),
-    *("micro_batch_size", "global_batch_size", "num_microbatches"),
-)
-Facts = dict[str, Any]
 
 
 def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
@@ -77,56 +66,20 @@ def assume_cluster(config: Config, typed: Sequence[str] | None) -> tuple[Config,
 
 
 def find_facts(config: Config) -> Facts:
-    """Returns all of the rank with the highest peak memory, and a row of every rank that ran.
-
-    Enables the simulated device in this process. Raises UserError for what cannot work.
+    """Returns `facts_of` the ranks asked for, after what the planner settles: the style of context
+    parallelism and the rank mapping. Raises UserError for what cannot work.
     """
     config = check_config(config, own_samples=True)
     # No data is read that would say how many steps an epoch has, and two are played.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
-    layout, ranks = layout_of(config), _ranks(config)
-    from parallel3d.commands.dryrun.counting import dry_step, gpu_of  # imports torch
-
-    gpu, placement, settled = gpu_of(config), None, with_style(config)
+    ranks, placement = _ranks(config), None
     if config.ddp.hierarchical:  # the rank mapping decides the two levels of dp
         looped = layout_with_loops(config)
-        cluster = cluster_from_config(config.cluster, layout.world_size)
+        cluster = cluster_from_config(config.cluster, looped.world_size)
         placement = place(config, cluster, looped, transfers(config, looped))
-    rows = [dry_step(settled, rank, gpu, placement) for rank in ranks]
-    reserve = 1e9 * config.dryrun.reserve_gb
-    for row in rows:
-        row["fits"] = row["peak_bytes"] <= gpu.memory - reserve
-    times = stretch(config)
-    step = max(step_seconds(row, times) for row in rows)
-    tokens = config.global_batch_size * config.model.seq_length
-    model_flops = tokens * flops_per_token(config.model, config.model.seq_length)
-    return {
-        "model": config.model.name,
-        "parameters": parameter_count(config.model),
-        "layout": {"tp": config.tp, "pp": config.pp, "cp": config.cp, "dp": config.dp},
-        "world_size": layout.world_size,
-        "settings": {
-            "precision": config.precision.name,
-            **{name: getattr(config, name) for name in SETTINGS},
-            "seq_length": config.model.seq_length,
-            "schedule": config.schedule.name,
-            "optimizer": config.optim.name,
-        },
-        "compiled": config.compile,
-        "gpu": gpu.name,
-        "gpu_memory_bytes": gpu.memory,
-        "reserve_bytes": reserve,
-        "peak_flops": gpu.peak.flops,
-        "peak_source": gpu.peak.source,
-        **max(rows, key=lambda row: row["peak_bytes"]),
-        "fits": all(row["fits"] for row in rows),
-        "step_seconds": step,
-        "busy_share": max(row["seconds"] for row in rows) / step if step else 0.0,
-        "tokens": tokens,
-        "tokens_per_second": tokens / step if step else 0.0,
-        "mfu": model_flops / (layout.world_size * step * gpu.peak.flops) if step else 0.0,
-        "rows": [{name: row[name] for name in (*ROW, "fits")} for row in rows],
-    }
+    from parallel3d.commands.dryrun.facts import facts_of  # imports torch
+
+    return facts_of(with_style(config), ranks, placement)
 
 
 def _ranks(config: Config) -> list[int]:
@@ -142,29 +95,6 @@ def _ranks(config: Config) -> list[int]:
             f"dryrun.rank={world - 1}."
         )
     return [rank]
-
-
-def step_seconds(row: Facts, times: float) -> float:
-    """Returns the seconds of a step of a pipeline of ranks like this one: compute and bubble.
-
-    The optimizer and zeroing run once and do not repeat in the bubble. times: see `stretch`.
-    """
-    once = row["parts"]["optimizer"]["seconds"]
-    return once + (row["seconds"] - once) * times
-
-
-def stretch(config: Config) -> float:
-    """Returns the time of a pipeline of equal ranks over the compute of one.
-
-    The bubble of 1F1B and GPipe is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1); other
-    schedules are simulated with `schedule.costs`, average recomputation and no message latency.
-    """
-    count = config.num_microbatches
-    if config.schedule.name in IN_ORDER:
-        return (count + config.pp - 1) / count
-    forward, gradient, weight = config.schedule.costs
-    again = forward * fmean(recompute_forwards(config))
-    return 1 + measure(run_schedule(config), RankWork(forward, gradient + again, weight)).overhead
 
 
 WIDTH = 100

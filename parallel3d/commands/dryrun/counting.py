@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
+from parallel3d.blueprint.collectives import bus_factor
+from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.blueprint.stages import run_schedule
@@ -36,8 +38,6 @@ from parallel3d.device import accelerator
 from parallel3d.device.datasheets import DEVICES
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import RankMemory, states_of
-from parallel3d.estimate.network import bus_factor
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
 from parallel3d.parameters.sharding import state_of
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
@@ -112,7 +112,10 @@ BLOCKS, LOSS, OPTIMIZER, OTHER, SHARDING = "blocks", "loss", "optimizer", "other
 PARTS = ("gemm_layers", "gemm_head", "attention", BLOCKS, LOSS, OPTIMIZER, SHARDING, OTHER)
 COMMUNICATION = "communication"
 OFFLOAD, COPIES = "offload", ("copy to the host", "copy to the device")
-KINDS = RankMemory._fields[:-1]
+KINDS = (
+    *("parameters", "gradients", "masters", "optimizer"),
+    *("activations", "logits", "buffers"),
+)
 OF_KERNELS = ("launches", "bytes", "flops", "seconds")
 ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # GEMMs over the s × t scores (Dao et al. 2022)
 COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.blueprint.rank import pipeline_ranks
@@ -20,7 +21,6 @@ from parallel3d.blueprint.stages import layers_of_stages, layout_with_loops
 from parallel3d.cli.command_line import main
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.estimate.network import wire_bytes
 from parallel3d.estimate.traffic import transfers
 from tests.e2e.ready import run_code
 

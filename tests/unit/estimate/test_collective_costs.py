@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from parallel3d.blueprint.cluster import Link
+from parallel3d.blueprint.collectives import OPERATIONS, bus_factor
 from parallel3d.estimate.network import (
-    OPERATIONS,
     best_segments,
     broadcast,
-    bus_factor,
     collective_time,
     ring_time,
     tree_all_reduce,

@@ -18,15 +18,7 @@ from parallel3d import versions
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import pipeline_ranks
-from parallel3d.estimate.analytic_memory import (
-    enough_microbatches,
-    layer_bytes,
-    peak_memory,
-    peak_stage,
-    states_of,
-)
-from parallel3d.schedules.actions import Kind
-from parallel3d.schedules.schedule import make
+from parallel3d.estimate.analytic_memory import layer_bytes, peak_memory, peak_stage
 from tests.e2e.ready import run_module
 
 ROOT = Path(__file__).parents[3]
@@ -133,30 +125,6 @@ def test_state_and_activations_by_hand() -> None:
     assert state == 18 * count
     assert found.activations == pytest.approx(40.20e9, rel=1e-3)
     assert found.total == pytest.approx(64.55e9, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
-def test_moments_hold_as_many_micro_batches_as_the_schedule(name: str) -> None:
-    config = configured(PIPELINE | {"schedule": name})
-    seen = [states_of(config, rank, 12).values() for rank in range(4)]
-    most = [max(int((s.live + s.deferred).sum(axis=1).max()) for s in found) for found in seen]
-    assert most[0] == {"gpipe": 12, "1f1b": 4, "zb_h1": 4}[name]
-    assert name != "1f1b" or most == [4, 3, 2, 1]
-    assert any(s.deferred.any() for found in seen for s in found) == (name == "zb_h1")
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zbv", "v_half"])
-def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
-    vpp = 1 if name in ("1f1b", "zb_h1") else 2
-    assert enough_microbatches(name, 4, 64) < 64
-    all_of = make(name, 4, 64, vpp).orders[0]
-    live, most = 0, 0
-    for step in all_of:
-        live += {"F": 1, "W": -1, "B": -1}.get(step.kind.name, 0)
-        most = max(most, live)
-    seen = states_of(configured(PIPELINE | {"schedule": name, "vpp": vpp}), 0, 64).items()
-    counted = [(s.live + s.deferred).sum(axis=1).max() + (kind == Kind.F) for (kind, _), s in seen]
-    assert max(counted) == most
 
 
 def test_recomputation_keeps_less_and_full_least() -> None:

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.parameters import parameter_count, stage_parameters
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.estimate.network import Transfer, wire_bytes
 from parallel3d.estimate.traffic import group_size, transfers
 
 

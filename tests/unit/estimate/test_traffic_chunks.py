@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import pipeline_ranks
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.estimate.network import Transfer
 from parallel3d.estimate.traffic import transfers
 
 MICROBATCHES = 6

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
-from parallel3d.estimate.network import StepPrice, Transfer, price_step
+from parallel3d.estimate.network import StepPrice, price_step
 from parallel3d.svg import Canvas
 from parallel3d.text import byte_text
 from parallel3d.topology.links import Loads, loads_of

@@ -7,9 +7,10 @@ import math
 import pytest
 
 from parallel3d.blueprint.cluster import LinkClass
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
-from parallel3d.estimate.network import Transfer, price_step
+from parallel3d.estimate.network import price_step
 from parallel3d.topology.links import loads_of, routes
 from tests.placements import NVLINK, RAIL, SPINE, a_cluster
 

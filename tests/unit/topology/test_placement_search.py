@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from parallel3d.blueprint.cluster import Cluster, Link
+from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.errors import UserError
-from parallel3d.estimate.network import Transfer, price_step
+from parallel3d.estimate.network import price_step
 from parallel3d.topology.links import classify
 from parallel3d.topology.search import place, search
 from tests.pace import in_cpu_time

@@ -1,0 +1,52 @@
+"""The collectives and messages that ranks make, and the share of a buffer that each rank sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+OPERATIONS = (
+    *("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter", "scatter", "gather"),
+    *("all_to_all", "send_recv", "barrier"),
+)
+
+
+def bus_factor(op: str, n: Any) -> Any:
+    """Returns bytes through the busiest port over `nbytes`, of `n` ranks (or an array of them).
+
+    It is nccl-tests' busbw factor: bus bandwidth = factor · nbytes / time is comparable with the
+    link's bandwidth for any operation and n. Source: nccl-tests, doc/PERFORMANCE.md,
+    src/scatter.cu and src/gather.cu. 0 for one rank and for a barrier. Raises ValueError for an
+    unknown name.
+    """
+    if op not in OPERATIONS:
+        raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
+    if op == "all_reduce":
+        return 2 * (n - 1) / n
+    if op in ("broadcast", "reduce", "send_recv"):
+        return 1.0 * (n > 1)
+    return 0.0 * n if op == "barrier" else (n - 1) / n
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`count` equal calls of one collective, or messages, of one rank in a step.
+
+    Attributes:
+        dim: the group: tp, cp, dp, dp_cp, pp, embedding or world.
+        op: one of `OPERATIONS`.
+        nbytes: of one call, the whole buffer, as nccl-tests counts it.
+        count: calls in a step; of send_recv, messages that the rank sends.
+        what: the content, in a few words.
+    """
+
+    dim: str
+    op: str
+    nbytes: int
+    count: int
+    what: str
+
+
+def wire_bytes(transfer: Transfer, n: int) -> float:
+    """Returns the bytes that one rank sends for all calls in a ring (or chain) of n ranks."""
+    return transfer.count * transfer.nbytes * bus_factor(transfer.op, n)

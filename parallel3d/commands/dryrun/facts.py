@@ -1,0 +1,100 @@
+"""Facts of a dry run: plays ranks of a configuration, and sums up what they tell of a step.
+
+It asks nothing of the planner, which it judges: whoever calls has settled what is auto.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.rank_mapping import RankMapping
+from parallel3d.blueprint.stages import recompute_forwards, run_schedule
+from parallel3d.commands.dryrun.counting import dry_step, gpu_of
+from parallel3d.config.schema import Config
+from parallel3d.schedules.choose import measure
+from parallel3d.schedules.schedule import IN_ORDER
+from parallel3d.schedules.walk import RankWork
+
+ROW = (
+    *("rank", "stage", "stages", "peak_bytes", "peak_in", "between_steps_bytes"),
+    *("start_peak_bytes", "host_bytes", "launches", "flops", "seconds"),
+)
+SETTINGS = (
+    *("zero", "vpp", "sp", "recompute"),
+    *("micro_batch_size", "global_batch_size", "num_microbatches"),
+)
+Facts = dict[str, Any]
+
+
+def facts_of(config: Config, ranks: list[int], placement: RankMapping | None = None) -> Facts:
+    """Returns all of the rank with the highest peak memory, and a row of every rank that ran.
+
+    Enables the simulated device in this process. Raises UserError for a GPU that is not known.
+
+    Args:
+        config: checked, with a style of context parallelism.
+        placement: the rank mapping, for two levels of dp.
+    """
+    gpu, layout = gpu_of(config), layout_of(config)
+    rows = [dry_step(config, rank, gpu, placement) for rank in ranks]
+    reserve = 1e9 * config.dryrun.reserve_gb
+    for row in rows:
+        row["fits"] = row["peak_bytes"] <= gpu.memory - reserve
+    times = stretch(config)
+    step = max(step_seconds(row, times) for row in rows)
+    tokens = config.global_batch_size * config.model.seq_length
+    model_flops = tokens * flops_per_token(config.model, config.model.seq_length)
+    return {
+        "model": config.model.name,
+        "parameters": parameter_count(config.model),
+        "layout": {"tp": config.tp, "pp": config.pp, "cp": config.cp, "dp": config.dp},
+        "world_size": layout.world_size,
+        "settings": {
+            "precision": config.precision.name,
+            **{name: getattr(config, name) for name in SETTINGS},
+            "seq_length": config.model.seq_length,
+            "schedule": config.schedule.name,
+            "optimizer": config.optim.name,
+        },
+        "compiled": config.compile,
+        "gpu": gpu.name,
+        "gpu_memory_bytes": gpu.memory,
+        "reserve_bytes": reserve,
+        "peak_flops": gpu.peak.flops,
+        "peak_source": gpu.peak.source,
+        **max(rows, key=lambda row: row["peak_bytes"]),
+        "fits": all(row["fits"] for row in rows),
+        "step_seconds": step,
+        "busy_share": max(row["seconds"] for row in rows) / step if step else 0.0,
+        "tokens": tokens,
+        "tokens_per_second": tokens / step if step else 0.0,
+        "mfu": model_flops / (layout.world_size * step * gpu.peak.flops) if step else 0.0,
+        "rows": [{name: row[name] for name in (*ROW, "fits")} for row in rows],
+    }
+
+
+def step_seconds(row: Facts, times: float) -> float:
+    """Returns the seconds of a step of a pipeline of ranks like this one: compute and bubble.
+
+    The optimizer and zeroing run once and do not repeat in the bubble. times: see `stretch`.
+    """
+    once = row["parts"]["optimizer"]["seconds"]
+    return once + (row["seconds"] - once) * times
+
+
+def stretch(config: Config) -> float:
+    """Returns the time of a pipeline of equal ranks over the compute of one.
+
+    The bubble of 1F1B and GPipe is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1); other
+    schedules are simulated with `schedule.costs`, average recomputation and no message latency.
+    """
+    count = config.num_microbatches
+    if config.schedule.name in IN_ORDER:
+        return (count + config.pp - 1) / count
+    forward, gradient, weight = config.schedule.costs
+    again = forward * fmean(recompute_forwards(config))
+    return 1 + measure(run_schedule(config), RankWork(forward, gradient + again, weight)).overhead
