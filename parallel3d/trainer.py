@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from torch import Tensor
 from parallel3d.blueprint.stages import layers_of_stages, run_schedule, sends_slices
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.group import SINGLE
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
@@ -63,6 +64,37 @@ from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 
 log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+class StepSums(NamedTuple, Generic[Value]):
+    """The sums of a step over the world: shares of this rank on its device, totals on the host.
+
+    All travel in one all-reduce, for which the host waits once. A further sum is one more field,
+    and may have any number of elements.
+
+    Attributes:
+        loss, tokens: see `Trainer.share_of_loss`.
+        squared_norm: of the gradients, still multiplied by the loss scale.
+        stop: ranks that were asked to end the run.
+        noise: the two squared norms of `train.noise_scale`; empty without it.
+    """
+
+    loss: Value
+    tokens: Value
+    squared_norm: Value
+    stop: Value
+    noise: Value
+
+
+def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
+    """Sums the shares of all ranks, float64 tensors, in the order of the fields; collective."""
+    sums = torch.cat([share.reshape(-1) for share in shares])
+    collectives.all_reduce_few(sums, world)
+    with blocking(world):
+        values = iter(sums.tolist())
+    return StepSums(*([*itertools.islice(values, share.numel())] for share in shares))
 
 
 class EvaluatedSet(NamedTuple):
@@ -410,13 +442,17 @@ class Trainer:
     def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:
         """Reduces over the world: loss, unscaled gradient norm, whether a rank is asked to stop."""
         squared = self.share_of_norm()
-        # Filled by a kernel: copying a number from the host would block it.
-        stop = torch.full_like(squared, float(self.stop_requested()))
-        own = (self.share_of_loss(loss_sum, tokens), torch.stack((squared, stop)))
-        sums = torch.cat((*own, *self.noise.squares()))
-        collectives.all_reduce_few(sums, self.groups.world)
-        with blocking(self.groups.world):
-            loss, count, square, stops, *squares = sums.tolist()
+        own_loss, own_tokens = self.share_of_loss(loss_sum, tokens)
+        sums = StepSums(
+            loss=own_loss,
+            tokens=own_tokens,
+            squared_norm=squared,
+            # Filled by a kernel: copying a number from the host would block it.
+            stop=torch.full_like(squared, float(self.stop_requested())),
+            noise=self.noise.squares(squared),
+        )
+        totals = total_sums(sums, self.groups.world)
+        (square,) = totals.squared_norm
         if not math.isfinite(square) and self.config.optim.clip_grad > 0:
             # Finite gradients above 1e19 have squares beyond fp32, and are as any once they are
             # clipped. Without clipping AdamW would square them itself.
@@ -424,7 +460,8 @@ class Trainer:
             collectives.all_reduce_few(wide, self.groups.world)
             with blocking(self.groups.world):
                 square = wide.item()
-        self.noise.update(squares, self.loss_scale.scale)
+        self.noise.update(totals.noise, self.loss_scale.scale)
+        (loss,), (count,), (stops,) = totals.loss, totals.tokens, totals.stop
         mean = loss / count if count else None
         return mean, self.loss_scale.unscaled(square**0.5), stops > 0
 

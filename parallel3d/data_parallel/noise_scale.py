@@ -130,8 +130,9 @@ class NoiseScale:
         self.trace = self.signal = 0.0
         self.last: Noise | None = None
 
-    def squares(self) -> list[Tensor]:
-        return [] if self.norms is None else [self.norms.squares()]
+    def squares(self, like: Tensor) -> Tensor:
+        """Returns this rank's shares of both squared norms; empty, as `like`, without a source."""
+        return like.new_empty(0) if self.norms is None else self.norms.squares()
 
     def update(self, squares: Sequence[float], loss_scale: float = 1.0) -> None:
         """Updates the estimates after a step.
