@@ -29,7 +29,7 @@ from parallel3d.config.schema import Config
 from parallel3d.context_parallel.documents import SequenceSplit
 from parallel3d.data.corpus import Blend, Corpus
 from parallel3d.data.loader import Batches, sources_of, with_length
-from parallel3d.data.sampler import FirstSamples, SampleSource
+from parallel3d.data.sampler import Finite, FirstSamples, SampleSource
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
 from parallel3d.data_parallel.noise_scale import Noise
@@ -134,7 +134,7 @@ class Trainer:
         config: a whole configuration; checked here too, for library users.
         corpus: from `open_corpus`, with training and held-out samples.
         train_source, valid_source: samples to use instead of a corpus.
-        valid_sets: samples of validation sets by name; those with an attribute `windows` have so
+        valid_sets: samples of validation sets by name; a source with `windows` (`Finite`) has so
             many.
         token_bytes: (vocabulary,) bytes of text of each token, for the sets' `Score`.
         valid_files: the sets' open files, of which changes are told.
@@ -191,11 +191,11 @@ class Trainer:
         self.has_loss = self.stages[-1].last
         tied = [stage.tied_table for stage in self.stages if stage.tied_table is not None]
         self.tied_name = tied[0] if tied else None
+        self.noise = noise_scale(config, groups, self.device, self.tied_name)
         self.data_parallel = data_parallel_engine(
-            config, self.stages, initializer, self.dtype, groups, tied
+            config, self.stages, initializer, self.dtype, groups, tied, self.noise.norms
         )
         self.parameters = self.data_parallel.parameters
-        self.noise = noise_scale(config, self.data_parallel, groups, self.tied_name)
         for stage in self.stages:
             stage.pre_forward = self.data_parallel.pre_forward
         if config.compile:
@@ -269,9 +269,10 @@ class Trainer:
         self.evaluated_sets = {name: self._evaluated(source) for name, source in sets}
 
     def _evaluated(self, source: SampleSource) -> EvaluatedSet:
-        samples = getattr(source, "windows", None)
-        whole = source if samples is None else FirstSamples(source, samples)
-        return EvaluatedSet(self._batches(whole), samples)
+        if not isinstance(source, Finite):
+            return EvaluatedSet(self._batches(source), None)
+        samples = source.windows
+        return EvaluatedSet(self._batches(FirstSamples(source, samples)), samples)
 
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         config, dp = self.config, self.groups.dp
@@ -449,7 +450,7 @@ class Trainer:
             squared_norm=squared,
             # Filled by a kernel: copying a number from the host would block it.
             stop=torch.full_like(squared, float(self.stop_requested())),
-            noise=self.noise.squares(squared),
+            noise=self.noise.squares(self.data_parallel, squared),
         )
         totals = total_sums(sums, self.groups.world)
         (square,) = totals.squared_norm

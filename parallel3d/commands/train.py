@@ -29,6 +29,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.blend import Blended
 from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
 from parallel3d.data.loader import check_same_text, part_of
+from parallel3d.data.sampler import Finite
 from parallel3d.data.tokenizer import BYTE, keep_tokenizer, open_tokenizer, with_own_tokenizer
 from parallel3d.data.tokens import look_at
 from parallel3d.device import accelerator
@@ -473,7 +474,8 @@ def header_facts(
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
     if accelerator.is_accelerator(device):
         where = accelerator.name(device)
-    windows = getattr(trainer.train_source, "windows", None)  # None: a blend
+    source = trainer.train_source
+    windows = source.windows if isinstance(source, Finite) else None
     length = length_words(config, trainer.length, windows)
     facts = {"data": f"{name}: {sizes}", "length": length, "device": where}
     if sets:

@@ -27,7 +27,15 @@ from parallel3d.data.blend import Blended
 from parallel3d.data.chat import ChatSamples
 from parallel3d.data.corpus import Blend, Corpus, check_vocabulary
 from parallel3d.data.packing import PackSampler
-from parallel3d.data.sampler import DatasetOrder, Sample, Sampler, SampleSource
+from parallel3d.data.sampler import (
+    DatasetOrder,
+    Finite,
+    Masking,
+    Prefetching,
+    Sample,
+    Sampler,
+    SampleSource,
+)
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 
@@ -74,6 +82,7 @@ class Batches:
         context-parallel ranks, of which each reads the whole sample and keeps its own tokens.
         `vocab_size`: of a user's own samples, which are then checked."""
         self.source, self._needs_batch = source, needs_batch
+        self._masks = source.masks if isinstance(source, Masking) else True
         self._document_mask = document_mask
         self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
@@ -133,7 +142,7 @@ class Batches:
 
     def token_count(self, first: int) -> int:
         """Counts the unmasked tokens of this rank's share of the global batch from `first` on."""
-        if not getattr(self.source, "masks", True):
+        if not self._masks:
             return self._num_microbatches * self._micro_batch_size * self.source.seq_length
         return sum(int(np.count_nonzero(sample.loss_mask)) for sample in self._share(first))
 
@@ -295,12 +304,11 @@ class ReadAhead:
 
 def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
     """Reads what is wanted until nothing is; the thread's target."""
-    prefetch = getattr(source, "will_read", None)
     while samples := wanted.get():
         with suppress(Exception):  # reading the sample raises the same error
-            if prefetch is not None:
+            if isinstance(source, Prefetching):
                 for i in samples:
-                    prefetch(i)
+                    source.will_read(i)
         for i, found in samples.items():
             if not found.set_running_or_notify_cancel():
                 continue
@@ -357,13 +365,12 @@ def with_length(config: Config, source: SampleSource) -> Config:
     epochs = config.train.epochs
     if epochs is None:
         return config
-    windows = getattr(source, "windows", None)
-    if windows is None:
+    if not isinstance(source, Finite):
         raise UserError(
             f"train.epochs={epochs:g} must be of samples whose source has `windows`, their number; "
             "give train.tokens instead"
         )
-    samples = math.ceil(Fraction(repr(epochs)) * windows)
+    samples = math.ceil(Fraction(repr(epochs)) * source.windows)
     tokens = float(samples * source.seq_length)
     train = dataclasses.replace(config.train, epochs=None, tokens=tokens)
     return dataclasses.replace(config, train=train)

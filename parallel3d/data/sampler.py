@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,7 @@ class Sample(NamedTuple):
 
 
 class SampleSource(Protocol):
-    """Samples of one length.
-
-    A source whose loss masks are all True may set an attribute `masks` = False, which saves
-    `Batches.token_count` reading them. One with `will_read(i)` prefetches the samples that a thread
-    reads ahead; neither may then change when it is read.
-    """
+    """Samples of one length. A source may also be `Finite`, `Masking` or `Prefetching`."""
 
     seq_length: int
 
@@ -45,15 +40,37 @@ class SampleSource(Protocol):
         ...
 
 
-class DatasetOrder(SampleSource, Protocol):
-    """The samples of one data set, epoch after epoch, each epoch in its own order."""
+@runtime_checkable
+class Finite(Protocol):
+    """A source of so many samples, which come again in the next epoch."""
 
-    windows: int  # samples of an epoch
+    @property
+    def windows(self) -> int: ...
+
+
+@runtime_checkable
+class Masking(Protocol):
+    """A source that tells whether a loss mask can contain False.
+
+    Where none can, `Batches.token_count` reads no sample. A source that is not `Masking` counts as
+    one whose masks can.
+    """
 
     @property
     def masks(self) -> bool: ...
 
-    def will_read(self, i: int) -> None: ...
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """A source that prefetches the samples that a thread reads ahead."""
+
+    def will_read(self, i: int) -> None:
+        """Prefetches sample `i`, which may not change when it is read."""
+        ...
+
+
+class DatasetOrder(SampleSource, Finite, Masking, Prefetching, Protocol):
+    """The samples of one data set, epoch after epoch, each epoch in its own order."""
 
 
 class Order:

@@ -150,7 +150,7 @@ class GradientObserver(Protocol):
     """Observes gradients before they are reduced."""
 
     def start_step(self) -> None: ...
-    def added(self, name: str, times: int) -> None: ...
+    def added(self, name: str, parameter: nn.Parameter, times: int) -> None: ...
     def full(self, bucket: Bucket) -> None: ...
 
 
@@ -174,6 +174,7 @@ class BucketedDataParallel:
             ranks shard them equally.
         make_hook: creates the hook that reduces the buckets; None: reduce-scatter or all-reduce.
         values: initial values of a parameter (see `build_buckets`).
+        observer: sees the gradients before they are reduced.
 
     Attributes:
         segments: flat shards that this rank steps.
@@ -193,6 +194,7 @@ class BucketedDataParallel:
         tied: Iterable[str] = (),
         make_hook: Callable[[], CommHook] | None = None,
         values: InitFn = Tensor.detach,
+        observer: GradientObserver | None = None,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
         self.shards = dp if self.sharded else SINGLE
@@ -205,7 +207,7 @@ class BucketedDataParallel:
         self.gathering: dict[int, Work] = {}
         self.works: list[Work] = []
         self.running = False
-        self.observer: GradientObserver | None = None
+        self.observer = observer
         self.step_timer = dp.timer or StepTimer()
         self._fill_buckets([list(chunk) for chunk in chunks], values)
         for number, parameter in enumerate(self.parameters.values()):
@@ -291,7 +293,8 @@ class BucketedDataParallel:
                 f"{self.names[number]}: its gradient came once more than the forward used it"
             )
         if self.observer is not None:
-            self.observer.added(self.names[number], self.expected[number] - left)
+            name = self.names[number]
+            self.observer.added(name, self.parameters[name], self.expected[number] - left)
         if left == 0:
             for index in self.reducer.filled(number):
                 self.reduce_bucket(index)

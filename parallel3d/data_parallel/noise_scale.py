@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data_parallel.engine import Bucket, BucketedDataParallel
+from parallel3d.data_parallel.engine import Bucket
+from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.optim import sum_of_powers
 from parallel3d.parameters.sharding import ParameterSpec, spec_of, state_of
 
@@ -52,43 +53,41 @@ class PartialNorms:
     """
 
     def __init__(
-        self, engine: BucketedDataParallel, groups: ProcessGroups, sp: bool, tied: str | None
+        self, groups: ProcessGroups, device: torch.device, sp: bool, tied: str | None
     ) -> None:
-        self.engine, self.tp, self.cp, self.tied = engine, groups.tp, groups.cp, tied
+        self.tp, self.cp, self.tied = groups.tp, groups.cp, tied
         self.by_replicas = groups.dp.size > 1
         self.sp = sp and groups.tp.size > 1
-        grad = engine.buckets[0].grad
-        self.part = torch.zeros((), dtype=torch.float64, device=grad.device)
+        self.part = torch.zeros((), dtype=torch.float64, device=device)
 
     def start_step(self) -> None:
         self.part.zero_()
 
-    def added(self, name: str, times: int) -> None:
+    def added(self, name: str, parameter: nn.Parameter, times: int) -> None:
         """Adds a parameter's norm after its first micro-batch, with dp=1."""
         if not self.by_replicas and times == 1:
-            self.part += self._squares_of(name)
+            self.part += self._squares_of(name, parameter)
 
     def full(self, bucket: Bucket) -> None:
         """Adds a full bucket's norm before it is reduced, with dp > 1."""
         if self.by_replicas:
-            for name in bucket.params:
-                self.part += self._squares_of(name)
+            for name, parameter in bucket.params.items():
+                self.part += self._squares_of(name, parameter)
 
     @torch.no_grad()
-    def squares(self) -> Tensor:
+    def squares(self, engine: DataParallel) -> Tensor:
         """Returns this rank's shares of both squared norms, after the reduction: (2,), float64."""
         whole = torch.zeros_like(self.part)
-        if self.engine.replicas[0] == 0:  # only the first of equal replicas contributes
+        if engine.replicas[0] == 0:  # only the first of equal replicas contributes
             counted = []
-            for segment in self.engine.segments:
+            for segment in engine.segments:
                 grads = segment.grad.split([part.numel for part in segment.parts])
                 for part, grad in zip(segment.parts, grads, strict=True):
                     counted += self._counted(part.name, part.spec, part.start, grad)
             whole = sum_of_powers(counted, whole.device)
         return torch.stack((self.part, whole))
 
-    def _squares_of(self, name: str) -> Tensor:
-        parameter = self.engine.parameters[name]
+    def _squares_of(self, name: str, parameter: nn.Parameter) -> Tensor:
         main_grad = state_of(parameter).main_grad
         assert main_grad is not None
         grad = main_grad.flatten()
@@ -130,9 +129,9 @@ class NoiseScale:
         self.trace = self.signal = 0.0
         self.last: Noise | None = None
 
-    def squares(self, like: Tensor) -> Tensor:
+    def squares(self, engine: DataParallel, like: Tensor) -> Tensor:
         """Returns this rank's shares of both squared norms; empty, as `like`, without a source."""
-        return like.new_empty(0) if self.norms is None else self.norms.squares()
+        return like.new_empty(0) if self.norms is None else self.norms.squares(engine)
 
     def update(self, squares: Sequence[float], loss_scale: float = 1.0) -> None:
         """Updates the estimates after a step.

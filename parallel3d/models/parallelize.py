@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,16 +10,12 @@ from torch import nn
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
-from parallel3d.data_parallel.engine import BucketedDataParallel
+from parallel3d.data_parallel.engine import BucketedDataParallel, GradientObserver
+from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.sharding import Initializer, spec_of
-
-if TYPE_CHECKING:
-    from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
-
-    DataParallel = BucketedDataParallel | FullyShardedDataParallel
 
 
 def data_parallel_engine(
@@ -30,6 +25,7 @@ def data_parallel_engine(
     dtype: torch.dtype,
     groups: ProcessGroups,
     tied: Iterable[str] = (),
+    observer: GradientObserver | None = None,
 ) -> DataParallel:
     """Creates the engine of `config.zero` for a rank's stages, whose parameters are fp32 or better.
 
@@ -37,6 +33,7 @@ def data_parallel_engine(
         initializer: of the stages, `deferred`: each rank draws only the values that it keeps.
         dtype: the compute type.
         tied: names of tables that another rank holds too.
+        observer: of buckets; the checks refuse it with FSDP2, which has none.
     """
     if config.zero > 1 and groups.dp_cp.size > 1:
         # Imported here: FSDP2 and DTensor take a second.
@@ -57,6 +54,7 @@ def data_parallel_engine(
         tied=tied,
         make_hook=lambda: comm_hook(config, groups),
         values=lambda p: initializer.values(spec_of(p)),
+        observer=observer,
     )
 
 
@@ -84,13 +82,11 @@ def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
 
 
 def noise_scale(
-    config: Config, engine: DataParallel, groups: ProcessGroups, tied: str | None
+    config: Config, groups: ProcessGroups, device: torch.device, tied: str | None
 ) -> NoiseScale:
     """Creates a run's estimator; `tied`: name of the table that another stage holds too."""
     parts = groups.dp.size if groups.dp.size > 1 else config.num_microbatches
     if not config.train.noise_scale:
         return NoiseScale(config.global_batch_size, parts, None)
-    assert isinstance(engine, BucketedDataParallel)  # the checks see to it
-    norms = PartialNorms(engine, groups, config.sp, tied)
-    engine.observer = norms
+    norms = PartialNorms(groups, device, config.sp, tied)
     return NoiseScale(config.global_batch_size, parts, norms)

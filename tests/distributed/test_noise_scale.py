@@ -156,5 +156,5 @@ def test_a_step_that_is_not_finite_leaves_the_means_alone_and_a_run_goes_on_from
 def test_what_is_not_measured_sends_and_keeps_nothing() -> None:
     off = NoiseScale(8, 2, None)
     off.update(())
-    sent = off.squares(torch.zeros((), dtype=torch.float64))
+    sent = off.squares(None, torch.zeros((), dtype=torch.float64))  # asks no engine
     assert (sent.numel(), off.progress(), off.last) == (0, {}, None)

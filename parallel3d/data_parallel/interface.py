@@ -1,0 +1,65 @@
+"""What a trainer calls of the engine that shards or replicates its parameters over dp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from parallel3d.parameters.sharding import Segment, SegmentPart
+
+T = TypeVar("T")
+
+
+class DataParallel(Protocol):
+    """Reduces the gradients of a rank's stages over dp, and distributes what the ranks step.
+
+    A step calls `start_step`, the forwards and backwards, `start_last_microbatch` before the last
+    backward, `finish_step`, and after the optimizer `all_gather_params`.
+
+    Attributes:
+        parameters: of all stages of this rank, by name.
+        segments: flat shards that this rank steps.
+        replicas: (index, count) among the dp ranks that step the same elements.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    segments: list[Segment]
+    replicas: tuple[int, int]
+
+    def parts_of(self, index: int) -> list[SegmentPart]:
+        """Returns what rank `index` of dp steps, in the order of its segments."""
+        ...
+
+    def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
+        """Returns what the pipeline calls for these stages."""
+        ...
+
+    def start_step(self, microbatches: int) -> None:
+        """Clears the gradients for a step of so many micro-batches."""
+        ...
+
+    def start_last_microbatch(self) -> None:
+        """Is called before the last backward of a step."""
+        ...
+
+    def finish_step(self) -> list[str]:
+        """Completes the reductions; returns names of parameters without a gradient."""
+        ...
+
+    def tied_gradient(self, name: str) -> Tensor:
+        """Returns the shard of a tied table's gradient that this rank steps, flat."""
+        ...
+
+    def all_gather_params(self) -> None:
+        """Makes the parameters of the next forward from the stepped masters; may still gather."""
+        ...
+
+    def pre_forward(self, part: str) -> None:
+        """Waits for the parameters whose names begin with `part`; in equal order on all ranks."""
+        ...
+
+    def wait_for_all_gathers(self) -> None:
+        """Returns when all parameters are complete."""
+        ...
