@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.buckets import PIECE
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import NORMS, Op, widths
 from parallel3d.blueprint.parameters import TABLES, LocalParameter
 from parallel3d.blueprint.rank import (
@@ -17,9 +17,9 @@ from parallel3d.blueprint.rank import (
     PipelineRank,
     buckets_of,
     flat_shards,
-    pipeline_ranks,
 )
 from parallel3d.config.schema import Config
+from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
 
 _CHUNK, _CHUNKS = 65536, 320  # elements of a chunk, and chunks of one multi-tensor launch
@@ -31,9 +31,10 @@ def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]
 
     `config` is checked. Launches of dropout, label smoothing and z-loss are not counted.
     """
-    layout = layout_of(config)
-    [rank] = pipeline_ranks(config, layout, data_rank, [index])
-    count, copies, sharded = config.num_microbatches, int(rank.copies), rank.fully_sharded
+    blueprint = planned(config)
+    layout = blueprint.layout
+    rank = PipelineRank(blueprint, index, data_rank)
+    count, copies, sharded = blueprint.microbatches, int(rank.copies), rank.fully_sharded
     calls = _calls(rank)
     found = {
         "gemm_layers": count * _of_layers(rank, "gemm", forward=1, backward=2),
@@ -61,21 +62,21 @@ def _calls(rank: PipelineRank) -> int:
     Of consecutive queries whose keys do not overlap: those of a sequence's second part, and of the
     next one's first.
     """
-    config = rank.config
-    style = config.context_parallel.style
-    if config.cp == 1 or style == "heads":
+    blueprint = rank.blueprint
+    style = blueprint.layer.cp_style
+    if blueprint.layout.cp == 1 or style == "heads":
         return 1
-    first = config.micro_batch_size + 1
+    first = blueprint.micro_batch_size + 1
     if style == "ring":
-        return first + (config.cp - 1) * config.micro_batch_size
+        return first + (blueprint.layout.cp - 1) * blueprint.micro_batch_size
     return first * rank.head_groups
 
 
 def _split_attention(rank: PipelineRank) -> int:
     """Counts launches around these calls of one micro-batch: copies for the other ranks and into
     the order of positions, results that are merged, and positions."""
-    config, style, calls = rank.config, rank.config.context_parallel.style, _calls(rank)
-    if config.cp == 1:
+    blueprint, style, calls = rank.blueprint, rank.blueprint.layer.cp_style, _calls(rank)
+    if blueprint.layout.cp == 1:
         return 0
     repeats, kept = any(op.kind == "attention" for op in rank.layer.repeated), 0
     if style == "gather":
@@ -83,18 +84,18 @@ def _split_attention(rank: PipelineRank) -> int:
         backward = 7 * rank.head_groups + 5 * calls + 2
         kept = 3 * rank.head_groups
     elif style == "ring":
-        more = (config.cp - 1) * config.micro_batch_size  # merged
-        forward, backward = 2 * calls + 7 * more + 2, 5 * calls + 2 * config.cp + 4
+        more = (blueprint.layout.cp - 1) * blueprint.micro_batch_size  # merged
+        forward, backward = 2 * calls + 7 * more + 2, 5 * calls + 2 * blueprint.layout.cp + 4
     else:
-        w, several = widths(config.model, config.tp), config.micro_batch_size > 1
-        repeats_heads = w.key_heads < config.cp
+        w, several = widths(blueprint.model, blueprint.layout.tp), blueprint.micro_batch_size > 1
+        repeats_heads = w.key_heads < blueprint.layout.cp
         forward = 5 + 2 * repeats_heads
-        backward = 7 + 2 * (w.key_heads > config.cp) + several
+        backward = 7 + 2 * (w.key_heads > blueprint.layout.cp) + several
         if repeats_heads:  # the gradients of a head's copies are summed
-            backward = 8 + (w.heads > config.cp) + several
+            backward = 8 + (w.heads > blueprint.layout.cp) + several
     again = rank.recomputed_layers * repeats * (forward - kept)
     # Positions of the shard and their cos and sin; learned ones are looked up by the embedding.
-    positions = 3 * len(rank.stages) * (config.model.position_embedding == "rope")
+    positions = 3 * len(rank.stages) * (blueprint.model.position_embedding == "rope")
     return rank.layer_count * (forward + backward) + again + positions
 
 
@@ -109,12 +110,12 @@ def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> in
 
 def _blocks(rank: PipelineRank, copies: int) -> int:
     """Counts launches of one micro-batch between GEMMs, with contiguous copies around them."""
-    model, layer, more = rank.config.model, rank.layer, rank.recomputed_layers
+    model, layer, more = rank.blueprint.model, rank.layer, rank.recomputed_layers
     again = _forward(layer.repeated, copies)
     found = more * (_forward(layer.ops, copies) + _backward(layer.ops, copies) + again)
     plain = _forward(layer.plain, copies) + _backward(layer.plain, copies)
     found += (rank.layer_count - more) * plain
-    learned, norm = _adds_positions(rank.config), NORMS[model.norm]
+    learned, norm = _adds_positions(rank.blueprint), NORMS[model.norm]
     last = norm.forward + norm.backward + rank.fully_sharded  # the head's norm
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
@@ -129,25 +130,25 @@ def _backward(ops: Sequence[Op], copies: int) -> int:
 
 def _other(rank: PipelineRank, copies: int) -> int:
     """Counts launches of batch, embedding, executor and trainer."""
-    config, learned = rank.config, rank.config.model.position_embedding == "learned"
+    blueprint, learned = rank.blueprint, rank.blueprint.model.position_embedding == "learned"
     each = 3 * len(rank.stages) + 2 * rank.last + (4 if rank.first or rank.last else 1)
-    each += (7 + 10 * learned * rank.first) * (config.cp > 1)
+    each += (7 + 10 * learned * rank.first) * (blueprint.layout.cp > 1)
     if rank.first:
         each += 10 + learned + 2 * copies
     if rank.sends_slices:
         each += rank.neighbours(1) + rank.neighbours(-1)  # each message's slice is copied
-    return config.num_microbatches * each + 11 + rank.last
+    return blueprint.microbatches * each + 11 + rank.last
 
 
 def _sharding(rank: PipelineRank) -> int:
     """Counts FSDP2's copies of parameters into flat buffers and out of them, and of gradients."""
-    config, layers, count = rank.config, rank.layer_count, rank.config.num_microbatches
+    blueprint, layers, count = rank.blueprint, rank.layer_count, rank.blueprint.microbatches
     all_of, ends = len(rank.parameters), len(rank.ends)
     of_layers = all_of - ends + 2 * layers
     root = ends + 2 if ends else 0
-    every = config.ddp.reduces_every_microbatch(config.zero)
+    every = blueprint.data.every_microbatch
     units = layers + (ends > 0)
-    gathers = 2 * count * of_layers + root if config.zero == 3 else of_layers + root
+    gathers = 2 * count * of_layers + root if blueprint.data.zero == 3 else of_layers + root
     widened = 0 if every or count == 1 else all_of
     # Of a V the two ends have a backward each: a tied table two gradients, and where each backward
     # reduces there are two reductions.
@@ -159,9 +160,9 @@ def _sharding(rank: PipelineRank) -> int:
 
 def _optimizer(rank: PipelineRank) -> int:
     """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
-    config, segments = rank.config, flat_shards(rank)
+    blueprint, segments = rank.blueprint, flat_shards(rank)
     groups = len({segment.decays for segment in segments})  # AdamW's numbers of steps
-    found = 8 + groups * (config.optim.name == "adamw") + rank.is_tied_to_another
+    found = 8 + groups * (blueprint.optim.name == "adamw") + rank.is_tied_to_another
     found += _steps(rank, segments)
     shared = sum(s.shared > 0 for s in segments)
     found += 2 + shared if shared else 0
@@ -169,29 +170,29 @@ def _optimizer(rank: PipelineRank) -> int:
     if rank.fully_sharded:
         return found + 1 + rank.sp * (1 + replicated)
     in_place = (p.columns > 1 for p in rank.parameters)  # by its matmul or look-up
-    by_autograd = len(rank.parameters) - sum(in_place) + rank.first * _adds_positions(config)
+    by_autograd = len(rank.parameters) - sum(in_place) + rank.first * _adds_positions(blueprint)
     copies = len(segments) if rank.item < rank.grad_item else 0
-    found += len(buckets_of(rank)) + copies + config.num_microbatches * by_autograd
+    found += len(buckets_of(rank)) + copies + blueprint.microbatches * by_autograd
     return found + (1 + replicated if rank.sp and replicated else 0)
 
 
 def _steps(rank: PipelineRank, segments: Sequence[FlatShard]) -> int:
     """Counts launches of the norm and of the update over lists of tensors."""
-    config, found = rank.config, 0
+    blueprint, found = rank.blueprint, 0
     for counts in (True, False):
         mine = [s.numel for s in segments if s.tied != counts]
         # A list's norms, their stack and its sum of squares; the sum of none is a fill.
         found += (_over(mine, _LISTS["norm"]) + 1 + 3 * (not counts)) if mine else 0
     for decays in (True, False):
         mine = [s.numel for s in segments if s.decays == decays]
-        if mine and config.optim.state == "bf16":
+        if mine and blueprint.optim.state == "bf16":
             # Pieces are widened, stepped and rounded, by random bits of each tensor in them.
-            each = 6 if config.optim.name == "adamw" else 4
+            each = 6 if blueprint.optim.name == "adamw" else 4
             cut = (_pieces(rank, segment) for segment in segments if segment.decays == decays)
             found += sum(each * pieces + chunks for pieces, chunks in cut)
         elif mine:
-            found += _over(mine, _LISTS[config.optim.name])
-        if mine and config.optim.ema_decay is not None:
+            found += _over(mine, _LISTS[blueprint.optim.name])
+        if mine and blueprint.optim.ema_decay is not None:
             found += _over(mine, _LISTS["ema"])
     return found
 
@@ -217,7 +218,7 @@ def _pieces(rank: PipelineRank, segment: FlatShard) -> tuple[int, int]:
 
 def _full_rows(rank: PipelineRank, p: LocalParameter) -> Sequence[int]:
     """Returns the rows of each full tensor in a parameter of tp rank 0."""
-    model, w = rank.config.model, widths(rank.config.model, rank.layout.tp)
+    model, w = rank.blueprint.model, widths(rank.blueprint.model, rank.layout.tp)
     if ".attention.qkv." in p.name:
         return w.queries, w.keys, w.keys
     if ".mlp.up." in p.name:
@@ -248,6 +249,6 @@ def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
     return max(-(-len(kept) // tensors_a_launch), -(-chunks // _CHUNKS))
 
 
-def _adds_positions(config: Config) -> bool:
+def _adds_positions(blueprint: Blueprint) -> bool:
     """Whether learned positions are added as they are, which with cp are looked up."""
-    return config.model.position_embedding == "learned" and config.cp == 1
+    return blueprint.model.position_embedding == "learned" and blueprint.layout.cp == 1

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 import parallel3d
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
-from parallel3d.blueprint.stages import run_schedule
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.schedules.orders import StageAssignment as Stages
@@ -84,7 +84,7 @@ def measure(
     third = [seconds / count / 3 for seconds in compute]
     forward = tuple(c + w / 2 for c, w in zip(third, waits, strict=True))
     half = tuple(c + w / 4 for c, w in zip(third, waits, strict=True))
-    orders = run_schedule(config).orders
+    orders = Blueprint.of(config).program.schedule().orders
     line = time_orders(orders, Stages(layout.pp), Costs(forward, half, half, hop))
     ends = sum(price.dims[dim].seconds for dim in ("embedding", "world") if dim in price.dims)
     step = line.makespan + ends

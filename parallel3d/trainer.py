@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel3d.blueprint.stages import layers_of_stages, run_schedule, sends_slices
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import SINGLE, Group
@@ -166,6 +166,7 @@ class Trainer:
                 "context_parallel.style=auto must be gather, heads or ring for a Trainer of one's "
                 "own; the nearest is context_parallel.style=gather"
             )
+        self.blueprint = Blueprint.of(config)
         self.step_timer = StepTimer(self.device)
         self.groups = self.groups.observed(timer=self.step_timer)
         self.config, groups, model = config, self.groups, config.model
@@ -182,11 +183,9 @@ class Trainer:
         wide = torch.promote_types(self.dtype, torch.float32)
         # Deferred: the engine below draws the parameters that this rank keeps.
         initializer = Initializer(config.seed, wide, self.device, deferred=True)
-        context = BuildContext.of_run(config, initializer, groups.tp, groups.cp)
-        self.use(run_schedule(config))
-        placement = self.schedule.placement
-        layers = layers_of_stages(config)
-        self.stages = stages_of_rank(model, layers, placement, groups.pp.index, context)
+        context = BuildContext.of_run(self.blueprint, initializer, groups.tp, groups.cp)
+        self.use(self.blueprint.program.schedule())
+        self.stages = stages_of_rank(model, self.blueprint.stages_of(groups.pp.index), context)
         self.needs_batch = any(stage.first or stage.last for stage in self.stages)
         self.has_loss = self.stages[-1].last
         tied = [stage.tied_table for stage in self.stages if stage.tied_table is not None]
@@ -227,7 +226,7 @@ class Trainer:
     def _executor(self) -> Executor:
         """Creates the executor and sets the step timer's baseline latencies; collective."""
         config, groups, schedule = self.config, self.groups, self.schedule
-        sliced = sends_slices(config, accelerator.is_accelerator(self.device))
+        sliced = self.blueprint.sends_slices(accelerator.is_accelerator(self.device))
         sequence = config.local_seq_length // (groups.tp.size if config.sp else 1)
         hidden = (config.micro_batch_size, sequence, config.model.hidden_size)
         outputs = StageOutputs((hidden,), self.dtype, groups.tp if sliced else SINGLE)
@@ -235,7 +234,7 @@ class Trainer:
         route = P2PRoute(groups.pp, schedule.placement, groups.pp_backward)
         if config.launch.shared_memory:
             counts = map(config.microbatches_of, config.batch_sizes.sizes[:-1])
-            earlier = (run_schedule(config, count).plan() for count in counts)
+            earlier = (self.blueprint.program.schedule(count).plan() for count in counts)
             plans = schedule.plan(), schedule.forwards(), *earlier
             channel = SharedP2P.of_plans(plans, route, message, config.launch.timeout_s)
         latency = measure_baseline_latency(groups, message, channel)
@@ -299,7 +298,7 @@ class Trainer:
         if config.train.batch_schedule is None or batch == self.batch:
             return
         count, forwards = config.microbatches_of(batch), self.forwards
-        self.use(run_schedule(config, count))
+        self.use(self.blueprint.program.schedule(count))
         self.batch, self.forwards = batch, forwards
         self.train_batches.resize(count, batch)
         self.noise.batch = batch

@@ -14,8 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel3d.blueprint.stages import has_whole_backwards
-from parallel3d.config.schema import Config
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import SENDS
 from parallel3d.schedules.schedule import Schedule, make
@@ -57,11 +56,12 @@ def _schedule(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: 
     return made.with_whole_backwards() if whole_backwards else made
 
 
-def states_of(config: Config, rank: int, microbatches: int | None = None) -> Seen:
+def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) -> Seen:
     """Returns the states of `rank` along pp in a step of the run's micro-batches, or of so many."""
-    count = config.num_microbatches if microbatches is None else microbatches
-    whole = has_whole_backwards(config)
-    return _states(config.schedule.name, config.pp, config.vpp, count, rank, whole)
+    program = blueprint.program
+    count = program.microbatches if microbatches is None else microbatches
+    whole = program.whole_backwards
+    return _states(program.name, program.ranks, program.chunks, count, rank, whole)
 
 
 @functools.lru_cache(maxsize=4096)

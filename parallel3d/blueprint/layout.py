@@ -33,7 +33,7 @@ class Layout:
     rank = Σ index(d) · stride(d); the first name in `order` has stride 1 (Narayanan et al. 2021,
     §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
 
-    `loops`: how often a pipeline's stages loop over its ranks (`balance.layout_with_loops`); with
+    `loops`: how often a pipeline's stages loop over its ranks (`Blueprint.looped_layout`); with
     more than one the last rank sends to the first.
 
     Raises ValueError for a size or number of loops below one, or another `order`.

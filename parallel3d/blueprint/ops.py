@@ -13,8 +13,7 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.config.values import parts_of
+from parallel3d.config.schema import ModelConfig
 
 Number = Any  # int, float or a numpy array
 
@@ -195,10 +194,9 @@ class LayerOps(NamedTuple):
     plain: list[Op]
 
 
-def ops_of_run(config: Config) -> LayerOps:
-    """Returns the operations of a layer with the run's tp, sp and recomputation."""
-    sp = config.sp and config.tp > 1
-    return cached_ops(widths(config.model, config.tp, sp), parts_of(config.recompute))
+def ops_of(model: ModelConfig, tp: int, sp: bool, recompute: frozenset[str]) -> LayerOps:
+    """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed."""
+    return cached_ops(widths(model, tp, sp), recompute)
 
 
 @functools.lru_cache(maxsize=1024)

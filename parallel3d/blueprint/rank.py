@@ -4,111 +4,87 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.buckets import (
     assign,
     is_hidden,
     padded_numel,
 )
-from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import LayerOps, ops_of_run, widths
+from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.parameters import TABLE, TABLES, LocalParameter, stage_parameters
-from parallel3d.blueprint.sizes import heads_at_once, loss_chunks, offloading, recomputing
-from parallel3d.blueprint.stages import layers_of_stages, placement_of, sends_slices
-from parallel3d.config.schema import Config
-from parallel3d.schedules.orders import StageAssignment
+from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-
-
-class LocalStage(NamedTuple):
-    """One stage of a rank.
-
-    Attributes:
-        again: its layers, the first ones, whose backward repeats a part of the forward.
-        away: its layers, the first ones, that are offloaded.
-    """
-
-    layers: range
-    again: int
-    away: int
-    first: bool
-    last: bool
 
 
 class PipelineRank:
     """One rank of a pipeline with all of its stages, and the sizes that follow.
 
     Args:
-        config: its tp, cp, pp and dp are `layout`'s.
         index: along pp.
-        stages: by chunk.
         data_rank: index along dp_cp, which decides its shards under zero=1.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        index: int,
-        placement: StageAssignment,
-        stages: Sequence[LocalStage],
-        layer: LayerOps,
-        data_rank: int = 0,
-    ) -> None:
-        self.config, self.layout, self.index, self.placement = config, layout, index, placement
-        self.stages, self.layer, self.data_rank = stages, layer, data_rank
-        model, tp, self.replicas = config.model, layout.tp, layout.dp_cp
-        self.layer_count = sum(len(stage.layers) for stage in stages)
-        self.recomputed_layers = sum(stage.again for stage in stages)
-        self.first = any(stage.first for stage in stages)
-        self.last = any(stage.last for stage in stages)
-        self.sp = config.sp and tp > 1
-        self.on_accelerator = config.device != "cpu"  # device=auto is planned for GPUs
-        self.sends_slices = sends_slices(config, self.on_accelerator)
-        self.fully_sharded = config.zero > 1 and self.replicas > 1  # by FSDP2
-        self.shards = self.replicas if config.zero else 1  # ranks that divide the optimizer's state
+    def __init__(self, blueprint: Blueprint, index: int, data_rank: int = 0) -> None:
+        self.blueprint = blueprint
+        self.index = index
+        self.data_rank = data_rank
+        self.layout = blueprint.layout
+        self.assignment = blueprint.assignment
+        self.layer = blueprint.ops
+        self.stages = blueprint.stages_of(index)
+        model, tp, zero = blueprint.model, self.layout.tp, blueprint.data.zero
+        self.replicas = self.layout.dp_cp
+        self.layer_count = sum(len(stage.layers) for stage in self.stages)
+        self.recomputed_layers = sum(stage.recomputed for stage in self.stages)
+        self.first = any(stage.first for stage in self.stages)
+        self.last = any(stage.last for stage in self.stages)
+        self.sp = blueprint.sequence_parallel
+        self.on_accelerator = blueprint.device != "cpu"  # device=auto is planned for GPUs
+        self.sends_slices = blueprint.sends_slices(self.on_accelerator)
+        self.fully_sharded = zero > 1 and self.replicas > 1  # by FSDP2
+        self.shards = self.replicas if zero else 1  # ranks that divide the optimizer's state
         # Bytes of an element of activations, and of accumulated gradients: fp32 or better.
-        self.item = ACTIVATION_BYTES[config.precision.name]
+        self.item = ACTIVATION_BYTES[blueprint.precision.name]
         self.grad_item = max(4, self.item)
-        # Of a micro-batch: tokens, bytes of all hidden states (b, s, h), and of the residual stream
-        # on this rank; whether collectives need contiguous copies.
-        self.tokens = config.micro_batch_size * config.local_seq_length
+        # Tokens of a micro-batch, bytes of all its hidden states (b, s, h), and of the residual
+        # stream on this rank; whether collectives need contiguous copies.
+        self.tokens = blueprint.micro_batch_size * blueprint.local_seq_length
         self.hidden = self.tokens * model.hidden_size * self.item
         self.stream = self.hidden / (tp if self.sp else 1)
-        self.copies = self.sp and config.micro_batch_size > 1
+        self.copies = self.sp and blueprint.micro_batch_size > 1
         # Columns of the logits that this rank computes the loss of.
         self.columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
 
     @property
     def accumulates(self) -> bool:
         """Whether FSDP2 keeps whole gradients until the last backward, which reduces them."""
-        every = self.config.ddp.reduces_every_microbatch(self.config.zero)
-        return self.fully_sharded and not every and self.config.num_microbatches > 1
+        every = self.blueprint.data.every_microbatch
+        return self.fully_sharded and not every and self.blueprint.microbatches > 1
 
     @property
     def loss_chunks(self) -> Mapping[int, int]:
         """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
         return loss_chunks(
-            self.tokens, self.columns, self.config.loss.chunk_tokens, item=self.item,
+            self.tokens, self.columns, self.blueprint.loss.chunk_tokens, item=self.item,
             on_accelerator=self.on_accelerator,
         )  # fmt: skip
 
     @cached_property
     def head_groups(self) -> int:
         """Sets of key-value heads that context parallelism by gathering takes one by one."""
-        w = widths(self.config.model, self.layout.tp)
-        of_head = 2 * self.tokens * self.config.model.head_size * self.item
+        w = widths(self.blueprint.model, self.layout.tp)
+        of_head = 2 * self.tokens * self.blueprint.model.head_size * self.item
         return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
 
     @property
     def mlp_chunks(self) -> int:
         """Chunks in which the MLP of a recomputed layer runs."""
-        length = self.config.local_seq_length // (self.layout.tp if self.sp else 1)
-        return -(-length // -(-length // self.config.mlp_chunks))
+        length = self.blueprint.local_seq_length // (self.layout.tp if self.sp else 1)
+        return -(-length // -(-length // self.blueprint.layer.mlp_chunks))
 
     @property
     def is_tied_to_another(self) -> bool:
@@ -117,12 +93,12 @@ class PipelineRank:
 
     def neighbours(self, offset: int) -> int:
         """Counts its stages whose next (+1) or previous (-1) stage is on another rank."""
-        around = (self.placement.neighbour(self.index, c, offset) for c in range(len(self.stages)))
+        around = (self.assignment.neighbour(self.index, c, offset) for c in range(len(self.stages)))
         return sum(place is not None and place[0] != self.index for place in around)
 
-    def held(self, stage: LocalStage, layers: range) -> list[LocalParameter]:
+    def held(self, stage: StageBlueprint, layers: range) -> list[LocalParameter]:
         """Returns the parameters of a stage with these of its layers; a table once on a rank."""
-        model, tp, ends = self.config.model, self.layout.tp, (stage.first, stage.last)
+        model, tp, ends = self.blueprint.model, self.layout.tp, (stage.first, stage.last)
         return stage_parameters(model, tp, layers, *ends, borrows_table=self.first)
 
     @cached_property
@@ -138,14 +114,14 @@ class PipelineRank:
     @cached_property
     def layer_numel(self) -> int:
         """Elements of one layer."""
-        model, tp = self.config.model, self.layout.tp
+        model, tp = self.blueprint.model, self.layout.tp
         return sum(p.numel for p in stage_parameters(model, tp, range(1), False, False))
 
     @property
     def end_numel(self) -> int:
         return sum(p.numel for p in self.ends)
 
-    def ends_read(self, stage: LocalStage) -> list[LocalParameter]:
+    def ends_read(self, stage: StageBlueprint) -> list[LocalParameter]:
         """Returns the parameters of embedding and head that a stage reads: its own, and a tied
         table that the rank's first stage holds."""
         ends = self.held(stage, range(0))
@@ -162,31 +138,6 @@ class PipelineRank:
         return [parameter for chunk in self.chunks for parameter in chunk]
 
 
-def pipeline_ranks(
-    config: Config, layout: Layout, data_rank: int = 0, chosen: Sequence[int] | None = None
-) -> list[PipelineRank]:
-    """Returns the ranks of a pipeline, or those of the `chosen` indices along pp; tp, cp, pp and dp
-    are the layout's."""
-    config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
-    placement, split = placement_of(config), layers_of_stages(config)
-    last, layer = placement.stages - 1, ops_of_run(config)
-
-    def stage(index: int, chunk: int) -> LocalStage:
-        number = placement.stage(index, chunk)
-        layers = split[number]
-        again = recomputing(config.recompute_layers, number, len(layers)) if layer.repeated else 0
-        away = offloading(config.offload_layers, number, len(layers))
-        return LocalStage(layers, again, away, number == 0, number == last)
-
-    return [
-        PipelineRank(
-            config, layout, index, placement,
-            tuple(stage(index, chunk) for chunk in range(placement.chunks)), layer, data_rank,
-        )
-        for index in (range(layout.pp) if chosen is None else chosen)
-    ]  # fmt: skip
-
-
 def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
     """Returns the parameters of each bucket, as they lie in it: chunk by chunk, that of the last
     layers, whose gradients are ready first, before the others."""
@@ -195,7 +146,7 @@ def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
         ready = chunk[::-1]
         sizes = [p.numel * rank.grad_item for p in ready]
         alone = [i for i, p in enumerate(ready) if p.tied and rank.is_tied_to_another]
-        buckets = assign(sizes, rank.config.ddp.bucket_cap_mb, alone, rank.on_accelerator)
+        buckets = assign(sizes, rank.blueprint.data.bucket_cap_mb, alone, rank.on_accelerator)
         found += [[ready[i] for i in reversed(members)] for members in buckets]
     return found
 

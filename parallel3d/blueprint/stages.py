@@ -1,4 +1,4 @@
-"""Layers of each pipeline stage, balanced by cost or as configured, and the run's schedule."""
+"""Layers of each pipeline stage, balanced by cost or as given."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import functools
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 
-from parallel3d.blueprint.layout import Layout, layout_of
-from parallel3d.blueprint.ops import flops, layer_flops, ops_of_run
+from parallel3d.blueprint.ops import flops, layer_flops, ops_of
 from parallel3d.blueprint.sizes import recomputing
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.values import parts_of
 from parallel3d.errors import UserError
-from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
-from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
-from parallel3d.schedules.walk import RankWork, Weights
+from parallel3d.schedules.walk import Weights
 
 
 @functools.lru_cache(maxsize=1024)  # a search asks often for the same
@@ -117,7 +114,9 @@ class StageWeights:
 
     @classmethod
     def of_run(cls, config: Config, balances: bool = False) -> StageWeights:
-        model, given, ops = config.model, config.schedule.layers_per_stage, ops_of_run(config)
+        model, given = config.model, config.schedule.layers_per_stage
+        sp, recompute = config.sp and config.tp > 1, parts_of(config.recompute)
+        ops = ops_of(model, config.tp, sp, recompute)
         again = flops(ops.repeated, model.seq_length) / flops(ops.ops, model.seq_length)
         return cls(
             model.num_layers,
@@ -149,81 +148,3 @@ class StageWeights:
             (n / of_rank, more / of_rank, twice / of_rank)
             for n, more, twice in zip(counts, extras, again, strict=True)
         ]
-
-
-def run_schedule(config: Config, microbatches: int | None = None) -> Schedule:
-    """Returns the schedule of `schedule=…` for the run's micro-batches, or as many as are given.
-
-    Raises UserError if there is no such schedule (see `choose.wanted`).
-    """
-    count = config.num_microbatches if microbatches is None else microbatches
-    name, file = config.schedule.name, config.schedule.file
-    found = wanted(name, config.pp, count, config.vpp, file, *_costs(config))
-    return found.with_whole_backwards() if has_whole_backwards(config) else found
-
-
-def has_whole_backwards(config: Config) -> bool:
-    """Whether no schedule of the run splits its backwards: FSDP2 reduces in the backward what
-    gradients are there."""
-    return config.zero > 1 and config.cp * (config.dp or 1) > 1
-
-
-def sends_slices(config: Config, on_accelerator: bool) -> bool:
-    """Whether each tensor rank sends only its slice of the hidden states to the next stage:
-    Megatron's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1). Needs equal states,
-    so no `sp`."""
-    if config.sp or config.tp == 1 or config.pp == 1 or config.model.seq_length % config.tp:
-        return False
-    wanted = config.schedule.slices
-    return on_accelerator if wanted is None else wanted
-
-
-def why_chosen(config: Config) -> str:
-    """Describes the schedule that schedule=auto found, and the next best ones."""
-    return chosen(config.pp, config.num_microbatches, config.vpp, *_costs(config)).why
-
-
-def _costs(config: Config) -> tuple[RankWork, float]:
-    keys = config.schedule
-    forward, input, weight = keys.costs
-    work = RankWork(forward, input, weight, keys.hop, StageWeights.of_run(config))
-    return work, 1.0 if keys.memory is None else keys.memory
-
-
-def placement_of(config: Config) -> StageAssignment:
-    """Returns the run's stage assignment: vpp stages per rank, in loops or as a V."""
-    name = config.schedule.name
-    if name not in NAMED_SCHEDULES:
-        return run_schedule(config).placement
-    return StageAssignment(config.pp, config.vpp, "v" if name in V_SHAPED else "loop")
-
-
-def layout_with_loops(config: Config) -> Layout:
-    """Returns `layout_of` with the number of times that the stages loop over the ranks."""
-    placement = placement_of(config)
-    loops = 1 if placement.shape == "v" else placement.chunks
-    return replace(layout_of(config), loops=loops)
-
-
-def layers_by_stage(config: Config) -> tuple[int, ...]:
-    """Returns how many layers each stage has, given or balanced by cost.
-
-    Raises UserError if the given split does not fit the model, or a stage would be empty.
-    """
-    model, given, placement = config.model, config.schedule.layers_per_stage, placement_of(config)
-    if given is not None:
-        return checked_split(given, model.num_layers, placement)
-    cost, head = layer_flops(model), head_cost(model)
-    return balance_chunks(cost, model.num_layers, placement, last_extra=head)
-
-
-def layers_of_stages(config: Config) -> list[range]:
-    """Returns the global layer numbers of every stage; see `layers_by_stage`."""
-    counts = layers_by_stage(config)
-    return [range(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
-
-
-def recompute_forwards(config: Config) -> list[float]:
-    """Returns, by stage, how many times its layers' forward its backward repeats."""
-    weights = StageWeights.of_run(config)(placement_of(config))
-    return [again / part for part, _, again in weights or ()]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.exchange import all_gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.eval_rows import (
@@ -60,7 +61,7 @@ def evaluate(config: Config, worker: Worker) -> None:
     rows = read_rows(config.eval.tasks)
     requests = requests_of(rows, open_tokenizer(config.data.tokenizer or BYTE), config)
     worker.phase = "loading the checkpoint"
-    stage = blank_stage(config, groups, device)
+    stage = blank_stage(Blueprint.of(config), groups, device)
     manifest = load_newest(EVAL, config, stage, groups)
     worker.phase = "scoring"
     scores = scores_of(requests, stage, groups, config)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.checkpoint.manifest import KINDS, DamagedCheckpoint, Manifest, UnreadableCheckpoint
 from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
@@ -32,7 +33,7 @@ def generate(config: Config, worker: Worker) -> None:
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
     worker.phase = "loading the checkpoint"
-    stage = blank_stage(config, groups, device)
+    stage = blank_stage(Blueprint.of(config), groups, device)
     manifest = load_newest(GENERATE, config, stage, groups)
     if worker.rank == 0:
         weights = ", weights=ema" if config.generate.weights == "ema" else ""

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parallel3d.blueprint.stages import layers_of_stages, recompute_forwards
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import print_line
 from parallel3d.files import replace_durably
@@ -47,8 +46,8 @@ def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
         _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
             hop = trainer.step_timer.baseline_latency.get("pp", 0.0)
-            layers = layers_of_stages(trainer.config)
-            recomputed = recompute_forwards(trainer.config)
+            layers = [stage.layers for stage in trainer.blueprint.stages]
+            recomputed = trainer.blueprint.recompute_forwards()
             costs = measured_costs(measured, trainer.schedule, layers, recomputed)
             print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
     return result

@@ -13,9 +13,9 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import parameter_count
-from parallel3d.blueprint.stages import why_chosen
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
@@ -213,13 +213,13 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         print_line("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.schedule.name == "auto":
-        print_line(f"schedule=auto: {why_chosen(config)}")
+        print_line(f"schedule=auto: {Blueprint.of(config).program.why_chosen()}")
     if config.cp > 1 and config.context_parallel.style == "auto":
         seconds = style_seconds(config)
         waits = ", ".join(f"{style} {1e3 * s:.3g} ms" for style, s in seconds.items())
         chosen = with_style(config).context_parallel.style
         print_line(f"context_parallel.style=auto: {chosen}; a layer waits {waits} a micro-batch")
-    if avoids_cudnn(config, device):
+    if avoids_cudnn(Blueprint.of(config), device):
         print_line(
             "attention_kernel=auto: not cuDNN's, as PyTorch issue 193893 has it wrong on this GPU "
             f"with fewer than {LEAST_KV_HEADS} key-value heads"

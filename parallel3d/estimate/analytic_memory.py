@@ -10,15 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.buckets import LOOKUP_TOKENS, PIECE
 from parallel3d.blueprint.in_flight import states_of
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import Op, kept, widths
 from parallel3d.blueprint.parameters import TABLE
-from parallel3d.blueprint.rank import LocalStage, PipelineRank, flat_shards
-from parallel3d.blueprint.stages import layers_of_stages, placement_of
+from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.config.schema import Config
-from parallel3d.estimate.search import LayoutChoice, configure, planned_ranks
+from parallel3d.estimate.search import LayoutChoice, configure, planned
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
 
@@ -29,13 +28,11 @@ def peak_stage(config: Config) -> tuple[int, RankMemory]:
     Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
     have more: only the ends, the middle, and the first rank of most layers are looked at.
     """
-    counts = [0] * config.pp
-    for (index, _), layers in zip(
-        placement_of(config).places, layers_of_stages(config), strict=True
-    ):
-        counts[index] += len(layers)
+    blueprint = planned(config)
+    pp = blueprint.layout.pp
+    counts = [sum(len(stage.layers) for stage in blueprint.stages_of(i)) for i in range(pp)]
     most = counts.index(max(counts))
-    seen = sorted({0, min(1, config.pp - 1), config.pp // 2, config.pp - 1, most})
+    seen = sorted({0, min(1, pp - 1), pp // 2, pp - 1, most})
     found = zip(seen, peak_memories(config, seen), strict=True)
     return max(found, key=lambda pair: pair[1].total)
 
@@ -92,7 +89,8 @@ def peak_memory(config: Config, index: int) -> RankMemory:
 
 def peak_memories(config: Config, indices: Sequence[int]) -> list[RankMemory]:
     """Returns `peak_memory` of some ranks of a pipeline."""
-    ranks = planned_ranks(config, layout_of(config), chosen=indices)
+    blueprint = planned(config)
+    ranks = [PipelineRank(blueprint, index) for index in indices]
     layer, head, found = layer_bytes(ranks[0]), head_bytes(ranks[0]), []
     for rank in ranks:
         peaks = [*_peaks(rank, layer, head), _of_optimizer(rank)]
@@ -103,7 +101,7 @@ def peak_memories(config: Config, indices: Sequence[int]) -> list[RankMemory]:
 def _of_optimizer(rank: PipelineRank) -> RankMemory:
     """Returns the memory beside the state while the optimizer steps: of states in bf16 those of a
     piece in fp32, and random bits."""
-    if rank.config.optim.state != "bf16":
+    if rank.blueprint.optim.state != "bf16":
         return RankMemory()
     widest = max((s.numel for s in flat_shards(rank)), default=0)
     return RankMemory(buffers=3.0 * WIDE * min(PIECE, widest), phase="optimizer")
@@ -111,24 +109,24 @@ def _of_optimizer(rank: PipelineRank) -> RankMemory:
 
 def _state(rank: PipelineRank) -> RankMemory:
     """Returns the memory between steps, and during them under zero 0 and 1."""
-    config, item, wide, dp = rank.config, rank.item, rank.grad_item, rank.replicas
+    blueprint, item, wide, dp = rank.blueprint, rank.item, rank.grad_item, rank.replicas
     numel = rank.layer_numel * rank.layer_count + rank.end_numel
-    cut, spread = dp if config.zero > 0 else 1, dp if config.zero > 1 else 1
-    moments_ = 1 if config.optim.name == "sgd" else 2
-    moment = 2 if config.optim.state == "bf16" else wide
-    average = wide * (config.optim.ema_decay is not None)
+    cut, spread = dp if blueprint.data.zero > 0 else 1, dp if blueprint.data.zero > 1 else 1
+    moments_ = 1 if blueprint.optim.name == "sgd" else 2
+    moment = 2 if blueprint.optim.state == "bf16" else wide
+    average = wide * (blueprint.optim.ema_decay is not None)
     return RankMemory(
         parameters=0.0 if spread > 1 else float(item * numel),
         gradients=wide * numel / spread,
         masters=0.0 if item >= WIDE and spread == 1 else wide * numel / cut,
         optimizer=(moments_ * moment + average) * numel / cut,
-        buffers=rotary_bytes(config) * config.vpp,
+        buffers=rotary_bytes(blueprint) * blueprint.program.chunks,
     )
 
 
 def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[RankMemory]:
     """Yields the peaks of each kind of action on each stage, beside the state."""
-    config, stream, sharded = rank.config, rank.stream, rank.fully_sharded
+    stream, sharded = rank.stream, rank.fully_sharded
     end = head.kept + sharded * _cast_table(rank)  # each forward computes its gradient
     kept = [_kept(stage, layer) for stage in rank.stages]
     held = [n + end * stage.last for n, stage in zip(kept, rank.stages, strict=True)]
@@ -136,7 +134,7 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
     message = stream / (rank.layout.tp if rank.sends_slices else 1)
     left = _left_by_backwards(rank) if sharded else {}
     extras = [fsdp_memory(rank, stage) if sharded else {} for stage in rank.stages]
-    for (kind, chunk), seen in states_of(config, rank.index).items():
+    for (kind, chunk), seen in states_of(rank.blueprint, rank.index).items():
         if kind == Kind.W:  # no peak
             continue
         stage = rank.stages[chunk]
@@ -163,23 +161,23 @@ def _peaks(rank: PipelineRank, layer: LayerBytes, head: HeadBytes) -> Iterator[R
             yield peak if beside is None else peak.plus(beside)
 
 
-def _kept(stage: LocalStage, layer: LayerBytes) -> float:
+def _kept(stage: StageBlueprint, layer: LayerBytes) -> float:
     """Returns the activation bytes of a stage's layers between a micro-batch's forward and
     backward, on the device."""
-    kept = stage.again * layer.kept + (len(stage.layers) - stage.again) * layer.plain
+    kept = stage.recomputed * layer.kept + (len(stage.layers) - stage.recomputed) * layer.plain
     return kept - sum(_moved(stage, layer))
 
 
-def _moved(stage: LocalStage, layer: LayerBytes, turns: bool = False) -> list[float]:
+def _moved(stage: StageBlueprint, layer: LayerBytes, turns: bool = False) -> list[float]:
     """Returns the bytes that each offloaded layer copies to the host; `turns`: the micro-batch's
     backward follows its forward, and the stage's last layer stays."""
-    away = min(stage.away, len(stage.layers) - turns)
-    return [layer.moved if i < stage.again else layer.moved_plain for i in range(away)]
+    away = min(stage.offloaded, len(stage.layers) - turns)
+    return [layer.moved if i < stage.recomputed else layer.moved_plain for i in range(away)]
 
 
 def _temporary(
     rank: PipelineRank,
-    stage: LocalStage,
+    stage: StageBlueprint,
     kind: Kind,
     kept: float,
     layer: LayerBytes,
@@ -190,16 +188,16 @@ def _temporary(
     stream, whole, sp, layers = rank.stream, rank.hidden, rank.sp, len(stage.layers)
     # Of offloaded layers the one that computes and its neighbour are on the device, and unless the
     # backward follows its forward one of the next action.
-    one, whole_stage = max(_moved(stage, layer), default=0.0), stage.away == layers
+    one, whole_stage = max(_moved(stage, layer), default=0.0), stage.offloaded == layers
     ahead = 0.0 if turns_around(rank, stage) else one
     if kind == Kind.F:
-        near = one * max(0, min(2, 2 - layers + stage.away, stage.away))
+        near = one * max(0, min(2, 2 - layers + stage.offloaded, stage.offloaded))
         found = {"forward": kept + near + ahead + layer.forward}
         if stage.last:
             states = kept + one * whole_stage + ahead + head.states
             found |= {"cast": states, "head": states}
         return found
-    near = one * min(1 + whole_stage, stage.away)
+    near = one * min(1 + whole_stage, stage.offloaded)
     received = stream if stage.last else 0.0  # computed and kept by the head
     before = kept / layers  # of a layer whose backward is done
     if kind == Kind.B:
@@ -248,7 +246,7 @@ BEHIND = (*REDUCES, *ENDS)
 def _cast_table(rank: PipelineRank) -> float:
     """Returns the bytes of the head's weight in the compute type, as its gradient is before its
     reduction; 0 on ranks without the head."""
-    model = rank.config.model
+    model = rank.blueprint.model
     return rank.item * (model.padded_vocab_size // rank.layout.tp * model.hidden_size) * rank.last
 
 
@@ -263,31 +261,31 @@ def _left_by_backwards(rank: PipelineRank) -> dict[int, RankMemory]:
             if stage.first and not stage.last and rank.last and rank.table.tied:
                 ends -= rank.table.numel  # the last stage's backward is before
             found[chunk] = RankMemory(gradients=float(WIDE * (one * len(stage.layers) + ends)))
-        elif rank.config.num_microbatches > 1 and len(rank.stages) == 1:
+        elif rank.blueprint.microbatches > 1 and len(rank.stages) == 1:
             found[chunk] = RankMemory(buffers=float(WIDE * (ends or one)))
     return found
 
 
-def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
+def fsdp_memory(rank: PipelineRank, stage: StageBlueprint) -> dict[str, RankMemory]:
     """Returns FSDP2's bytes by moment of an action on a stage."""
-    config, item, dp, layers = rank.config, rank.item, rank.replicas, len(stage.layers)
+    blueprint, item, dp, layers = rank.blueprint, rank.item, rank.replicas, len(stage.layers)
     one, first = rank.layer_numel, stage.first
     ends = sum(p.numel for p in rank.ends_read(stage))
     weights = {
         op.name: item * op.inputs * op.outputs for op in rank.layer.plain if op.kind == "gemm"
     }
     cast = float(_cast_table(rank) * stage.last)
-    once = config.num_microbatches == 1
+    once = blueprint.microbatches == 1
     sums, own = float(WIDE * one), float(item * one)
-    gathered = own if config.zero == 3 else 0.0
+    gathered = own if blueprint.data.zero == 3 else 0.0
     # Stage 2 frees a layer after its last backward: the first ones reduce it while it is whole.
-    stays = own if config.zero == 2 and not once and not rank.accumulates else 0.0
-    others = 0 if config.zero == 3 else one * (rank.layer_count - 1)
+    stays = own if blueprint.data.zero == 2 and not once and not rank.accumulates else 0.0
+    others = 0 if blueprint.data.zero == 3 else one * (rank.layer_count - 1)
     whole = float(item * (others + rank.end_numel))
     ahead, late = gathered * (layers > 1), gathered * (layers > 2)
     head = whole + own - gathered
     wide = 0.0 if rank.accumulates else own  # the layer's gradients, before the cast to fp32
-    last = own if config.zero == 3 or once else 0.0
+    last = own if blueprint.data.zero == 3 or once else 0.0
     found = {
         "forward": RankMemory(whole + own, buffers=last),
         "head": RankMemory(head, buffers=last, activations=2 * cast),
@@ -311,7 +309,7 @@ def fsdp_memory(rank: PipelineRank, stage: LocalStage) -> dict[str, RankMemory]:
         of_layers["later"] = whole + gathered + stays, later
     for moment, (parameters, buffers) in of_layers.items():
         found[moment] = RankMemory(parameters, buffers=buffers, activations=cast)
-    model = config.model
+    model = blueprint.model
     table = item * model.hidden_size * model.padded_vocab_size / rank.layout.tp * first
     start = 0.0 if once else head
     if both:
@@ -356,14 +354,14 @@ def bytes_moved(rank: PipelineRank, ops: Sequence[Op]) -> float:
     return sum(size for size in sizes if size >= OFFLOADED_BYTES)
 
 
-def turns_around(rank: PipelineRank, stage: LocalStage) -> bool:
+def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
     """Whether a micro-batch's backward on the stage follows its forward."""
-    return stage.last and rank.config.schedule.name != "gpipe"
+    return stage.last and rank.blueprint.program.name != "gpipe"
 
 
 def host_memory(config: Config, index: int) -> float:
     """Returns the bytes of pinned memory that rank `index` along pp offloads activations to."""
-    [rank] = planned_ranks(config, layout_of(config), chosen=[index])
+    rank = PipelineRank(planned(config), index)
     layer, waiting, running = layer_bytes(rank), [], []
     for stage in rank.stages:
         turns = turns_around(rank, stage)
@@ -373,7 +371,7 @@ def host_memory(config: Config, index: int) -> float:
         back = -max(slabs, default=0)
         forward = sum(slabs) + back * (not turns)
         running.append({Kind.F: forward, Kind.B: back, Kind.I: back, Kind.W: 0})
-    seen = states_of(config, index).items()
+    seen = states_of(rank.blueprint, index).items()
     most = max((s.live @ waiting).max() + running[chunk][kind] for (kind, chunk), s in seen)
     return SLAB_BYTES * float(most)
 
@@ -434,7 +432,7 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
         (whole + inner) * sp, up, (stream * copies + (2 + copies) * whole + stream) * sp - inner
     )
     halved = whole * sp + inner + up
-    if rank.mlp_chunks > 1 and rank.config.recompute_layers is None:
+    if rank.mlp_chunks > 1 and not rank.blueprint.recompute_layers:
         # Results, or gradients, of all chunks beside one chunk's tensors; or attention's q, k, v,
         # result and all of their gradients, or that of its input, gathered and not yet reduced.
         sizes = {op.name: row * op.outputs for op in layer.plain}
@@ -452,7 +450,7 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
     qkv, queries = row * layer.ops[at].inputs, row * layer.ops[at].outputs
     later = layer.ops[at + 1 :]
     split = ContextBytes(0.0, 0.0, qkv + queries)
-    if rank.config.cp > 1:
+    if rank.blueprint.layout.cp > 1:
         split = context_bytes(rank)
         plain, moved_plain = plain + split.kept, moved_plain + split.kept
         if "attention" not in twice:
@@ -465,7 +463,7 @@ def layer_bytes(rank: PipelineRank) -> LayerBytes:
         before = [op for op in layer.repeated if op.name.startswith("attention")]
         here = stream + split.backward + split.gathered - free - again
         here += bytes_kept(rank, before) + qkv * bool(before)
-    if rank.config.cp > 1:
+    if rank.blueprint.layout.cp > 1:
         first, halved = max(first, here), max(halved, here)
     return LayerBytes(
         kept, plain, moved, moved_plain, deferred, forward, first, halved, here, again, inner
@@ -487,18 +485,19 @@ class ContextBytes(NamedTuple):
 
 
 def context_bytes(rank: PipelineRank) -> ContextBytes:
-    config, w, wide = rank.config, widths(rank.config.model, rank.layout.tp), max(WIDE, rank.item)
+    blueprint, wide = rank.blueprint, max(WIDE, rank.item)
+    w = widths(blueprint.model, rank.layout.tp)
     token = rank.tokens * rank.item
     queries, own, times = token * w.queries, 2 * token * w.keys, wide / rank.item
     result = times * queries + wide * rank.tokens * w.heads  # merged in fp32 or better
-    if config.context_parallel.style == "heads":  # kept with parts of the heads too
-        copies = max(config.cp / w.key_heads, 1)
+    if blueprint.layer.cp_style == "heads":  # kept with parts of the heads too
+        copies = max(blueprint.layout.cp / w.key_heads, 1)
         return ContextBytes(queries + (copies - 1) * own, 0.0, 3 * queries)
-    if config.context_parallel.style == "ring":
+    if blueprint.layer.cp_style == "ring":
         return ContextBytes(0.0, 0.0, result + queries + 3 * (1 + times) * own)
-    some, several = config.cp * own / rank.head_groups, rank.head_groups > 1
+    some, several = blueprint.layout.cp * own / rank.head_groups, rank.head_groups > 1
     keeps = any(op.kind == "attention" for op in rank.layer.repeated)
-    gathered = config.cp * own * keeps
+    gathered = blueprint.layout.cp * own * keeps
     # Some in rank order, the next, some in order, their gradients, and those in rank order.
     backward = (1 + several + 2 * times + (2 + several) * (not keeps)) * some
     return ContextBytes(0.0, gathered, result + queries + own + backward)
@@ -529,9 +528,9 @@ def head_bytes(rank: PipelineRank) -> HeadBytes:
     return HeadBytes(held, states, logits)
 
 
-def rotary_bytes(config: Config) -> float:
+def rotary_bytes(blueprint: Blueprint) -> float:
     """Returns the bytes of one stage's cos and sin, fp32."""
-    model = config.model
+    model = blueprint.model
     if model.position_embedding != "rope":
         return 0.0
     rotated = int(model.head_size * model.rotary_percent) // 2

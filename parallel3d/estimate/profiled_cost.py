@@ -16,10 +16,8 @@ import yaml
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import Transfer
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import layer_flops, layer_ops, widths
-from parallel3d.blueprint.rank import LocalStage, PipelineRank
-from parallel3d.blueprint.stages import run_schedule
+from parallel3d.blueprint.rank import PipelineRank, StageBlueprint
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
@@ -27,7 +25,13 @@ from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.analytic_memory import peak_memory
 from parallel3d.estimate.fitted_cost import StepTime, sizes_of_model
-from parallel3d.estimate.search import LayoutChoice, Priced, configure, planned_ranks, ranked
+from parallel3d.estimate.search import (
+    LayoutChoice,
+    Priced,
+    configure,
+    planned,
+    ranked,
+)
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import Action
@@ -261,12 +265,12 @@ def passes(machine: MeasuredMachine, config: Config, piece: str) -> Passes:
     return ratio * np.array([machine[f"{piece}.{way}"](*at) for way in WAYS])
 
 
-def stage_passes(machine: MeasuredMachine, config: Config, stage: LocalStage) -> Passes:
+def stage_passes(machine: MeasuredMachine, config: Config, stage: StageBlueprint) -> Passes:
     """Returns the passes of a stage: its blocks, its ends, and the host's work per action."""
     block = passes(machine, config, "block")
     parts = sorted(parts_of(config.recompute))  # a sum in the same order in every process
     again = sum(machine[f"recompute.{part}"](config.tp) for part in parts)
-    found = len(stage.layers) * block + (0.0, stage.again * again * float(block[0]), 0.0)
+    found = len(stage.layers) * block + (0.0, stage.recomputed * again * float(block[0]), 0.0)
     found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"]
     if stage.first:
         found += passes(machine, config, "embedding")
@@ -340,10 +344,11 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     tp and cp are half of the forward and half of the backward. Raises UserError for an impossible
     schedule or split.
     """
-    layout, schedule = layout_of(config), run_schedule(config)
+    blueprint = planned(config)
+    layout, schedule = blueprint.layout, blueprint.program.schedule()
     placement, count, pp = schedule.placement, config.num_microbatches, config.pp
     each, groups, crossings = np.zeros((placement.stages, 3)), [], 0
-    for rank in planned_ranks(config, layout):
+    for rank in (PipelineRank(blueprint, index) for index in range(layout.pp)):
         seconds: dict[str, float] = defaultdict(float)
         for sent in transfers(config, layout, rank.index):
             seconds[sent.dim] += sent_seconds(machine, rank, sent)
@@ -353,7 +358,7 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
         groups.append(seconds)
         for chunk, stage in enumerate(rank.stages):
             number = placement.stage(rank.index, chunk)
-            each[number] = stage_passes(machine, rank.config, stage)
+            each[number] = stage_passes(machine, config, stage)
             each[number, :2] += (seconds["tp"] + seconds["cp"]) / (2 * count * placement.chunks)
     reduced = [g["dp"] + g["dp_cp"] + g["embedding"] for g in groups]
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
-from parallel3d.blueprint.ops import ops_of_run, widths
-from parallel3d.blueprint.rank import PipelineRank, pipeline_ranks
+from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.blueprint.stages import balance_chunks
@@ -339,12 +339,11 @@ def with_style(config: Config) -> Config:
     return _of_style(config, min(seconds, key=seconds.__getitem__))
 
 
-def planned_ranks(
-    config: Config, layout: Layout, data_rank: int = 0, chosen: Sequence[int] | None = None
-) -> list[PipelineRank]:
-    """Returns `pipeline_ranks` of a layout, with the cheapest style in place of auto."""
-    config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
-    return pipeline_ranks(with_style(config), layout, data_rank, chosen)
+def planned(config: Config, layout: Layout | None = None) -> Blueprint:
+    """Returns the blueprint, or another layout's, with the cheapest style in place of auto."""
+    if layout is not None:
+        config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
+    return Blueprint.of(with_style(config))
 
 
 def _of_style(config: Config, style: str) -> Config:
@@ -387,7 +386,7 @@ def _sent_seconds(config: Config, style: str) -> float:
     cluster = cluster_from_config(config.cluster, layout.world_size)
     order = Tiling.parse(DEFAULT_ORDER, layout)
     tokens, item = config.micro_batch_size * config.local_seq_length, 2
-    again = any(op.kind == "attention" for op in ops_of_run(config).repeated)
+    again = any(op.kind == "attention" for op in Blueprint.of(config).ops.repeated)
     sent = [
         Transfer("cp", s.op, int(s.nbytes), int(s.count + again * s.again), s.what)
         for s in sends(style, widths(config.model, config.tp), tokens, item, config.cp)

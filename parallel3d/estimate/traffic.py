@@ -26,7 +26,7 @@ from parallel3d.blueprint.rank import (
 )
 from parallel3d.config.schema import Config, full_shapes_of
 from parallel3d.estimate.attention_traffic import sends
-from parallel3d.estimate.search import planned_ranks
+from parallel3d.estimate.search import planned
 from parallel3d.schedules.orders import StageAssignment
 
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
@@ -51,13 +51,13 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     ones; the backward the other way round.
     """
     whole, what = rank.hidden, "activations of the layers"
-    microbatches = rank.config.num_microbatches
+    microbatches = rank.blueprint.microbatches
     layers = rank.layer_count * microbatches
     recomputed = rank.recomputed_layers * microbatches
     columns, rows = split_counts(rank.layer.ops)
     columns_again, rows_again = split_counts(rank.layer.repeated)
-    if rank.config.tensor_parallel.attention == "gather_qk":
-        model, tp = rank.config.model, rank.layout.tp
+    if rank.blueprint.layer.gather_qk:
+        model, tp = rank.blueprint.model, rank.layout.tp
         heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
         every = rank.tokens * heads * model.head_size * rank.item
         twice = recomputed * any(op.name == "attention.qkv" for op in rank.layer.repeated)
@@ -79,7 +79,7 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     yield Transfer("tp", "all_gather", whole, columns * layers - apart, what)
     yield Transfer("tp", "reduce_scatter", whole, columns * layers - apart, what)
     # The others are split into chunks that overlap with the GEMM.
-    chunks = rank.config.tensor_parallel.chunks
+    chunks = rank.blueprint.layer.chunks
     split = whole // chunks
     gathers = (columns + rows) * layers + columns_again * recomputed - 3 * apart
     scatters = rows * layers + rows_again * recomputed - apart
@@ -112,7 +112,8 @@ def transfers(
     """
     if stage is not None and not 0 <= stage < layout.pp:
         raise ValueError(f"stage {stage} is outside of 0..{layout.pp - 1}")
-    ranks = planned_ranks(config, layout, data_rank)
+    blueprint = planned(config, layout)
+    ranks = [PipelineRank(blueprint, index, data_rank) for index in range(layout.pp)]
     if stage is not None:
         return _of_rank(ranks[stage])
     # Ranks between the ends differ only in their numbers of layers.
@@ -121,7 +122,7 @@ def transfers(
     found: list[Transfer] = []
     for dim in DIMS:
         if dim == "pp":
-            boundaries = _most_boundaries(ranks[0].placement)
+            boundaries = _most_boundaries(ranks[0].assignment)
             found += _messages(ranks[0], boundaries, boundaries)
             continue
         mine = [[t for t in sent if t.dim == dim] for sent in lists]
@@ -145,9 +146,9 @@ def _of_rank(rank: PipelineRank) -> list[Transfer]:
 
 def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the layers, the embedding, the head; gradient all-reduces of optim.py."""
-    microbatches, whole = rank.config.num_microbatches, rank.hidden
+    microbatches, whole = rank.blueprint.microbatches, rank.hidden
     yield from layer_transfers(rank)
-    if rank.first and rank.config.model.embedding == "vocab_parallel":
+    if rank.first and rank.blueprint.model.embedding == "vocab_parallel":
         if rank.sp:
             yield Transfer("tp", "reduce_scatter", whole, microbatches, "embedding")
             yield Transfer("tp", "all_gather", whole, microbatches, "embedding's gradient")
@@ -168,22 +169,22 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields what attention sends over cp (context_parallel/attention.py), and sums of gradients
     for the noise scale."""
-    config, w = rank.config, widths(rank.config.model, rank.layout.tp)
-    style, drops = config.context_parallel.style, config.model.dropout > 0
+    blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
+    style, drops = blueprint.layer.cp_style, blueprint.model.dropout > 0
     repeats = any(op.kind == "attention" for op in rank.layer.repeated)
     groups = rank.head_groups if style == "gather" and not drops else 1
-    for sent in sends(style, w, rank.tokens, rank.item, config.cp, drops):
+    for sent in sends(style, w, rank.tokens, rank.item, blueprint.layout.cp, drops):
         count = rank.layer_count * sent.count + repeats * rank.recomputed_layers * sent.again
-        count *= config.num_microbatches * groups
+        count *= blueprint.microbatches * groups
         yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
-    if config.train.noise_scale:
+    if blueprint.noise_scale:
         for p in rank.parameters:
             yield Transfer("cp", "all_reduce", p.numel * rank.grad_item, 1, "noise scale")
 
 
 def _head(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the tp collectives of the head and its loss (tensor_parallel/loss.py)."""
-    model, microbatches, whole = rank.config.model, rank.config.num_microbatches, rank.hidden
+    model, microbatches, whole = rank.blueprint.model, rank.blueprint.microbatches, rank.hidden
     if rank.sp:
         yield Transfer("tp", "all_gather", whole, microbatches, "head's input")
         yield Transfer("tp", "reduce_scatter", whole, microbatches, "head's input gradient")
@@ -195,8 +196,8 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
     if model.parallel_output:
         # Maximum, sum of exponentials, target logit (and sum, with label smoothing) of each token
         # from every rank, in fp32 or better unless the loss is in half precision.
-        item = 2 if rank.config.precision.lm_cross_entropy == "fp16" else max(4, rank.item)
-        numbers = 4 if rank.config.loss.label_smoothing else 3
+        item = 2 if rank.blueprint.half_loss else max(4, rank.item)
+        numbers = 4 if rank.blueprint.loss.label_smoothing else 3
         token, what = rank.layout.tp * numbers * item, "loss"
     else:
         token, what = rank.columns * rank.item, "logits"
@@ -209,14 +210,14 @@ def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
     after, before = rank.neighbours(1), rank.neighbours(-1)
     yield from _messages(rank, after, before)
     if rank.sends_slices:
-        count = rank.config.num_microbatches * (after + before)
+        count = rank.blueprint.microbatches * (after + before)
         yield Transfer("tp", "all_gather", rank.hidden, count, "parts of messages")
 
 
 def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]:
     """Yields activations over `forward` boundaries and gradients over `back` ones."""
     nbytes = rank.hidden // (rank.layout.tp if rank.sp or rank.sends_slices else 1)
-    count = rank.config.num_microbatches
+    count = rank.blueprint.microbatches
     ways = (forward, "activations to the next stage"), (back, "gradients to the previous stage")
     for boundaries, what in ways:
         if boundaries:
@@ -225,13 +226,13 @@ def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]
 
 def _data(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the buckets (data_parallel/reducer.py) and the token count."""
-    config = rank.config
+    blueprint = rank.blueprint
     if rank.last:
         yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
-    if config.zero > 1:
+    if blueprint.data.zero > 1:
         yield from _fully_sharded(rank)
         return
-    if config.ddp.comm_hook == "powersgd":
+    if blueprint.data.comm_hook == "powersgd":
         yield from _low_rank(rank)
     else:
         numels = Counter(bucket_numel(bucket, rank.shards) for bucket in buckets_of(rank))
@@ -242,21 +243,22 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the exchanges around Newton-Schulz (muon.py) of tp rank 0; with HSDP or frozen
     matrices a bound."""
-    config, tp, dp, here = rank.config, rank.layout.tp, rank.replicas, rank.data_rank
-    if config.optim.name != "muon":
+    blueprint, tp, dp, here = rank.blueprint, rank.layout.tp, rank.replicas, rank.data_rank
+    if blueprint.optim.name != "muon":
         return
     layers = {f"layers.{layer}" for stage in rank.stages for layer in stage.layers}
     shapes = {
         name: shape
-        for name, shape in full_shapes_of(config.model).items()
+        for name, shape in full_shapes_of(blueprint.model).items()
         if is_hidden(name, len(shape)) and ".".join(name.split(".")[:2]) in layers
     }
-    keys, shared = ("attention.k.weight", "attention.v.weight"), min(tp, config.model.kv_heads)
+    keys, shared = ("attention.k.weight", "attention.v.weight"), min(tp, blueprint.model.kv_heads)
     local = {n: math.prod(s) // (shared if n.endswith(keys) else tp) for n, s in shapes.items()}
     home, sharded = homes(shapes, tp, dp), rank.shards > 1
     column = sum(n for name, n in local.items() if home[name].dp == here)
     whole = tp * sum(n for name, n in local.items() if home[name] == Home(0, here))
-    half = config.optim.muon_dtype == "bf16" or (config.optim.muon_dtype, rank.item) == ("auto", 2)
+    dtype = blueprint.optim.muon_dtype
+    half = dtype == "bf16" or (dtype, rank.item) == ("auto", 2)
     item, what, dim = 2 if half else rank.grad_item, "Muon's updates", rank.layout.replica_dim
     if sharded:
         own = sum(shard.hidden for shard in flat_shards(rank))
@@ -273,16 +275,16 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
 
     An upper bound with ddp.shard_size (HSDP): fewer ranks gather, and an all-reduce follows.
     """
-    config, dp, microbatches = rank.config, rank.shards, rank.config.num_microbatches
+    blueprint, dp, microbatches = rank.blueprint, rank.shards, rank.blueprint.microbatches
     dim = rank.layout.replica_dim
-    every = microbatches if config.ddp.reduces_every_microbatch(config.zero) else 1
+    every = microbatches if blueprint.data.every_microbatch else 1
     numels: Counter[str] = Counter()
     for p in rank.parameters:
         block = p.name.startswith("layers.")
         unit = ".".join(p.name.split(".")[:2]) if block else "rest"
         numels[unit] += dp * sharded_numel(p, dp)
     for unit, numel in numels.items():
-        times = 2 * microbatches if config.zero == 3 and unit != "rest" else 1
+        times = 2 * microbatches if blueprint.data.zero == 3 and unit != "rest" else 1
         yield Transfer(dim, "all_gather", numel * rank.item, times, "parameters")
         # Of a single micro-batch each backward's are reduced too (data_parallel/fully_sharded.py).
         apart = unit == "rest" and every == microbatches
@@ -295,14 +297,14 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
 def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
     """Yields `count` buckets of `numel` elements (reducer.py, bucketed.py, comm_hooks.py)."""
     dim = rank.layout.replica_dim
-    if rank.config.ddp.comm_hook == "bf16":
+    if rank.blueprint.data.comm_hook == "bf16":
         half = 2 * padded_numel(numel, rank.replicas)
         yield Transfer(dim, "all_to_all", half, count, "gradient buckets")
         yield Transfer(dim, "all_gather", half, count, "gradient buckets")
         return
-    op = "reduce_scatter" if rank.config.zero else "all_reduce"
+    op = "reduce_scatter" if rank.blueprint.data.zero else "all_reduce"
     yield Transfer(dim, op, numel * rank.grad_item, count, "gradient buckets")
-    if rank.config.zero:
+    if rank.blueprint.data.zero:
         yield Transfer(dim, "all_gather", numel * rank.item, count, "stepped parameters")
 
 
@@ -313,7 +315,7 @@ def _low_rank(rank: PipelineRank) -> Iterator[Transfer]:
         first = second = 0
         for p in bucket:
             rows = p.numel // p.columns
-            kept = compressed_rank(rows, p.columns, rank.config.ddp.powersgd_rank)
+            kept = compressed_rank(rows, p.columns, rank.blueprint.data.powersgd_rank)
             first += kept * rows or p.numel
             second += kept * p.columns
         for numel in filter(None, (first, second)):
@@ -324,7 +326,7 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the all-reduce of a tied weight between first and last stage (optim.py)."""
     if rank.is_tied_to_another:
         numel = bucket_numel([rank.table], rank.shards) // rank.shards
-        if rank.config.zero > 1:
+        if rank.blueprint.data.zero > 1:
             numel = sharded_numel(rank.table, rank.shards)
         table = numel * rank.grad_item
         yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "rendezvous of the tied ranks")
@@ -333,5 +335,5 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields loss, tokens, squared norm and stop flag; two norms more for the noise scale."""
-    numbers = 6 if rank.config.train.noise_scale else 4
+    numbers = 6 if rank.blueprint.noise_scale else 4
     yield Transfer("world", "all_reduce", numbers * SCALAR_BYTES, 1, "loss and gradient norm")

@@ -9,7 +9,7 @@ import torch.nn.attention as registry
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.config.schema import Config
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.config.values import AUTO, FLASH, HALF_PRECISION, MATH, PACKAGES
 from parallel3d.context_parallel.attention import (
     ONE_RANK,
@@ -37,40 +37,41 @@ LEAST_KV_HEADS = 8
 TRIED_TOKENS = 128
 
 
-def choose_kernel(config: Config, device: torch.device) -> str:
+def choose_kernel(blueprint: Blueprint, device: torch.device) -> str:
     """Returns the attention kernel for `device`, after a trial run of a configured one.
 
     Raises:
         UserError: on every rank, a kernel that fails.
     """
-    asked = config.attention_kernel
+    asked = blueprint.layer.attention_kernel
     if asked == AUTO:
-        return NOT_CUDNN if avoids_cudnn(config, device) else AUTO
+        return NOT_CUDNN if avoids_cudnn(blueprint, device) else AUTO
     kernel = asked
     if asked in PACKAGES:
         kernel = FLASH
         if accelerator.has_values(device):  # a dry run does not need the package
             _activate(asked)
     if kernel != MATH:  # which accepts all shapes
-        _try(config, device, kernel)
+        _try(blueprint, device, kernel)
     return kernel
 
 
-def avoids_cudnn(config: Config, device: torch.device) -> bool:
+def avoids_cudnn(blueprint: Blueprint, device: torch.device) -> bool:
     """Whether `auto` leaves out cuDNN, which PyTorch would prefer.
 
     Tensor parallelism divides the key-value heads: without this a layout could change the model.
     """
-    if config.attention_kernel != AUTO or device.type != "cuda" or torch.version.hip is not None:
+    asked = blueprint.layer.attention_kernel
+    if asked != AUTO or device.type != "cuda" or torch.version.hip is not None:
         return False
-    half = config.precision.name in HALF_PRECISION  # cuDNN has no attention for other types
-    if not half or _local_kv_heads(config) >= LEAST_KV_HEADS:
+    half = blueprint.precision.name in HALF_PRECISION  # cuDNN has no attention for other types
+    if not half or _local_kv_heads(blueprint) >= LEAST_KV_HEADS:
         return False
     return accelerator.module(device).get_device_capability(device)[0] == BLACKWELL
 
 
-def _local_kv_heads(config: Config) -> int:
-    return max(1, config.model.kv_heads // config.tp)
+def _local_kv_heads(blueprint: Blueprint) -> int:
+    return max(1, blueprint.model.kv_heads // blueprint.layout.tp)
 
 
 def _activate(asked: str) -> None:
@@ -87,9 +88,9 @@ def _activate(asked: str) -> None:
         ) from error
 
 
-def _try(config: Config, device: torch.device, kernel: str) -> None:
-    model, dtype = config.model, compute_dtype(config.precision)
-    heads, kv_heads = model.num_attention_heads // config.tp, _local_kv_heads(config)
+def _try(blueprint: Blueprint, device: torch.device, kernel: str) -> None:
+    model, dtype = blueprint.model, compute_dtype(blueprint.precision)
+    heads, kv_heads = model.num_attention_heads // blueprint.layout.tp, _local_kv_heads(blueprint)
     tokens, width = min(model.seq_length, TRIED_TOKENS), (heads + 2 * kv_heads) * model.head_size
     try:
         with warnings.catch_warnings(), torch.enable_grad():
@@ -99,7 +100,7 @@ def _try(config: Config, device: torch.device, kernel: str) -> None:
             causal_attention(qkv, *shape, None, kernel=kernel).sum().backward()
     except (RuntimeError, NotImplementedError) as error:
         raise UserError(
-            f"attention_kernel={config.attention_kernel} has no kernel for heads of "
+            f"attention_kernel={blueprint.layer.attention_kernel} has no kernel for heads of "
             f"{model.head_size} in {str(dtype).removeprefix('torch.')} on this "
             f"{accelerator.name(device)} ({first_line(error).rstrip('.')}); the nearest is "
             "attention_kernel=auto, which takes the fastest that there is."

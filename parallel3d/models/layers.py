@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.config.schema import Config, LossConfig, ModelConfig
-from parallel3d.config.values import AUTO, parts_of
+from parallel3d.config.schema import LossConfig, ModelConfig
+from parallel3d.config.values import AUTO
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
@@ -29,8 +30,6 @@ class BuildContext:
     tp: Group
     sp: bool
     recompute: frozenset[str] = frozenset()  # parts of a layer: see `recompute.py`
-    recompute_layers: tuple[int, ...] = ()  # of each stage, or one for all; (): all layers
-    offload_layers: tuple[int, ...] = ()  # the same; (): none
     loss: LossConfig = field(default_factory=LossConfig)
     half_loss: bool = False  # see `tensor_parallel.loss.Objective`
     chunks: int = 1  # in which sequence parallelism communicates
@@ -42,23 +41,22 @@ class BuildContext:
 
     @classmethod
     def of_run(
-        cls, config: Config, init: Initializer, tp: Group, cp: Group = SINGLE
+        cls, blueprint: Blueprint, init: Initializer, tp: Group, cp: Group = SINGLE
     ) -> BuildContext:
+        layer = blueprint.layer
         return cls(
             init,
             tp,
-            config.sp,
-            parts_of(config.recompute),
-            tuple(config.recompute_layers or ()),
-            tuple(config.offload_layers or ()),
-            config.loss,
-            config.precision.lm_cross_entropy == "fp16",
-            config.tensor_parallel.chunks,
-            config.mlp_chunks,
-            gather_qk=config.tensor_parallel.attention == "gather_qk",
-            attention_kernel=choose_kernel(config, init.device),
+            layer.sp,
+            layer.recompute,
+            blueprint.loss,
+            blueprint.half_loss,
+            layer.chunks,
+            layer.mlp_chunks,
+            gather_qk=layer.gather_qk,
+            attention_kernel=choose_kernel(blueprint, init.device),
             cp=cp,
-            cp_style=config.context_parallel.style,
+            cp_style=layer.cp_style,
         )
 
     @property

@@ -18,8 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.blueprint.sizes import offloading, recomputing
-from parallel3d.blueprint.stages import layers_of_stages
+from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.comm.exchange import transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
@@ -46,7 +45,6 @@ from parallel3d.models.recompute import (
 )
 from parallel3d.parameters.sharding import Initializer, ShardSpec, state_of
 from parallel3d.pipeline.offload import ActivationOffload
-from parallel3d.schedules.orders import StageAssignment
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_heads
 
@@ -368,22 +366,17 @@ class Stage(nn.Module):
 
 
 def stages_of_rank(
-    model: ModelConfig,
-    layers: Sequence[range],
-    placement: StageAssignment,
-    rank: int,
-    ctx: BuildContext,
+    model: ModelConfig, held: Sequence[StageBlueprint], ctx: BuildContext
 ) -> list[Stage]:
-    """Creates the stages that `rank` of a pipeline holds, given the layers of every stage."""
-    held = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
-    last = placement.stages - 1
-    share_rank = 0 in held and last in held
+    """Creates the stages that a rank of a pipeline holds, by chunk."""
+    share_rank = any(stage.first for stage in held) and any(stage.last for stage in held)
     stages: list[Stage] = []
-    for i in held:
-        first_stage = stages[0] if i == last and share_rank and stages else None
-        count = recomputing(ctx.recompute_layers, i, len(layers[i]))
-        stage = Stage(model, layers[i], i == 0, i == last, ctx, first_stage, share_rank, count)
-        stage.offloaded = offloading(ctx.offload_layers, i, len(layers[i]))
+    for one in held:
+        first_stage = stages[0] if one.last and share_rank and stages else None
+        stage = Stage(
+            model, one.layers, one.first, one.last, ctx, first_stage, share_rank, one.recomputed
+        )
+        stage.offloaded = one.offloaded
         stages.append(stage)
     return stages
 
@@ -429,16 +422,19 @@ class Blank(Initializer):
         pass
 
 
-def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> Stage:
+def blank_stage(blueprint: Blueprint, groups: ProcessGroups, device: torch.device) -> Stage:
     """Creates this rank's stage in fp32 (fp64 for a run of that precision), all zero."""
-    init = Blank(config.seed, master_dtype(config.precision), device)
-    kernel = choose_kernel(config, device)
-    cp, style = groups.cp, config.context_parallel.style
+    init = Blank(0, master_dtype(blueprint.precision), device)
     context = BuildContext(
-        init, groups.tp, sp=False, attention_kernel=kernel, cp=cp, cp_style=style
+        init,
+        groups.tp,
+        sp=False,
+        attention_kernel=choose_kernel(blueprint, device),
+        cp=groups.cp,
+        cp_style=blueprint.layer.cp_style,
     )
-    layers = layers_of_stages(config)[groups.pp.index]
-    return Stage(config.model, layers, groups.is_first_stage, groups.is_last_stage, context)
+    [stage] = blueprint.stages_of(groups.pp.index)
+    return Stage(blueprint.model, stage.layers, stage.first, stage.last, context)
 
 
 class Decoder:

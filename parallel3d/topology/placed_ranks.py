@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import Cluster, Link, Slots, natural
 from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.blueprint.stages import layout_with_loops
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.network import price_step
@@ -193,7 +193,7 @@ def place_processes(
         chosen = ranks_of_file(config, processes)
     if cluster is None:
         return PlacedRanks(tuple(processes), tuple(chosen), layout, config.placement)
-    layout = layout_with_loops(config)
+    layout = Blueprint.of(config).looped_layout
     cluster, slots, note = slots_of(cluster, processes)
     if config.placement in (DEFAULT, FILE):
         placement = RankMapping(cluster, layout, slots[chosen], config.placement)

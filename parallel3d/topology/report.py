@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 import parallel3d
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import Cluster, LinkClass
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.blueprint.stages import layout_with_loops
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
@@ -137,7 +137,7 @@ def make_report(
     dp = _data_parallel(config, cluster)
     config, more = assume_batch(config, dp, typed)
     config = check_config(config, config.replica_size * dp, own_samples=True)
-    layout = layout_with_loops(config)
+    layout = Blueprint.of(config).looped_layout
     if config.topology.rank >= layout.world_size:
         raise UserError(
             f"topology.rank={config.topology.rank} must be below the {layout.world_size} ranks of "

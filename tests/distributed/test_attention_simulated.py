@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.attention import causal_attention, choose_kernel
@@ -61,10 +62,10 @@ def refused_in_wide_types() -> None:
     for kernel in ("flash", "cudnn"):
         made = Config(attention_kernel=kernel, model=model)
         made.precision.name = "bf16"
-        assert choose_kernel(made, here()) == kernel
+        assert choose_kernel(Blueprint.of(made), here()) == kernel
         made.precision.name = "fp32"
         with pytest.raises(UserError, match=r"No available kernel.*attention_kernel=auto"):
-            choose_kernel(made, here())
+            choose_kernel(Blueprint.of(made), here())
 
 
 def test_each_value_runs_its_kernel(simulated: SimulatedPool) -> None:

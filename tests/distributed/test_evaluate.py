@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
@@ -56,7 +57,7 @@ def scored(
         typed = Config(runs_dir=runs, run="mine", **dims)
         typed.eval.batch_tokens = batch_tokens
         config = of_run(EVAL, typed)
-        stage = blank_stage(config, groups, torch.device("cpu"))
+        stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
         load_newest(EVAL, config, stage, groups)
         found.append(scores_of(requests(4), stage, groups, config))
         groups.close()

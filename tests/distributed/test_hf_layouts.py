@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.comm.process_groups import ProcessGroups
@@ -56,7 +57,7 @@ def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any
     for folder in folders:
         source = read_hf_config(folder)
         config = Config(model=ModelConfig(**source.keys), tp=LAYOUT.tp, pp=LAYOUT.pp, dp=1)
-        stage = blank_stage(config, groups, torch.device("cpu"))
+        stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
         held = {p.name: (p, local) for local in stage.parameters() for p in spec_of(local).shards}
         with torch.no_grad():
             for name, full in tensors_of(folder, config.model, source.kind):

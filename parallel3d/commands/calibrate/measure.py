@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
@@ -240,7 +241,7 @@ class ModelPieces:
         initializer = Initializer(
             config.seed, torch.promote_types(dtype, torch.float32), device, deferred=True
         )
-        usual = BuildContext.of_run(config, initializer, groups.tp)
+        usual = BuildContext.of_run(Blueprint.of(config), initializer, groups.tp)
         self.device, blocks = device, min(BLOCKS, model.num_layers)
         stages = [Stage(model, range(0), True, False, usual, first_and_last_share_rank=True)]
         for i, way in enumerate(ways):

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.layout import layout_of
-from parallel3d.blueprint.stages import layout_with_loops
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
@@ -74,7 +74,7 @@ def find_facts(config: Config) -> Facts:
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
     ranks, placement = _ranks(config), None
     if config.ddp.hierarchical:  # the rank mapping decides the two levels of dp
-        looped = layout_with_loops(config)
+        looped = Blueprint.of(config).looped_layout
         cluster = cluster_from_config(config.cluster, looped.world_size)
         placement = place(config, cluster, looped, transfers(config, looped))
     from parallel3d.commands.dryrun.facts import facts_of  # imports torch

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.blueprint.stages import run_schedule
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
@@ -449,11 +449,11 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     of_kinds = (getattr(groups, kind) for kind in kinds)
     counter.names |= {group.handle: group.name for group in of_kinds}  # dp_cp may be dp
     stage = groups.coordinates.pp
-    few = _fewest(config, stage)
+    few = _fewest(trainer.blueprint, stage)
     more = config.num_microbatches - few
 
     def counted(count: int) -> Counts:
-        trainer.use(run_schedule(config, count))
+        trainer.use(trainer.blueprint.program.schedule(count))
         counter.label_state(trainer)
         counter.start()
         trainer.train_step()
@@ -495,24 +495,24 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     }
 
 
-def _fewest(config: Config, index: int) -> int:
+def _fewest(blueprint: Blueprint, index: int) -> int:
     """Returns the fewest micro-batches that keep as many activations on rank `index` as all, with
     as many weight gradients deferred."""
-    count, name = config.num_microbatches, config.schedule.name
+    count, name = blueprint.microbatches, blueprint.program.name
     if name in ("gpipe", "auto", "file"):
         return count  # memory grows with each, or the orders depend on their number
 
     def most(microbatches: int) -> tuple[dict[tuple[Any, ...], float], float]:
         held: dict[tuple[Any, ...], float] = defaultdict(float)
         waits = 0.0
-        for action, seen in states_of(config, index, microbatches).items():
+        for action, seen in states_of(blueprint, index, microbatches).items():
             deferred = seen.deferred.sum(axis=1)
             waits = max(waits, deferred.max())
             # FSDP2's gradients add to it from a chunk's first backward on.
-            begun = map(tuple, seen.begun & (config.zero > 1))
+            begun = map(tuple, seen.begun & (blueprint.data.zero > 1))
             for chunks, live in zip(begun, seen.live.sum(axis=1) + deferred, strict=True):
                 held[action, chunks] = max(held[action, chunks], live)
         return held, waits
 
-    all_of = most(count)
-    return next((few for few in range(config.pp + MORE, count) if most(few) == all_of), count)
+    all_of, tried = most(count), range(blueprint.layout.pp + MORE, count)
+    return next((few for few in tried if most(few) == all_of), count)

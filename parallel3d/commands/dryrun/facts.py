@@ -8,11 +8,11 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.blueprint.stages import recompute_forwards, run_schedule
 from parallel3d.commands.dryrun.counting import dry_step, gpu_of
 from parallel3d.config.schema import Config
 from parallel3d.schedules.choose import measure
@@ -96,5 +96,7 @@ def stretch(config: Config) -> float:
     if config.schedule.name in IN_ORDER:
         return (count + config.pp - 1) / count
     forward, gradient, weight = config.schedule.costs
-    again = forward * fmean(recompute_forwards(config))
-    return 1 + measure(run_schedule(config), RankWork(forward, gradient + again, weight)).overhead
+    blueprint = Blueprint.of(config)
+    again = forward * fmean(blueprint.recompute_forwards())
+    work = RankWork(forward, gradient + again, weight)
+    return 1 + measure(blueprint.program.schedule(), work).overhead

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d.blueprint.stages import balance_chunks, checked_split, layers_of_stages
+from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.stages import balance_chunks, checked_split
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
 from parallel3d.schedules.orders import StageAssignment
@@ -111,26 +112,29 @@ def pipeline(name: str, pp: int, vpp: int, layers: int, given: list[int] | None 
 
 def test_stages_of_a_configuration_are_its_chunks_in_the_order_of_the_model() -> None:
     for name in ("interleaved", "zbv"):
-        found = layers_of_stages(pipeline(name, 2, 2, 9))
+        found = [stage.layers for stage in Blueprint.of(pipeline(name, 2, 2, 9)).stages]
         assert len(found) == 4
         assert [layer for layers in found for layer in layers] == list(range(9))
-    given = layers_of_stages(pipeline("interleaved", 2, 2, 9, [1, 2, 5, 1]))
+    given = [
+        stage.layers
+        for stage in Blueprint.of(pipeline("interleaved", 2, 2, 9, [1, 2, 5, 1])).stages
+    ]
     assert given == [range(0, 1), range(1, 3), range(3, 8), range(8, 9)]
 
 
 @pytest.mark.parametrize("given", [None, [1, 1, 1, 1]])
 def test_more_chunks_than_layers_is_the_users_error(given: list[int] | None) -> None:
     with pytest.raises(UserError, match=r"pp=2 × vpp=2 stages are .*num_layers=3.*pp=1 or less"):
-        layers_of_stages(pipeline("interleaved", 2, 2, 3, given))
+        _ = Blueprint.of(pipeline("interleaved", 2, 2, 3, given)).stages
     with pytest.raises(UserError, match=r"pp=2 × vpp=4 stages are .*=3.*pp=1 and vpp=3 or less"):
-        layers_of_stages(pipeline("interleaved", 2, 4, 3, given))
+        _ = Blueprint.of(pipeline("interleaved", 2, 4, 3, given)).stages
 
 
 def test_given_split_has_an_entry_for_each_chunk() -> None:
     with pytest.raises(
         UserError, match=r"\[4,4\] must be 4 positive numbers .*nearest is \[2,2,2,2\]"
     ):
-        layers_of_stages(pipeline("interleaved", 2, 2, 8, [4, 4]))
+        _ = Blueprint.of(pipeline("interleaved", 2, 2, 8, [4, 4])).stages
 
 
 # --- what is refused ---------------------------------------------------------------------------

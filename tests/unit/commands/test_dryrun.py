@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import stage_parameters
-from parallel3d.blueprint.rank import pipeline_ranks
-from parallel3d.blueprint.stages import layers_of_stages, layout_with_loops
+from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.cli.command_line import main
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
 from tests.e2e.ready import run_code
 
@@ -103,7 +104,7 @@ def facts() -> dict[str, dict[str, Any]]:
 
 
 def local_numel(config: Config, stage: int) -> int:
-    layers = layers_of_stages(config)[stage]
+    layers = Blueprint.of(config).stages[stage].layers
     ends = stage == 0, stage == config.pp - 1
     return sum(p.numel for p in stage_parameters(config.model, config.tp, layers, *ends))
 
@@ -254,8 +255,8 @@ def test_bytes_that_a_rank_sends(facts) -> None:
 def test_a_rank_has_all_of_its_chunks_and_sends_for_them(facts) -> None:
     """As loops; estimate/test_plan_own.py plays the V."""
     found, config = facts["loops"], config_of("loops")
-    layout = layout_with_loops(config)
-    rank = pipeline_ranks(config, layout)[found["stage"]]
+    layout = Blueprint.of(config).looped_layout
+    rank = PipelineRank(planned(config), found["stage"])
     numel = sum(p.numel for p in rank.parameters)
     assert near(state(found)[0], 2 * numel) and near(state(found)[1], 4 * numel)
     assert [row["stages"] for row in found["rows"]] == [[0, 2], [1, 3]]

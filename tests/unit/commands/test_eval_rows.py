@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.eval_rows import (
     Likelihood,
@@ -155,7 +156,7 @@ def test_figures() -> None:
 
 def test_weights_that_are_no_numbers_are_refused() -> None:
     config, groups = Config(model=ModelConfig(num_layers=1), dp=1, run="a"), ProcessGroups.single()
-    stage = blank_stage(config, groups, torch.device("cpu"))
+    stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
     with torch.no_grad():
         stage.head.norm.weight.fill_(math.nan)
     with pytest.raises(UserError, match=r"not finite; give step="):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import GENERATE, config_from_run, take_prompt
 from parallel3d.commands.generate import TokenSampler
@@ -44,7 +45,7 @@ def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
     config = Config(model=model, dp=1)
     config.precision.name = "fp64"
     groups = ProcessGroups.single()
-    stage = blank_stage(config, groups, torch.device("cpu"))
+    stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in stage.parameters():

@@ -15,10 +15,10 @@ from benchmarks.launches import launches
 from benchmarks.longest import WAYS, row
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
 from parallel3d import versions
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.parameters import parameter_count
-from parallel3d.blueprint.rank import pipeline_ranks
+from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.estimate.analytic_memory import layer_bytes, peak_memory, peak_stage
+from parallel3d.estimate.search import planned
 from tests.e2e.ready import run_module
 
 ROOT = Path(__file__).parents[3]
@@ -132,7 +132,7 @@ def test_recomputation_keeps_less_and_full_least() -> None:
     found = []
     for parts in less:
         config = configured(ONE | {"recompute": parts})
-        found += [layer_bytes(*pipeline_ranks(config, layout_of(config)))]
+        found += [layer_bytes(PipelineRank(planned(config), 0))]
     kept = [layer.kept for layer in found]
     assert kept == sorted({*kept})
     assert found[0].again > 0 == found[-1].again

@@ -9,8 +9,9 @@ import pytest
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.parameters import parameter_count
-from parallel3d.blueprint.rank import pipeline_ranks
+from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
 
 MICROBATCHES = 6
@@ -92,7 +93,8 @@ def test_parameters_of_all_ranks_add_up_to_the_model(
 ) -> None:
     layout = Layout(pp=pp, dp=2)
     config = config_of(name, layout, vpp, tied=tied)
-    held = [rank.parameters for rank in pipeline_ranks(config, layout)]
+    blueprint = planned(config, layout)
+    held = [PipelineRank(blueprint, index).parameters for index in range(layout.pp)]
     copy = 32 * 16 if tied and ranks[0] != ranks[-1] else 0
     assert sum(p.numel for mine in held for p in mine) == parameter_count(config.model) + copy
     buckets = [t for sent in of_ranks(config, layout) for t in sent if t.what == "gradient buckets"]

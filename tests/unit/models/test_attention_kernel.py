@@ -11,6 +11,7 @@ import torch
 import torch.nn.attention as registry
 from torch import Tensor
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands import train
@@ -180,11 +181,11 @@ def test_auto_leaves_out_cudnn_where_it_is_reported_to_be_wrong(
     shows(monkeypatch, capability)
     made = Config(tp=tp, model=ModelConfig(num_attention_heads=32, num_query_groups=8))
     made.precision.name = precision
-    assert choose_kernel(made, CUDA) == expected
-    assert avoids_cudnn(made, CUDA) == (expected == NOT_CUDNN)
-    assert choose_kernel(made, CPU) == "auto"
+    assert choose_kernel(Blueprint.of(made), CUDA) == expected
+    assert avoids_cudnn(Blueprint.of(made), CUDA) == (expected == NOT_CUDNN)
+    assert choose_kernel(Blueprint.of(made), CPU) == "auto"
     monkeypatch.setattr(torch.version, "hip", "6.4")  # whose capabilities count otherwise
-    assert choose_kernel(made, CUDA) == "auto"
+    assert choose_kernel(Blueprint.of(made), CUDA) == "auto"
 
 
 def test_a_start_says_so_in_a_line(
@@ -201,8 +202,8 @@ def test_a_start_says_so_in_a_line(
 def test_cudnn_by_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     shows(monkeypatch, (10, 0))
     monkeypatch.setattr(attention, "_try", lambda *_: None)
-    assert choose_kernel(config("cudnn"), CUDA) == "cudnn"
-    assert not avoids_cudnn(config("cudnn"), CUDA)
+    assert choose_kernel(Blueprint.of(config("cudnn")), CUDA) == "cudnn"
+    assert not avoids_cudnn(Blueprint.of(config("cudnn")), CUDA)
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def test_cudnn_by_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(made: Config) -> str:
     with pytest.raises(UserError) as raised:
-        choose_kernel(made, CPU)
+        choose_kernel(Blueprint.of(made), CPU)
     sentence = str(raised.value)
     assert "\n" not in sentence and sentence.endswith(".") and "nearest is" in sentence
     return sentence
@@ -245,7 +246,7 @@ def test_what_is_tried_has_the_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) 
         return qkv * 1
 
     monkeypatch.setattr(attention, "causal_attention", attend)
-    assert choose_kernel(config("flash", "fp16", tp=4), CPU) == "flash"
+    assert choose_kernel(Blueprint.of(config("flash", "fp16", tp=4)), CPU) == "flash"
     assert seen == [((1, 128, 3 * HEAD_DIM), torch.float16, 1, 1, HEAD_DIM, None, "flash")]
 
 
@@ -271,21 +272,21 @@ def test_a_package_is_activated_once_and_is_flash_attention_from_then_on(
     activated: list[str],
 ) -> None:
     for _ in range(2):
-        assert choose_kernel(config("fa3"), CPU) == "flash"
+        assert choose_kernel(Blueprint.of(config("fa3")), CPU) == "flash"
     assert activated == ["FA3"]
-    assert choose_kernel(config("fa4"), CPU) == "flash"
+    assert choose_kernel(Blueprint.of(config("fa4")), CPU) == "flash"
     assert activated == ["FA3", "FA4"]
 
 
 def test_other_kernels_activate_nothing(activated: list[str]) -> None:
     for kernel in ("auto", "flash", "math"):
-        choose_kernel(config(kernel), CPU)
+        choose_kernel(Blueprint.of(config(kernel)), CPU)
     assert activated == []
 
 
 def test_a_dry_run_activates_nothing(activated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "has_values", lambda device: False)
-    assert choose_kernel(config("fa3"), CPU) == "flash"
+    assert choose_kernel(Blueprint.of(config("fa3")), CPU) == "flash"
     assert activated == []
 
 

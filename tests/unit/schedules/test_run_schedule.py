@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.ops import layer_flops
 from parallel3d.blueprint.stages import (
     StageWeights,
-    layers_of_stages,
-    recompute_forwards,
-    run_schedule,
-    why_chosen,
 )
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
@@ -37,23 +34,23 @@ def test_the_choice_is_at_least_as_good_as_what_ignores_the_head() -> None:
     made = config(16, 60_000)
     work = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made))
     blind = choose(4, 8, 2, RankWork(1.0, 1.0, 1.0)).schedule
-    chosen = measure(run_schedule(made), work)
+    chosen = measure(Blueprint.of(made).program.schedule(), work)
     assert chosen.seconds < measure(blind, work).seconds
-    assert f"{chosen.overhead:.1%} over compute" in why_chosen(made)
+    assert f"{chosen.overhead:.1%} over compute" in Blueprint.of(made).program.why_chosen()
 
 
 def test_each_stage_of_the_choice_has_a_layer() -> None:
     """A V would be faster, and the model has no layers for its eight stages."""
-    assert run_schedule(config(8)).placement.chunks == 2
+    assert Blueprint.of(config(8)).program.schedule().placement.chunks == 2
     made = config(7)
-    assert run_schedule(made).placement == StageAssignment(4)
-    assert [len(stage) for stage in layers_of_stages(made)] == [2, 2, 2, 1]
+    assert Blueprint.of(made).program.schedule().placement == StageAssignment(4)
+    assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 2, 1]
 
 
 def test_layers_as_given_decide_how_many_stages_there_are() -> None:
     made = config(8, layers_per_stage=[2, 2, 3, 1])
-    assert run_schedule(made).placement == StageAssignment(4)
-    assert [len(stage) for stage in layers_of_stages(made)] == [2, 2, 3, 1]
+    assert Blueprint.of(made).program.schedule().placement == StageAssignment(4)
+    assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 3, 1]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +88,8 @@ def test_what_is_made_again_is_of_the_input_gradients_time() -> None:
         more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
         assert more == pytest.approx([share, share / 2, 0, 0])  # of two layers' forward, 1.0
         assert (costs.forward, costs.weight) == (plain.forward, plain.weight)
-        assert recompute_forwards(replace(made, vpp=1, schedule=ScheduleConfig())) == pytest.approx(
-            more
-        )
+        plainly = Blueprint.of(replace(made, vpp=1, schedule=ScheduleConfig()))
+        assert plainly.recompute_forwards() == pytest.approx(more)
 
 
 def test_flops_made_again_are_those_that_dry_runs_count() -> None:

@@ -1,0 +1,302 @@
+"""What every rank of a run holds and does, resolved once from a checked configuration.
+
+A `Blueprint` is arithmetic on the keys of layout, schedule, layers and batch, and the one reader of
+these keys: the trainer builds what it says, the dry run builds one rank of it, the planner prices
+it. `rank.PipelineRank` has what follows for one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.blueprint.ops import LayerOps, layer_flops, ops_of
+from parallel3d.blueprint.sizes import offloading, recomputing
+from parallel3d.blueprint.stages import (
+    StageWeights,
+    balance_chunks,
+    checked_split,
+    head_cost,
+)
+from parallel3d.config.schema import Config, LossConfig, ModelConfig, OptimConfig, PrecisionConfig
+from parallel3d.config.values import parts_of
+from parallel3d.schedules.choose import chosen, wanted
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED, Schedule
+from parallel3d.schedules.walk import RankWork
+
+
+@dataclass(frozen=True)
+class Program:
+    """Makes the run's schedule for any number of micro-batches.
+
+    Attributes:
+        ranks: of a pipeline. chunks: stages of each rank.
+        microbatches: of a rank in a step of the whole global batch.
+        work, memory: costs and cap for schedule=auto.
+        whole_backwards: no schedule splits its backwards, as FSDP2 reduces in the backward what
+            gradients are there.
+    """
+
+    name: str
+    file: str | None
+    ranks: int
+    chunks: int
+    microbatches: int
+    work: RankWork
+    memory: float
+    whole_backwards: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Program:
+        keys, layout = config.schedule, layout_of(config)
+        forward, input, weight = keys.costs
+        return cls(
+            name=keys.name,
+            file=keys.file,
+            ranks=config.pp,
+            chunks=config.vpp,
+            microbatches=config.global_batch_size // (config.micro_batch_size * layout.dp),
+            work=RankWork(forward, input, weight, keys.hop, StageWeights.of_run(config)),
+            memory=1.0 if keys.memory is None else keys.memory,
+            whole_backwards=config.zero > 1 and layout.dp_cp > 1,
+        )
+
+    def schedule(self, microbatches: int | None = None) -> Schedule:
+        """Returns the schedule for the run's micro-batches, or as many as are given.
+
+        Raises UserError if there is no such schedule (see `choose.wanted`).
+        """
+        count = self.microbatches if microbatches is None else microbatches
+        costs = self.work, self.memory
+        found = wanted(self.name, self.ranks, count, self.chunks, self.file, *costs)
+        return found.with_whole_backwards() if self.whole_backwards else found
+
+    def why_chosen(self) -> str:
+        """Describes the schedule that schedule=auto found, and the next best ones."""
+        return chosen(self.ranks, self.microbatches, self.chunks, self.work, self.memory).why
+
+    @cached_property
+    def assignment(self) -> StageAssignment:
+        """The rank of each stage: vpp stages per rank, in loops or as a V."""
+        if self.name not in NAMED_SCHEDULES:
+            return self.schedule().placement
+        return StageAssignment(self.ranks, self.chunks, "v" if self.name in V_SHAPED else "loop")
+
+
+@dataclass(frozen=True)
+class StageBlueprint:
+    """One stage of the pipeline.
+
+    Attributes:
+        layers: their numbers in the model.
+        recomputed: its layers, the first ones, whose backward repeats a part of the forward.
+        offloaded: its layers, the first ones, that are offloaded.
+        first, last: it holds the embedding, the head.
+    """
+
+    layers: range
+    recomputed: int
+    offloaded: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """How the layers of a run compute and communicate.
+
+    Attributes:
+        sp: sequence parallelism.
+        recompute: parts of a layer that the backward repeats (`models/recompute.py`).
+        chunks: pieces in which sequence parallelism communicates.
+        mlp_chunks: pieces in which a recomputed MLP runs.
+        gather_qk: q and k are gathered over tp (`Attention.project`).
+        cp_style: how attention reads the keys of other context-parallel ranks.
+        attention_kernel: as asked for (`models.attention.choose_kernel`).
+    """
+
+    sp: bool
+    recompute: frozenset[str]
+    chunks: int
+    mlp_chunks: int
+    gather_qk: bool
+    cp_style: str
+    attention_kernel: str
+
+    @classmethod
+    def of(cls, config: Config) -> LayerSettings:
+        return cls(
+            sp=config.sp,
+            recompute=parts_of(config.recompute),
+            chunks=config.tensor_parallel.chunks,
+            mlp_chunks=config.mlp_chunks,
+            gather_qk=config.tensor_parallel.attention == "gather_qk",
+            cp_style=config.context_parallel.style,
+            attention_kernel=config.attention_kernel,
+        )
+
+
+@dataclass(frozen=True)
+class DataParallelSettings:
+    """How ranks with equal parameters share their gradients and states.
+
+    Attributes:
+        zero: stage of ZeRO.
+        every_microbatch: FSDP2 reduces after each micro-batch, so that no rank keeps whole
+            gradients.
+        bucket_cap_mb, comm_hook, powersgd_rank: of gradient buckets (`buckets.assign`,
+            `comm_hooks.py`).
+        overlap: buckets are reduced while the last backward runs.
+    """
+
+    zero: int
+    every_microbatch: bool
+    bucket_cap_mb: float | Sequence[float] | None
+    comm_hook: str
+    powersgd_rank: int
+    overlap: bool
+
+    @classmethod
+    def of(cls, config: Config) -> DataParallelSettings:
+        ddp = config.ddp
+        return cls(
+            zero=config.zero,
+            every_microbatch=ddp.reduces_every_microbatch(config.zero),
+            bucket_cap_mb=ddp.bucket_cap_mb,
+            comm_hook=ddp.comm_hook,
+            powersgd_rank=ddp.powersgd_rank,
+            overlap=ddp.overlap,
+        )
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What the ranks of a run hold and do. `Blueprint.of` makes it.
+
+    Attributes:
+        given: `schedule.layers_per_stage`; None: layers are balanced by cost.
+        recompute_layers, offload_layers: of each stage, or one number for all; (): all, none.
+        slices: `schedule.slices`; None: on accelerators.
+        local_seq_length: tokens of a sample on a context-parallel rank, before sp divides them.
+        device: "cpu", or what is planned for a GPU.
+        noise_scale: the step estimates the noise of its gradients.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    program: Program
+    layer: LayerSettings
+    data: DataParallelSettings
+    given: tuple[int, ...] | None
+    recompute_layers: tuple[int, ...]
+    offload_layers: tuple[int, ...]
+    slices: bool | None
+    micro_batch_size: int
+    local_seq_length: int
+    precision: PrecisionConfig
+    device: str
+    optim: OptimConfig
+    loss: LossConfig
+    noise_scale: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Blueprint:
+        given = config.schedule.layers_per_stage
+        return cls(
+            model=config.model,
+            layout=layout_of(config),
+            program=Program.of(config),
+            layer=LayerSettings.of(config),
+            data=DataParallelSettings.of(config),
+            given=None if given is None else tuple(given),
+            recompute_layers=tuple(config.recompute_layers or ()),
+            offload_layers=tuple(config.offload_layers or ()),
+            slices=config.schedule.slices,
+            micro_batch_size=config.micro_batch_size,
+            local_seq_length=config.local_seq_length,
+            precision=config.precision,
+            device=config.device,
+            optim=config.optim,
+            loss=config.loss,
+            noise_scale=config.train.noise_scale,
+        )
+
+    @property
+    def microbatches(self) -> int:
+        return self.program.microbatches
+
+    @property
+    def half_loss(self) -> bool:
+        """Whether the cross entropy is computed in half precision."""
+        return self.precision.lm_cross_entropy == "fp16"
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.layer.sp and self.layout.tp > 1
+
+    @property
+    def assignment(self) -> StageAssignment:
+        return self.program.assignment
+
+    @cached_property
+    def looped_layout(self) -> Layout:
+        """The layout with the number of times that the stages loop over the ranks."""
+        shape, chunks = self.assignment.shape, self.assignment.chunks
+        return replace(self.layout, loops=1 if shape == "v" else chunks)
+
+    @cached_property
+    def ops(self) -> LayerOps:
+        """Operations of a layer on one tensor rank."""
+        return ops_of(self.model, self.layout.tp, self.sequence_parallel, self.layer.recompute)
+
+    @cached_property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """How many layers each stage has, given or balanced by cost.
+
+        Raises UserError if the given split does not fit the model, or a stage would be empty.
+        """
+        model, assignment = self.model, self.assignment
+        if self.given is not None:
+            return checked_split(self.given, model.num_layers, assignment)
+        cost, head = layer_flops(model), head_cost(model)
+        return balance_chunks(cost, model.num_layers, assignment, last_extra=head)
+
+    @cached_property
+    def stages(self) -> tuple[StageBlueprint, ...]:
+        """Every stage of the pipeline, by number. Raises UserError (`layers_per_stage`)."""
+        counts = self.layers_per_stage
+        last = len(counts) - 1
+        return tuple(
+            StageBlueprint(
+                layers=range(end - n, end),
+                recomputed=recomputing(self.recompute_layers, i, n) if self.ops.repeated else 0,
+                offloaded=offloading(self.offload_layers, i, n),
+                first=i == 0,
+                last=i == last,
+            )
+            for i, (n, end) in enumerate(zip(counts, accumulate(counts), strict=True))
+        )
+
+    def stages_of(self, index: int) -> tuple[StageBlueprint, ...]:
+        """Returns the stages of rank `index` along pp, by chunk."""
+        place = self.assignment
+        return tuple(self.stages[place.stage(index, chunk)] for chunk in range(place.chunks))
+
+    def recompute_forwards(self) -> list[float]:
+        """Returns, by stage, how many times its layers' forward its backward repeats."""
+        weights = self.program.work.weights
+        assert weights is not None
+        return [again / part for part, _, again in weights(self.assignment) or ()]
+
+    def sends_slices(self, on_accelerator: bool) -> bool:
+        """Whether each tensor rank sends only its slice of the hidden states to the next stage:
+        Megatron's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1). Needs equal
+        states, so no `sp`."""
+        tp, pp = self.layout.tp, self.layout.pp
+        if self.layer.sp or tp == 1 or pp == 1 or self.model.seq_length % tp:
+            return False
+        return on_accelerator if self.slices is None else self.slices
