@@ -84,7 +84,7 @@ def measure(
     third = [seconds / count / 3 for seconds in compute]
     forward = tuple(c + w / 2 for c, w in zip(third, waits, strict=True))
     half = tuple(c + w / 4 for c, w in zip(third, waits, strict=True))
-    orders = Blueprint.of(config).program.schedule().orders
+    orders = Blueprint.of(config).pipeline.schedule().orders
     line = time_orders(orders, Stages(layout.pp), Costs(forward, half, half, hop))
     ends = sum(price.dims[dim].seconds for dim in ("embedding", "world") if dim in price.dims)
     step = line.makespan + ends

@@ -184,7 +184,7 @@ class Trainer:
         # Deferred: the engine below draws the parameters that this rank keeps.
         initializer = Initializer(config.seed, wide, self.device, deferred=True)
         context = BuildContext.of_run(self.blueprint, initializer, groups.tp, groups.cp)
-        self.use(self.blueprint.program.schedule())
+        self.use(self.blueprint.pipeline.schedule())
         self.stages = stages_of_rank(model, self.blueprint.stages_of(groups.pp.index), context)
         self.needs_batch = any(stage.first or stage.last for stage in self.stages)
         self.has_loss = self.stages[-1].last
@@ -234,7 +234,7 @@ class Trainer:
         route = P2PRoute(groups.pp, schedule.placement, groups.pp_backward)
         if config.launch.shared_memory:
             counts = map(config.microbatches_of, config.batch_sizes.sizes[:-1])
-            earlier = (self.blueprint.program.schedule(count).plan() for count in counts)
+            earlier = (self.blueprint.pipeline.schedule(count).plan() for count in counts)
             plans = schedule.plan(), schedule.forwards(), *earlier
             channel = SharedP2P.of_plans(plans, route, message, config.launch.timeout_s)
         latency = measure_baseline_latency(groups, message, channel)
@@ -298,7 +298,7 @@ class Trainer:
         if config.train.batch_schedule is None or batch == self.batch:
             return
         count, forwards = config.microbatches_of(batch), self.forwards
-        self.use(self.blueprint.program.schedule(count))
+        self.use(self.blueprint.pipeline.schedule(count))
         self.batch, self.forwards = batch, forwards
         self.train_batches.resize(count, batch)
         self.noise.batch = batch

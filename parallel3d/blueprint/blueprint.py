@@ -30,7 +30,7 @@ from parallel3d.schedules.walk import RankWork
 
 
 @dataclass(frozen=True)
-class Program:
+class PipelineSettings:
     """Makes the run's schedule for any number of micro-batches.
 
     Attributes:
@@ -51,7 +51,7 @@ class Program:
     whole_backwards: bool
 
     @classmethod
-    def of(cls, config: Config) -> Program:
+    def of(cls, config: Config) -> PipelineSettings:
         keys, layout = config.schedule, layout_of(config)
         forward, input, weight = keys.costs
         return cls(
@@ -188,7 +188,7 @@ class Blueprint:
 
     model: ModelConfig
     layout: Layout
-    program: Program
+    pipeline: PipelineSettings
     layer: LayerSettings
     data: DataParallelSettings
     given: tuple[int, ...] | None
@@ -209,7 +209,7 @@ class Blueprint:
         return cls(
             model=config.model,
             layout=layout_of(config),
-            program=Program.of(config),
+            pipeline=PipelineSettings.of(config),
             layer=LayerSettings.of(config),
             data=DataParallelSettings.of(config),
             given=None if given is None else tuple(given),
@@ -227,7 +227,7 @@ class Blueprint:
 
     @property
     def microbatches(self) -> int:
-        return self.program.microbatches
+        return self.pipeline.microbatches
 
     @property
     def half_loss(self) -> bool:
@@ -240,7 +240,7 @@ class Blueprint:
 
     @property
     def assignment(self) -> StageAssignment:
-        return self.program.assignment
+        return self.pipeline.assignment
 
     @cached_property
     def looped_layout(self) -> Layout:
@@ -288,7 +288,7 @@ class Blueprint:
 
     def recompute_forwards(self) -> list[float]:
         """Returns, by stage, how many times its layers' forward its backward repeats."""
-        weights = self.program.work.weights
+        weights = self.pipeline.work.weights
         assert weights is not None
         return [again / part for part, _, again in weights(self.assignment) or ()]
 

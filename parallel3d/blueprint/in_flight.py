@@ -58,10 +58,10 @@ def _schedule(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: 
 
 def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) -> Seen:
     """Returns the states of `rank` along pp in a step of the run's micro-batches, or of so many."""
-    program = blueprint.program
-    count = program.microbatches if microbatches is None else microbatches
-    whole = program.whole_backwards
-    return _states(program.name, program.ranks, program.chunks, count, rank, whole)
+    pipeline = blueprint.pipeline
+    count = pipeline.microbatches if microbatches is None else microbatches
+    whole = pipeline.whole_backwards
+    return _states(pipeline.name, pipeline.ranks, pipeline.chunks, count, rank, whole)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -213,7 +213,7 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         print_line("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.schedule.name == "auto":
-        print_line(f"schedule=auto: {Blueprint.of(config).program.why_chosen()}")
+        print_line(f"schedule=auto: {Blueprint.of(config).pipeline.why_chosen()}")
     if config.cp > 1 and config.context_parallel.style == "auto":
         seconds = style_seconds(config)
         waits = ", ".join(f"{style} {1e3 * s:.3g} ms" for style, s in seconds.items())

@@ -376,7 +376,7 @@ def _check_schedule(config: Config) -> None:
         )
     check_work(config)
     sizes = config.pp, config.num_microbatches, config.vpp
-    if keys.name == "auto":  # `Program.schedule` later finds what fits the model
+    if keys.name == "auto":  # `PipelineSettings.schedule` later finds what fits the model
         check_search(*sizes, 1.0 if keys.memory is None else keys.memory)
         _check_layers(config, 1)  # the number of stages is not known yet
         given = len(keys.layers_per_stage or ()) // config.pp

@@ -120,7 +120,7 @@ def _state(rank: PipelineRank) -> RankMemory:
         gradients=wide * numel / spread,
         masters=0.0 if item >= WIDE and spread == 1 else wide * numel / cut,
         optimizer=(moments_ * moment + average) * numel / cut,
-        buffers=rotary_bytes(blueprint) * blueprint.program.chunks,
+        buffers=rotary_bytes(blueprint) * blueprint.pipeline.chunks,
     )
 
 
@@ -356,7 +356,7 @@ def bytes_moved(rank: PipelineRank, ops: Sequence[Op]) -> float:
 
 def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
     """Whether a micro-batch's backward on the stage follows its forward."""
-    return stage.last and rank.blueprint.program.name != "gpipe"
+    return stage.last and rank.blueprint.pipeline.name != "gpipe"
 
 
 def host_memory(config: Config, index: int) -> float:

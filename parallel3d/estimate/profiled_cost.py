@@ -345,7 +345,7 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     schedule or split.
     """
     blueprint = planned(config)
-    layout, schedule = blueprint.layout, blueprint.program.schedule()
+    layout, schedule = blueprint.layout, blueprint.pipeline.schedule()
     placement, count, pp = schedule.placement, config.num_microbatches, config.pp
     each, groups, crossings = np.zeros((placement.stages, 3)), [], 0
     for rank in (PipelineRank(blueprint, index) for index in range(layout.pp)):

@@ -453,7 +453,7 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     more = config.num_microbatches - few
 
     def counted(count: int) -> Counts:
-        trainer.use(trainer.blueprint.program.schedule(count))
+        trainer.use(trainer.blueprint.pipeline.schedule(count))
         counter.label_state(trainer)
         counter.start()
         trainer.train_step()
@@ -498,7 +498,7 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
 def _fewest(blueprint: Blueprint, index: int) -> int:
     """Returns the fewest micro-batches that keep as many activations on rank `index` as all, with
     as many weight gradients deferred."""
-    count, name = blueprint.microbatches, blueprint.program.name
+    count, name = blueprint.microbatches, blueprint.pipeline.name
     if name in ("gpipe", "auto", "file"):
         return count  # memory grows with each, or the orders depend on their number
 

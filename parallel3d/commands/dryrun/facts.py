@@ -99,4 +99,4 @@ def stretch(config: Config) -> float:
     blueprint = Blueprint.of(config)
     again = forward * fmean(blueprint.recompute_forwards())
     work = RankWork(forward, gradient + again, weight)
-    return 1 + measure(blueprint.program.schedule(), work).overhead
+    return 1 + measure(blueprint.pipeline.schedule(), work).overhead

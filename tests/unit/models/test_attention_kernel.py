@@ -140,7 +140,8 @@ def test_generation_attends_by_the_kernel_of_its_context() -> None:
 def test_layers_are_built_with_the_chosen_kernel() -> None:
     init = Initializer(0, torch.float32, CPU)
     for kernel in ("auto", "math", "flash"):
-        assert BuildContext.of_run(config(kernel), init, SINGLE).attention_kernel == kernel
+        blueprint = Blueprint.of(config(kernel))
+        assert BuildContext.of_run(blueprint, init, SINGLE).attention_kernel == kernel
 
 
 @pytest.mark.parametrize("kernel", ["flash", "math", "cudnn", "fa3"])

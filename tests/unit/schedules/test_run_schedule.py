@@ -34,22 +34,22 @@ def test_the_choice_is_at_least_as_good_as_what_ignores_the_head() -> None:
     made = config(16, 60_000)
     work = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made))
     blind = choose(4, 8, 2, RankWork(1.0, 1.0, 1.0)).schedule
-    chosen = measure(Blueprint.of(made).program.schedule(), work)
+    chosen = measure(Blueprint.of(made).pipeline.schedule(), work)
     assert chosen.seconds < measure(blind, work).seconds
-    assert f"{chosen.overhead:.1%} over compute" in Blueprint.of(made).program.why_chosen()
+    assert f"{chosen.overhead:.1%} over compute" in Blueprint.of(made).pipeline.why_chosen()
 
 
 def test_each_stage_of_the_choice_has_a_layer() -> None:
     """A V would be faster, and the model has no layers for its eight stages."""
-    assert Blueprint.of(config(8)).program.schedule().placement.chunks == 2
+    assert Blueprint.of(config(8)).pipeline.schedule().placement.chunks == 2
     made = config(7)
-    assert Blueprint.of(made).program.schedule().placement == StageAssignment(4)
+    assert Blueprint.of(made).pipeline.schedule().placement == StageAssignment(4)
     assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 2, 1]
 
 
 def test_layers_as_given_decide_how_many_stages_there_are() -> None:
     made = config(8, layers_per_stage=[2, 2, 3, 1])
-    assert Blueprint.of(made).program.schedule().placement == StageAssignment(4)
+    assert Blueprint.of(made).pipeline.schedule().placement == StageAssignment(4)
     assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 3, 1]
 
 
