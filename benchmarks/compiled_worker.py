@@ -139,7 +139,8 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
     from parallel3d.comm.group import SINGLE
     from parallel3d.models.layers import BuildContext
     from parallel3d.models.transformer import Stage, compile_blocks
-    from parallel3d.parameters.sharding import Initializer, ParameterSpec
+    from parallel3d.parameters.initializer import Initializer
+    from parallel3d.parameters.spec import ParameterSpec
 
     class Empty(Initializer):
         """Parameters as the engine keeps them for the forward: in bf16, here without values."""

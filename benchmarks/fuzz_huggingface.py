@@ -35,7 +35,7 @@ from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.parameters.sharding import spec_of
+from parallel3d.parameters.state import spec_of
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 SIZES = {

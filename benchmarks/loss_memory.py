@@ -39,7 +39,7 @@ def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
     """Prints, on rank 0, one row of the table."""
     from parallel3d.blueprint.layout import Layout
     from parallel3d.comm.process_groups import ProcessGroups
-    from parallel3d.parameters.sharding import state_of
+    from parallel3d.parameters.state import state_of
     from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 
     torch.set_num_threads(1)

@@ -13,7 +13,8 @@ import torch
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import OptimConfig
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 WAYS = {
     "fp32": {},

@@ -19,7 +19,8 @@ from torch import Tensor
 from parallel3d.blueprint.buckets import homes, is_hidden
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.parameters.sharding import Segment, SegmentPart, ShardSpec
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.spec import ShardSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
 STEPS = 5

@@ -17,14 +17,8 @@ from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.muon import Muon, is_hidden_shard
 from parallel3d.parameters.rounding import pieces_of, store_rounded
-from parallel3d.parameters.sharding import (
-    Kind,
-    ParameterSpec,
-    Segment,
-    SegmentPart,
-    ShardSpec,
-    tp_replicas_of,
-)
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.spec import Kind, ParameterSpec, ShardSpec, tp_replicas_of
 from parallel3d.private_names import (
     foreach_add_,
     foreach_div_,

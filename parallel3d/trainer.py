@@ -51,7 +51,8 @@ from parallel3d.optim import (
     trained_parts,
 )
 from parallel3d.parameters.gather import gather_parameters
-from parallel3d.parameters.sharding import Initializer, Segment
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.segments import Segment
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import (

@@ -57,7 +57,7 @@ from parallel3d.files import (
     read_bounded,
     replace_durably,
 )
-from parallel3d.parameters.sharding import Chunk
+from parallel3d.parameters.segments import Chunk
 from parallel3d.private_names import default_store, foreach_copy_
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from parallel3d.checkpoint.manifest import (
     unreadable,
 )
 from parallel3d.files import new_file, open_regular, parse_json, read_into, write_all
-from parallel3d.parameters.sharding import Chunk, chunks_of_range
+from parallel3d.parameters.segments import Chunk, chunks_of_range
 
 if TYPE_CHECKING:
     from parallel3d.optim import ParameterSlice

@@ -23,7 +23,8 @@ from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data.tokenizer import BYTE, Decoding, begun, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
-from parallel3d.parameters.sharding import Chunk, spec_of
+from parallel3d.parameters.segments import Chunk
+from parallel3d.parameters.state import spec_of
 from parallel3d.run.launch import Worker
 
 

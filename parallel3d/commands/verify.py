@@ -32,7 +32,7 @@ from parallel3d.data.loader import sources_of, with_length
 from parallel3d.estimate.search import with_style
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_shards
-from parallel3d.parameters.sharding import ShardSpec
+from parallel3d.parameters.spec import ShardSpec
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult, Trainer
 

@@ -26,12 +26,8 @@ from parallel3d.data_parallel.reducer import (
 )
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.optim import Optimizer, ParameterSlice, parameter_slices
-from parallel3d.parameters.sharding import (
-    Segment,
-    SegmentPart,
-    spec_of,
-    state_of,
-)
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.state import spec_of, state_of
 
 T = TypeVar("T")
 

@@ -26,13 +26,9 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group, mesh_of_group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
-from parallel3d.parameters.sharding import (
-    Initializer,
-    Segment,
-    SegmentPart,
-    spec_of,
-    state_of,
-)
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.state import spec_of, state_of
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from parallel3d.parameters.sharding import Segment, SegmentPart
+from parallel3d.parameters.segments import Segment, SegmentPart
 
 T = TypeVar("T")
 

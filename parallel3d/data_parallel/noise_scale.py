@@ -23,7 +23,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.engine import Bucket
 from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.optim import sum_of_powers
-from parallel3d.parameters.sharding import ParameterSpec, spec_of, state_of
+from parallel3d.parameters.spec import ParameterSpec
+from parallel3d.parameters.state import spec_of, state_of
 
 HEAD_TABLE = "head.table"  # of an output head that is not tied
 KEEP = 0.98  # decay of the running means per step: they average over about 50 steps

@@ -16,7 +16,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.errors import TrainingFailure
-from parallel3d.parameters.sharding import spec_of
+from parallel3d.parameters.state import spec_of
 from parallel3d.run.failure import who
 from parallel3d.trainer import StepResult, Trainer
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.layers import BuildContext, Norm
-from parallel3d.parameters.sharding import WORD_EMBEDDING, ParameterSpec, ShardSpec
+from parallel3d.parameters.spec import WORD_EMBEDDING, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel.embedding import (
     VocabParallelEmbedding,
     look_up,

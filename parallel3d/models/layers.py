@@ -19,7 +19,8 @@ from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ops import Heads, add_rms_norm, heads_of, rms_norm
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 
 @dataclass(frozen=True)

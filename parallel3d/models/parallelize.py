@@ -15,7 +15,8 @@ from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.transformer import Stage
-from parallel3d.parameters.sharding import Initializer, spec_of
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.state import spec_of
 
 
 def data_parallel_engine(

@@ -43,7 +43,9 @@ from parallel3d.models.recompute import (
     shared_inductor,
     without_inplace_reuse,
 )
-from parallel3d.parameters.sharding import Initializer, ShardSpec, state_of
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ShardSpec
+from parallel3d.parameters.state import state_of
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_heads

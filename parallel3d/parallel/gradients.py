@@ -16,7 +16,7 @@ from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
 from parallel3d.device.accelerator import device_of_world
 from parallel3d.errors import UserError
 from parallel3d.optim import norm_share
-from parallel3d.parameters.sharding import ParameterState, state_of
+from parallel3d.parameters.state import ParameterState, state_of
 from parallel3d.private_names import backward_hooks, foreach_mul_, is_of_fsdp1
 from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel

@@ -22,7 +22,7 @@ from parallel3d.data_parallel.transport import broadcast_all
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
 from parallel3d.parallel.split_backward import SplitBackward
-from parallel3d.parameters.sharding import state_of
+from parallel3d.parameters.state import state_of
 from parallel3d.pipeline.executor import Executor, StageFailure
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.private_names import tables_of

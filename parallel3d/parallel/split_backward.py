@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.parameters.gradients import add_gradient, deferred_queue
-from parallel3d.parameters.sharding import state_of
+from parallel3d.parameters.state import state_of
 from parallel3d.private_names import backward_hooks, top_saved_tensors_hooks
 from parallel3d.tensor_parallel.linear_ops import linear_node
 

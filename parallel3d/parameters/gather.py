@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from parallel3d.comm.exchange import all_gather_json, dtype_of, messages, transfer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.parameters.sharding import ShardSpec, spec_of, state_of
+from parallel3d.parameters.spec import ShardSpec
+from parallel3d.parameters.state import spec_of, state_of
 
 MESSAGE_BYTES = 1 << 26  # small shards are sent together, up to this size
 FIELDS = tuple(field.name for field in fields(ShardSpec))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel3d.device import accelerator
 from parallel3d.device.matmul import is_widened, matmul
-from parallel3d.parameters.sharding import DeferredGradient, state_of
+from parallel3d.parameters.state import DeferredGradient, state_of
 
 
 def deferred_queue(weight: Tensor) -> list[DeferredGradient] | None:

@@ -21,7 +21,7 @@ from parallel3d.blueprint.buckets import PIECE
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_key
-from parallel3d.parameters.sharding import Chunk, Segment, chunks_of_range
+from parallel3d.parameters.segments import Chunk, Segment, chunks_of_range
 
 # Elements of a piece, whose states are widened at once: on a CPU they stay in its cache; on an
 # accelerator they are enough that launch overhead is small.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
-from parallel3d.parameters.sharding import DeferredGradient, WeightGradients, state_of
+from parallel3d.parameters.state import DeferredGradient, WeightGradients, state_of
 from parallel3d.pipeline.offload import ActivationOffload, Place
 from parallel3d.pipeline.p2p import (
     P2PRoute,

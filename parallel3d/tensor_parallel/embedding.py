@@ -12,12 +12,9 @@ from parallel3d.blueprint.buckets import LOOKUP_TOKENS
 from parallel3d.comm.group import GroupLike
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parameters.sharding import (
-    Initializer,
-    ParameterSpec,
-    ShardSpec,
-    state_of,
-)
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import (
     copy_to_tensor_parallel,

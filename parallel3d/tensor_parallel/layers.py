@@ -22,7 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group, GroupLike, group_of, mesh_of_group
 from parallel3d.errors import UserError, closest
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, state_of
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.state import state_of
 from parallel3d.private_names import tables_of
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.linear_ops import linear_node

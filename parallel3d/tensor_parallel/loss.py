@@ -17,7 +17,7 @@ from parallel3d.device import accelerator
 from parallel3d.device.fused import fused, fuses
 from parallel3d.device.matmul import matmul
 from parallel3d.parameters.gradients import add_matmul
-from parallel3d.parameters.sharding import state_of
+from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
 
 # Block of rows that is processed at a time without fused kernels. On a CPU it stays in the cache

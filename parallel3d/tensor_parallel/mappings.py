@@ -30,7 +30,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.parameters.sharding import ParameterSpec
+from parallel3d.parameters.spec import ParameterSpec
 
 Mapping: TypeAlias = Callable[[Tensor], Tensor]
 

@@ -19,7 +19,7 @@ from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.config.schema import Config
 from parallel3d.estimate.search import with_style
 from parallel3d.parameters.gather import gather_shards
-from parallel3d.parameters.sharding import ShardSpec
+from parallel3d.parameters.spec import ShardSpec
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import (
     DTYPES,

@@ -109,10 +109,10 @@ SHARE_OF_NORM = Seam("trainer:Trainer.share_of_norm")
 UPDATE = Seam("optim:Optimizer.step")
 
 # Parameters
-INITIAL_VALUES = Seam("parameters.sharding:Initializer.fill")
-PARAMETER = Seam("parameters.sharding:Initializer.parameter")
+INITIAL_VALUES = Seam("parameters.initializer:Initializer.fill")
+PARAMETER = Seam("parameters.initializer:Initializer.parameter")
 ROUNDED_PIECES = Seam("parameters.rounding:pieces_of")
-SPLIT_SEGMENT = Seam("parameters.sharding:Segment.split")
+SPLIT_SEGMENT = Seam("parameters.segments:Segment.split")
 TREATMENT = Seam("config.parameters:treatment")
 
 # Samples

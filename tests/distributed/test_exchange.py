@@ -13,7 +13,7 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import exchange
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.parameters import gather
-from parallel3d.parameters.sharding import ShardSpec
+from parallel3d.parameters.spec import ShardSpec
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups

@@ -13,7 +13,8 @@ from torch import Tensor
 from parallel3d.config.parameters import Treatment
 from parallel3d.config.schema import OptimConfig
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import Segment, ShardSpec
+from parallel3d.parameters.segments import Segment
+from parallel3d.parameters.spec import ShardSpec
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught

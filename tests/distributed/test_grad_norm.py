@@ -18,7 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel3d as p3d
 from parallel3d.parallel import gradients
-from parallel3d.parameters.sharding import ParameterSpec, ShardSpec, state_of
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.state import state_of
 from tests.distributed.pool import Pool
 
 WORDS, WIDTH, SAMPLES = 16, 9, 16

@@ -17,7 +17,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.models.transformer import Decoder, blank_stage
 from parallel3d.parameters.gather import gather_parameters
-from parallel3d.parameters.sharding import spec_of
+from parallel3d.parameters.state import spec_of
 from tests.distributed.pool import Pool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network

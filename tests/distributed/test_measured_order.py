@@ -26,7 +26,8 @@ from parallel3d.data_parallel.engine import (
     rebuild_buckets,
 )
 from parallel3d.optim import Optimizer, ParameterSlice
-from parallel3d.parameters.sharding import ParameterSpec, state_of
+from parallel3d.parameters.spec import ParameterSpec
+from parallel3d.parameters.state import state_of
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool

@@ -20,7 +20,8 @@ from parallel3d import muon
 from parallel3d.comm.group import Group
 from parallel3d.muon import HiddenMatrix, Muon
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import SegmentPart, ShardSpec
+from parallel3d.parameters.segments import SegmentPart
+from parallel3d.parameters.spec import ShardSpec
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_cases, check_caught
 from tests.distributed.pool import Pool

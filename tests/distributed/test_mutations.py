@@ -18,14 +18,10 @@ from torch import Tensor, nn
 from parallel3d.comm.collectives import CompletedWork
 from parallel3d.models.dropout import Dropout
 from parallel3d.optim import EMA, Optimizer, sum_of_powers
+from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.rounding import Piece
-from parallel3d.parameters.sharding import (
-    Initializer,
-    ParameterSpec,
-    Segment,
-    ShardSpec,
-    tp_replicas_of,
-)
+from parallel3d.parameters.segments import Segment
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec, tp_replicas_of
 from parallel3d.pipeline.p2p import PendingTransfer
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.tensor_parallel.loss import ChunkLoss

@@ -22,7 +22,8 @@ from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.metrics.jsonl import Score
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import Initializer, ShardSpec
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ShardSpec
 from parallel3d.trainer import EvaluatedSet, StepResult, Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import (

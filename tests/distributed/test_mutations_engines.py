@@ -20,7 +20,7 @@ from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.device.matmul import matmul
 from parallel3d.parameters.gradients import add_matmul
-from parallel3d.parameters.sharding import state_of
+from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import RowParallelLinear
 from parallel3d.tensor_parallel.mappings import all_gather_sequence
 from tests.distributed.cases import Case

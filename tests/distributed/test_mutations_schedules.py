@@ -15,7 +15,9 @@ from torch import Tensor
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import add_matmul, deferred_queue
-from parallel3d.parameters.sharding import Initializer, ShardSpec, state_of
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ShardSpec
+from parallel3d.parameters.state import state_of
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
 from parallel3d.schedules.check import check
 from parallel3d.schedules.orders import StageAssignment

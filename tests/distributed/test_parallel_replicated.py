@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import parallel3d as p3d
 from parallel3d.parallel.split_backward import SplitBackward
-from parallel3d.parameters.sharding import WeightGradients, state_of
+from parallel3d.parameters.state import WeightGradients, state_of
 from tests.distributed.pool import Pool
 
 HEADS, SIZE, WIDTH = 4, 6, 10

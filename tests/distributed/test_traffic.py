@@ -21,7 +21,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.estimate.traffic import transfers
-from parallel3d.parameters.sharding import spec_of
+from parallel3d.parameters.state import spec_of
 from parallel3d.pipeline import executor
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d import trainer as trainer_module
 from parallel3d.blueprint.layout import Layout
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec, spec_of
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.state import spec_of
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool

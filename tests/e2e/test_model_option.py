@@ -30,7 +30,7 @@ import torch
 from types import SimpleNamespace
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.layers import Norm
-from parallel3d.parameters.sharding import Initializer
+from parallel3d.parameters.initializer import Initializer
 from tests.reference.model import make_norm
 model = ModelConfig(norm="l1norm", hidden_size=64)
 ours = Norm("norm", model, Initializer(1, torch.float64, torch.device("cpu")))

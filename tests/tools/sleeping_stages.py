@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parallel3d.comm.group import Group
 from parallel3d.data.loader import MicroBatch
 from parallel3d.parameters.gradients import deferred_queue
-from parallel3d.parameters.sharding import state_of
+from parallel3d.parameters.state import state_of
 from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs
 from parallel3d.schedules.schedule import Schedule

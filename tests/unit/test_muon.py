@@ -22,7 +22,8 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.muon import Muon, newton_schulz
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.trainer import Trainer
 from tests.unit.dry_runs import dry_runs
 

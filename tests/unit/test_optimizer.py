@@ -17,13 +17,9 @@ from parallel3d.data_parallel.engine import build_buckets
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer, norm_share, sum_of_powers
-from parallel3d.parameters.sharding import (
-    Initializer,
-    ParameterSpec,
-    Segment,
-    SegmentPart,
-    ShardSpec,
-)
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.distributed.cases import preset
 
 

@@ -39,7 +39,7 @@ from parallel3d.device.datasheets import DEVICES
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
-from parallel3d.parameters.sharding import state_of
+from parallel3d.parameters.state import state_of
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.storage import SHARED_ELEMENTS, chunks_by_name, share
-from parallel3d.parameters.sharding import Chunk, ParameterSpec, ShardSpec, chunks_of_range
+from parallel3d.parameters.segments import Chunk, chunks_of_range
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 
 @dataclass

@@ -19,7 +19,7 @@ from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_o
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
-from parallel3d.parameters.sharding import spec_of
+from parallel3d.parameters.state import spec_of
 from tests.huggingface import GROUPED, save_model
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,8 @@ from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data_parallel import engine as engines
 from parallel3d.data_parallel.engine import BucketedDataParallel, build_buckets
 from parallel3d.data_parallel.reducer import GradBucket
-from parallel3d.parameters.sharding import ParameterSpec, spec_of, state_of
+from parallel3d.parameters.spec import ParameterSpec
+from parallel3d.parameters.state import spec_of, state_of
 
 
 @pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0, [0.5, 4.0], [3.0, 0.5, 1.0]])

@@ -23,7 +23,7 @@ from parallel3d.models import ops
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.recompute import recomputed
-from parallel3d.parameters.sharding import Initializer
+from parallel3d.parameters.initializer import Initializer
 from parallel3d.tensor_parallel import loss as cross_entropy
 from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
 from tests.kernels import no_kernels

@@ -26,7 +26,7 @@ from parallel3d.models.attention import avoids_cudnn, causal_attention, choose_k
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.recompute import recomputed
 from parallel3d.models.transformer import Decoder
-from parallel3d.parameters.sharding import Initializer
+from parallel3d.parameters.initializer import Initializer
 from tests.operators import Operators
 from tests.unit.commands.test_generate import LLAMA, decoder_of
 from tests.unit.context_parallel.test_document_attention import documents

@@ -15,7 +15,7 @@ from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads, swiglu
-from parallel3d.parameters.sharding import Initializer
+from parallel3d.parameters.initializer import Initializer
 from tests.kernels import no_kernels
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,8 @@ from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.config.values import parts_of
 from parallel3d.models import ops, transformer
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
-from parallel3d.parameters.sharding import Initializer, state_of
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel import linear_ops
 from tests.kernels import no_kernels
 

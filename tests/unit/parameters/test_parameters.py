@@ -14,7 +14,9 @@ from torch import Tensor
 from parallel3d.device import accelerator
 from parallel3d.parameters import gradients, sharding
 from parallel3d.parameters.gradients import add_matmul, supports_wide_addmm
-from parallel3d.parameters.sharding import TILE, Initializer, ParameterSpec, ShardSpec, spec_of
+from parallel3d.parameters.initializer import TILE, Initializer
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.state import spec_of
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,8 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import OptimConfig
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.rounding import AT_ONCE, pieces_of, store_rounded
-from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart, ShardSpec
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.reference.rounding import chances, rounded
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.parameters.sharding import state_of
+from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel import embedding
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from tests.operators import Operators

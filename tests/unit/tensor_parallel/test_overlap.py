@@ -21,7 +21,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.device.fused import register
 from parallel3d.errors import UserError
 from parallel3d.models.layers import BuildContext
-from parallel3d.parameters.sharding import Initializer
+from parallel3d.parameters.initializer import Initializer
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

@@ -1,0 +1,126 @@
+"""Initial values of parameters, which depend on no layout."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parallel3d.device import accelerator
+from parallel3d.host.quotas import available_cores
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.state import state_of
+
+TILE = 256  # side of the square tiles in which random matrices are drawn
+BAND = 1 << 24  # elements drawn at a time: 64 MiB of host memory, a transfer at full speed
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Creates parameters whose values depend on (seed, name, index) alone, on no layout.
+
+    A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
+    et al. 2011) keyed by (seed, name, tile), on `drawing_threads` threads, in bands of at most
+    `BAND` elements that bound the extra memory.
+
+    With `deferred`, parameters have their shape and dtype but one element of memory, and the
+    data-parallel engine asks for `values` or `fill_rows`, one parameter at a time.
+    """
+
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    deferred: bool = False
+
+    def parameter(self, spec: ParameterSpec) -> nn.Parameter:
+        if self.deferred:
+            local = torch.zeros((), dtype=self.dtype, device=self.device).expand(spec.shape)
+        else:
+            local = self.values(spec)
+        parameter = nn.Parameter(local)
+        state_of(parameter).spec = spec
+        return parameter
+
+    def values(self, spec: ParameterSpec) -> Tensor:
+        local = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
+        if self.device.type != "meta":
+            self.fill_rows(spec, 0, local)
+        return local
+
+    def fill_rows(self, spec: ParameterSpec, first: int, out: Tensor) -> None:
+        """Writes the initial values of a local parameter's rows from `first` on into `out`."""
+        out.zero_()  # rows outside of all shards are padding
+        end = first + out.shape[0]
+        for shard in spec.shards:
+            top, bottom = max(first, shard.row), min(end, shard.row + shard.shape[0])
+            if top < bottom:
+                start = (shard.start[0] + top - shard.row, *shard.start[1:])
+                inside = replace(shard, start=start, shape=(bottom - top, *shard.shape[1:]))
+                self.fill(inside, out[top - first : bottom - first])
+
+    def fill(self, shard: ShardSpec, out: Tensor) -> None:
+        """Writes the initial values of a shard into `out`, a tensor of its shape."""
+        if not accelerator.has_values(out.device):
+            return
+        if shard.std == 0.0:
+            out.fill_(shard.fill)
+            return
+        row0, (rows, cols) = shard.start[0], shard.shape
+        height = max(1, BAND // (TILE * cols)) * TILE  # rows of a band: whole tiles
+        for i in range(row0 // TILE * TILE, row0 + rows, height):
+            top, bottom = max(row0, i), min(row0 + rows, i + height)
+            # One copy per band: on a GPU each is a transfer that blocks the host.
+            out[top - row0 : bottom - row0] = torch.from_numpy(self._band(shard, top, bottom))
+
+    def _band(self, shard: ShardSpec, top: int, bottom: int) -> np.ndarray:
+        """Returns rows [top, bottom) of the full matrix in the shard's columns, float32."""
+        left, cols = shard.start[1], shard.shape[1]
+        band = np.empty((bottom - top, cols), dtype=np.float32)
+
+        def draw(tile: tuple[int, int]) -> None:
+            i, j = tile
+            up, down = max(top, i * TILE), min(bottom, (i + 1) * TILE)
+            west, east = max(left, j * TILE), min(left + cols, (j + 1) * TILE)
+            values = self._tile(shard.name, i, j, rows=down - i * TILE)
+            inside = values[up - i * TILE : down - i * TILE, west - j * TILE : east - j * TILE]
+            out = band[up - top : down - top, west - left : east - left]
+            np.multiply(inside, np.float32(shard.std), out=out)
+
+        down = range(top // TILE, (bottom - 1) // TILE + 1)
+        across = range(left // TILE, (left + cols - 1) // TILE + 1)
+        tiles = [(i, j) for i in down for j in across]
+        threads = min(drawing_threads(self.device), len(tiles))
+        if threads == 1:
+            for tile in tiles:
+                draw(tile)
+        else:  # NumPy releases the GIL while it draws
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(draw, tiles))
+        return band
+
+    def _tile(self, name: str, i: int, j: int, rows: int = TILE) -> np.ndarray:
+        """Returns the first rows of a tile of standard normal values, float32 for all dtypes.
+
+        Rows are drawn in order, so their number changes no value.
+        """
+        digest = hashlib.blake2b(f"{self.seed}/{name}/{i}/{j}".encode(), digest_size=16).digest()
+        key = np.frombuffer(digest, dtype=np.uint64)
+        stream = np.random.Generator(np.random.Philox(key=key))
+        return stream.standard_normal((rows, TILE), dtype=np.float32)
+
+
+def drawing_threads(device: torch.device) -> int:
+    """Returns the number of threads on which a rank on `device` draws its parameters.
+
+    torch's number; on an accelerator at least the rank's share of the host's cores, because
+    torchrun sets OMP_NUM_THREADS=1 and one thread takes minutes for an 8B model.
+    """
+    threads = torch.get_num_threads()
+    if not accelerator.is_accelerator(device) or "LOCAL_WORLD_SIZE" not in os.environ:
+        return threads
+    return max(threads, available_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))

@@ -1,0 +1,129 @@
+"""Flat shards of parameters that a rank steps, and the chunks of full tensors in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from torch import Tensor
+
+from parallel3d.parameters.spec import Kind, ParameterSpec, ShardSpec
+
+
+class SegmentPart(NamedTuple):
+    """Holds elements [start, start + numel) of a flattened local parameter, inside a segment."""
+
+    name: str
+    spec: ParameterSpec
+    start: int
+    numel: int
+
+    def split(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, SegmentPart]]:
+        """Yields the part in runs of shards of one kind, as q, k and v lie in one parameter."""
+        for kind, first, end in self.spec.split(kind_of, self.start, self.numel):
+            yield kind, self._replace(start=self.start + first, numel=end - first)
+
+
+@dataclass
+class Segment:
+    """A flat shard of parameters with equal optimizer settings, the part that this rank steps.
+
+    Attributes:
+        param: flat, in the compute type; grad: flat, fp32 or better.
+        master: flat tensor that the optimizer steps: `param` itself if that is fp32 or better.
+    """
+
+    param: Tensor
+    grad: Tensor
+    master: Tensor
+    parts: list[SegmentPart]
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """The spec of its first parameter: all decay, and are replicated and tied, alike."""
+        return self.parts[0].spec
+
+    def split(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
+        """Yields the segment in runs of one kind, as views; whole if there is one kind alone."""
+        pieces = [pair for part in self.parts for pair in part.split(kind_of)]
+        runs = [(kind, [part for _, part in run]) for kind, run in groupby(pieces, itemgetter(0))]
+        if len(runs) == 1:
+            yield runs[0][0], self
+            return
+        first = 0
+        for kind, parts in runs:
+            own = slice(first, first + sum(part.numel for part in parts))
+            first = own.stop
+            param, grad, master = (t[own] for t in (self.param, self.grad, self.master))
+            yield kind, replace(self, param=param, grad=grad, master=master, parts=parts)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Locates a part of a full tensor: its first index and its sizes, per dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
+
+    def overlap(self, other: Chunk) -> Chunk | None:
+        """Returns the part that is in both chunks; None if there is none."""
+        first = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self.ends, other.ends)
+        sizes = tuple(end - start for start, end in zip(first, ends, strict=True))
+        return Chunk(first, sizes) if min(sizes) > 0 else None
+
+    def of(self, values: Tensor, start: tuple[int, ...] | None = None) -> Tensor:
+        """Returns the view of this chunk in `values`, whose first element has the index `start`."""
+        start = (0,) * len(self.offsets) if start is None else start
+        places = zip(self.offsets, self.ends, start, strict=True)
+        return values[tuple(slice(first - s, end - s) for first, end, s in places)]
+
+
+def chunks_of_range(
+    spec: ParameterSpec, start: int, count: int
+) -> Iterator[tuple[ShardSpec, Chunk, int]]:
+    """Yields the chunks in elements [start, start + count) of the flattened local parameter.
+
+    A bucket's shard may begin in the middle of a row, so a range of a matrix is at most three
+    chunks: the rest of a row, whole rows, the beginning of a row.
+
+    Each as (shard, chunk, first element of the chunk, counted from `start`). Elements outside of
+    all shards are padding. Raises ValueError for tensors of more than two dimensions and for shards
+    that are not whole rows of the local parameter.
+    """
+    width = math.prod(spec.shape[1:])
+    for shard in spec.shards:
+        if len(shard.shape) > 2 or math.prod(shard.shape[1:]) != width:
+            raise ValueError(f"{shard.name}: {shard.shape} is not whole rows of {spec.shape}")
+    for shard, low, high, at in spec.shards_in(start, count):
+        for chunk, first in _rectangles(shard, low, high):
+            yield shard, chunk, at + first - low
+
+
+def _rectangles(shard: ShardSpec, low: int, high: int) -> Iterator[tuple[Chunk, int]]:
+    """Yields elements [low, high) of a shard as chunks of the full tensor, with first elements."""
+    if len(shard.shape) == 1:
+        yield Chunk((shard.start[0] + low,), (high - low,)), low
+        return
+    width = shard.shape[1]
+    # The rest of the first row, whole rows, and the beginning of the last row.
+    cuts = [low, min(high, -(-low // width) * width), max(low, high // width * width), high]
+    for a, b in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
+        if a == b:
+            continue
+        row, column = divmod(a, width)
+        rows = (b - a) // width
+        sizes = (rows, width) if rows else (1, b - a)
+        yield Chunk((shard.start[0] + row, shard.start[1] + column), sizes), a

@@ -1,0 +1,127 @@
+"""Specs of local parameters: which shards of full tensors they hold.
+
+A spec lists the shards of *full* matrices that a local parameter holds: q, k and v apart, gate and
+up apart, the vocabulary without its padding. Initialisation, gathering, comparison and resharding
+read this one description, so a layout changes only where the numbers are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import TypeVar
+
+from torch import Tensor
+
+WORD_EMBEDDING = "embedding.word.weight"
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """A shard of one full tensor inside a local parameter.
+
+    Attributes:
+        name: of the full tensor, `layers.3.attention.q.weight`.
+        start: first row (and column) of the shard in the full tensor.
+        row: first row of the shard in the local parameter.
+        std: standard deviation of the initial values around 0; 0 for the constant `fill`.
+        tp_replicas: consecutive tp ranks that hold this same shard: key-value heads when there are
+            fewer than ranks, norms of heads. Each rank has the gradient of its own query heads
+            alone, so the gradients are summed.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: int = 0
+    std: float = 0.0
+    fill: float = 0.0
+    tp_replicas: int = 1
+
+    def of_full(self, full: Tensor) -> Tensor:
+        """Returns the shard as a view of the full tensor."""
+        for dim, (start, length) in enumerate(zip(self.start, self.shape, strict=True)):
+            full = full.narrow(dim, start, length)
+        return full
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """Returns the shard as a view of the local parameter."""
+        return local.narrow(0, self.row, self.shape[0])
+
+
+Kind = TypeVar("Kind")
+NO_SHARD = ShardSpec("", (), (), ())  # of padding alone
+
+
+def tp_replicas_of(shard: ShardSpec) -> int:
+    return shard.tp_replicas
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Maps a local parameter to full tensors.
+
+    Attributes:
+        shape: local shape, vocabulary padding included.
+        shards: the shards it holds; rows outside of them are padding and stay zero.
+        replicated: every tp rank holds the same values. Under sequence parallelism its gradient is
+            a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
+        tied_lm_head: the last stage's copy of the word embedding that the first stage owns.
+        uses: reads per forward pass: 2 for a tied table on a single stage.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[ShardSpec, ...]
+    replicated: bool
+    tied_lm_head: bool = False
+    uses: int = 1
+
+    @property
+    def is_word_embedding(self) -> bool:
+        """Whether this is the word embedding or a tied head's copy of it."""
+        return any(shard.name == WORD_EMBEDDING for shard in self.shards)
+
+    def is_whole(self, tp: int) -> bool:
+        return self.replicated or all(shard.tp_replicas == tp for shard in self.shards)
+
+    def split(
+        self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int
+    ) -> Iterator[tuple[Kind, int, int]]:
+        """Yields (kind, first, end), counted from `start`, of runs of shards of one kind.
+
+        Together they are elements [start, start + numel) of the flattened local parameter. Padding
+        goes with the shard before it.
+        """
+        width = math.prod(self.shape[1:])
+        rows = [(kind_of(shard), shard.row) for shard in self.shards or (NO_SHARD,)]
+        runs = [(kind, next(run)[1]) for kind, run in groupby(rows, itemgetter(0))]
+        ends = [row for _, row in runs[1:]] + [self.shape[0] if self.shape else 1]
+        for i, ((kind, row), end) in enumerate(zip(runs, ends, strict=True)):
+            first = max(row * width - start, 0) if i else 0
+            last = min(end * width - start, numel)
+            if first < last:
+                yield kind, first, last
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (tp_replicas, first, end) of equally replicated elements, as `split`."""
+        return self.split(tp_replicas_of, start, numel)
+
+    def shards_in(self, start: int, numel: int) -> Iterator[tuple[ShardSpec, int, int, int]]:
+        """Yields (shard, first, end, at) of the shards in a range of the flattened parameter.
+
+        Elements [first, end) of the flattened shard, which stand `at` elements behind `start`.
+        """
+        for shard in self.shards:
+            begin = shard.row * math.prod(shard.shape[1:])
+            first, end = max(start, begin), min(start + numel, begin + math.prod(shard.shape))
+            if first < end:
+                yield shard, first - begin, end - begin, first - start
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: not to biases and norms."""
+        return len(self.shape) > 1

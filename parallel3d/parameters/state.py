@@ -1,0 +1,86 @@
+"""The state that parallel training keeps about a parameter: the one attribute on a tensor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm.group import SINGLE, Group
+from parallel3d.parameters.spec import ParameterSpec
+
+DeferredGradient = Callable[[], None]  # adds one deferred weight gradient to its bucket
+
+
+class WeightGradients:
+    """Queues deferred weight gradients of linear layers.
+
+    Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) compute the gradient of a stage's input
+    first (I) and those of its weights later (W), where the rank would idle. All linear layers call
+    `add_weight_gradient`, so deferring these calls splits a backward. Between I and W only the
+    layer's input and its output gradient are kept. Norms, biases and embeddings belong to I.
+    """
+
+    def __init__(self) -> None:
+        self.queue: list[DeferredGradient] | None = None  # None: gradients are computed at once
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[DeferredGradient]]:
+        """Defers weight gradients inside the block; yields their queue, to be called in order."""
+        queue: list[DeferredGradient] = []
+        self.queue = queue
+        try:
+            yield queue
+        finally:
+            self.queue = None
+
+
+@dataclass
+class ParameterState:
+    """All that parallel training keeps about one parameter (see `state_of`).
+
+    Attributes:
+        spec: the shards of full tensors that it holds; None for a parameter of a user's module.
+        tp: the group of the tensor-parallel layer of `import parallel3d` that it belongs to.
+        pp: the group of the `Pipeline` that it belongs to, whose other ranks do not hold it.
+        main_grad: view of a gradient bucket to which its gradients are added; None: to `.grad`.
+        parts: additions to `main_grad` that are one gradient; added: so many since the last one.
+        register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
+        weight_gradients: queue of its pipeline stage; None: its gradients are never deferred.
+        compute_dtype: type in which FSDP2 gathers it for the model; None: FSDP2 does not shard it.
+    """
+
+    spec: ParameterSpec | None = None
+    tp: Group = SINGLE
+    pp: Group = SINGLE
+    main_grad: Tensor | None = None
+    parts: int = 1
+    added: int = 0
+    register_grad_ready: Callable[[], None] = lambda: None
+    weight_gradients: WeightGradients | None = None
+    compute_dtype: torch.dtype | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as nothing: groups end with their process, and parameters are saved without."""
+        return OrderedDict, ()  # a type that `torch.load(weights_only=True)` admits
+
+
+def state_of(parameter: Tensor) -> ParameterState:
+    """Returns the parameter's state: the one attribute that this package hangs on a tensor."""
+    state = getattr(parameter, "parallel_state", None)
+    if not isinstance(state, ParameterState):  # none, or that of a parameter from a file
+        state = ParameterState()
+        parameter.parallel_state = state  # type: ignore[attr-defined]
+    return state
+
+
+def spec_of(parameter: Tensor) -> ParameterSpec:
+    """Returns the spec of a parameter of our own layers, which all have one."""
+    spec = state_of(parameter).spec
+    assert spec is not None
+    return spec
