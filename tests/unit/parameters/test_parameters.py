@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
-from parallel3d.parameters import gradients, sharding
+from parallel3d.parameters import gradients, initializer
 from parallel3d.parameters.gradients import add_matmul, supports_wide_addmm
 from parallel3d.parameters.initializer import TILE, Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -102,7 +102,7 @@ def test_neither_threads_nor_bands_change_a_value(threads: int, band: int) -> No
         expected = draw(4, "w", full, start, shape)
     with (
         patch.object(torch, "get_num_threads", lambda: threads),
-        patch.object(sharding, "BAND", band),
+        patch.object(initializer, "BAND", band),
     ):
         assert torch.equal(draw(4, "w", full, start, shape), expected)
 
@@ -122,7 +122,7 @@ def test_ranks_on_accelerators_share_the_cores_to_draw(
     """Whatever OMP_NUM_THREADS says, which torchrun sets to 1."""
     pools = []
 
-    class Pool(sharding.ThreadPoolExecutor):
+    class Pool(initializer.ThreadPoolExecutor):
         def __init__(self, threads: int) -> None:
             pools.append(threads)
             super().__init__(threads)
@@ -131,8 +131,8 @@ def test_ranks_on_accelerators_share_the_cores_to_draw(
     expected, out = draw(4, "w", full, (0, 0), full), torch.empty(full)
     with (
         patch.object(torch, "get_num_threads", lambda: 1),
-        patch.object(sharding, "available_cores", lambda: 8),
-        patch.object(sharding, "ThreadPoolExecutor", Pool),
+        patch.object(initializer, "available_cores", lambda: 8),
+        patch.object(initializer, "ThreadPoolExecutor", Pool),
         patch.dict(os.environ, environ),
     ):
         if not environ:
@@ -158,7 +158,7 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
     shape = (5 * TILE, 4 * TILE)
     out = torch.empty(shape).as_subclass(Counted)
     piece = ShardSpec("w", shape, (0, 0), shape, std=0.02)
-    with patch.object(sharding, "BAND", 2 * 4 * TILE * TILE):
+    with patch.object(initializer, "BAND", 2 * 4 * TILE * TILE):
         Initializer(0, torch.float32, CPU).fill(piece, out)
     assert [tuple(copied) for copied in copies] == [(512, 1024), (512, 1024), (256, 1024)]
 
