@@ -53,10 +53,10 @@ def idle(pool: Pool) -> None:
         by_rank = pool.run(ranks, run_all, schedules, how)
         for schedule, ran in zip(schedules, zip(*by_rank, strict=True), strict=True):
             measured = idle_share(list(ran))
-            costs = Costs.even(schedule.placement, *SECONDS)
-            clock = time_orders(schedule.orders, schedule.placement, costs).bubble_fraction
+            costs = Costs.even(schedule.assignment, *SECONDS)
+            clock = time_orders(schedule.orders, schedule.assignment, costs).bubble_fraction
             worst = max(worst, abs(measured - clock))
-            chunks = schedule.placement.chunks
+            chunks = schedule.assignment.chunks
             print(
                 f"| {ranks} | {schedule.name} | {chunks} | {measured:.1%} | {clock:.1%} | "
                 f"{100 * (measured - clock):+.1f} points |"
@@ -71,7 +71,7 @@ def large(pool: Pool) -> None:
         for schedule in forms(ranks, ranks + 1):
             ran = pool.run(ranks, run_all, [schedule], {"shape": LARGE}, timeout_s=600)
             seconds = statistics.median(found[0].seconds for found in ran)
-            assert sum(r[0].loss for r in ran) == schedule.placement.stages * schedule.microbatches
+            assert sum(r[0].loss for r in ran) == schedule.assignment.stages * schedule.microbatches
             print(f"| {ranks} | {schedule.name} | {seconds:.1f} |", flush=True)
 
 

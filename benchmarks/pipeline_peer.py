@@ -40,7 +40,7 @@ THEIRS = {
     "interleaved": ["--vpp=2"],
     "interleaved compiled": ["--vpp=2", "--compile"],
     "zero bubble": ["--vpp=2", "--zero-bubble"],
-    "ZB-V": ["--vpp=2", "--zero-bubble", "--v-placement"],
+    "ZB-V": ["--vpp=2", "--zero-bubble", "--v-assignment"],
 }
 OUR_SCHEDULES = {  # all compiled
     "1f1b": ["compile=true"],
@@ -235,8 +235,8 @@ def _spent(of: Setting, best: Contender) -> str:
     chunks = 2 if best.name in LOOPED or best.name in V_SHAPED else 1
     schedule = make(best.name, of.pp, of.microbatches, chunks)
     half = seconds["backward"] / 2  # for the inputs, and for the weights
-    costs = Costs.even(schedule.placement, seconds["forward"], half, half)
-    clock = time_orders(schedule.orders, schedule.placement, costs).bubble_fraction
+    costs = Costs.even(schedule.assignment, seconds["forward"], half, half)
+    clock = time_orders(schedule.orders, schedule.assignment, costs).bubble_fraction
     shares = sorted(seconds.items(), key=lambda item: -item[1])
     said = ", ".join(f"{kind} {part / total:.1%}" for kind, part in shares if part > 1e-3 * total)
     where = f"pp={of.pp}, {of.microbatches} micro-batches, `{best.name}`"

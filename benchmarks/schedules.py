@@ -4,7 +4,7 @@ work.
     python benchmarks/schedules.py                          # p=8 m=32, hops 0, 0.1 and 0.2
     python benchmarks/schedules.py --pp 16 --microbatches 64 --vpp 4
     python benchmarks/schedules.py --faults 10000           # plant faults, and count the rejected
-    python benchmarks/schedules.py --grid                   # make and check plans of many sizes
+    python benchmarks/schedules.py --grid                   # make and check programs of many sizes
     python benchmarks/schedules.py --grid --every           # of all sizes
 
 PyTorch's orders are those that its schedule classes compute (torch.distributed.pipelining), without
@@ -51,7 +51,7 @@ def theirs(name: str, ranks: int, count: int, chunks: int) -> Schedule:
     from torch.distributed.pipelining import schedules
 
     cls = getattr(schedules, f"Schedule{name}")
-    placement = StageAssignment(ranks, chunks, CLASSES[name])
+    assignment = StageAssignment(ranks, chunks, CLASSES[name])
     orders: ComputeSchedule = []
     for rank in range(ranks):
         one: Any = cls.__new__(cls)
@@ -63,11 +63,11 @@ def theirs(name: str, ranks: int, count: int, chunks: int) -> Schedule:
         steps = one._calculate_single_rank_operations(rank)
         orders.append([
             action(THEIR_KINDS[part.computation_type.name], part.microbatch_index,
-                   placement.place(part.stage_index)[1])
+                   assignment.place(part.stage_index)[1])
             for step in steps if step is not None
             for part in (step.sub_actions or (step,))
         ])  # fmt: skip
-    return Schedule(name, placement, count, orders)
+    return Schedule(name, assignment, count, orders)
 
 
 def all_of_theirs(ranks: int, count: int, chunks: int) -> Iterator[Schedule]:
@@ -93,7 +93,7 @@ def table(ranks: int, count: int, chunks: int, costs: list[float], hops: list[fl
 
 
 def _line(where: str, row: ScheduleChoice, best: float) -> str:
-    chunks = row.schedule.placement.chunks
+    chunks = row.schedule.assignment.chunks
     return (
         f"{where:<30} {row.schedule.name:<22} {chunks:>6} {row.overhead:>9.2%} "
         f"{row.peak_live:>7.2f} {row.overhead / best:>8.2f}"
@@ -101,21 +101,21 @@ def _line(where: str, row: ScheduleChoice, best: float) -> str:
 
 
 def faults(number: int, seed: int) -> None:
-    """Plant `number` faults that break a plan and see that the checker names each of them."""
+    """Plant `number` faults that break a program and see that the checker names each of them."""
     from tests.tools.schedule_faults import corrupt, is_sound
 
     rng = random.Random(seed)
     sizes = ((2, 3), (2, 6), (3, 4), (4, 5), (4, 8))
     made = [make(n, p, m, c) for n in NAMED_SCHEDULES for c in _chunks(n, 4) for p, m in sizes]
-    plans = [(one, one.plan()) for one in made]
+    programs = [(one, one.program()) for one in made]
     broken = rejected = harmless = accepted = 0
     start = time.process_time()
     while broken < number:
-        one, plan = rng.choice(plans)
-        bad = corrupt(plan, rng)
-        sound = is_sound(bad, one.placement, one.microbatches)
+        one, program = rng.choice(programs)
+        bad = corrupt(program, rng)
+        sound = is_sound(bad, one.assignment, one.microbatches)
         try:
-            check(bad, one.microbatches, one.placement)
+            check(bad, one.microbatches, one.assignment)
             passed = True
         except ScheduleError:
             passed = False
@@ -124,8 +124,8 @@ def faults(number: int, seed: int) -> None:
         harmless += sound
         accepted += sound and passed
     print(
-        f"faults that break a plan: {rejected} of {broken} rejected; changes that leave one sound: "
-        f"{accepted} of {harmless} accepted; {time.process_time() - start:.1f} s of CPU"
+        f"faults that break a program: {rejected} of {broken} rejected; changes that leave one "
+        f"sound: {accepted} of {harmless} accepted; {time.process_time() - start:.1f} s of CPU"
     )
 
 
@@ -141,18 +141,18 @@ def grid(every: bool, processes: int) -> None:
     with multiprocessing.Pool(processes) as pool:
         done = list(pool.imap_unordered(_all_at, sizes))
     wall = time.perf_counter() - start
-    plans, actions, making, checking = map(sum, zip(*done, strict=True))
+    programs, actions, making, checking = map(sum, zip(*done, strict=True))
     print(
-        f"{plans} plans of {actions:,} computations sound in {wall:.1f} s on {processes} processes;"
-        f" of CPU {making:.1f} s to make them, {checking:.1f} s to check them"
+        f"{programs} programs of {actions:,} computations sound in {wall:.1f} s on {processes} "
+        f"processes; of CPU {making:.1f} s to make them, {checking:.1f} s to check them"
     )
 
 
 def _all_at(size: tuple[int, int, bool]) -> tuple[int, int, float, float]:
-    """(plans, computations, seconds of CPU to make them, and to check them)."""
-    gc.disable()  # no plan holds a cycle, and the collector would visit each a dozen times
+    """(programs, computations, seconds of CPU to make them, and to check them)."""
+    gc.disable()  # no program holds a cycle, and the collector would visit each a dozen times
     ranks, count, every = size
-    plans = actions = 0
+    programs = actions = 0
     making = checking = 0.0
     for name in NAMED_SCHEDULES:
         for chunks in _chunks(name, 8):
@@ -160,14 +160,14 @@ def _all_at(size: tuple[int, int, bool]) -> tuple[int, int, float, float]:
                 continue
             begin = time.process_time()
             one = make(name, ranks, count, chunks)
-            plan = one.plan()
+            program = one.program()
             made = time.process_time()
-            check(plan, count, one.placement)
+            check(program, count, one.assignment)
             making += made - begin
             checking += time.process_time() - made
-            plans += 1
+            programs += 1
             actions += sum(map(len, one.orders))
-    return plans, actions, making, checking
+    return programs, actions, making, checking
 
 
 def _chunks(name: str, most: int) -> list[int]:

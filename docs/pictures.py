@@ -29,7 +29,7 @@ MAPS = {
     "six": "cluster=rails_3x2 tp=2 pp=3",
     "h100": "cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4 topology.rank=37",
     "mixed": "cluster=dgx_h100 cluster.nodes=4 tp=4 pp=2 topology.rank=4",
-    "nvl72": "cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 placement=tp-cp-pp-dp",
+    "nvl72": "cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 assignment=tp-cp-pp-dp",
 }
 
 # docs/schedules.md shows each picture beside its command, `parallel3d schedule` and these words.
@@ -99,7 +99,7 @@ def layout_svg(layout: Layout) -> str:
 def main() -> None:
     (HERE / "layout.svg").write_text(layout_svg(Layout(tp=2, pp=2, dp=2)))
     made = make("1f1b", 4, 8)
-    timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
+    timeline = time_orders(made.orders, made.assignment, Costs.even(made.assignment))
     (HERE / "schedule.svg").write_text(render_svg(timeline, "1F1B, 4 stages, 8 micro-batches"))
     drawn = [("topology", f"topology_{name}.svg", words) for name, words in MAPS.items()]
     drawn += [("schedule", f"schedules_{name}.svg", words) for name, words in TIMELINES.items()]

@@ -218,10 +218,10 @@ class Trainer:
         return Optimizer(optim, segments, groups.tp, self.config.seed, muon)
 
     def use(self, schedule: Schedule) -> None:
-        """Sets the schedule for training and evaluation, after the checker has proved its plan."""
-        plan, rank = schedule.plan(), self.groups.pp.index
-        check(plan, schedule.microbatches, schedule.placement)
-        self.schedule, self.plan = schedule, plan[rank]
+        """Sets the schedule of training and evaluation, once the checker has proved its program."""
+        program, rank = schedule.program(), self.groups.pp.index
+        check(program, schedule.microbatches, schedule.assignment)
+        self.schedule, self.program = schedule, program[rank]
         self.forwards = schedule.forwards()[rank]
 
     def _executor(self) -> Executor:
@@ -232,15 +232,15 @@ class Trainer:
         hidden = (config.micro_batch_size, sequence, config.model.hidden_size)
         outputs = StageOutputs((hidden,), self.dtype, groups.tp if sliced else SINGLE)
         message, channel = outputs.empty_message(self.device).zero_(), None
-        route = P2PRoute(groups.pp, schedule.placement, groups.pp_backward)
+        route = P2PRoute(groups.pp, schedule.assignment, groups.pp_backward)
         if config.launch.shared_memory:
             counts = map(config.microbatches_of, config.batch_sizes.sizes[:-1])
-            earlier = (self.blueprint.pipeline.schedule(count).plan() for count in counts)
-            plans = schedule.plan(), schedule.forwards(), *earlier
-            channel = SharedP2P.of_plans(plans, route, message, config.launch.timeout_s)
+            earlier = (self.blueprint.pipeline.schedule(count).program() for count in counts)
+            programs = schedule.program(), schedule.forwards(), *earlier
+            channel = SharedP2P.of_programs(programs, route, message, config.launch.timeout_s)
         latency = measure_baseline_latency(groups, message, channel)
         self.step_timer.baseline_latency = latency
-        links = [outputs] * (schedule.placement.stages - 1)
+        links = [outputs] * (schedule.assignment.stages - 1)
         offload = None
         if any(stage.offloaded for stage in self.stages):
             offload = ActivationOffload(self.device)
@@ -324,7 +324,7 @@ class Trainer:
             self.data_parallel.start_step(self.schedule.microbatches)
         tokens = self.global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
-            self.plan,
+            self.program,
             functools.partial(self.train_batches.micro_batch, first),
             self.gradient_scale(tokens),
             self.data_parallel.start_last_microbatch,

@@ -83,7 +83,7 @@ class PipelineSettings:
     def assignment(self) -> StageAssignment:
         """The rank of each stage: vpp stages per rank, in loops or as a V."""
         if self.name not in NAMED_SCHEDULES:
-            return self.schedule().placement
+            return self.schedule().assignment
         return StageAssignment(self.ranks, self.chunks, "v" if self.name in V_SHAPED else "loop")
 
 

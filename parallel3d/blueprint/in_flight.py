@@ -73,7 +73,7 @@ def _states(
     live, deferred, begun = [0] * vpp, [0] * vpp, [0] * vpp
     in_flight = 0
     seen: dict[tuple[Kind, int], set[tuple[int, ...]]] = defaultdict(set)
-    around, left = made.placement.around(rank), vpp * made.microbatches
+    around, left = made.assignment.around(rank), vpp * made.microbatches
     for step in made.orders[rank]:
         kind, chunk = step.kind, step.chunk
         left -= kind in (Kind.B, Kind.I)

@@ -21,7 +21,7 @@ from parallel3d.schedules.walk import Weights
 
 @functools.lru_cache(maxsize=1024)  # a search asks often for the same
 def balance_chunks(
-    cost: float, layers: int, placement: StageAssignment, last_extra: float = 0.0
+    cost: float, layers: int, assignment: StageAssignment, last_extra: float = 0.0
 ) -> tuple[int, ...]:
     """Returns how many of `layers` layers of one `cost` (in any unit) each stage gets, at least 1.
 
@@ -31,9 +31,9 @@ def balance_chunks(
     exact optimum: a stage's next layer never adds less than its last one did. Raises UserError if
     there are more stages than layers.
     """
-    stages, ranks = placement.stages, [rank for rank, _ in placement.places]
+    stages, ranks = assignment.stages, [rank for rank, _ in assignment.places]
     if stages > layers:
-        pp, vpp = placement.ranks, placement.chunks
+        pp, vpp = assignment.ranks, assignment.chunks
         enough = f"pp={layers // vpp}" if vpp <= layers else f"pp=1 and vpp={layers}"
         raise UserError(
             f"pp={pp} × vpp={vpp} stages are more than model.num_layers={layers}, but every stage "
@@ -44,7 +44,7 @@ def balance_chunks(
     scale = math.lcm(*(c.denominator for c in exact))
     unit, last = (int(c * scale) for c in exact)
     extras = [0] * (stages - 1) + [last]
-    base = dict.fromkeys(ranks, placement.chunks * unit)
+    base = dict.fromkeys(ranks, assignment.chunks * unit)
     base[ranks[-1]] += last
     # The least possible cost of the most expensive rank: each layer to the cheapest one.
     cheapest = sorted(base.values())
@@ -71,9 +71,11 @@ def balance_chunks(
     return tuple(counts)
 
 
-def checked_split(given: Sequence[int], layers: int, placement: StageAssignment) -> tuple[int, ...]:
+def checked_split(
+    given: Sequence[int], layers: int, assignment: StageAssignment
+) -> tuple[int, ...]:
     """Returns `schedule.layers_per_stage`; raises UserError if it does not split the model."""
-    fair = balance_chunks(1.0, layers, placement)
+    fair = balance_chunks(1.0, layers, assignment)
     if len(given) == len(fair) and min(given) > 0 and sum(given) == layers:
         return tuple(given)
     raise UserError(
@@ -129,15 +131,15 @@ class StageWeights:
             tuple(config.recompute_layers or ()),
         )
 
-    def __call__(self, placement: StageAssignment) -> Weights | None:
+    def __call__(self, assignment: StageAssignment) -> Weights | None:
         """Returns None if the model has no such stages."""
-        stages, layers, given = placement.stages, self.layers, self.given
+        stages, layers, given = assignment.stages, self.layers, self.given
         if stages > layers:
             return None
         if given is not None and len(given) == stages:
-            counts = checked_split(given, layers, placement)
+            counts = checked_split(given, layers, assignment)
         elif given is None or self.balances:
-            counts = balance_chunks(self.layer, layers, placement, last_extra=self.head)
+            counts = balance_chunks(self.layer, layers, assignment, last_extra=self.head)
         else:
             return None
         extras = [0.0] * (stages - 1) + [HEAD_MATMULS * self.head / self.layer]

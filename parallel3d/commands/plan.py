@@ -267,7 +267,7 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
     schedule = make(name, made.pp, shown, made.vpp)
     forward, input, weight = (share * parts["compute"] / count for share in SHARES)
     work = RankWork(forward, input, weight, weights=StageWeights.of_run(made))
-    drawn = time_orders(schedule.orders, schedule.placement, work.costs(schedule.placement))
+    drawn = time_orders(schedule.orders, schedule.assignment, work.costs(schedule.assignment))
     title = f"{name}, {made.pp} ranks, {shown} micro-batches"
     idle = parts["bubble"] / (parts["bubble"] + parts["compute"])
     return section(

@@ -80,8 +80,8 @@ def find(config: Config) -> Shown:
     given = None
     if keys.name != "auto":  # vpp is then for the other rows of the table
         given = wanted(keys.name, ranks, count, 1 if keys.name in ONE_CHUNK else chunks, keys.file)
-        if not work.fits(given.placement):
-            stages, layers = given.placement.stages, config.model.num_layers
+        if not work.fits(given.assignment):
+            stages, layers = given.assignment.stages, config.model.num_layers
             raise UserError(
                 f"schedule.of_model=true: {stages} stages must be at most model.num_layers="
                 f"{layers}, as no stage may be empty; the nearest is schedule.of_model=false, or "
@@ -98,10 +98,10 @@ def find(config: Config) -> Shown:
     if keys.name == "file":
         rows.append(choice)
     made = choice.schedule
-    plan = made.plan()
-    report = check(plan, count, made.placement)
-    unread = peak_unread(plan, made.placement)
-    timeline = time_orders(made.orders, made.placement, work.costs(made.placement))
+    program = made.program()
+    report = check(program, count, made.assignment)
+    unread = peak_unread(program, made.assignment)
+    timeline = time_orders(made.orders, made.assignment, work.costs(made.assignment))
     return Shown(choice, report, timeline, max(unread.values(), default=0), rows)
 
 
@@ -116,7 +116,7 @@ def microbatches(config: Config) -> int:
 def text(config: Config, found: Shown) -> str:
     """Returns the terminal's text."""
     choice, report = found.choice, found.report
-    placed = choice.schedule.placement
+    placed = choice.schedule.assignment
     width = shutil.get_terminal_size((120, 40)).columns
     peaks = [f"{peak / placed.chunks:.4g}" for peak in report.peaks]
     live = " ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "…", *peaks[-8:]])
@@ -139,7 +139,7 @@ def text(config: Config, found: Shown) -> str:
 def heading(config: Config, found: Shown) -> str:
     """Formats name, sizes and costs in one line."""
     made, keys = found.choice.schedule, config.schedule
-    placed = made.placement
+    placed = made.assignment
     shape = "as a V" if placed.shape == "v" else "in loops"
     chunks = f", {placed.chunks} chunks {shape}" if placed.chunks > 1 else ""
     name = keys.name if made.name == keys.name else f"{keys.name}: {made.name}"
@@ -155,7 +155,7 @@ def _table(found: Shown) -> list[str]:
     for row in found.rows:
         mark = "←" if row.schedule == found.choice.schedule else ""
         shares = f"{row.overhead:.1%}", f"{row.bubble:.1%}", f"{row.peak_live:.0%}"
-        chunks = f"{row.schedule.placement.chunks}"
+        chunks = f"{row.schedule.assignment.chunks}"
         rows.append((row_name(row), chunks, f"{row.seconds:.5g}", *shares, mark))
     said = "overhead: over the busiest rank's compute; activations: of 1F1B's peak"
     return [*aligned(rows, "<>>>>><"), said]
@@ -186,8 +186,8 @@ def facts(config: Config, found: Shown) -> dict[str, Any]:
                 "bubble": row.bubble,
                 "peak_live": row.peak_live,
                 "time": row.seconds,
-                "vpp": row.schedule.placement.chunks,
-                "placement": row.schedule.placement.shape,
+                "vpp": row.schedule.assignment.chunks,
+                "placement": row.schedule.assignment.shape,
                 **({"chosen": row.schedule.name, "why": row.why} if row.why else {}),
             }
             for row in found.rows
@@ -197,7 +197,7 @@ def facts(config: Config, found: Shown) -> dict[str, Any]:
 
 def picture(config: Config, found: Shown) -> str:
     """Draws the timeline as an SVG document."""
-    placed = found.choice.schedule.placement
+    placed = found.choice.schedule.assignment
     return render_svg(
-        found.timeline, heading(config, found), placement=placed, hop=config.schedule.hop, unit=""
+        found.timeline, heading(config, found), assignment=placed, hop=config.schedule.hop, unit=""
     )

@@ -78,25 +78,25 @@ def seconds_by_stage(
     seconds = defaultdict(list)
     for rank, spans in enumerate(measured.spans):
         for span in spans:
-            stage = schedule.placement.stage(rank, span.action.chunk)
+            stage = schedule.assignment.stage(rank, span.action.chunk)
             seconds[span.action.kind, stage].append(span.end - span.start)
     return seconds
 
 
 def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
     """Simulates the schedule with the median time of every stage."""
-    placement, seconds = schedule.placement, seconds_by_stage(measured, schedule)
+    assignment, seconds = schedule.assignment, seconds_by_stage(measured, schedule)
 
     def cost(kind: Kind, stage: int) -> float:
         if (kind, stage) in seconds:
             return max(median(seconds[kind, stage]), 1e-9)
         return cost(Kind.B, stage) / 2  # a whole backward, simulated as two halves
 
-    stages = range(placement.stages)
+    stages = range(assignment.stages)
     forward, input, weight = (
         tuple(cost(kind, stage) for stage in stages) for kind in (Kind.F, Kind.I, Kind.W)
     )
-    return time_orders(schedule.orders, placement, Costs(forward, input, weight))
+    return time_orders(schedule.orders, assignment, Costs(forward, input, weight))
 
 
 def measured_costs(
@@ -111,7 +111,7 @@ def measured_costs(
         (kind, stage, one / len(layers[stage]))
         for (kind, stage), all in seconds_by_stage(measured, schedule).items()
         for one in all
-        if stage < schedule.placement.stages - 1
+        if stage < schedule.assignment.stages - 1
     ]
     forward = median(seconds for kind, _, seconds in each if kind == Kind.F)
     gradient, weight = [], []
@@ -124,7 +124,7 @@ def measured_costs(
             gradient.append(new)
         elif kind == Kind.W:
             weight.append(seconds)
-    of_rank = sum(map(len, layers)) / schedule.placement.ranks
+    of_rank = sum(map(len, layers)) / schedule.assignment.ranks
     return of_rank * forward, of_rank * median(gradient), of_rank * median(weight)
 
 

@@ -387,7 +387,7 @@ def _check_schedule(config: Config) -> None:
         check_vpp(keys.name, config.vpp)
         _check_stages(config, StageAssignment(config.pp, config.vpp))
     else:
-        _check_stages(config, wanted(keys.name, *sizes, keys.file).placement)
+        _check_stages(config, wanted(keys.name, *sizes, keys.file).assignment)
 
 
 def check_work(config: Config) -> None:
@@ -445,9 +445,9 @@ def _check_counts(config: Config, key: str, stages: int) -> None:
         raise UserError(f"{name} must have 1 entry{each}; the nearest is {key}={show(given[:1])}.")
 
 
-def _check_stages(config: Config, placement: StageAssignment) -> None:
+def _check_stages(config: Config, assignment: StageAssignment) -> None:
     pp, layers, given = config.pp, config.model.num_layers, config.schedule.layers_per_stage
-    stages, chunks = placement.stages, placement.chunks
+    stages, chunks = assignment.stages, assignment.chunks
     _check_layers(config, stages)
     times = f"pp={pp}" if chunks == 1 else f"pp={pp} times {chunks} chunks of a rank (vpp)"
     if stages > layers:

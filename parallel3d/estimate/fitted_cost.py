@@ -215,7 +215,7 @@ def _v_half(ranks: int, microbatches: int) -> float:
 def _idle(ranks: int, microbatches: int) -> float:
     """Returns V-Half's time beyond compute, in micro-batches."""
     made = make("v_half", ranks, microbatches, 2)
-    found = walk(made.orders, made.placement, Costs.even(made.placement, *_COSTS)).ended()
+    found = walk(made.orders, made.assignment, Costs.even(made.assignment, *_COSTS)).ended()
     return found.seconds / sum(_COSTS) - microbatches
 
 

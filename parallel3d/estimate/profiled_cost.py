@@ -288,7 +288,7 @@ def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -
 
 def shared_clock(
     orders: Sequence[Sequence[Action]],
-    placement: StageAssignment,
+    assignment: StageAssignment,
     costs: Costs,
     replicas: int,
     speed: Callable[[int], float],
@@ -309,14 +309,14 @@ def shared_clock(
     Raises ScheduleError if ranks wait in a circle.
     """
     # Messages that a stage's pass sends or receives; at the turn of a V it has one less.
-    places = placement.places
+    places = assignment.places
     far = [a[0] != b[0] for a, b in pairwise(places)]
     hops = [(s > 0 and far[s - 1]) + (s < len(far) and far[s]) for s in range(len(places))]
     forward, input = (
         tuple(alone + n * costs.hop / 2 for alone, n in zip(way, hops, strict=True))
         for way in (costs.forward, costs.input)
     )
-    found = walk(orders, placement, Costs(forward, input, costs.weight)).ended()
+    found = walk(orders, assignment, Costs(forward, input, costs.weight)).ended()
     changes: Counter[float] = Counter()  # progress → ranks that become busy there
     for begun, ended, more in zip(
         found.starts, found.ends, ends or [0.0] * len(orders), strict=True
@@ -346,8 +346,8 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     """
     blueprint = planned(config)
     layout, schedule = blueprint.layout, blueprint.pipeline.schedule()
-    placement, count, pp = schedule.placement, config.num_microbatches, config.pp
-    each, groups, crossings = np.zeros((placement.stages, 3)), [], 0
+    assignment, count, pp = schedule.assignment, config.num_microbatches, config.pp
+    each, groups, crossings = np.zeros((assignment.stages, 3)), [], 0
     for rank in (PipelineRank(blueprint, index) for index in range(layout.pp)):
         seconds: dict[str, float] = defaultdict(float)
         for sent in transfers(config, layout, rank.index):
@@ -357,12 +357,12 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
         seconds["update"] = machine["update"](elements)
         groups.append(seconds)
         for chunk, stage in enumerate(rank.stages):
-            number = placement.stage(rank.index, chunk)
+            number = assignment.stage(rank.index, chunk)
             each[number] = stage_passes(machine, config, stage)
-            each[number, :2] += (seconds["tp"] + seconds["cp"]) / (2 * count * placement.chunks)
+            each[number, :2] += (seconds["tp"] + seconds["cp"]) / (2 * count * assignment.chunks)
     reduced = [g["dp"] + g["dp_cp"] + g["embedding"] for g in groups]
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]
-    held = [[placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(pp)]
+    held = [[assignment.stage(rank, c) for c in range(assignment.chunks)] for rank in range(pp)]
     busy = [count * float(each[mine].sum()) for mine in held]
     # A rank sends as many messages as it receives: half of each is its own work.
     messages = [g["pp"] for g in groups]
@@ -371,7 +371,7 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     speed = speed_of(machine, layout.world_size)
     forward, input, weight = (tuple(way) for way in np.maximum(each, 1e-9).T.tolist())
     clock = Costs(forward, input, weight, hop)
-    total = shared_clock(schedule.orders, placement, clock, replicas, speed, ends)
+    total = shared_clock(schedule.orders, assignment, clock, replicas, speed, ends)
     slowest = max(range(pp), key=lambda rank: busy[rank] + ends[rank])
     mine = groups[slowest]
     parts = busy[slowest], messages[slowest], reduced[slowest], mine["update"], mine["world"]

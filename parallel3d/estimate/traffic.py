@@ -131,9 +131,9 @@ def transfers(
     return found
 
 
-def _most_boundaries(placement: StageAssignment) -> int:
+def _most_boundaries(assignment: StageAssignment) -> int:
     """Returns the most stage boundaries that any two ranks have between them."""
-    ranks = [rank for rank, _ in placement.places]
+    ranks = [rank for rank, _ in assignment.places]
     between = Counter(frozenset(pair) for pair in pairwise(ranks) if pair[0] != pair[1])
     return max(between.values(), default=0)
 

@@ -101,21 +101,21 @@ class Pipeline(nn.Module):
                 "on; the nearest is num_microbatches=1"
             )
         self.schedule: Schedule = make(schedule, self.group.size, num_microbatches, vpp)
-        self.plans = self.schedule.plan(), self.schedule.forwards()
+        self.programs = self.schedule.program(), self.schedule.forwards()
         self.loss_fn, self.weight, self.num_modules = loss_fn, weight, len(modules)
         self.shared_memory, self.timeout_s = shared_memory, timeout_s
-        placement = self.schedule.placement
-        parts = stages_of(modules, placement, split)
-        refuse_sharing(modules, parts, placement)
+        assignment = self.schedule.assignment
+        parts = stages_of(modules, assignment, split)
+        refuse_sharing(modules, parts, assignment)
         stages = []
-        for chunk in range(placement.chunks):
-            number = placement.stage(self.group.index, chunk)
+        for chunk in range(assignment.chunks):
+            number = assignment.stage(self.group.index, chunk)
             own = [modules[i] for i in parts[number]]
-            last = number == placement.stages - 1
+            last = number == assignment.stages - 1
             stages.append(ModuleStage(own, last, self.schedule.splits_backward))
             for i in parts[number]:
                 self.add_module(str(i), modules[i])
-        self.stages, route = stages, P2PRoute(self.group, placement)
+        self.stages, route = stages, P2PRoute(self.group, assignment)
         self.executor = Executor(stages, route, [], self.device, keeps_failures=True)
         # Messages of each kind of batch; `numbers`: shapes of the inputs → index.
         self.connections: list[Connection] = []
@@ -139,12 +139,12 @@ class Pipeline(nn.Module):
     @property
     def is_first(self) -> bool:
         """Whether this rank reads the inputs."""
-        return self.schedule.placement.place(0)[0] == self.group.index
+        return self.schedule.assignment.place(0)[0] == self.group.index
 
     @property
     def is_last(self) -> bool:
         """Whether this rank reads the targets and has the outputs."""
-        return self.schedule.placement.places[-1][0] == self.group.index
+        return self.schedule.assignment.places[-1][0] == self.group.index
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """Runs forwards and backwards of a batch: adds the gradients of the mean loss to `.grad`.
@@ -234,9 +234,9 @@ class Pipeline(nn.Module):
         if trains:
             scale = torch.ones((), dtype=torch.float64, device=self.device) / count
             scale *= shares.of_replica
-            total = self.executor.train_step(self.plans[0][rank], load, scale)
+            total = self.executor.train_step(self.programs[0][rank], load, scale)
         else:
-            total = self.executor.evaluate(self.plans[1][rank], load)
+            total = self.executor.evaluate(self.programs[1][rank], load)
         losses = self._exchange(float(total), trains, last=True)
         return torch.tensor(losses, dtype=torch.float64).sum() / count
 
@@ -293,7 +293,7 @@ class Pipeline(nn.Module):
             self.executor.failure = StageFailure("Pipeline(weight=…)", error)
         if self.weight is not None and self.is_last and wants_targets:
             shares = self._shares(weights, trains)
-        number = int(self._exchange(float(number), trains)[self.schedule.placement.place(0)[0]])
+        number = int(self._exchange(float(number), trains)[self.schedule.assignment.place(0)[0]])
         if number < 0:
             number = len(self.connections)
             links = self._links(xs[0], trains)
@@ -326,7 +326,7 @@ class Pipeline(nn.Module):
     def _links(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
         """Runs each stage but the last on zeros and returns what they send; collective."""
         links: list[StageOutputs] = []
-        for number, (rank, chunk) in enumerate(self.schedule.placement.places[:-1]):
+        for number, (rank, chunk) in enumerate(self.schedule.assignment.places[:-1]):
             facts = None
             if rank == self.group.index:
                 values = links[-1].zeros(self.device) if number else inputs
@@ -349,7 +349,7 @@ class Pipeline(nn.Module):
             return None
         messages = [link.empty_message(self.device) for link in links]
         largest = max(messages, key=lambda message: message.nbytes)
-        return SharedP2P.of_plans(self.plans, self.executor.route, largest, self.timeout_s)
+        return SharedP2P.of_programs(self.programs, self.executor.route, largest, self.timeout_s)
 
     def _exchange(self, value: float, trains: bool, last: bool = False) -> list[float]:
         """Returns every rank's number; raises on all ranks, and replicas, if one has failed."""
@@ -431,18 +431,18 @@ class ModuleStage:
 
 
 def stages_of(
-    modules: Sequence[nn.Module], placement: StageAssignment, split: Sequence[int] | None
+    modules: Sequence[nn.Module], assignment: StageAssignment, split: Sequence[int] | None
 ) -> list[range]:
-    count, stages = len(modules), placement.stages
+    count, stages = len(modules), assignment.stages
     for i, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise UserError(f"module {i} of the pipeline must be an nn.Module, not {module!r}")
     if count < stages:
         raise UserError(
             f"the pipeline's {count} modules must be at least as many as its {stages} stages "
-            f"({placement.ranks} ranks × {placement.chunks}): cut them finer, or take fewer ranks"
+            f"({assignment.ranks} ranks × {assignment.chunks}): cut them finer, or take fewer ranks"
         )
-    fair = even_split(count, placement)
+    fair = even_split(count, assignment)
     counts = fair if split is None else list(split)
     if len(counts) != stages or min(counts) < 1 or sum(counts) != count:
         raise UserError(
@@ -453,14 +453,14 @@ def stages_of(
     return [range(end - size, end) for size, end in zip(counts, ends, strict=True)]
 
 
-def even_split(count: int, placement: StageAssignment) -> list[int]:
+def even_split(count: int, assignment: StageAssignment) -> list[int]:
     """Returns how many modules each stage gets: an equal share, the rest closest to the middle."""
-    stages, middle = range(placement.stages), placement.stages - 1
-    ranks = [rank for rank, _ in placement.places]
-    counts, held = [1] * placement.stages, [placement.chunks] * placement.ranks
-    for given in range(placement.stages, count):
+    stages, middle = range(assignment.stages), assignment.stages - 1
+    ranks = [rank for rank, _ in assignment.places]
+    counts, held = [1] * assignment.stages, [assignment.chunks] * assignment.ranks
+    for given in range(assignment.stages, count):
         stage = min(
-            (s for s in stages if held[ranks[s]] <= given // placement.ranks),
+            (s for s in stages if held[ranks[s]] <= given // assignment.ranks),
             key=lambda s: (counts[s], abs(2 * s - middle), s),
         )
         counts[stage] += 1
@@ -469,12 +469,12 @@ def even_split(count: int, placement: StageAssignment) -> list[int]:
 
 
 def refuse_sharing(
-    modules: Sequence[nn.Module], stages: Sequence[range], placement: StageAssignment
+    modules: Sequence[nn.Module], stages: Sequence[range], assignment: StageAssignment
 ) -> None:
     """Raises UserError for a parameter on two ranks: their copies would drift apart."""
     seen: dict[nn.Parameter, tuple[int, str]] = {}
     for stage, members in enumerate(stages):
-        rank = placement.places[stage][0]
+        rank = assignment.places[stage][0]
         for i in members:
             for name, parameter in modules[i].named_parameters():
                 first, known = seen.setdefault(parameter, (rank, f"{i}.{name}"))

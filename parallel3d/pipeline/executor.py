@@ -62,7 +62,7 @@ class StageFailure:
 
 
 class MicroBatches:
-    """Loads micro-batches for the forwards of a plan, and keeps each until its last one.
+    """Loads micro-batches for the forwards of a program, and keeps each until its last one.
 
     On an accelerator a forward is queued long before it is done. `look_ahead`, called then, loads
     and pins the next micro-batch while the device computes instead of between two forwards. The
@@ -201,7 +201,7 @@ class Executor:
             channel.step_timer = self.step_timer
         self.keeps_failures, self.offload = keeps_failures, offload
         self.failure: StageFailure | None = None
-        self.last_stage = route.placement.stages - 1
+        self.last_stage = route.assignment.stages - 1
         self.live: dict[Place, _Live] = {}  # from F to B or I
         # Deferred weight gradients, from I to W.
         self.deferred: dict[Place, list[DeferredGradient]] = {}
@@ -220,7 +220,7 @@ class Executor:
 
     def train_step(
         self,
-        plan: Sequence[Step],
+        program: Sequence[Step],
         load: Loader,
         loss_scale: Tensor,
         before_last_backward: Callable[[], None] = lambda: None,
@@ -228,32 +228,32 @@ class Executor:
         """Runs the forwards and backwards of one step; gradients are of loss_scale · Σ losses.
 
         Args:
-            plan: this rank's steps, computes and groups of messages.
+            program: this rank's steps, computes and groups of messages.
             load: micro-batch number → tensors.
             loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
 
         Returns: the sum of this rank's losses (zero without the last stage), a scalar tensor.
         """
-        return self._run(plan, load, loss_scale, before_last_backward)
+        return self._run(program, load, loss_scale, before_last_backward)
 
     @torch.no_grad()
-    def evaluate(self, plan: Sequence[Step], load: Loader) -> Tensor:
-        """Runs a plan of forwards; returns the sum of the losses (zero without the last stage)."""
-        return self._run(plan, load)
+    def evaluate(self, program: Sequence[Step], load: Loader) -> Tensor:
+        """Runs forwards alone; returns the sum of the losses (zero without the last stage)."""
+        return self._run(program, load)
 
     def _run(
         self,
-        plan: Sequence[Step],
+        program: Sequence[Step],
         load: Loader,
         loss_scale: Tensor | None = None,
         before_last_backward: Callable[[], None] = lambda: None,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        computes = [step for step in plan if isinstance(step, Action)]
+        computes = [step for step in program if isinstance(step, Action)]
         batches = MicroBatches(load, (step.microbatch for step in computes if step.kind == Kind.F))
         last = next((step for step in reversed(computes) if step.kind in (Kind.B, Kind.I)), None)
         following = iter([*computes[1:], None])
-        for step in plan:
+        for step in program:
             if not isinstance(step, Action):
                 self._communicate(step)
                 continue
@@ -278,7 +278,7 @@ class Executor:
 
     def _stage(self, action: Action) -> int:
         """Returns the number of the stage that computes, sends or receives."""
-        return self.route.placement.stage(self.route.group.index, action.chunk)
+        return self.route.assignment.stage(self.route.group.index, action.chunk)
 
     def _link(self, action: Action) -> StageOutputs:
         """Returns what a message holds."""
@@ -322,7 +322,7 @@ class Executor:
     def _hand_off(self, kind: Kind, step: Action, values: Values) -> None:
         """Gives a result to the stage after (SEND_F) or before (SEND_B): local or by outbox."""
         me, (offset, received) = self.route.group.index, _NEXT[kind]
-        place = self.route.placement.neighbour(me, step.chunk, offset)
+        place = self.route.assignment.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
             values = tuple(value.contiguous() for value in values)  # as a message has them
             self.local_handoff[Action(received, step.microbatch, place[1])] = values

@@ -117,7 +117,7 @@ class P2PRoute:
     """Peers and tags of one rank's messages; `backward`: a second communicator for gradients."""
 
     group: Group
-    placement: StageAssignment
+    assignment: StageAssignment
     backward: Group | None = None
 
     def handle(self, action: Action) -> dist.ProcessGroup | None:
@@ -125,16 +125,16 @@ class P2PRoute:
         return (back or self.group).handle
 
     def peer(self, action: Action) -> int:
-        return peer_of(action, self.group.index, self.placement)
+        return peer_of(action, self.group.index, self.assignment)
 
     def rank(self, action: Action) -> int:
         return self.group.ranks[self.peer(action)]
 
     def tag(self, action: Action) -> int:
         """Returns a number that both ends of a message share, unique in a step."""
-        stage = self.placement.stage(self.group.index, action.chunk)
+        stage = self.assignment.stage(self.group.index, action.chunk)
         stage += {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(action.kind, 0)
-        return 2 * (action.microbatch * self.placement.stages + stage) + is_backward(action)
+        return 2 * (action.microbatch * self.assignment.stages + stage) + is_backward(action)
 
 
 def is_backward(action: Action) -> bool:
@@ -231,7 +231,7 @@ class SharedP2P:
         cls,
         group: Group,
         timeout_s: float,
-        placement: StageAssignment | None = None,
+        assignment: StageAssignment | None = None,
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> SharedP2P | None:
@@ -241,7 +241,7 @@ class SharedP2P:
         """
         if group.handle is None:
             return None
-        ranks = [rank for rank, _ in (placement or StageAssignment(group.size)).places]
+        ranks = [rank for rank, _ in (assignment or StageAssignment(group.size)).places]
         pairs = {(a, b) for x, y in pairwise(ranks) if x != y for a, b in ((x, y), (y, x))}
         links = {pair: number for number, pair in enumerate(sorted(pairs))}
         memory = open_shared_memory(
@@ -253,20 +253,20 @@ class SharedP2P:
         return None if memory is None else cls(memory, links, slots, slot_bytes)
 
     @classmethod
-    def of_plans(
-        cls, plans: Sequence[PipelineProgram], route: P2PRoute, message: Tensor, timeout_s: float
+    def of_programs(
+        cls, programs: Sequence[PipelineProgram], route: P2PRoute, message: Tensor, timeout_s: float
     ) -> SharedP2P | None:
         """Opens links with enough slots for these programs, of the size of their largest message.
 
         None also if that does not fit.
         """
-        group, placement = route.group, route.placement
+        group, assignment = route.group, route.assignment
         if group.size == 1 or message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
             return None
-        peaks = (peak_unread(plan, placement).values() for plan in plans)
+        peaks = (peak_unread(program, assignment).values() for program in programs)
         slots = max(SLOTS, *chain.from_iterable(peaks))
         slot_bytes = -(-message.nbytes // ALIGNMENT) * ALIGNMENT
-        return cls.open(group, timeout_s, placement, slots, slot_bytes)
+        return cls.open(group, timeout_s, assignment, slots, slot_bytes)
 
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= self.slot_bytes

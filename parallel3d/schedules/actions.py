@@ -112,5 +112,5 @@ ComputeSchedule: TypeAlias = list[list[Action]]
 # A group is posted as one batch: all of its sends and receives are in flight together.
 CommGroup: TypeAlias = tuple[Action, ...]
 Step: TypeAlias = Action | CommGroup
-# plan[rank]: the steps of that pipeline rank, in order.
+# program[rank]: the steps of that pipeline rank, in order.
 PipelineProgram: TypeAlias = list[list[Step]]

@@ -19,11 +19,11 @@ from parallel3d.schedules.walk import ScheduleError, Walk, highest, peer_of, wal
 def check(
     program: Sequence[Sequence[Step]],
     microbatches: int | None = None,
-    placement: StageAssignment | None = None,
+    assignment: StageAssignment | None = None,
 ) -> Walk:
     """Proves `program` (program[rank] = steps of that rank) sound and returns its walk.
 
-    `microbatches` defaults to the highest number in the program + 1, `placement` to one chunk a
+    `microbatches` defaults to the highest number in the program + 1, `assignment` to one chunk a
     rank.
 
     Raises ScheduleError, naming rank and action, if the program is not
@@ -34,32 +34,32 @@ def check(
     - free of deadlock when every group of messages blocks until all of its counterparts are posted.
       That is a transport without buffers, the worst case: buffering only removes waits.
     """
-    placement = placement or StageAssignment(len(program) or 1)
-    if len(program) not in (0, placement.ranks):
+    assignment = assignment or StageAssignment(len(program) or 1)
+    if len(program) not in (0, assignment.ranks):
         raise ScheduleError(
-            f"the plan has {len(program)} ranks, and its placement {placement.ranks}"
+            f"the program has {len(program)} ranks, and its assignment {assignment.ranks}"
         )
     count = highest(program) + 1 if microbatches is None else microbatches
     found = None
     if 1 <= count <= min(map(len, program), default=0):
         with suppress(IndexError):  # no such micro-batch or chunk
-            found = walk(program, placement, blocks=True, count=count)
+            found = walk(program, assignment, blocks=True, count=count)
     if found is None or not found.complete or found.sent != found.received:
-        raise ScheduleError(_fault(program, placement, count, found))
+        raise ScheduleError(_fault(program, assignment, count, found))
     return found
 
 
 def _fault(
-    program: Sequence[Sequence[Step]], placement: StageAssignment, count: int, found: Walk | None
+    program: Sequence[Sequence[Step]], assignment: StageAssignment, count: int, found: Walk | None
 ) -> str:
     """Describes the first fault of a program that is not sound."""
     if not program or count < 1:
-        return "the plan is empty: it needs at least one stage and one micro-batch"
+        return "the program is empty: it needs at least one stage and one micro-batch"
     for rank, steps in enumerate(program):
-        if sentence := fault_of_rank(steps, rank, placement, count):
+        if sentence := fault_of_rank(steps, rank, assignment, count):
             return sentence
     if found is None:
-        return "the plan has a message outside of a group, or a computation in one"
+        return "the program has a message outside of a group, or a computation in one"
     if sentence := _mismatch(found, count):
         return sentence
     assert found.waits, f"no fault was found in {program}"
@@ -67,7 +67,7 @@ def _fault(
 
 
 def fault_of_rank(
-    steps: Sequence[Step], rank: int, placement: StageAssignment, count: int
+    steps: Sequence[Step], rank: int, assignment: StageAssignment, count: int
 ) -> str | None:
     """Describes the first fault of one rank's actions, whatever the other ranks do; None: none.
 
@@ -77,15 +77,15 @@ def fault_of_rank(
     for one in chain.from_iterable((s,) if isinstance(s, Action) else s for s in steps):
         if one.microbatch >= count:
             return f"rank {rank} has {one}, but micro-batches are 0 to {count - 1}"
-        if one.chunk >= placement.chunks:
-            return f"rank {rank} has {one}, but chunks are 0 to {placement.chunks - 1}"
-        if not one.kind.is_compute and _reader(one, rank, placement) in (None, rank):
+        if one.chunk >= assignment.chunks:
+            return f"rank {rank} has {one}, but chunks are 0 to {assignment.chunks - 1}"
+        if not one.kind.is_compute and _reader(one, rank, assignment) in (None, rank):
             return f"rank {rank} has {one}, but no other rank is on that side"
         if one in places:
             return f"rank {rank} has {one} twice"
         places[one] = len(places)
     has_halves = any(one.kind == Kind.I for one in places)
-    for chunk, m in product(range(placement.chunks), range(count)):
+    for chunk, m in product(range(assignment.chunks), range(count)):
         forward, whole, input, weight = (Action(kind, m, chunk) for kind in _COMPUTES)
         halves = {input, weight} & places.keys()
         if whole in places and halves:
@@ -106,9 +106,9 @@ def fault_of_rank(
 _COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
-def _reader(message: Action, rank: int, placement: StageAssignment) -> int | None:
+def _reader(message: Action, rank: int, assignment: StageAssignment) -> int | None:
     with suppress(ValueError):
-        return peer_of(message, rank, placement)
+        return peer_of(message, rank, assignment)
     return None
 
 

@@ -85,20 +85,20 @@ def _check_memory(ranks: int, microbatches: int, memory: float) -> None:
 
 def measure(schedule: Schedule, work: RankWork) -> ScheduleChoice:
     """Times a schedule and counts its activations. Raises ScheduleError if it cannot run."""
-    placement, count = schedule.placement, schedule.microbatches
-    costs = work.costs(placement)
-    found = walk(schedule.orders, placement, costs, count=count).ended()
-    busy = [0.0] * placement.ranks
+    assignment, count = schedule.assignment, schedule.microbatches
+    costs = work.costs(assignment)
+    found = walk(schedule.orders, assignment, costs, count=count).ended()
+    busy = [0.0] * assignment.ranks
     for (rank, _), *stage in zip(
-        placement.places, costs.forward, costs.input, costs.weight, strict=True
+        assignment.places, costs.forward, costs.input, costs.weight, strict=True
     ):
         busy[rank] += sum(stage) * count
     return ScheduleChoice(
         schedule,
         found.seconds,
         found.seconds / max(busy) - 1,
-        1 - sum(busy) / (found.seconds * placement.ranks),
-        max(found.peaks) / (min(placement.ranks, count) * placement.chunks),
+        1 - sum(busy) / (found.seconds * assignment.ranks),
+        max(found.peaks) / (min(assignment.ranks, count) * assignment.chunks),
     )
 
 
@@ -112,7 +112,7 @@ def measured_schedules(
         for name in NAMED_SCHEDULES
         if chunks > 1 or name not in LOOPED
     ]
-    return [measure(one, work) for one in named if work.fits(one.placement)]
+    return [measure(one, work) for one in named if work.fits(one.assignment)]
 
 
 def choose(
@@ -147,11 +147,11 @@ def choose(
 
 
 def _merit(choice: ScheduleChoice) -> tuple[float, float, int]:
-    return round(choice.seconds, 9), choice.peak_live, choice.schedule.placement.chunks
+    return round(choice.seconds, 9), choice.peak_live, choice.schedule.assignment.chunks
 
 
 def _why(best: ScheduleChoice, fitting: Sequence[ScheduleChoice], memory: float) -> str:
-    name, chunks = best.schedule.name, best.schedule.placement.chunks
+    name, chunks = best.schedule.name, best.schedule.assignment.chunks
     kind = f"a list schedule of {chunks} chunks" if name == "auto" else name
     others = [
         f"{form.schedule.name} ({form.overhead:.1%})"

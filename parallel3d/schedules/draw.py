@@ -104,20 +104,20 @@ def render_svg(
     timeline: Timeline,
     title: str = "Pipeline schedule",
     width: int = 1200,
-    placement: StageAssignment | None = None,
+    assignment: StageAssignment | None = None,
     hop: float = 0.0,
     unit: str = " s",
 ) -> str:
     """Draws the classic pipeline diagram as a stand-alone SVG, about `width` pixels wide.
 
     Boxes have their micro-batch's number where it fits and a tooltip with action and times, up to
-    _MOST_BOXES. The title ends with the bubble: the idle share of all ranks' time. With `placement`
-    and `hop`, lines show up to _MOST_WAYS messages.
+    _MOST_BOXES. The title ends with the bubble: the idle share of all ranks' time. Given
+    `assignment` and `hop`, lines show up to _MOST_WAYS messages.
     """
     picture = TimelinePicture(Canvas(), timeline, width, timeline.makespan, unit)
     picture.draw(title)
-    if placement is not None and hop > 0:
-        picture.draw_messages(placement, hop)
+    if assignment is not None and hop > 0:
+        picture.draw_messages(assignment, hop)
     return picture.canvas.svg(title, "parallel3d schedule")
 
 
@@ -211,7 +211,7 @@ class TimelinePicture:
         mixed = (round(a + (b - a) * share) for a, b in zip(first, last, strict=True))
         return "#" + "".join(f"{part:02x}" for part in mixed)
 
-    def draw_messages(self, placement: StageAssignment, hop: float) -> None:
+    def draw_messages(self, assignment: StageAssignment, hop: float) -> None:
         """Draws thin lines from the end of an action to the arrival of its message."""
         lines = []
         for rank, spans in enumerate(self.timeline.spans):
@@ -219,7 +219,7 @@ class TimelinePicture:
                 if span.action.kind == Kind.W:
                     continue
                 offset = 1 if span.action.kind == Kind.F else -1
-                reader = placement.neighbour(rank, span.action.chunk, offset)
+                reader = assignment.neighbour(rank, span.action.chunk, offset)
                 if reader is None or reader[0] == rank:
                     continue
                 y1, y2 = (self.y(r) + self.row / 2 for r in (rank, reader[0]))

@@ -40,16 +40,16 @@ def greedy_schedules(
         if left < actions:
             return
         left -= actions
-        placement = StageAssignment(ranks, count)
-        if not work.fits(placement):
+        assignment = StageAssignment(ranks, count)
+        if not work.fits(assignment):
             continue
         most = int(memory * min(ranks, microbatches) * count + SAME)
         caps = tuple(max(count, int(most - slope * rank)) for rank in range(ranks))
         base = interleaved_zero_bubble(ranks, count, microbatches, group)
-        run = _Run(base, placement, work.costs(placement), caps, wait_fraction, alternates)
+        run = _Run(base, assignment, work.costs(assignment), caps, wait_fraction, alternates)
         orders = run.orders_of_ranks()
         if orders is not None:
-            yield Schedule("auto", placement, microbatches, orders)
+            yield Schedule("auto", assignment, microbatches, orders)
 
 
 class _Run:
@@ -70,13 +70,13 @@ class _Run:
     def __init__(
         self,
         base: Sequence[Sequence[Action]],
-        placement: StageAssignment,
+        assignment: StageAssignment,
         costs: Costs,
         caps: Sequence[int],
         wait_fraction: float,
         alternates: bool,
     ) -> None:
-        self.placement, self.hop, self.caps = placement, costs.hop, caps
+        self.assignment, self.hop, self.caps = assignment, costs.hop, caps
         self.wait_fraction, self.alternates = wait_fraction, alternates
         self.seconds = {Kind.F: costs.forward, Kind.I: costs.input, Kind.W: costs.weight}
         self.forwards = [_queue(order, (Kind.F,)) for order in base]
@@ -84,12 +84,12 @@ class _Run:
         self.done = [{Kind.F: 0, Kind.I: 0, Kind.W: 0} for _ in base]
         # (kind, rank, chunk, micro-batch) → arrival of its input
         self.came: dict[tuple[Kind, int, int, int], float] = {
-            (Kind.F, *placement.place(0), m): 0.0 for m, _ in self.forwards[0]
+            (Kind.F, *assignment.place(0), m): 0.0 for m, _ in self.forwards[0]
         }
-        self.free = [0.0] * placement.ranks
-        self.last_was_input = [False] * placement.ranks
+        self.free = [0.0] * assignment.ranks
+        self.last_was_input = [False] * assignment.ranks
         self.orders: ComputeSchedule = [[] for _ in base]
-        self.events = [(0.0, rank) for rank in range(placement.ranks)]
+        self.events = [(0.0, rank) for rank in range(assignment.ranks)]
 
     def orders_of_ranks(self) -> ComputeSchedule | None:
         """Schedules all actions; returns None if the caps deadlock."""
@@ -97,7 +97,7 @@ class _Run:
             now, rank = heapq.heappop(self.events)
             if self.free[rank] <= now + _LATER:
                 self.decide(rank, now)
-        return self.orders if all(map(self.is_done, range(self.placement.ranks))) else None
+        return self.orders if all(map(self.is_done, range(self.assignment.ranks))) else None
 
     def is_done(self, rank: int) -> bool:
         return self.done[rank][Kind.W] == len(self.inputs[rank])
@@ -136,19 +136,19 @@ class _Run:
 
     def _wait(self, rank: int) -> float:
         chunk = self._next(Kind.W, rank)[1]
-        return self.wait_fraction * self.seconds[Kind.W][self.placement.stage(rank, chunk)]
+        return self.wait_fraction * self.seconds[Kind.W][self.assignment.stage(rank, chunk)]
 
     def _start(self, kind: Kind, rank: int, now: float) -> None:
         m, chunk = self._next(kind, rank)
         self.done[rank][kind] += 1
         self.orders[rank].append(action(kind, m, chunk))
-        end = now + self.seconds[kind][self.placement.stage(rank, chunk)]
+        end = now + self.seconds[kind][self.assignment.stage(rank, chunk)]
         self.free[rank] = end
         heapq.heappush(self.events, (end, rank))
         self.last_was_input[rank] = kind == Kind.I
         if kind == Kind.W:
             return
-        reader = self.placement.neighbour(rank, chunk, -1 if kind == Kind.I else 1)
+        reader = self.assignment.neighbour(rank, chunk, -1 if kind == Kind.I else 1)
         if reader is None and kind == Kind.I:
             return
         if reader is None:  # the last stage starts its own backward

@@ -33,7 +33,7 @@ OFFLOADED_BYTES = 1 << 20
 
 def add_communication(
     compute: Sequence[Sequence[Action]],
-    placement: StageAssignment | None = None,
+    assignment: StageAssignment | None = None,
     count: int | None = None,
 ) -> PipelineProgram:
     """Lowers compute orders to a program: one group of messages between consecutive actions.
@@ -43,25 +43,25 @@ def add_communication(
     messages outgrow the transport's buffer. Chunks of one rank exchange no messages; no group is
     empty. A send stands right after its computation.
 
-    Without a `placement` (one chunk per rank) a receive stands right before its reader, which is
-    correct for orders that read messages in the order of the sends. With a `placement` a receive
+    Without a `assignment` (one chunk per rank) a receive stands right before its reader, which is
+    correct for orders that read messages in the order of the sends. With a `assignment` a receive
     stands at its arrival when every action takes one unit of time, so that any order that can run
     at all also runs with messages: one made at time t stands on both ranks before the first action
     that starts at t or later. So all actions and messages fit into one order of time: ranks that
     follow it never wait in a circle, and both ends have their messages in the same order.
 
     `count`: micro-batches; default: the highest number + 1.
-    Raises ScheduleError if ranks wait in a circle, `placement` given; else the checker finds it.
+    Raises ScheduleError if ranks wait in a circle, `assignment` given; else the checker finds it.
     """
     count = count or 1 + max(0, highest(compute))
-    placed = placement or StageAssignment(len(compute) or 1)
+    placed = assignment or StageAssignment(len(compute) or 1)
     links = [_links(rank, placed, count) for rank in range(placed.ranks)]
-    if placement is None:
+    if assignment is None:
         return [
             _merged(order, range(len(order)), _before_readers(order, mine.received), mine.sent)
             for order, mine in zip(compute, links, strict=False)
         ]
-    timed = walk(compute, placement, count=count).ended()
+    timed = walk(compute, assignment, count=count).ended()
     # By rank and sender: (arrival, receive) in order of time.
     coming: list[dict[int, list[_Arrival]]] = [defaultdict(list) for _ in compute]
     for rank, (order, ended) in enumerate(zip(compute, timed.ends, strict=True)):
@@ -90,9 +90,9 @@ class _Links(NamedTuple):
     targets: dict[int, tuple[int, tuple[Action, ...]]]
 
 
-def _links(rank: int, placement: StageAssignment, count: int) -> _Links:
+def _links(rank: int, assignment: StageAssignment, count: int) -> _Links:
     found = _Links({}, {}, {})
-    for chunk, (_, before, after) in enumerate(placement.around(rank)):
+    for chunk, (_, before, after) in enumerate(assignment.around(rank)):
         for kinds, send, receive, maker, reader in (
             ((Kind.F,), Kind.SEND_F, Kind.RECV_F, before, after),
             ((Kind.B, Kind.I), Kind.SEND_B, Kind.RECV_B, after, before),
@@ -143,7 +143,7 @@ def _merged(
 _NEVER: _Arrival = float("inf"), Action(Kind.F, 0)
 
 
-def peak_unread(program: Sequence[Sequence[Step]], placement: StageAssignment) -> dict[Pair, int]:
+def peak_unread(program: Sequence[Sequence[Step]], assignment: StageAssignment) -> dict[Pair, int]:
     """Returns (sender, receiver) → the most messages that a rank has asked for and not yet read.
 
     Where messages are sent into slots, which the receiver empties up to a message when a
@@ -164,7 +164,7 @@ def peak_unread(program: Sequence[Sequence[Step]], placement: StageAssignment) -
                 continue
             for message in step:
                 if not message.kind.is_send:
-                    pair = peer_of(message, rank, placement), rank
+                    pair = peer_of(message, rank, assignment), rank
                     asked[pair] += 1
                     numbers[message] = pair, asked[pair]
                     peaks[pair] = max(peaks.get(pair, 0), asked[pair] - read[pair])

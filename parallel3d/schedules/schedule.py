@@ -27,7 +27,7 @@ class Schedule:
     """Compute order of each rank, and the assignment of stages to ranks."""
 
     name: str
-    placement: StageAssignment
+    assignment: StageAssignment
     microbatches: int
     orders: ComputeSchedule
 
@@ -48,7 +48,7 @@ class Schedule:
         ]
         return replace(self, orders=orders)
 
-    def plan(self) -> PipelineProgram:
+    def program(self) -> PipelineProgram:
         """Returns the orders with their messages. Raises ScheduleError if ranks deadlock."""
         return self._with_messages(self.orders)
 
@@ -57,8 +57,8 @@ class Schedule:
         return self._with_messages([[s for s in o if s.kind == Kind.F] for o in self.orders])
 
     def _with_messages(self, orders: ComputeSchedule) -> PipelineProgram:
-        placement = None if self.name in IN_ORDER else self.placement
-        return add_communication(orders, placement, self.microbatches)
+        assignment = None if self.name in IN_ORDER else self.assignment
+        return add_communication(orders, assignment, self.microbatches)
 
 
 def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -77,7 +77,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
             f"(nearest: {choice})."
         )
     check_vpp(name, chunks)
-    placement = StageAssignment(ranks, chunks, "v" if name in V_SHAPED else "loop")
+    assignment = StageAssignment(ranks, chunks, "v" if name in V_SHAPED else "loop")
     made: ComputeSchedule
     if name == "gpipe":
         made = orders.gpipe(ranks, microbatches)
@@ -91,7 +91,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         made = v_half(ranks, microbatches)
     else:  # zb_h1 is the interleaved form of one chunk
         made = orders.interleaved_zero_bubble(ranks, chunks, microbatches)
-    return Schedule(name, placement, microbatches, made)
+    return Schedule(name, assignment, microbatches, made)
 
 
 def check_vpp(name: str, chunks: int) -> None:
@@ -182,10 +182,10 @@ def _pattern(ranks: int) -> _Pattern:
                     found.append((pattern.length, pattern.peak, pattern))
         if found:
             break
-    placement = StageAssignment(ranks, 2, "v")
+    assignment = StageAssignment(ranks, 2, "v")
 
     def seconds(choice: tuple[int, int, _Pattern]) -> float:
-        return walk(_orders(choice[-1], 2 * ranks), placement).ended().seconds
+        return walk(_orders(choice[-1], 2 * ranks), assignment).ended().seconds
 
     return min(sorted(found)[:TRIED], key=seconds)[-1]
 

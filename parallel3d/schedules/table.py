@@ -28,7 +28,7 @@ def write_table(schedule: Schedule) -> str:
     """Writes the orders as CSV: a row a rank, a cell an action."""
     lines = []
     for rank, order in enumerate(schedule.orders):
-        stages = [schedule.placement.stage(rank, c) for c in range(schedule.placement.chunks)]
+        stages = [schedule.assignment.stage(rank, c) for c in range(schedule.assignment.chunks)]
         lines.append(",".join(f"{stages[s.chunk]}{s.kind}{s.microbatch}" for s in order))
     return "\n".join(lines) + "\n"
 
@@ -70,34 +70,35 @@ def read_table(
     rows = [row for row in rows if row]
     if len(rows) != ranks:
         raise UserError(f"{key} has {len(rows)} rows of actions, one a rank, but pp={ranks}.")
-    placement = _placement(rows, key)
-    if chunks is not None and placement.chunks != chunks:
+    assignment = _placement(rows, key)
+    if chunks is not None and assignment.chunks != chunks:
         raise UserError(
-            f"{key} has {placement.chunks} stages per rank, but vpp={chunks}; the nearest is "
-            f"vpp={placement.chunks}."
+            f"{key} has {assignment.chunks} stages per rank, but vpp={chunks}; the nearest is "
+            f"vpp={assignment.chunks}."
         )
     orders = [
-        [action(kind, m, placement.place(stage)[1]) for stage, kind, m in row] for row in rows
+        [action(kind, m, assignment.place(stage)[1]) for stage, kind, m in row] for row in rows
     ]
-    check_orders(orders, placement, microbatches, key)
-    return Schedule("file", placement, microbatches, orders)
+    check_orders(orders, assignment, microbatches, key)
+    return Schedule("file", assignment, microbatches, orders)
 
 
 def check_orders(
-    orders: ComputeSchedule, placement: StageAssignment, microbatches: int, key: str
+    orders: ComputeSchedule, assignment: StageAssignment, microbatches: int, key: str
 ) -> None:
     """Proves orders without messages sound; raises UserError with the place and the reason."""
     try:
-        check(add_communication(orders, placement, microbatches), microbatches, placement)
+        check(add_communication(orders, assignment, microbatches), microbatches, assignment)
     except (ScheduleError, IndexError) as error:
         faults = (
-            fault_of_rank(order, rank, placement, microbatches) for rank, order in enumerate(orders)
+            fault_of_rank(order, rank, assignment, microbatches)
+            for rank, order in enumerate(orders)
         )
         sentence = next(filter(None, faults), str(error))
-        raise UserError(f"{key} cannot run: {_in_stages(sentence, placement)}.") from None
+        raise UserError(f"{key} cannot run: {_in_stages(sentence, assignment)}.") from None
 
 
-def _in_stages(sentence: str, placement: StageAssignment) -> str:
+def _in_stages(sentence: str, assignment: StageAssignment) -> str:
     """Rewrites the checker's actions (`F3.1` of the last named rank) as cells of the table."""
     rank = 0
 
@@ -106,7 +107,7 @@ def _in_stages(sentence: str, placement: StageAssignment) -> str:
         if found[1] is not None:
             rank = int(found[1])
             return found[0]
-        return f"{placement.stage(rank, int(found[4] or 0))}{found[2]}{found[3]}"
+        return f"{assignment.stage(rank, int(found[4] or 0))}{found[2]}{found[3]}"
 
     return re.sub(r"\brank (\d+)|\b([FBIW])(\d+)(?:\.(\d+))?\b", spelled, sentence)
 
@@ -132,10 +133,10 @@ def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
     held = [{stage for stage, _, _ in row} for row in rows]
     chunks = max(1, len(held[0]))
     loop, vee = (StageAssignment(len(rows), chunks, shape) for shape in SHAPES)
-    for placement in (loop, vee):
-        fits = [mine == _stages(placement, rank) for rank, mine in enumerate(held)]
+    for assignment in (loop, vee):
+        fits = [mine == _stages(assignment, rank) for rank, mine in enumerate(held)]
         if all(fits):
-            return placement
+            return assignment
     rank = next(r for r, mine in enumerate(held) if mine != _stages(loop, r))
     in_loop, in_v = (sorted(_stages(one, rank))[:6] for one in (loop, vee))
     raise UserError(
@@ -144,5 +145,5 @@ def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
     )
 
 
-def _stages(placement: StageAssignment, rank: int) -> set[int]:
-    return {placement.stage(rank, chunk) for chunk in range(placement.chunks)}
+def _stages(assignment: StageAssignment, rank: int) -> set[int]:
+    return {assignment.stage(rank, chunk) for chunk in range(assignment.chunks)}

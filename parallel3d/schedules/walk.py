@@ -30,14 +30,14 @@ class Costs:
     @classmethod
     def even(
         cls,
-        placement: StageAssignment,
+        assignment: StageAssignment,
         forward: float = 1.0,
         input: float = 1.0,
         weight: float = 1.0,
         hop: float = 0.0,
     ) -> Costs:
         """Spreads the costs of one rank's layers evenly over its chunks."""
-        f, i, w = ((c / placement.chunks,) * placement.stages for c in (forward, input, weight))
+        f, i, w = ((c / assignment.chunks,) * assignment.stages for c in (forward, input, weight))
         return cls(f, i, w, hop)
 
 
@@ -59,17 +59,17 @@ class RankWork:
     hop: float = 0.0
     weights: Callable[[StageAssignment], Weights | None] | None = None
 
-    def fits(self, placement: StageAssignment) -> bool:
+    def fits(self, assignment: StageAssignment) -> bool:
         """Whether the model has costs for this stage assignment."""
-        return self.weights is None or self.weights(placement) is not None
+        return self.weights is None or self.weights(assignment) is not None
 
-    def costs(self, placement: StageAssignment) -> Costs:
-        """Returns seconds by stage. Raises ValueError if `placement` does not fit."""
+    def costs(self, assignment: StageAssignment) -> Costs:
+        """Returns seconds by stage. Raises ValueError if `assignment` does not fit."""
         if self.weights is None:
-            return Costs.even(placement, self.forward, self.input, self.weight, self.hop)
-        weights = self.weights(placement)
+            return Costs.even(assignment, self.forward, self.input, self.weight, self.hop)
+        weights = self.weights(assignment)
         if weights is None:
-            raise ValueError(f"no costs are known for {placement}")
+            raise ValueError(f"no costs are known for {assignment}")
         return Costs(
             tuple((part + more) * self.forward for part, more, _ in weights),
             tuple(part * self.input + again * self.forward for part, _, again in weights),
@@ -193,7 +193,7 @@ class Walk:
 
 def walk(
     program: Sequence[Sequence[Step]],
-    placement: StageAssignment,
+    assignment: StageAssignment,
     costs: Costs | None = None,
     blocks: bool = False,
     count: int | None = None,
@@ -215,9 +215,9 @@ def walk(
         raise ScheduleError("the clock needs at least one stage and one action on every stage")
     if count is None:
         count = 1 + highest(program)
-    costs = costs or Costs.even(placement)
-    walker = _Walker(program, placement, costs, blocks, count)
-    places = _advance([walker.rank(rank) for rank in range(placement.ranks)])
+    costs = costs or Costs.even(assignment)
+    walker = _Walker(program, assignment, costs, blocks, count)
+    places = _advance([walker.rank(rank) for rank in range(assignment.ranks)])
     found = walker.found
     for rank, place in enumerate(places):
         if place != _ENDED:
@@ -230,14 +230,14 @@ def walk(
 
 
 def time_orders(
-    orders: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs
+    orders: Sequence[Sequence[Action]], assignment: StageAssignment, costs: Costs
 ) -> Timeline:
     """Times every action as early as its rank's order and its input allow.
 
     The input is the result of the stage before (after, for a backward), plus a hop if that is on
     another rank. Raises ScheduleError if ranks wait in a circle or a rank has no action.
     """
-    found = walk(orders, placement, costs).ended()
+    found = walk(orders, assignment, costs).ended()
     return Timeline(
         tuple(
             tuple(map(Span, order, begun, ended))
@@ -293,16 +293,16 @@ class _Walker:
     def __init__(
         self,
         program: Sequence[Sequence[Step]],
-        placement: StageAssignment,
+        assignment: StageAssignment,
         costs: Costs,
         blocks: bool,
         count: int,
     ) -> None:
-        self.program, self.placement, self.costs = program, placement, costs
+        self.program, self.assignment, self.costs = program, assignment, costs
         self.blocks, self.count = blocks, count
         self.done = defaultdict[tuple[Kind, int], _Times](lambda: [None] * count)
         self.whole = self.groups = 0  # B's, which count twice; groups of messages
-        ranks = placement.ranks
+        ranks = assignment.ranks
         self.found = Walk(
             [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0] * ranks, {}, {}
         )
@@ -357,9 +357,9 @@ class _Walker:
     def rules(self, rank: int) -> tuple[list[_Compute], list[_Message]]:
         """Returns what the rank's computations and messages need and make, by `Action.row`."""
         costs, found, times, passes = self.costs, self.found, self.done, not self.blocks
-        rows = row_of(Kind.F, self.placement.chunks)
+        rows = row_of(Kind.F, self.assignment.chunks)
         computes, messages = [_NO_COMPUTE] * rows, [_NO_MESSAGE] * rows
-        for chunk, (stage, before, after) in enumerate(self.placement.around(rank)):
+        for chunk, (stage, before, after) in enumerate(self.assignment.around(rank)):
             forward, input, weight = (times[kind, stage] for kind in (Kind.F, Kind.I, Kind.W))
             row = row_of(Kind.F, chunk)
             for made, send, receive, maker, reader, on in (
@@ -398,7 +398,7 @@ class _Walker:
             source = computes[step.row][0]
             if source is None or source[step.microbatch] is not None or self.blocks:
                 return Wait(step, None, None)
-            place = self.placement.neighbour(rank, step.chunk, -1 if step.kind == Kind.F else 1)
+            place = self.assignment.neighbour(rank, step.chunk, -1 if step.kind == Kind.F else 1)
             return Wait(step, None, None if place is None or place[0] == rank else place[0])
         for message in step:
             own, times, other = messages[message.row][:3]
@@ -406,14 +406,14 @@ class _Walker:
             if own is not None and own[m] is None:
                 return Wait(step, message, None)
             if times[m] is None or other[m] is None:
-                return Wait(step, message, peer_of(message, rank, self.placement))
+                return Wait(step, message, peer_of(message, rank, self.assignment))
         raise AssertionError(f"rank {rank} has all that {step} needs")
 
 
-def peer_of(message: Action, rank: int, placement: StageAssignment) -> int:
+def peer_of(message: Action, rank: int, assignment: StageAssignment) -> int:
     """Returns the rank at the other end of a message of `rank`; raises ValueError if none is."""
     offset = 1 if message.kind in (Kind.SEND_F, Kind.RECV_B) else -1
-    place = placement.neighbour(rank, message.chunk, offset)
+    place = assignment.neighbour(rank, message.chunk, offset)
     if place is None:
         raise ValueError(f"rank {rank} has no neighbour for {message}")
     return place[0]

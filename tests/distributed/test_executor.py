@@ -25,10 +25,10 @@ def forms(ranks: int, microbatches: int) -> list[Schedule]:
 
 def is_right(by_rank: list[Ran], schedule: Schedule) -> None:
     """Every stage added 1 to what came, both ways, once for each micro-batch, and kept nothing."""
-    stages, count = schedule.placement.stages, schedule.microbatches
+    stages, count = schedule.assignment.stages, schedule.microbatches
     assert sum(ran.loss for ran in by_rank) == stages * count
     for ran in by_rank:
-        assert ran.weights == [count] * schedule.placement.chunks
+        assert ran.weights == [count] * schedule.assignment.chunks
         assert ran.left == 0
         assert len(ran.spans) == len({name for name, _, _ in ran.spans})
 
@@ -44,7 +44,7 @@ def test_a_rank_holds_as_many_activations_as_the_checker_counts(ranks: int, pool
     by_rank = pool.run(ranks, run_each_way, schedules, ways)
     for schedule, ran in zip(schedules * 2, zip(*by_rank, strict=True), strict=True):
         is_right(list(ran), schedule)
-        report = check(schedule.plan(), schedule.microbatches, schedule.placement)
+        report = check(schedule.program(), schedule.microbatches, schedule.assignment)
         assert [one.peak_live for one in ran] == report.peaks, schedule.name
 
 

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.more
 ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
 
 
-def swapped(steps: list[Step], rank: int, placement: StageAssignment) -> list[Step]:
+def swapped(steps: list[Step], rank: int, assignment: StageAssignment) -> list[Step]:
     """A rank's steps with two receives of a kind and from one peer exchanged, the first pair of
     which none is needed in between: neither is missed, and each gets the other's data."""
     for kind, reader in ((Kind.RECV_F, Kind.F), (Kind.RECV_B, Kind.I)):
@@ -56,7 +56,7 @@ def swapped(steps: list[Step], rank: int, placement: StageAssignment) -> list[St
         for (i, j, one), (k, n, other) in pairwise(receives):
             if Action(reader, one.microbatch, one.chunk) in steps[i:k]:
                 continue
-            if peer_of(one, rank, placement) != peer_of(other, rank, placement):
+            if peer_of(one, rank, assignment) != peer_of(other, rank, assignment):
                 continue
             groups = {at: list(steps[at]) for at in (i, k)}
             groups[i][j], groups[k][n] = other, one
@@ -64,23 +64,23 @@ def swapped(steps: list[Step], rank: int, placement: StageAssignment) -> list[St
     return steps
 
 
-def with_swapped(plan: PipelineProgram, placement: StageAssignment) -> PipelineProgram:
-    return [swapped(steps, rank, placement) for rank, steps in enumerate(plan)]
+def with_swapped(program: PipelineProgram, assignment: StageAssignment) -> PipelineProgram:
+    return [swapped(steps, rank, assignment) for rank, steps in enumerate(program)]
 
 
 @planted(PROGRAM)
 def receives_swapped(sound: Any, trainer: Trainer, schedule: Schedule) -> None:
-    """Messages match by position: a rank whose plan is mixed up computes on the wrong data."""
+    """Messages match by position: a rank whose program is mixed up computes on the wrong data."""
     sound(trainer, schedule)
-    trainer.plan = swapped(trainer.plan, trainer.groups.pp.index, schedule.placement)
+    trainer.program = swapped(trainer.program, trainer.groups.pp.index, schedule.assignment)
 
 
 @planted(PROGRAM)
 def a_weight_gradient_dropped(sound: Any, trainer: Trainer, schedule: Schedule) -> None:
     """W of micro-batch 1 in the last chunk does nothing."""
     sound(trainer, schedule)
-    dropped = Action(Kind.W, 1, schedule.placement.chunks - 1)
-    trainer.plan = [step for step in trainer.plan if step != dropped]
+    dropped = Action(Kind.W, 1, schedule.assignment.chunks - 1)
+    trainer.program = [step for step in trainer.program if step != dropped]
 
 
 @planted(INITIAL_VALUES)
@@ -172,16 +172,16 @@ def test_a_planted_bug_is_caught(
 
 def test_the_checker_refuses_swapped_receives_before_they_run() -> None:
     made = make("interleaved_zb", 2, 5, 2)
-    plan = with_swapped(made.plan(), made.placement)
-    assert plan != made.plan()
+    program = with_swapped(made.program(), made.assignment)
+    assert program != made.program()
     with pytest.raises(ScheduleError, match="is sent as"):
-        check(plan, 5, made.placement)
+        check(program, 5, made.assignment)
 
 
 def test_the_checker_refuses_a_weight_gradient_before_its_input_gradient() -> None:
     made = make("zb_h1", 2, 5)
-    plan = made.plan()
-    w = plan[1].index(Action(Kind.W, 2))
-    plan[1].insert(plan[1].index(Action(Kind.I, 2)), plan[1].pop(w))
+    program = made.program()
+    w = program[1].index(Action(Kind.W, 2))
+    program[1].insert(program[1].index(Action(Kind.I, 2)), program[1].pop(w))
     with pytest.raises(ScheduleError, match="rank 1 does W2 before I2"):
-        check(plan, 5, made.placement)
+        check(program, 5, made.assignment)

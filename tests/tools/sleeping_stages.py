@@ -111,17 +111,17 @@ def run(
         costs: seconds of a whole rank's F, I and W, spread over its chunks.
         late: by rank, how much longer its stages take for everything.
     """
-    rank, placement = dist.get_rank(), schedule.placement
-    pp = Group("pp", tuple(range(placement.ranks)), rank, dist.group.WORLD)
-    held, last = Activations(), placement.stages - 1
+    rank, assignment = dist.get_rank(), schedule.assignment
+    pp = Group("pp", tuple(range(assignment.ranks)), rank, dist.group.WORLD)
+    held, last = Activations(), assignment.stages - 1
     extra = late[rank] if late else 0.0
-    each = tuple(cost / placement.chunks + extra for cost in costs)
-    numbers = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
+    each = tuple(cost / assignment.chunks + extra for cost in costs)
+    numbers = [assignment.stage(rank, chunk) for chunk in range(assignment.chunks)]
     stages = [SleepingStage(n == 0, n == last, each, held, shape) for n in numbers]
-    plans = schedule.plan(), schedule.forwards()
-    route, boxes = P2PRoute(pp, placement), None
+    programs = schedule.program(), schedule.forwards()
+    route, boxes = P2PRoute(pp, assignment), None
     if shared_memory:
-        boxes = SharedP2P.of_plans(plans, route, torch.empty(shape), 600.0)
+        boxes = SharedP2P.of_programs(programs, route, torch.empty(shape), 600.0)
     links = [StageOutputs((shape,), torch.float32)] * last
     executor = Executor(stages, route, links, CPU, boxes)
 
@@ -135,7 +135,7 @@ def run(
         for stage in stages:
             state_of(stage.weight).main_grad.zero_()
         start = time.perf_counter()
-        loss = executor.train_step(plans[0][rank], load, torch.ones(()))
+        loss = executor.train_step(programs[0][rank], load, torch.ones(()))
         seconds = time.perf_counter() - start
     weights = [float(state_of(stage.weight).main_grad) for stage in stages]
     spans = executor.action_times.measured()

@@ -257,7 +257,7 @@ class ModelPieces:
         route = P2PRoute(groups.pp, StageAssignment(1, len(stages)))
         outputs = StageOutputs(((size, model.seq_length, model.hidden_size),), dtype)
         self.executor = Executor(stages, route, [outputs] * (len(stages) - 1), device)
-        self.plan = make("interleaved_zb", 1, TOGETHER, len(stages)).orders[0]
+        self.orders = make("interleaved_zb", 1, TOGETHER, len(stages)).orders[0]
         tokens = torch.arange(size * model.seq_length, device=device).view(size, -1)
         tokens = tokens % model.vocab_size
         self.batch = (tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None)
@@ -277,7 +277,7 @@ class ModelPieces:
         cleared = now()
         self.executor.action_times = times = WorkTimes(self.device)
         self.executor.train_step(
-            self.plan, lambda _: self.batch, self.scale, self.engine.start_last_microbatch
+            self.orders, lambda _: self.batch, self.scale, self.engine.start_last_microbatch
         )
         accelerator.synchronize(self.device)
         done = now()
@@ -287,7 +287,7 @@ class ModelPieces:
         found = {"update": now() - done + cleared - begun}
         spans = [end - start for _, start, end in times.measured()]
         found["action"] = max(done - cleared - sum(spans), 0.0) / len(spans)
-        for action, seconds in zip(self.plan, spans, strict=True):
+        for action, seconds in zip(self.orders, spans, strict=True):
             key = f"{action.kind.value}{action.chunk}"
             found[key] = found.get(key, 0.0) + seconds / TOGETHER
         return found

@@ -467,14 +467,14 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     counts = counted(few)
     counts = Counts({key: n + more * (two[key] - one[key]) for key, n in counts.items()})
     counter.machine.collect()
-    placement, offload = trainer.schedule.placement, trainer.executor.offload
+    assignment, offload = trainer.schedule.assignment, trainer.executor.offload
     parts = {
         part: {what: counts[what, part] for what in OF_KERNELS} for part in (*PARTS, COMMUNICATION)
     }
     return {
         "rank": groups.rank,
         "stage": stage,
-        "stages": [placement.stage(stage, chunk) for chunk in range(placement.chunks)],
+        "stages": [assignment.stage(stage, chunk) for chunk in range(assignment.chunks)],
         **{f"{kind}_bytes": counter.at_peak[kind] for kind in KINDS},
         "peak_bytes": counter.peak,
         "peak_in": counter.peak_phase,

@@ -168,7 +168,7 @@ def test_tables_come_back_as_they_were(name: str) -> None:
     made = make(name, 3, 7, chunks)
     back = read_table(write_table(made), "t.csv", 3, 7)
     assert back.orders == made.orders
-    assert back.placement.places == made.placement.places
+    assert back.assignment.places == made.assignment.places
 
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -205,7 +205,7 @@ def test_a_table_is_checked(old: str, new: str, sentence: str | None) -> None:
 
 def test_a_wide_text_is_shown_whole_in_letters() -> None:
     made = make("interleaved_zb", 8, 32, 4)
-    timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
+    timeline = time_orders(made.orders, made.assignment, Costs.even(made.assignment))
     heading, *rows = render_text(timeline, 100).splitlines()
     assert "I input gradient" in heading
     assert {len(row) for row in rows} == {100}
@@ -216,7 +216,7 @@ def test_a_wide_text_is_shown_whole_in_letters() -> None:
 @pytest.mark.slow
 def test_large_pictures_are_small_files() -> None:
     made = make("interleaved_zb", 64, 64, 2)
-    timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
-    drawn = render_svg(timeline, placement=made.placement, hop=0.1)
+    timeline = time_orders(made.orders, made.assignment, Costs.even(made.assignment))
+    drawn = render_svg(timeline, assignment=made.assignment, hop=0.1)
     assert len(drawn) < 1_500_000
     assert ElementTree.fromstring(drawn).get("height") is not None

@@ -24,9 +24,9 @@ from parallel3d.schedules.walk import Costs, time_orders
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zbv", 2)])
 def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
     made = make(name, 3, 5, chunks)
-    stages = made.placement.stages
+    stages = made.assignment.stages
     costs = Costs(*(tuple(c + 0.1 * s for s in range(stages)) for c in (1.0, 1.2, 1.2)))
-    exact = time_orders(made.orders, made.placement, costs)
+    exact = time_orders(made.orders, made.assignment, costs)
     late = 7.0  # what a rank's clock says when the first of them begins
     spans = [[(str(s.action), s.start + late, s.end + late) for s in row] for row in exact.spans]
     measured = timeline_of(spans)
@@ -56,7 +56,7 @@ def test_the_keys_that_are_said_are_those_of_an_average_rank(name: str, chunks: 
     twice = (more * forward for more, forward in zip(again, costs.forward, strict=True))
     slower = tuple(map(sum, zip(costs.input, twice, strict=True)))
     costs = Costs((*costs.forward[:-1], 9.0), slower, costs.weight)
-    spans = time_orders(made.orders, made.placement, costs).spans
+    spans = time_orders(made.orders, made.assignment, costs).spans
     measured = timeline_of([[(str(s.action), s.start, s.end) for s in row] for row in spans])
     said = measured_costs(measured, made, split, again)
     assert said == pytest.approx([c * total / 2 for c in each])
@@ -78,7 +78,7 @@ def test_a_disk_that_fails_costs_the_picture_alone(
 
 def test_both_timelines_share_one_axis() -> None:
     made = make("1f1b", 2, 3)
-    exact = time_orders(made.orders, made.placement, Costs.even(made.placement))
+    exact = time_orders(made.orders, made.assignment, Costs.even(made.assignment))
     slow = timeline_of([[(str(s.action), 2 * s.start, 2 * s.end) for s in r] for r in exact.spans])
     picture = pictures(slow, exact, "1f1b")
     assert picture.count(f">{slow.makespan:.4g} s<") == 2, (

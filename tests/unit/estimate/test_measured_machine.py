@@ -67,31 +67,33 @@ def test_a_table_that_is_none_is_refused(bad: tuple[tuple[int, ...], tuple[float
 def test_with_a_core_for_each_rank_the_clock_is_the_schedules_own(name: str) -> None:
     vpp = {"interleaved": 2, "interleaved_zb": 2, "zbv": 2, "v_half": 2}.get(name, 1)
     schedule = make(name, 3, 6, vpp)
-    stages = schedule.placement.stages
+    stages = schedule.assignment.stages
     costs = Costs(
         tuple(1.0 + 0.1 * s for s in range(stages)),
         tuple(1.2 + 0.05 * s for s in range(stages)),
         (0.8,) * stages,
     )
-    apart = shared_clock(schedule.orders, schedule.placement, costs, 1, lambda busy: 1.0)
-    assert apart == pytest.approx(walk(schedule.orders, schedule.placement, costs).seconds)
+    apart = shared_clock(schedule.orders, schedule.assignment, costs, 1, lambda busy: 1.0)
+    assert apart == pytest.approx(walk(schedule.orders, schedule.assignment, costs).seconds)
 
 
 def test_on_one_core_a_pipeline_takes_the_sum_of_its_work() -> None:
     schedule = make("1f1b", 4, 8)
-    costs = Costs.even(schedule.placement, 1.0, 1.0, 1.0, hop=0.5)
+    costs = Costs.even(schedule.assignment, 1.0, 1.0, 1.0, hop=0.5)
     ends = [1.0, 2.0, 3.0, 4.0]
-    alone = shared_clock(schedule.orders, schedule.placement, costs, 2, lambda busy: 1 / busy, ends)
+    alone = shared_clock(
+        schedule.orders, schedule.assignment, costs, 2, lambda busy: 1 / busy, ends
+    )
     # of two replicas; a message has two ends, and 3 boundaries are crossed there and back
     assert alone == pytest.approx(2 * (4 * 8 * 3 + 8 * 3 * 2 * 0.5 + sum(ends)))
 
 
 def test_two_ranks_on_two_cores_idle_as_alone_and_four_fill_each_others_gaps() -> None:
     schedule = make("1f1b", 4, 4)
-    costs = Costs.even(schedule.placement)
+    costs = Costs.even(schedule.assignment)
     cores = speed_of(machine(), 4)
-    shared = shared_clock(schedule.orders, schedule.placement, costs, 1, cores)
-    apart = walk(schedule.orders, schedule.placement, costs).seconds
+    shared = shared_clock(schedule.orders, schedule.assignment, costs, 1, cores)
+    apart = walk(schedule.orders, schedule.assignment, costs).seconds
     work = 4 * 4 * 3.0
     assert max(work / 2, apart) < shared < 2 * apart
 
@@ -101,7 +103,7 @@ def test_ranks_that_wait_for_each_other_are_no_time() -> None:
     backwards_first = [list(reversed(order)) for order in schedule.orders]
     with pytest.raises(ScheduleError):
         shared_clock(
-            backwards_first, schedule.placement, Costs.even(schedule.placement), 1, lambda n: 1.0
+            backwards_first, schedule.assignment, Costs.even(schedule.assignment), 1, lambda n: 1.0
         )
 
 

@@ -28,8 +28,8 @@ from tests.unit.estimate.plan_work import constants, work
 @pytest.mark.parametrize("microbatches", [1, 4, 8, 24])
 def test_closed_form_is_the_clocks(stages: int, microbatches: int) -> None:
     schedule = make("1f1b", stages, microbatches)
-    costs = Costs.even(schedule.placement, 1.0, 0.8, 1.2)
-    clocked = time_orders(schedule.orders, schedule.placement, costs).makespan
+    costs = Costs.even(schedule.assignment, 1.0, 0.8, 1.2)
+    clocked = time_orders(schedule.orders, schedule.assignment, costs).makespan
     form = pipeline_time(3.0, 3.0 * (stages > 2), 3.0, 3.0 * stages, microbatches, 1)
     assert form == pytest.approx(clocked)
 
@@ -37,8 +37,8 @@ def test_closed_form_is_the_clocks(stages: int, microbatches: int) -> None:
 def test_closed_form_of_interleaved_stages_is_the_clocks() -> None:
     for chunks in (2, 4):
         schedule = make("interleaved", 4, 16, chunks)
-        costs = Costs.even(schedule.placement, 1.0, 0.8, 1.2)
-        clocked = time_orders(schedule.orders, schedule.placement, costs).makespan
+        costs = Costs.even(schedule.assignment, 1.0, 0.8, 1.2)
+        clocked = time_orders(schedule.orders, schedule.assignment, costs).makespan
         assert pipeline_time(3.0, 3.0, 3.0, 12.0, 16, chunks) == pytest.approx(clocked, rel=0.01)
 
 
@@ -47,7 +47,7 @@ def test_closed_form_bounds_the_clock_where_the_last_stage_is_slow() -> None:
     by more than one micro-batch of another stage."""
     schedule = make("1f1b", 4, 12)
     costs = Costs((1.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 2.0))
-    clocked = time_orders(schedule.orders, schedule.placement, costs).makespan
+    clocked = time_orders(schedule.orders, schedule.assignment, costs).makespan
     assert pipeline_time(3.0, 3.0, 6.0, 15.0, 12, 1) == pytest.approx(clocked, rel=0.02)
 
 

@@ -65,7 +65,7 @@ PLANS = [make("interleaved", 1, MICROBATCHES, 3), make("interleaved_zb", 1, MICR
 @pytest.mark.parametrize("schedule", PLANS, ids=lambda schedule: schedule.name)
 def test_modules_in_a_row_have_the_gradients_of_one_module(schedule: Any) -> None:
     executor, stages = made()
-    total = executor.train_step(schedule.plan()[0], batch, torch.tensor(0.5))
+    total = executor.train_step(schedule.program()[0], batch, torch.tensor(0.5))
     mine = [p.grad for p in stages[0].parameters()]
     stages[0].zero_grad()
     wanted = sum(stages[0].linear(*batch(m)).sin().square().sum() for m in range(MICROBATCHES))
@@ -80,24 +80,24 @@ def test_modules_in_a_row_have_the_gradients_of_one_module(schedule: Any) -> Non
 
 @pytest.mark.parametrize("schedule", PLANS, ids=lambda schedule: schedule.name)
 def test_a_stage_that_fails_is_raised_or_kept_to_the_end_of_the_step(schedule: Any) -> None:
-    plan, scale = schedule.plan()[0], torch.tensor(0.5)
+    program, scale = schedule.program()[0], torch.tensor(0.5)
     with pytest.raises(ValueError, match="seven"):
-        made("raises")[0].train_step(plan, batch, scale)
+        made("raises")[0].train_step(program, batch, scale)
     executor, stages = made("raises", keeps_failures=True)
-    assert executor.train_step(plan, batch, scale) == 0
+    assert executor.train_step(program, batch, scale) == 0
     sentence = "stage 1 in the forward of micro-batch 0 raised ValueError: seven"
     assert str(executor.failure) == sentence
     assert not (executor.live or executor.deferred or executor.local_handoff or executor.outbox)
     executor.failure, stages[1].wrong = None, ""
     assert torch.equal(
-        executor.train_step(plan, batch, scale), made()[0].train_step(plan, batch, scale)
+        executor.train_step(program, batch, scale), made()[0].train_step(program, batch, scale)
     )
 
 
 def test_outputs_of_another_shape_than_the_message_are_refused() -> None:
     sentence = r"stage 1 made torch.float64\[2, 5\] of micro-batch 0, but must make "
     with pytest.raises(UserError, match=sentence):
-        made("shape")[0].train_step(PLANS[0].plan()[0], batch, torch.tensor(0.5))
+        made("shape")[0].train_step(PLANS[0].program()[0], batch, torch.tensor(0.5))
 
 
 def test_a_message_holds_the_tensors_and_a_single_one_as_it_is() -> None:
@@ -154,7 +154,7 @@ def test_an_accelerator_computes_while_the_next_micro_batch_is_loaded(
             return y
 
     executor = Executor([Whole(4, 1)], P2PRoute(SINGLE, StageAssignment(1)), [], CPU)
-    executor.train_step(make("1f1b", 1, 2).plan()[0], load, torch.tensor(1.0))
+    executor.train_step(make("1f1b", 1, 2).program()[0], load, torch.tensor(1.0))
     first = ["load 0", "load 1", "backward"] if kind == "accelerator" else ["load 0", "backward"]
     assert events[: len(first)] == first
     assert sorted(events) == ["backward", "backward", "load 0", "load 1"]

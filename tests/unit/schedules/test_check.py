@@ -15,21 +15,21 @@ from tests.pace import in_cpu_time
 
 
 def plan_of(*ranks: str) -> PipelineProgram:
-    """A plan from text: steps apart by blanks, the messages of a group joined by +."""
-    plan: PipelineProgram = []
+    """A program from text: steps apart by blanks, the messages of a group joined by +."""
+    program: PipelineProgram = []
     for text in ranks:
         steps: list[Step] = []
         for word in text.split():
             actions = tuple(Action.parse(part) for part in word.split("+"))
             steps.append(actions[0] if actions[0].kind.is_compute else actions)
-        plan.append(steps)
-    return plan
+        program.append(steps)
+    return program
 
 
-def split_groups(plan: PipelineProgram, sends_first: Callable[[int], bool]) -> PipelineProgram:
-    """The plan of an executor that does one message after the other, sends first on some ranks."""
+def split_groups(program: PipelineProgram, sends_first: Callable[[int], bool]) -> PipelineProgram:
+    """A program that does one message after the other, sends first on some ranks."""
     serial: PipelineProgram = []
-    for rank, steps in enumerate(plan):
+    for rank, steps in enumerate(program):
         out: list[Step] = []
         for step in steps:
             if isinstance(step, Action):
@@ -45,7 +45,7 @@ def split_groups(plan: PipelineProgram, sends_first: Callable[[int], bool]) -> P
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_every_schedule_is_sound_and_costs_what_theory_says(name: str, stages: int) -> None:
     for microbatches in range(1, 17):
-        report = check(make(name, stages, microbatches).plan(), microbatches)
+        report = check(make(name, stages, microbatches).program(), microbatches)
         assert report.messages == 2 * (stages - 1) * microbatches
         live = [min(stages - r, microbatches) if name == "1f1b" else microbatches
                 for r in range(stages)]  # fmt: skip
@@ -76,63 +76,67 @@ def test_swapped_receives_before_their_use_are_caught_by_position() -> None:
 @pytest.mark.parametrize("kind", [Kind.RECV_F, Kind.RECV_B])
 def test_receives_swapped_between_groups_are_caught(name: str, kind: Kind) -> None:
     swap = {Action(kind, 1): Action(kind, 2), Action(kind, 2): Action(kind, 1)}
-    plan = make(name, 4, 6).plan()
-    plan[1] = [s if isinstance(s, Action) else tuple(swap.get(a, a) for a in s) for s in plan[1]]
+    program = make(name, 4, 6).program()
+    program[1] = [
+        s if isinstance(s, Action) else tuple(swap.get(a, a) for a in s) for s in program[1]
+    ]
     with pytest.raises(ScheduleError, match=r"message 1 from rank [02] to rank 1"):
-        check(plan)
+        check(program)
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_backward_messages_swapped_consistently_on_one_rank_are_caught(name: str) -> None:
     """The receiver also computes in the swapped order, so that it is ordered in itself."""
     number = {1: 2, 2: 1}
-    plan = make(name, 2, 6).plan()
+    program = make(name, 2, 6).program()
 
     def exchange(a: Action) -> Action:
         back = a.kind in (Kind.B, Kind.RECV_B)
         return Action(a.kind, number.get(a.microbatch, a.microbatch)) if back else a
 
-    plan[0] = [exchange(s) if isinstance(s, Action) else tuple(map(exchange, s)) for s in plan[0]]
+    program[0] = [
+        exchange(s) if isinstance(s, Action) else tuple(map(exchange, s)) for s in program[0]
+    ]
     # With m=6, both schedules run F2 on rank 0 before the first of the two backwards.
     with pytest.raises(ScheduleError, match="message 1 from rank 1 to rank 0"):
-        check(plan)
+        check(program)
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_every_single_missing_action_is_caught(name: str) -> None:
-    for rank, steps in enumerate(make(name, 3, 4).plan()):
+    for rank, steps in enumerate(make(name, 3, 4).program()):
         for index, step in enumerate(steps):
             for dropped in (step,) if isinstance(step, Action) else step:
-                plan = make(name, 3, 4).plan()
+                program = make(name, 3, 4).program()
                 rest = () if isinstance(step, Action) else tuple(a for a in step if a != dropped)
-                plan[rank][index : index + 1] = [rest] if rest else []
+                program[rank][index : index + 1] = [rest] if rest else []
                 never = (
                     f"rank {rank} never does {dropped}$"
                     if dropped.kind.is_compute
                     else "wait|message"
                 )
                 with pytest.raises(ScheduleError, match=never):
-                    check(plan, 4)
+                    check(program, 4)
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_every_single_doubled_action_is_caught(name: str) -> None:
-    for rank, steps in enumerate(make(name, 3, 4).plan()):
+    for rank, steps in enumerate(make(name, 3, 4).program()):
         for index, step in enumerate(steps):
-            plan = make(name, 3, 4).plan()
-            plan[rank].insert(index, step)
+            program = make(name, 3, 4).program()
+            program[rank].insert(index, step)
             first = step if isinstance(step, Action) else step[0]
             with pytest.raises(ScheduleError, match=f"rank {rank} has {first} twice"):
-                check(plan)
+                check(program)
 
 
 def test_missing_microbatch_on_all_ranks_needs_the_number() -> None:
-    plan = make("1f1b", 2, 3).plan()
-    assert check(plan).messages == 6
+    program = make("1f1b", 2, 3).program()
+    assert check(program).messages == 6
     with pytest.raises(ScheduleError, match="rank 0 never does F3"):
-        check(plan, 4)
+        check(program, 4)
     with pytest.raises(ScheduleError, match="rank 0 has F2, but micro-batches are 0 to 1"):
-        check(plan, 2)
+        check(program, 2)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,7 @@ def test_malformed_steps_are_caught() -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_both_sending_first_deadlocks_and_the_circle_is_named(stages: int) -> None:
-    serial = split_groups(make("1f1b", stages, 16).plan(), sends_first=lambda rank: True)
+    serial = split_groups(make("1f1b", stages, 16).program(), sends_first=lambda rank: True)
     with pytest.raises(ScheduleError, match="deadlock: ") as caught:
         check(serial)
     last = stages - 1
@@ -189,7 +193,7 @@ def test_both_sending_first_deadlocks_and_the_circle_is_named(stages: int) -> No
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_both_receiving_first_deadlocks(stages: int) -> None:
-    serial = split_groups(make("1f1b", stages, 16).plan(), sends_first=lambda rank: False)
+    serial = split_groups(make("1f1b", stages, 16).program(), sends_first=lambda rank: False)
     with pytest.raises(ScheduleError, match=r"deadlock: .* waits to get RB0 from"):
         check(serial)
 
@@ -197,21 +201,23 @@ def test_both_receiving_first_deadlocks(stages: int) -> None:
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_mirrored_order_is_no_deadlock(stages: int) -> None:
     """Even ranks send first and odd ones receive first: the checker must not cry wolf."""
-    check(split_groups(make("1f1b", stages, 16).plan(), sends_first=lambda rank: rank % 2 == 0), 16)
+    check(
+        split_groups(make("1f1b", stages, 16).program(), sends_first=lambda rank: rank % 2 == 0), 16
+    )
 
 
 def test_message_held_back_over_a_group_deadlocks() -> None:
     """Rank 0 wants its first gradient before it sends what the gradient depends on."""
-    plan = plan_of("F0 F1 SF0 RB0 B0 SF1 RB1 B1", "RF0+RF1 F0 B0 SB0 F1 B1 SB1")
+    program = plan_of("F0 F1 SF0 RB0 B0 SF1 RB1 B1", "RF0+RF1 F0 B0 SB0 F1 B1 SB1")
     with pytest.raises(ScheduleError, match=r"rank 1 is in group .RF0 RF1. and waits to get RF1"):
-        check(plan)
+        check(program)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_64_stages_512_microbatches_in_under_2_s(name: str) -> None:
-    plan = make(name, 64, 512).plan()
+    program = make(name, 64, 512).program()
     start = time.process_time()
-    report = check(plan, 512)
+    report = check(program, 512)
     assert in_cpu_time(time.process_time() - start, 2.0)
     assert report.messages == 2 * 63 * 512

@@ -32,12 +32,12 @@ def overhead(schedule: Schedule, forward: float, input: float, weight: float) ->
 def test_loops_and_vs_hold_each_stage_once() -> None:
     assert StageAssignment(3, 2).places == ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1))
     assert StageAssignment(3, 2, "v").places == ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))
-    for placement in (StageAssignment(5, 4), StageAssignment(5, 3, "v")):
-        assert [placement.stage(*place) for place in placement.places] == list(
-            range(placement.stages)
+    for assignment in (StageAssignment(5, 4), StageAssignment(5, 3, "v")):
+        assert [assignment.stage(*place) for place in assignment.places] == list(
+            range(assignment.stages)
         )
-        assert placement.neighbour(*placement.place(0), -1) is None
-        assert placement.neighbour(*placement.places[-1], 1) is None
+        assert assignment.neighbour(*assignment.place(0), -1) is None
+        assert assignment.neighbour(*assignment.places[-1], 1) is None
 
 
 @pytest.mark.parametrize("name", NAMED_SCHEDULES)
@@ -45,10 +45,10 @@ def test_every_form_is_sound_at_any_size(name: str) -> None:
     for ranks, chunks in product((1, 2, 3, 4, 7), chunks_of(name)):
         for count in sorted({1, 2, ranks - 1, ranks, ranks + 1, 3 * ranks - 1} - {0}):
             made = make(name, ranks, count, chunks)
-            report = check(made.plan(), count, made.placement)
+            report = check(made.program(), count, made.assignment)
             links = sum(
                 a[0] != b[0]
-                for a, b in zip(made.placement.places, made.placement.places[1:], strict=False)
+                for a, b in zip(made.assignment.places, made.assignment.places[1:], strict=False)
             )
             assert report.messages == 2 * links * count
 
@@ -93,7 +93,7 @@ def test_zero_bubble_v_idles_only_before_and_after(ranks: int) -> None:
     for count in (2 * ranks - 1, 2 * ranks, 3 * ranks, 5 * ranks + 1):
         made = make("zbv", ranks, count, 2)
         assert overhead(made, 1, 1, 1) == pytest.approx((ranks - 1) / (6 * count), abs=1e-12)
-        timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
+        timeline = time_orders(made.orders, made.assignment, Costs.even(made.assignment))
         assert all(a.end == b.start for spans in timeline.spans for a, b in pairwise(spans))
 
 
@@ -116,41 +116,41 @@ def test_activations_are_those_of_the_papers(ranks: int) -> None:
 
 def test_two_ranks_with_chunks_carry_both_flows_on_one_pair() -> None:
     made = make("interleaved", 2, 3, 2)
-    plan = made.plan()
-    kinds = {m.kind for step in plan[0] if isinstance(step, tuple) for m in step}
+    program = made.program()
+    kinds = {m.kind for step in program[0] if isinstance(step, tuple) for m in step}
     assert kinds == {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
     swapped = {"SF0": "SF0.1", "SF0.1": "SF0"}
-    plan[0] = [
+    program[0] = [
         tuple(Action.parse(swapped.get(str(a), str(a))) for a in step)
         if isinstance(step, tuple)
         else step
-        for step in plan[0]
+        for step in program[0]
     ]
     with pytest.raises(ScheduleError, match=r"waits to send SF0\.1|message 0"):
-        check(plan, 3, made.placement)
+        check(program, 3, made.assignment)
 
 
 @pytest.mark.slow
 def test_random_faults_are_rejected_and_nothing_else() -> None:
-    """The judge runs each plan; benchmarks/schedules.py plants ten thousand."""
+    """The judge runs each program; benchmarks/schedules.py plants ten thousand."""
     rng = random.Random(13)
     sizes = ((2, 3), (3, 4), (4, 5))
     cases = [make(n, p, m, c) for n in NAMED_SCHEDULES for c in chunks_of(n)[:3] for p, m in sizes]
-    plans = [(made, made.plan()) for made in cases]
-    assert all(is_sound(plan, made.placement, made.microbatches) for made, plan in plans)
+    programs = [(made, made.program()) for made in cases]
+    assert all(is_sound(program, made.assignment, made.microbatches) for made, program in programs)
     found: Counter[bool] = Counter()
     for _ in range(1000):
-        made, plan = rng.choice(plans)
-        bad = corrupt(plan, rng)
-        sound = is_sound(bad, made.placement, made.microbatches)
+        made, program = rng.choice(programs)
+        bad = corrupt(program, rng)
+        sound = is_sound(bad, made.assignment, made.microbatches)
         found[sound] += 1
         try:
-            check(bad, made.microbatches, made.placement)
+            check(bad, made.microbatches, made.assignment)
             passed = True
         except ScheduleError as error:
             passed = False
             assert "rank" in str(error)
-        assert passed == sound, (made.name, made.placement)
+        assert passed == sound, (made.name, made.assignment)
     assert found[False] > 800
 
 
@@ -179,7 +179,7 @@ def test_whole_and_split_backwards_mix() -> None:
          for s in order if not (s.kind == Kind.W and s.microbatch == 1)]
         for order in made.orders
     ]  # fmt: skip
-    assert check(add_communication(whole, made.placement), 4, made.placement).messages == 16
+    assert check(add_communication(whole, made.assignment), 4, made.assignment).messages == 16
 
 
 def test_orders_that_wait_for_each_other_are_named() -> None:
@@ -189,13 +189,13 @@ def test_orders_that_wait_for_each_other_are_named() -> None:
     with pytest.raises(
         ScheduleError, match="rank 0 waits for ever for the input of B0, while rank 1"
     ):
-        time_orders(stuck, made.placement, Costs.even(made.placement))
+        time_orders(stuck, made.assignment, Costs.even(made.assignment))
 
 
 def test_messages_that_wait_to_be_read_by_hand() -> None:
     """1F1B's ranks ask for a message when they read it."""
     made = make("1f1b", 3, 6)
-    assert peak_unread(made.plan(), made.placement) == dict.fromkeys(
+    assert peak_unread(made.program(), made.assignment) == dict.fromkeys(
         [(0, 1), (1, 2), (2, 1), (1, 0)], 1
     )
     program = [
@@ -209,7 +209,7 @@ def test_messages_that_wait_to_be_read_by_hand() -> None:
 def test_a_group_has_one_send_and_that_first(name: str) -> None:
     """So that as many slots as messages wait to be read are enough (`peak_unread`)."""
     made = make(name, 4, 6, chunks_of(name)[-1])
-    for step in chain.from_iterable(made.plan()):
+    for step in chain.from_iterable(made.program()):
         if isinstance(step, tuple):
             assert not any(message.kind.is_send for message in step[1:])
 
@@ -218,8 +218,8 @@ def test_hops_cost_by_hand() -> None:
     """Two ranks of two chunks, one micro-batch: there and back. A V's turn stays on its rank."""
     order = [Action.parse(word) for word in ("F0", "F0.1", "B0.1", "B0")]
     for shape, hops in (("loop", 6), ("v", 4)):
-        placement = StageAssignment(2, 2, shape)
-        timeline = time_orders([order, order], placement, Costs.even(placement, 2, 2, 2, 0.25))
+        assignment = StageAssignment(2, 2, shape)
+        timeline = time_orders([order, order], assignment, Costs.even(assignment, 2, 2, 2, 0.25))
         assert timeline.makespan == 4 * 1 + 4 * 2 + hops * 0.25
 
 
@@ -236,8 +236,8 @@ def test_the_choice_beats_all_named_schedules(hop: float, memory: float, most: f
     assert best.peak_live <= memory + 1e-9
     assert all(best.seconds <= f.seconds + 1e-9 for f in forms if f.peak_live <= memory)
     made = best.schedule
-    report = check(made.plan(), 32, made.placement)
-    assert max(report.peaks) / (8 * made.placement.chunks) == best.peak_live
+    report = check(made.program(), 32, made.assignment)
+    assert max(report.peaks) / (8 * made.assignment.chunks) == best.peak_live
 
 
 def test_memory_below_one_microbatch_is_the_users_error() -> None:
@@ -257,9 +257,9 @@ def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: 
 def test_stages_that_weigh_unequally_by_hand() -> None:
     """Two ranks, the second with a third of the layers and a head that costs a forward and a half
     of them: F 1.5, I 1.5, W 1.5 on the first, F 2, I 0.5, W 0.5 on the second."""
-    work = RankWork(weights=lambda placement: [(1.5, 0.0, 0.0), (0.5, 1.5, 0.0)])
-    placement = StageAssignment(2)
-    costs = work.costs(placement)
+    work = RankWork(weights=lambda assignment: [(1.5, 0.0, 0.0), (0.5, 1.5, 0.0)])
+    assignment = StageAssignment(2)
+    costs = work.costs(assignment)
     assert (costs.forward, costs.input, costs.weight) == ((1.5, 2.0), (1.5, 0.5), (1.5, 0.5))
     found = measure(make("gpipe", 2, 2), work)
     # F0 to 1.5 and F1 to 3, there to 3.5 and 5.5, back B0 to 6.5 and B1 to 7.5; 9.5 and 12.5.
@@ -273,6 +273,6 @@ def test_placements_without_costs_are_left_out() -> None:
     names = {choice.schedule.name for choice in measured_schedules(4, 8, 4, work)}
     assert names == {"gpipe", "1f1b", "zb_h1"}
     best = choose(4, 8, 4, work)
-    assert best.schedule.placement.chunks == 1
+    assert best.schedule.assignment.chunks == 1
     with pytest.raises(ValueError, match="no costs are known"):
         work.costs(StageAssignment(4, 2))

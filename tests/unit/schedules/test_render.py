@@ -16,7 +16,7 @@ from parallel3d.schedules.walk import Costs, Timeline, time_orders
 def timeline_of(name: str, stages: int, microbatches: int) -> Timeline:
     """A backward takes twice as long as a forward."""
     made = make(name, stages, microbatches)
-    return time_orders(made.orders, made.placement, Costs.even(made.placement))
+    return time_orders(made.orders, made.assignment, Costs.even(made.assignment))
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,8 +33,8 @@ def test_text_of_a_small_plan_by_hand() -> None:
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_text_shows_every_action_once_in_lines_of_one_width(name: str) -> None:
     made = make(name, 11, 13)
-    costs = Costs.even(made.placement, 0.3, 0.355, 0.355, 0.05)
-    timeline = time_orders(made.orders, made.placement, costs)
+    costs = Costs.even(made.assignment, 0.3, 0.355, 0.355, 0.05)
+    timeline = time_orders(made.orders, made.assignment, costs)
     _, *rows = render_text(timeline).splitlines()
     assert len(rows) == 11
     assert len({len(row) for row in rows}) == 1
@@ -51,7 +51,7 @@ def test_text_that_fits_is_not_narrowed() -> None:
 def test_svg_boxes_are_to_scale_and_numbered() -> None:
     made = make("1f1b", 3, 5)
     costs = Costs((1.0, 2.0, 1.5), (1.5,) * 3, (1.5,) * 3, 0.5)
-    timeline = time_orders(made.orders, made.placement, costs)
+    timeline = time_orders(made.orders, made.assignment, costs)
     root = ElementTree.fromstring(render_svg(timeline, title="a < b & c"))
     boxes = {}
     for rect, text in pairwise(root):

@@ -41,15 +41,15 @@ def test_the_choice_is_at_least_as_good_as_what_ignores_the_head() -> None:
 
 def test_each_stage_of_the_choice_has_a_layer() -> None:
     """A V would be faster, and the model has no layers for its eight stages."""
-    assert Blueprint.of(config(8)).pipeline.schedule().placement.chunks == 2
+    assert Blueprint.of(config(8)).pipeline.schedule().assignment.chunks == 2
     made = config(7)
-    assert Blueprint.of(made).pipeline.schedule().placement == StageAssignment(4)
+    assert Blueprint.of(made).pipeline.schedule().assignment == StageAssignment(4)
     assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 2, 1]
 
 
 def test_layers_as_given_decide_how_many_stages_there_are() -> None:
     made = config(8, layers_per_stage=[2, 2, 3, 1])
-    assert Blueprint.of(made).pipeline.schedule().placement == StageAssignment(4)
+    assert Blueprint.of(made).pipeline.schedule().assignment == StageAssignment(4)
     assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 3, 1]
 
 
@@ -71,11 +71,11 @@ def test_what_no_schedule_can_lay_out_is_refused(
 
 def test_what_is_made_again_is_of_the_input_gradients_time() -> None:
     """Of the first stages' layers as many as are given; norms and the like are no FLOPs."""
-    model, placement = config(8).model, StageAssignment(4)
+    model, assignment = config(8).model, StageAssignment(4)
     attention = 2 * model.hidden_size * model.seq_length
     matmul = 2 * model.hidden_size * model.ffn_size  # up, or down
     whole = 8 * model.hidden_size**2 + attention + 2 * matmul
-    plain = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(config(8))).costs(placement)
+    plain = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(config(8))).costs(assignment)
     for recompute, products in {
         "[norm,activation]": 0.0,
         "selective": attention,
@@ -83,7 +83,7 @@ def test_what_is_made_again_is_of_the_input_gradients_time() -> None:
         "full": whole - matmul,
     }.items():
         made = replace(config(8, recompute=recompute), recompute_layers=[2, 1, 0, 0])
-        costs = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(placement)
+        costs = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(assignment)
         share = products / whole
         more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
         assert more == pytest.approx([share, share / 2, 0, 0])  # of two layers' forward, 1.0

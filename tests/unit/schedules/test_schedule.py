@@ -39,8 +39,8 @@ def test_text_that_is_no_action_is_refused(text: str) -> None:
 
 
 def test_1f1b_plan_by_hand() -> None:
-    plan = make("1f1b", 3, 3).plan()
-    assert [words(steps) for steps in plan] == [
+    program = make("1f1b", 3, 3).program()
+    assert [words(steps) for steps in program] == [
         "F0 (SF0) F1 (SF1) F2 (SF2 RB0) B0 (RB1) B1 (RB2) B2",
         "(RF0) F0 (SF0 RF1) F1 (SF1 RB0) B0 (SB0 RF2) F2 (SF2 RB1) B1 (SB1 RB2) B2 (SB2)",
         "(RF0) F0 B0 (SB0 RF1) F1 B1 (SB1 RF2) F2 B2 (SB2)",
@@ -48,21 +48,21 @@ def test_1f1b_plan_by_hand() -> None:
 
 
 def test_gpipe_plan_by_hand() -> None:
-    plan = make("gpipe", 2, 3).plan()
-    assert [words(steps) for steps in plan] == [
+    program = make("gpipe", 2, 3).program()
+    assert [words(steps) for steps in program] == [
         "F0 (SF0) F1 (SF1) F2 (SF2 RB0) B0 (RB1) B1 (RB2) B2",
         "(RF0) F0 (RF1) F1 (RF2) F2 B0 (SB0) B1 (SB1) B2 (SB2)",
     ]
 
 
 def test_one_stage_only_computes() -> None:
-    assert words(make("1f1b", 1, 3).plan()[0]) == "F0 B0 F1 B1 F2 B2"
-    assert words(make("gpipe", 1, 3).plan()[0]) == "F0 F1 F2 B0 B1 B2"
+    assert words(make("1f1b", 1, 3).program()[0]) == "F0 B0 F1 B1 F2 B2"
+    assert words(make("gpipe", 1, 3).program()[0]) == "F0 F1 F2 B0 B1 B2"
 
 
 def test_fewer_microbatches_than_stages() -> None:
-    plan = make("1f1b", 4, 2).orders
-    assert [words(steps) for steps in plan] == [
+    program = make("1f1b", 4, 2).orders
+    assert [words(steps) for steps in program] == [
         "F0 F1 B0 B1",
         "F0 F1 B0 B1",
         "F0 F1 B0 B1",
@@ -75,8 +75,8 @@ def test_lowering_keeps_the_compute_order_and_makes_one_group_between_actions(na
     for stages in range(1, 9):
         for microbatches in range(1, 17):
             compute = make(name, stages, microbatches).orders
-            plan: PipelineProgram = add_communication(compute)
-            for rank, steps in enumerate(plan):
+            program: PipelineProgram = add_communication(compute)
+            for rank, steps in enumerate(program):
                 assert [s for s in steps if isinstance(s, Action)] == compute[rank]
                 for before, after in pairwise(steps):
                     assert isinstance(before, Action) or isinstance(after, Action)
@@ -94,13 +94,13 @@ def test_backwards_run_in_microbatch_order(name: str) -> None:
 
 def test_unknown_schedule_names_the_key_and_the_nearest() -> None:
     with pytest.raises(UserError, match=r"schedule=1f1bb .*gpipe, 1f1b.*nearest: 1f1b"):
-        make("1f1bb", 2, 2).plan()
+        make("1f1bb", 2, 2).program()
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(0, 1), (1, 0), (-1, 4)])
 def test_impossible_sizes_are_refused(stages: int, microbatches: int) -> None:
     with pytest.raises(ValueError, match=r"needs a (rank and a chunk|micro-batch)"):
-        make("gpipe", stages, microbatches).plan()
+        make("gpipe", stages, microbatches).program()
 
 
 @pytest.mark.slow

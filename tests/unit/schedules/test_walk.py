@@ -84,7 +84,10 @@ def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
 
 def test_a_program_with_messages_holds_what_its_orders_hold() -> None:
     made = make("1f1b", 4, 6)
-    bare, found = walk(made.orders, made.placement), walk(made.plan(), made.placement, blocks=True)
+    bare, found = (
+        walk(made.orders, made.assignment),
+        walk(made.program(), made.assignment, blocks=True),
+    )
     assert found.complete and not found.waits
     assert found.peaks == bare.peaks == [4, 3, 2, 1]
     assert found.sent == found.received
