@@ -83,7 +83,7 @@ def vocabulary_spec(
     std: float,
     index: int,
     ranks: int,
-    replicated: bool = False,
+    replicated: bool,
     tied_lm_head: bool = False,
     uses: int = 1,
 ) -> ParameterSpec:
