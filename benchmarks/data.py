@@ -27,7 +27,6 @@ import numpy as np
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedWriter
-from parallel3d.data.loader import sources_of
 
 SEQ = 2048
 SAMPLES = 4000
@@ -94,7 +93,7 @@ def ours(folder: Path, sets: int, mask: bool) -> dict[str, Any]:
     cpu = time.process_time()
     check_data(data, SEQ, vocab_size=2049, samples=10**6)
     checked = time.perf_counter()
-    source = sources_of(open_corpus(data, SEQ, vocab_size=2049), config).train
+    source = open_corpus(data, SEQ, vocab_size=2049).sources(config.model, data, config.seed).train
     opened, cpu = time.perf_counter(), time.process_time() - cpu
     memory = resident() - before
     wanted = random.integers(0, 400_000_000, SAMPLES).tolist()

@@ -27,9 +27,8 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.length import Length, clock_of
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.documents import SequenceSplit
-from parallel3d.data.corpus import Blend, Corpus
-from parallel3d.data.loader import Batches, sources_of, with_length
-from parallel3d.data.sampler import Finite, FirstSamples, SampleSource
+from parallel3d.data.loader import Batches, with_length
+from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
 from parallel3d.data_parallel.noise_scale import Noise
@@ -150,7 +149,7 @@ class Trainer:
     config: Config
     groups: ProcessGroups
     device: torch.device
-    corpus: Corpus | Blend | None = None
+    corpus: TrainingText | None = None
     train_source: SampleSource | None = None
     valid_source: SampleSource | None = None
     valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
@@ -254,7 +253,9 @@ class Trainer:
     def _open_data(self) -> None:
         parts: Mapping[str, SampleSource] = {}
         if self.corpus is not None:
-            self.train_source, self.valid_source, parts = sources_of(self.corpus, self.config)
+            self.train_source, self.valid_source, parts = self.corpus.sources(
+                self.config.model, self.config.data, self.config.seed
+            )
         if self.train_source is None:
             raise ValueError("a Trainer needs a corpus or a train_source")
         if self.config.train.epochs is not None:

@@ -18,7 +18,7 @@ from benchmarks.door_inputs.answers import REFUSAL, Input
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.indexed import IndexedWriter
-from parallel3d.data.loader import checked, part_of
+from parallel3d.data.loader import checked
 from parallel3d.data.sampler import Sample
 from parallel3d.data.tokenizer import (
     FOLDER,
@@ -167,7 +167,7 @@ def pair_of(rng: random.Random, path: Path, which: int) -> Input:
         corpus = open_corpus(data, seq)
         assert isinstance(corpus, Corpus)
         config = Config(data=data, model=ModelConfig(seq_length=seq))
-        source = part_of(corpus, config, held_out=False)
+        source = corpus.samples(False, config.model.seq_length, config.data, config.seed)
         counted = sum(int(source.sample(i).loss_mask.sum()) for i in range(windows))
         said = any("sampled documents end in" in sentence for sentence in corpus.told)
         return counted, said, corpus.taught

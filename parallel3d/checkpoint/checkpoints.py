@@ -46,7 +46,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config import identity
 from parallel3d.config.length import Length
 from parallel3d.config.schema import Config
-from parallel3d.data.corpus import Blend, Corpus, history_until
+from parallel3d.data.corpus import Blend, history_until
+from parallel3d.data.sampler import TrainingText
 from parallel3d.data.tokenizer import BYTE
 from parallel3d.data.tokens import Compared, compare, marks_of
 from parallel3d.errors import TrainingFailure, UserError
@@ -82,7 +83,7 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
 
-def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> Compared:
+def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | None) -> Compared:
     """Returns whether a run can resume from this checkpoint, and what to log of its files."""
     refusal = refusal_of(manifest, config, corpus)
     if refusal is not None or corpus is None or config.train.eval_only:
@@ -90,7 +91,7 @@ def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | N
     return compare(corpus.watched, manifest.data.get("files", ""))
 
 
-def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> str | None:
+def refusal_of(manifest: Manifest, config: Config, corpus: TrainingText | None) -> str | None:
     """Returns why a run cannot resume from this checkpoint with this config and text, or None."""
     sentence = identity.refusal(config.run, identity.changes(manifest.config, config))
     if sentence is not None or corpus is None or not manifest.data:
@@ -130,7 +131,7 @@ def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
     )
 
 
-def facts_of(corpus: Corpus | Blend) -> DataFacts:
+def facts_of(corpus: TrainingText) -> DataFacts:
     facts = DataFacts(
         fingerprint=corpus.fingerprint,
         train_tokens=corpus.train_tokens,

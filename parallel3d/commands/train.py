@@ -28,7 +28,7 @@ from parallel3d.config.fields import all_keys, spell
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.blend import Blended
 from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
-from parallel3d.data.loader import check_same_text, part_of
+from parallel3d.data.loader import check_same_text
 from parallel3d.data.sampler import Finite
 from parallel3d.data.tokenizer import BYTE, keep_tokenizer, open_tokenizer, with_own_tokenizer
 from parallel3d.data.tokens import look_at
@@ -189,7 +189,8 @@ def make_trainer(
     sets: Mapping[str, Corpus],
 ) -> Trainer:
     """Creates the trainer with the samples of the validation sets."""
-    sources = {name: part_of(one, config, held_out=True) for name, one in sets.items()}
+    how = config.model.seq_length, config.data, config.seed
+    sources = {name: one.samples(True, *how) for name, one in sets.items()}
     name = config.data.tokenizer or (BYTE if config.data.reads_bytes else None)
     sizes = open_tokenizer(name).sizes() if sets and name is not None else None
     if sets and sizes is None and groups.rank == 0:

@@ -28,7 +28,7 @@ from parallel3d.config.fields import spell, with_values
 from parallel3d.config.schema import Config, OptimConfig
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
-from parallel3d.data.loader import sources_of, with_length
+from parallel3d.data.loader import with_length
 from parallel3d.estimate.search import with_style
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_shards
@@ -81,7 +81,8 @@ def verify(config: Config, worker: Worker) -> int:
     """Runs all comparisons; returns 0 if the layout is exact, else 1. Collective."""
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
-    config = with_style(with_length(config, sources_of(corpus, config).train))
+    sources = corpus.sources(config.model, config.data, config.seed)
+    config = with_style(with_length(config, sources.train))
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     layout = groups.layout

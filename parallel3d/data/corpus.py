@@ -25,21 +25,31 @@ import numpy.typing as npt
 from parallel3d.config.checks import Weights, blend_weights
 from parallel3d.config.fields import show
 from parallel3d.data import cache
-from parallel3d.data.blend import StagedShares, WeightPeriod, whole_weights
-from parallel3d.data.chat import DTYPE, SPOKEN, TOKEN, find_chat, learned, nothing_said, write_chat
+from parallel3d.data.blend import Blended, StagedShares, WeightPeriod, whole_weights
+from parallel3d.data.chat import (
+    DTYPE,
+    SPOKEN,
+    TOKEN,
+    ChatSamples,
+    find_chat,
+    learned,
+    nothing_said,
+    write_chat,
+)
 from parallel3d.data.foreign import Taught, look_at_pair, look_at_turns
 from parallel3d.data.formats import Form, NotTaken, endings, file_name, named
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
 from parallel3d.data.packing import (
     PLAN_VERSION,
     PackingPlan,
+    PackSampler,
     Pieces,
     best_fit,
     kept_plan,
     one_each,
     pieces_of,
 )
-from parallel3d.data.sampler import Starts
+from parallel3d.data.sampler import DatasetOrder, Sampler, Sources, Starts
 from parallel3d.data.sources import (
     Document,
     cache_key,
@@ -69,7 +79,7 @@ from parallel3d.data.tokens import (
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
-    from parallel3d.config.schema import DataConfig
+    from parallel3d.config.schema import DataConfig, ModelConfig
     from parallel3d.data.remote import BlockCache
 
 
@@ -157,6 +167,29 @@ class Corpus:
                 found.append(np.flatnonzero(tokens[first:last] == self.eot) + first + 1)
         return np.unique(np.concatenate(found))
 
+    def sources(self, model: ModelConfig, data: DataConfig, seed: int) -> Sources:
+        """Returns its samples. Raises UserError if the model's vocabulary is too small."""
+        check_vocabulary(self.vocab_size, model.vocab_size, data.tokenizer)
+        length = model.seq_length
+        valid = self.samples(True, length, data, seed) if self.valid_tokens else None
+        return Sources(self.samples(False, length, data, seed), valid, {})
+
+    def samples(
+        self, held_out: bool, seq_length: int, data: DataConfig, seed: int, name: str = ""
+    ) -> DatasetOrder:
+        """Returns the samples of one part: to train on, shuffled, or held out, in order and to the
+        last token. `name`: of a part of a blend, which gets an own order."""
+        tokens, shuffle = self.part(held_out), not held_out
+        if self.plans is not None:
+            plan = self.plans[held_out]
+            assert plan is not None  # the part is not empty
+            packs = PackSampler(tokens, plan, seed, shuffle, self.eot, name)
+            return ChatSamples(packs) if self.marked else packs
+        masks = data.eod_mask_loss, data.document_mask
+        more = self.eot, *masks, self.starts(held_out), name, held_out
+        windows = Sampler(tokens, seq_length, seed, shuffle, *more)
+        return ChatSamples(windows) if self.marked else windows
+
 
 def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Returns the document begins of a part that begins at token `first`. Not a closure, which
@@ -235,6 +268,28 @@ class Blend:
             facts = [[self.corpora[k].fingerprint, weight] for k, weight in stage.weights.items()]
             stages.append(f"{stage.first}:{cache.digest_of(facts)}")
         return " ".join(stages)
+
+    def sources(self, model: ModelConfig, data: DataConfig, seed: int) -> Sources:
+        """Returns its samples. Raises UserError if the model's vocabulary is too small."""
+        check_vocabulary(self.vocab_size, model.vocab_size, data.tokenizer)
+        names = [one.name for one in self.corpora]
+
+        def part(held_out: bool) -> list[DatasetOrder]:
+            return [
+                one.samples(held_out, model.seq_length, data, seed, name=one.fingerprint)
+                for one in self.corpora
+            ]
+
+        train = Blended(part(False), self.stages, names)
+        if not self.valid_tokens:
+            return Sources(train, None, {})
+        valid, first = part(True), self.stages[0].weights
+        heaviest = sorted(first, key=lambda k: (-first[k], k)) + [
+            k for k in range(len(valid)) if k not in first
+        ]
+        shown = heaviest[: data.held_out_sets]
+        held_out = {names[k]: valid[k] for k in shown}
+        return Sources(train, Blended(valid, self.stages[:1], names), held_out)
 
 
 def history_until(history: str, samples: int) -> list[str]:

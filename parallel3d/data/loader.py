@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from fractions import Fraction
@@ -23,18 +23,13 @@ import torch
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.context_parallel.documents import Documents, SequenceSplit, make_documents
-from parallel3d.data.blend import Blended
-from parallel3d.data.chat import ChatSamples
-from parallel3d.data.corpus import Blend, Corpus, check_vocabulary
-from parallel3d.data.packing import PackSampler
 from parallel3d.data.sampler import (
-    DatasetOrder,
     Finite,
     Masking,
     Prefetching,
     Sample,
-    Sampler,
     SampleSource,
+    TrainingText,
 )
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
@@ -322,7 +317,7 @@ def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
 # Checks that all ranks read the same text
 
 
-def check_same_text(corpus: Corpus | Blend, world: Group, device: torch.device) -> None:
+def check_same_text(corpus: TrainingText, world: Group, device: torch.device) -> None:
     """Raises UserError, on every rank alike, if two ranks have different tokens; collective.
 
     They differ if a file grows while the ranks start, or if hosts hold different copies.
@@ -346,17 +341,6 @@ def check_same_text(corpus: Corpus | Blend, world: Group, device: torch.device) 
     )
 
 
-# Samples to train on, and held-out samples
-
-
-class Sources(NamedTuple):
-    """Training and held-out samples; `held_out`: those of a blend's heaviest parts, by name."""
-
-    train: DatasetOrder | Blended
-    valid: DatasetOrder | Blended | None  # None with `data.held_out` of 0
-    held_out: Mapping[str, DatasetOrder]
-
-
 def with_length(config: Config, source: SampleSource) -> Config:
     """Returns the configuration with `train.epochs` as `train.tokens`: epochs of this source.
 
@@ -374,42 +358,3 @@ def with_length(config: Config, source: SampleSource) -> Config:
     tokens = float(samples * source.seq_length)
     train = dataclasses.replace(config.train, epochs=None, tokens=tokens)
     return dataclasses.replace(config, train=train)
-
-
-def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:
-    """Returns the samples of a corpus. Raises UserError if the model's vocabulary is too small."""
-    data = config.data
-    check_vocabulary(corpus.vocab_size, config.model.vocab_size, data.tokenizer)
-    if isinstance(corpus, Corpus):
-        valid_source = part_of(corpus, config, True) if corpus.valid_tokens else None
-        return Sources(part_of(corpus, config, False), valid_source, {})
-    parts = corpus.corpora
-    names = [one.name for one in parts]
-    training = [part_of(one, config, False, one.fingerprint) for one in parts]
-    train = Blended(training, corpus.stages, names)
-    if not corpus.valid_tokens:
-        return Sources(train, None, {})
-    valid = [part_of(one, config, True, one.fingerprint) for one in parts]
-    first = corpus.stages[0].weights
-    heaviest = sorted(first, key=lambda k: (-first[k], k)) + [
-        k for k in range(len(parts)) if k not in first
-    ]
-    shown = heaviest[: data.held_out_sets]
-    held_out = {names[k]: valid[k] for k in shown}
-    return Sources(train, Blended(valid, corpus.stages[:1], names), held_out)
-
-
-def part_of(one: Corpus, config: Config, held_out: bool, name: str = "") -> DatasetOrder:
-    """Returns the samples of one part of a corpus: to train on, shuffled, or held out, in order and
-    to the last token. `name`: of a part of a blend, which gets an own order."""
-    data, seed, shuffle = config.data, config.seed, not held_out
-    tokens = one.part(held_out)
-    if one.plans is not None:
-        plan = one.plans[held_out]
-        assert plan is not None  # the part is not empty
-        packs = PackSampler(tokens, plan, seed, shuffle, one.eot, name)
-        return ChatSamples(packs) if one.marked else packs
-    masks = data.eod_mask_loss, data.document_mask
-    more = one.eot, *masks, one.starts(held_out), name, held_out
-    windows = Sampler(tokens, config.model.seq_length, seed, shuffle, *more)
-    return ChatSamples(windows) if one.marked else windows

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.data.tokens import Tokens
+from parallel3d.config.schema import DataConfig, ModelConfig
+from parallel3d.data.tokens import Tokens, WatchedFile
 
 _ROUNDS = 8
 
@@ -71,6 +72,35 @@ class Prefetching(Protocol):
 
 class DatasetOrder(SampleSource, Finite, Masking, Prefetching, Protocol):
     """The samples of one data set, epoch after epoch, each epoch in its own order."""
+
+
+class Sources(NamedTuple):
+    """Training and held-out samples; `held_out`: those of a blend's heaviest parts, by name."""
+
+    train: DatasetOrder
+    valid: DatasetOrder | None  # None with `data.held_out` of 0
+    held_out: Mapping[str, DatasetOrder]
+
+
+class TrainingText(Protocol):
+    """A text to train on: a `Corpus` or a `Blend` of several."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def tokenizer(self) -> str: ...
+    @property
+    def eot(self) -> int: ...
+    @property
+    def train_tokens(self) -> int: ...
+    @property
+    def valid_tokens(self) -> int: ...
+    @property
+    def watched(self) -> dict[str, WatchedFile]: ...
+
+    def sources(self, model: ModelConfig, data: DataConfig, seed: int) -> Sources:
+        """Returns its samples. Raises UserError if the model's vocabulary is too small."""
+        ...
 
 
 class Order:

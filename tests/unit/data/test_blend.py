@@ -20,10 +20,10 @@ from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.blend import Blended, WeightPeriod
 from parallel3d.data.corpus import Blend, check_data, open_corpus
-from parallel3d.data.loader import sources_of
 from parallel3d.data.sampler import Sampler
 from parallel3d.errors import UserError
 from tests.corpora import pair
+from tests.sources import sources_of
 
 SEQ = 16
 WEIGHTS = {"web": 0.7, "code": 0.2, "books": 0.1}

@@ -19,10 +19,10 @@ from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data import corpus as planned
 from parallel3d.data.chat import ChatTemplate, Reader, Refused
 from parallel3d.data.corpus import check_data, open_corpus
-from parallel3d.data.loader import sources_of
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.corpora import heard
+from tests.sources import sources_of
 from tests.tokenizers import END, PANIC, folder, panicking, trained
 
 TURNS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|begin|>")

@@ -10,9 +10,10 @@ import torch
 
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import open_corpus
-from parallel3d.data.loader import Batches, sources_of
+from parallel3d.data.loader import Batches
 from parallel3d.data.sampler import SampleSource
 from tests.corpora import pair
+from tests.sources import sources_of
 from tests.unit.data.test_chat import ROWS, samples
 from tests.unit.data.test_chat import data as chat
 

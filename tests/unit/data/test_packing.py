@@ -14,11 +14,11 @@ import pytest
 
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
-from parallel3d.data.loader import sources_of
 from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of
 from parallel3d.data.sampler import Sample
 from parallel3d.errors import UserError
 from tests.corpora import heard, pair
+from tests.sources import sources_of
 
 SEQ = 31
 EOT = 256

@@ -21,10 +21,10 @@ from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data import remote
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.loader import sources_of
 from parallel3d.data.remote import BlockCache, BlockFile
 from parallel3d.errors import UserError
 from tests.corpora import pair
+from tests.sources import sources_of
 
 SEQ, BLOCK = 16, 1000
 

@@ -16,11 +16,12 @@ from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.foreign import look_at_turns
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter
 from parallel3d.data.inputs import find_inputs
-from parallel3d.data.loader import Batches, checked, part_of
+from parallel3d.data.loader import Batches, checked
 from parallel3d.data.preprocess import PreprocessJob, tokenize
 from parallel3d.data.sampler import Sample, Sampler
 from parallel3d.data.tokenizer import FileTokenizer, Roles, open_tokenizer
 from parallel3d.errors import UserError
+from tests.sources import part_of
 from tests.tokenizers import END, trained
 from tests.unit.doors.test_tokenizer import LLAMA_ROW, QWEN, content, made
 
