@@ -20,7 +20,7 @@ from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout, layout_
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.group import SINGLE, Group, set_groups_of_mesh
 from parallel3d.comm.shared_memory import SharedCollectives
-from parallel3d.config.checks import parse_nccl_settings
+from parallel3d.config.nccl import parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.store import one_host_environment
-from parallel3d.config.checks import parse_nccl_env
+from parallel3d.config.nccl import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
 from parallel3d.host.devices import SIMULATED, device_of_rank, gpu_environment

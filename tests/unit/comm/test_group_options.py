@@ -23,7 +23,8 @@ from parallel3d.comm.process_groups import (
     nccl_options,
     nccl_settings,
 )
-from parallel3d.config.checks import check_config, parse_nccl_env, parse_nccl_settings
+from parallel3d.config.checks import check_config
+from parallel3d.config.nccl import parse_nccl_env, parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError
 

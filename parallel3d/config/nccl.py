@@ -1,0 +1,52 @@
+"""The grammar of settings for NCCL: kinds of groups, fields of ncclConfig_t, variables."""
+
+from __future__ import annotations
+
+import re
+
+from parallel3d.config.fields import (
+    show,
+)
+from parallel3d.errors import UserError, nearest
+
+GROUP_KINDS = ("tp", "cp", "dp", "pp", "embedding")
+# Fields of ncclConfig_t and their ranges.
+NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0, 8)}
+
+
+def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
+    """Returns (kind of group, field of ncclConfig_t, value) of each `dp.max_ctas:8`. Raises
+    UserError."""
+    parsed = []
+    for item in settings:
+        match = re.fullmatch(r"(\w+)\.(\w+):(-?\d+)", item)
+        kind, name, value = match.groups() if match else ("", "", "0")
+        low, high = NCCL_LIMITS.get(name, (1, 0))
+        if kind not in GROUP_KINDS or not low <= int(value) <= high:
+            near = nearest(name, NCCL_LIMITS) or "max_ctas"
+            low, high = NCCL_LIMITS[near]
+            near = f"{nearest(kind, GROUP_KINDS) or 'dp'}.{near}:{min(max(int(value), low), high)}"
+            raise UserError(
+                f"launch.nccl_settings={show(item)} must be a kind of group (one of "
+                f"{', '.join(GROUP_KINDS)}), a setting (one of {', '.join(NCCL_LIMITS)}) and a "
+                f"number, here {low} to {high}; the nearest is launch.nccl_settings=[{near}]."
+            )
+        parsed.append((kind, name, int(value)))
+    return parsed
+
+
+def parse_nccl_env(settings: list[str]) -> dict[str, str]:
+    """Returns values by variable of each `NCCL_CROSS_NIC:0`; a value may contain colons.
+
+    Also accepts torch's TORCH_NCCL_…, TORCH_FR_… and TORCH_DIST_…. Raises UserError for other text.
+    """
+    variables = {}
+    for item in settings:
+        match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR|TORCH_DIST)_[A-Z0-9_]+):(.+)", item)
+        if match is None:
+            raise UserError(
+                f"cluster.nccl_env={show(item)} must be a variable of NCCL and its value; the "
+                "nearest is cluster.nccl_env=[NCCL_CROSS_NIC:0]."
+            )
+        variables[match[1]] = match[2]
+    return variables
