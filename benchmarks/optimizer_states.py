@@ -10,7 +10,6 @@ import time
 
 import torch
 
-from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import OptimConfig
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.segments import Segment, SegmentPart
@@ -29,7 +28,7 @@ def optimizer_of(rows: int, columns: int, **keys: object) -> Optimizer:
     flat = torch.randn(rows * columns)
     part = SegmentPart("w", spec, 0, flat.numel())
     segment = Segment(flat, torch.randn_like(flat), flat, [part])
-    return Optimizer(OptimConfig(clip_grad=0.0, **keys), [segment], SINGLE)
+    return Optimizer(OptimConfig(clip_grad=0.0, **keys), [segment])
 
 
 def main() -> None:

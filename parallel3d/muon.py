@@ -19,8 +19,9 @@ from torch import Tensor
 from parallel3d.blueprint.buckets import homes, is_hidden
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
+from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.segments import Segment, SegmentPart
-from parallel3d.parameters.spec import ShardSpec
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
 STEPS = 5
@@ -61,26 +62,25 @@ def scale(shape: tuple[int, ...], mode: str) -> float:
 class HiddenMatrix:
     """A logical matrix as the tp ranks of a stage hold it, cut along `axis` or whole.
 
-    `local` is the shape of a rank's shard, which `replicas` consecutive ranks hold.
+    `local` is the shape of a rank's shard, which `copies` consecutive ranks hold.
     """
 
     full: tuple[int, ...]
     local: tuple[int, ...]
     axis: int
-    replicas: int
+    copies: int
 
     @classmethod
-    def of(cls, shard: ShardSpec, tp: Group) -> HiddenMatrix:
+    def of(cls, spec: ParameterSpec, shard: ShardSpec, tp: Group) -> HiddenMatrix:
         cut = [i for i, (full, own) in enumerate(zip(shard.full_shape, shard.shape, strict=True))
                if full != own]  # fmt: skip
-        axis = cut[0] if cut else 0
-        shards = shard.full_shape[axis] // shard.shape[axis]
-        found = cls(shard.full_shape, shard.shape, axis, tp.size // shards)
-        assert len(cut) <= 1 and shard.start[axis] == found.start(tp.index), shard
+        copies = CopyGroups(tp=tp).over_tp(spec, shard)
+        found = cls(shard.full_shape, shard.shape, cut[0] if cut else 0, copies)
+        assert len(cut) <= 1 and shard.start[found.axis] == found.start(tp.index), shard
         return found
 
     def start(self, tp_index: int) -> int:
-        return tp_index // self.replicas * self.local[self.axis]
+        return tp_index // self.copies * self.local[self.axis]
 
 
 class MatrixRange(NamedTuple):
@@ -91,14 +91,16 @@ class MatrixRange(NamedTuple):
     end: int
 
 
-def ranges_of(parts: Iterable[SegmentPart]) -> list[tuple[MatrixRange, int, ShardSpec]]:
+def ranges_of(
+    parts: Iterable[SegmentPart],
+) -> list[tuple[MatrixRange, int, ParameterSpec, ShardSpec]]:
     """Returns the ranges of hidden matrices in these parts, with their first element there."""
     found = []
     offset = 0
     for part in parts:
         for shard, first, end, at in part.spec.shards_in(part.start, part.numel):
             if is_hidden_shard(shard):
-                found.append((MatrixRange(shard.name, first, end), offset + at, shard))
+                found.append((MatrixRange(shard.name, first, end), offset + at, part.spec, shard))
         offset += part.numel
     return found
 
@@ -124,8 +126,12 @@ class Muon:
         self.mode, self.tp, self.dp = mode, tp, dp
         self.empty = torch.empty(0, dtype=dtype, device=device)
         found = [ranges_of(each) for each in parts]
-        self.pieces = [[piece for piece, _, _ in each] for each in found]
-        self.matrices = {s.name: HiddenMatrix.of(s, tp) for each in found for _, _, s in each}
+        self.pieces = [[piece for piece, *_ in each] for each in found]
+        self.matrices = {
+            shard.name: HiddenMatrix.of(spec, shard, tp)
+            for each in found
+            for *_, spec, shard in each
+        }
         shapes = {name: matrix.full for name, matrix in self.matrices.items()}
         self.homes = homes(shapes, tp.size, dp.size)
         self.holders: dict[MatrixRange, list[int]] = {}
@@ -135,6 +141,10 @@ class Muon:
         # Where each dp rank holds everything, nothing is sent before Newton-Schulz along dp.
         self.gathers = any(len(each) < dp.size for each in self.holders.values())
 
+    def takes(self, shard: ShardSpec) -> bool:
+        """Whether it makes the updates of a full tensor: of the hidden matrices."""
+        return is_hidden_shard(shard)
+
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
         """Replaces the gradients of these segments, which are updates, by orthogonal ones, scaled.
 
@@ -142,7 +152,7 @@ class Muon:
         """
         views: dict[MatrixRange, Tensor] = {}
         for segment in segments:
-            for piece, first, _ in ranges_of(segment.parts):
+            for piece, first, *_ in ranges_of(segment.parts):
                 views[piece] = segment.grad[first : first + piece.end - piece.first]
         whole = self.gather_over_tp(self._gather_over_dp(views))
         for name, matrix in whole.items():
@@ -188,7 +198,7 @@ class Muon:
         def moved(source: int, target: int) -> dict[str, int]:
             # The first of the ranks that hold a shard gives it.
             home = self._at_home(target)
-            return {n: home[n] for n in home if source % self.matrices[n].replicas == 0}
+            return {n: home[n] for n in home if source % self.matrices[n].copies == 0}
 
         found: dict[str, list[Tensor]] = {name: [] for name in self._at_home(self.tp.index)}
         for name, tensor in _exchange(moved, lambda n, _: shards[n], self.empty, self.tp):

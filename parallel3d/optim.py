@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
-from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.parameters import DEFAULT, Treatment, treatment
-from parallel3d.config.schema import OptimConfig
+from parallel3d.config.schema import OptimConfig, Treatment
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.muon import Muon, is_hidden_shard
 from parallel3d.parameters.rounding import pieces_of, store_rounded
 from parallel3d.parameters.segments import Segment, SegmentPart
-from parallel3d.parameters.spec import Kind, ParameterSpec, ShardSpec, tp_replicas_of
+from parallel3d.parameters.spec import Kind, ShardSpec
 from parallel3d.private_names import (
     foreach_add_,
     foreach_div_,
@@ -28,7 +24,6 @@ from parallel3d.private_names import (
     fused_adamw_,
     fused_sgd_,
 )
-from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
 EMA = "ema"  # kind of state: the average of the masters, in their type
 NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
@@ -72,6 +67,18 @@ class FlatGroup:
         return [s.grad for s in self.segments]
 
 
+class MatrixUpdates(Protocol):
+    """Makes the updates of some parameters from their momentum (`muon.Muon`)."""
+
+    def takes(self, shard: ShardSpec) -> bool:
+        """Whether it makes the updates of a full tensor."""
+        ...
+
+    def orthogonalize(self, segments: Iterable[Segment]) -> None:
+        """Replaces the gradients of these segments, which are updates; collective."""
+        ...
+
+
 class Optimizer:
     """Steps the parameters of one rank by PyTorch's fused kernels on flat tensors.
 
@@ -79,7 +86,8 @@ class Optimizer:
     second to every rank's start.
 
     Args:
-        muon: of `optim.name=muon`; it steps the hidden matrices, and AdamW the other parameters.
+        muon: of `optim.name=muon`; it updates the matrices that it takes, AdamW the other
+            parameters.
 
     Attributes:
         segments: those that are trained.
@@ -90,11 +98,10 @@ class Optimizer:
         self,
         optim: OptimConfig,
         segments: list[Segment],
-        tp: Group,
         seed: int = 0,
-        muon: Muon | None = None,
+        muon: MatrixUpdates | None = None,
     ) -> None:
-        self.optim, self.tp, self.muon = optim, tp, muon
+        self.optim, self.muon = optim, muon
         names: tuple[str, ...] = ("momentum",) if optim.momentum else ()
         if optim.name != "sgd":
             names = ("exp_avg", "exp_avg_sq")
@@ -103,7 +110,7 @@ class Optimizer:
         self.segments: list[Segment] = []
         for treated, some in _by_treatment(optim, segments).items():
             self.segments += [] if treated.frozen else some
-            by_shape = _split(some, is_hidden_shard) if muon is not None else {False: some}
+            by_shape = _split(some, muon.takes) if muon is not None else {False: some}
             hidden, rest = by_shape.get(True, []), by_shape.get(False, [])
             kinds = [(True, optim.weight_decay), (False, 0.0)]
             alike = [(decay, [s for s in rest if s.spec.decays is d], names) for d, decay in kinds]
@@ -130,10 +137,8 @@ class Optimizer:
         counted: list[Tensor] = []
         rest: list[Tensor] = []
         for segment in self.segments:
-            counts = counts_in_norm(segment, self.tp)
-            for tp_replicas, run in segment.split(tp_replicas_of):
-                first = self.tp.index % tp_replicas == 0  # of the ranks that share the run
-                (counted if counts and first else rest).append(run.grad)
+            for copies, run in segment.by_copies():
+                (counted if copies.is_first else rest).append(run.grad)
         return norm_share(counted, rest, self.device, summed_in=summed_in)
 
     @torch.no_grad()
@@ -265,7 +270,7 @@ class Optimizer:
         foreach_lerp_(group.state["momentum"], group.grads, 1 - beta)
         foreach_lerp_(group.grads, group.state["momentum"], beta)
 
-    def step_hidden(self, muon: Muon, learning_rate: float) -> None:
+    def step_hidden(self, muon: MatrixUpdates, learning_rate: float) -> None:
         """Steps hidden matrices by their orthogonal updates, with decoupled decay; collective."""
         groups = [group for group in self.trained if "momentum" in group.state]
         muon.orthogonalize([s for group in groups for s in group.segments])
@@ -278,8 +283,8 @@ class Optimizer:
 def _by_treatment(optim: OptimConfig, segments: list[Segment]) -> dict[Treatment, list[Segment]]:
     """Returns the segments, cut where the treatment changes."""
     if not (optim.freeze or optim.groups):
-        return {DEFAULT: segments}
-    return _split(segments, lambda shard: treatment(optim, shard.name))
+        return {Treatment(): segments}
+    return _split(segments, lambda shard: optim.treatment(shard.name))
 
 
 def _split(
@@ -299,7 +304,7 @@ def trained_parts(parts: list[SegmentPart], optim: OptimConfig) -> list[SegmentP
         return parts
 
     def is_frozen(shard: ShardSpec) -> bool:
-        return treatment(optim, shard.name).frozen
+        return optim.treatment(shard.name).frozen
 
     pieces = [piece for part in parts for piece in part.split(is_frozen)]
     return [part for frozen, part in pieces if not frozen]
@@ -344,110 +349,6 @@ def sum_of_powers(
         norms += foreach_norm(half, norm_type, dtype=summed_in or torch.float32)
     all_norms = torch.stack(norms).double()
     return all_norms.amax() if math.isinf(norm_type) else all_norms.pow(norm_type).sum()
-
-
-def counts_in_norm(segment: Segment, tp: Group) -> bool:
-    """Whether this rank counts a segment: every sharded one, a replicated one on tp rank 0."""
-    spec = segment.spec
-    return not spec.tied_lm_head and (not spec.replicated or tp.index == 0)
-
-
-@torch.no_grad()
-def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
-    """All-reduces the gradients of replicated parameters over tp, under sequence parallelism.
-
-    Norms, biases after row-parallel layers and position embeddings have seen this rank's tokens
-    alone (Korthikanti et al. 2022 §4.2.2). One all-reduce for all of them.
-    """
-    partial = [s.grad for s in segments if s.spec.replicated]
-    if tp.size == 1 or not partial:
-        return
-    flat = collectives.all_reduce(torch.cat(partial), tp)
-    for grad, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
-        grad.copy_(total)
-
-
-@torch.no_grad()
-def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
-    """All-reduces the gradients of shared key-value heads and of head norms over their replicas.
-
-    These are the runs with `tp_replicas` > 1. One all-reduce over all of tp.
-    """
-    shared: dict[int, list[Tensor]] = {}
-    for segment in segments:
-        for tp_replicas, run in segment.split(tp_replicas_of):
-            shared.setdefault(tp_replicas, []).append(run.grad)
-    sum_over_replicas(shared, tp)
-
-
-@torch.no_grad()
-def all_reduce_embedding_grads(table_grad: Tensor | None, embedding: Group) -> None:
-    """All-reduces the gradient of a tied table over first and last stage, as Megatron-LM does."""
-    if table_grad is not None and embedding.size > 1:
-        # A small sum first: it takes the wait for the other stage, so that the time of the second
-        # one is communication alone.
-        number = torch.zeros(1, dtype=torch.float64, device=table_grad.device)
-        collectives.all_reduce_few(number, embedding)
-        collectives.all_reduce(table_grad, embedding)
-
-
-@dataclass(frozen=True)
-class ParameterSlice:
-    """A run of one local parameter's elements, with their optimizer state, for checkpoints.
-
-    Attributes:
-        start: first element of the slice in the flattened local parameter.
-        values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
-            optimizer's "exp_avg" and "exp_avg_sq", or "momentum" (or bf16), and "ema".
-        replica: (index, count) among the ranks that hold the same elements with equal bits.
-    """
-
-    name: str
-    spec: ParameterSpec
-    start: int
-    values: dict[str, Tensor]
-    replica: tuple[int, int]
-
-
-def parameter_slices(
-    optimizer: Optimizer, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
-) -> list[ParameterSlice]:
-    """Returns slices of everything that this rank steps.
-
-    Args:
-        replicas: (index, count) among the dp ranks that step the same elements.
-        tied: first and last stage of a pipeline both hold the word embedding.
-    """
-    found: list[ParameterSlice] = []
-    for group in optimizer.groups:
-        for i, segment in enumerate(group.segments):
-            values = {"parameter": segment.master}
-            values |= {name: moments[i] for name, moments in group.state.items()}
-            offset = 0
-            for part in segment.parts:
-                for tp_replicas, run in part.split(tp_replicas_of):
-                    views = {k: v[offset : offset + run.numel] for k, v in values.items()}
-                    replica = _replica(run.spec, tp_replicas, groups, replicas, tied)
-                    found.append(ParameterSlice(run.name, run.spec, run.start, views, replica))
-                    offset += run.numel
-    return found
-
-
-def _replica(
-    spec: ParameterSpec,
-    tp_replicas: int,
-    groups: ProcessGroups,
-    replicas: tuple[int, int],
-    tied: bool,
-) -> tuple[int, int]:
-    """Returns (index, count) over dp, the tp ranks that share a run, and tied stages."""
-    index, count = replicas
-    if spec.replicated:
-        tp_replicas = groups.tp.size
-    index, count = index * tp_replicas + groups.tp.index % tp_replicas, count * tp_replicas
-    if tied and spec.is_word_embedding:
-        index, count = index * 2 + int(spec.tied_lm_head), count * 2
-    return index, count
 
 
 # Learning rate by step

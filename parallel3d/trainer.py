@@ -39,19 +39,11 @@ from parallel3d.metrics.jsonl import Score
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
 from parallel3d.muon import Muon
-from parallel3d.optim import (
-    Optimizer,
-    ParameterSlice,
-    all_reduce_embedding_grads,
-    all_reduce_layernorm_grads,
-    all_reduce_shared_kv_grads,
-    learning_rate,
-    parameter_slices,
-    trained_parts,
-)
+from parallel3d.optim import Optimizer, learning_rate, trained_parts
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.segments import Segment
+from parallel3d.parameters.slices import ParameterSlice, parameter_slices
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import (
@@ -62,6 +54,11 @@ from parallel3d.pipeline.p2p import (
 )
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
+from parallel3d.tensor_parallel.partial_gradients import (
+    all_reduce_embedding_grads,
+    all_reduce_layernorm_grads,
+    all_reduce_shared_kv_grads,
+)
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +187,7 @@ class Trainer:
         self.has_loss = self.stages[-1].last
         tied = [stage.tied_table for stage in self.stages if stage.tied_table is not None]
         self.tied_name = tied[0] if tied else None
-        self.noise = noise_scale(config, groups, self.device, self.tied_name)
+        self.noise = noise_scale(config, groups, self.device)
         self.data_parallel = data_parallel_engine(
             config, self.stages, initializer, self.dtype, groups, tied, self.noise.norms
         )
@@ -214,7 +211,7 @@ class Trainer:
             wide = torch.promote_types(self.dtype, torch.float32)
             dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide
             muon = Muon(parts, optim.muon_scale, dtype, groups.tp, groups.dp_cp, self.device)
-        return Optimizer(optim, segments, groups.tp, self.config.seed, muon)
+        return Optimizer(optim, segments, self.config.seed, muon)
 
     def use(self, schedule: Schedule) -> None:
         """Sets the schedule of training and evaluation, once the checker has proved its program."""
@@ -451,7 +448,7 @@ class Trainer:
             squared_norm=squared,
             # Filled by a kernel: copying a number from the host would block it.
             stop=torch.full_like(squared, float(self.stop_requested())),
-            noise=self.noise.squares(self.data_parallel, squared),
+            noise=self.noise.squares(self.data_parallel.segments, squared),
         )
         totals = total_sums(sums, self.groups.world)
         (square,) = totals.squared_norm
@@ -469,15 +466,10 @@ class Trainer:
 
     def share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
         """Returns this rank's share of the squared gradient norm, float64."""
-        squared = self.optimizer.squared_norm(summed_in).to(self.device)
-        # Only the first of equal replicas contributes; 0 · inf is NaN, so any rank's overflow
-        # reaches the sum.
-        return squared * 0.0 if self.data_parallel.replicas[0] > 0 else squared
+        return self.optimizer.squared_norm(summed_in).to(self.device)
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        two_tables = self.tied_name is not None  # of which this rank holds one
-        replicas = self.data_parallel.replicas
-        return parameter_slices(self.optimizer, self.groups, replicas, two_tables)
+        return parameter_slices(self.optimizer.groups)
 
     def progress(self) -> dict[str, Any]:
         return {

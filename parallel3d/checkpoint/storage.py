@@ -41,7 +41,7 @@ from parallel3d.files import new_file, open_regular, parse_json, read_into, writ
 from parallel3d.parameters.segments import Chunk, chunks_of_range
 
 if TYPE_CHECKING:
-    from parallel3d.optim import ParameterSlice
+    from parallel3d.parameters.slices import ParameterSlice
 
 # Ranks that hold equal values divide a slice by rows if each gets at least so many elements. A
 # smaller slice is written by one of them: with more, headers would outweigh values.
@@ -90,7 +90,7 @@ def share(part: ParameterSlice) -> tuple[int, int]:
     divide the local parameter at the ends of rows, wherever a slice begins: the two holders of a
     tied embedding may shard it differently.
     """
-    index, holders = part.replica
+    index, holders = part.copies.index, part.copies.count
     count = next(iter(part.values.values())).numel()
     whole = math.prod(part.spec.shape)
     if whole < SHARED_ELEMENTS * holders:

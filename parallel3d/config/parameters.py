@@ -1,38 +1,15 @@
-"""How the optimizer treats each parameter by its name: learning rate, decay, frozen or not."""
+"""Checks of how the optimizer treats each parameter by its name (`OptimConfig.treatment`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from parallel3d.config.fields import show
-from parallel3d.config.schema import ModelConfig, OptimConfig, full_shapes_of
+from parallel3d.config.schema import MULTIPLIERS, ModelConfig, OptimConfig, full_shapes_of
 from parallel3d.errors import UserError, nearest, nearest_hint
-
-MULTIPLIERS = ("lr_mult", "wd_mult")  # the names in Megatron-LM's parameter groups
-
-
-class Treatment(NamedTuple):
-    """How the optimizer treats a parameter: factors of learning rate and decay, or not at all."""
-
-    lr_mult: float = 1.0
-    wd_mult: float = 1.0
-    frozen: bool = False
-
-
-DEFAULT = Treatment()
-
-
-def treatment(optim: OptimConfig, name: str) -> Treatment:
-    """Returns the treatment of a full tensor: of the first of `optim.groups` that matches."""
-    frozen = any(fnmatchcase(name, pattern) for pattern in optim.freeze or ())
-    for pattern, factors in (optim.groups or {}).items():
-        if fnmatchcase(name, str(pattern)):
-            lr_mult, wd_mult = (float(factors.get(key, 1.0)) for key in MULTIPLIERS)
-            return Treatment(lr_mult, wd_mult, frozen)
-    return Treatment(frozen=frozen)
 
 
 def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:
@@ -45,7 +22,7 @@ def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:
     typed = {p: f"optim.groups={{{p}:{show(f)}}}" for p, f in (optim.groups or {}).items()}
     for pattern, factors in (optim.groups or {}).items():
         _check_factors(typed[pattern], factors)
-    if all(treatment(optim, name).frozen for name in names):
+    if all(optim.treatment(name).frozen for name in names):
         raise UserError(
             f"optim.freeze={show(optim.freeze)} must leave a parameter to train; give fewer "
             "patterns, such as optim.freeze=[embedding.*]."

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.config.values import (
     AUTO,
@@ -364,6 +365,17 @@ class DataConfig:
         )
 
 
+MULTIPLIERS = ("lr_mult", "wd_mult")  # the names in Megatron-LM's parameter groups
+
+
+class Treatment(NamedTuple):
+    """How the optimizer treats a parameter: factors of learning rate and decay, or not at all."""
+
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
+    frozen: bool = False
+
+
 @dataclass
 class OptimConfig:
     """The optimizer and its learning-rate schedule: `optim=adamw`, `optim=sgd` or `optim=muon`."""
@@ -485,6 +497,15 @@ class OptimConfig:
         minimum=0,
         megatron="--clip-grad",
     )
+
+    def treatment(self, name: str) -> Treatment:
+        """Returns the treatment of a full tensor: of the first of `groups` that matches."""
+        frozen = any(fnmatchcase(name, pattern) for pattern in self.freeze or ())
+        for pattern, factors in (self.groups or {}).items():
+            if fnmatchcase(name, str(pattern)):
+                lr_mult, wd_mult = (float(factors.get(key, 1.0)) for key in MULTIPLIERS)
+                return Treatment(lr_mult, wd_mult, frozen)
+        return Treatment(frozen=frozen)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -25,8 +25,10 @@ from parallel3d.data_parallel.reducer import (
     reduce_scatter,
 )
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.optim import Optimizer, ParameterSlice, parameter_slices
+from parallel3d.optim import Optimizer
+from parallel3d.parameters.copies import CopyGroups, GroupsOf
 from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.slices import ParameterSlice, parameter_slices
 from parallel3d.parameters.state import spec_of, state_of
 
 T = TypeVar("T")
@@ -39,6 +41,10 @@ class Bucket:
     The model's parameters are views of `param`, gradients are added to `grad`, one collective
     reduces it, and the optimizer steps the `segments` of `own`: everything, or under ZeRO this
     rank's shard. Parameters that are treated alike, and so make one segment, stand together.
+
+    Attributes:
+        data: the ranks over which `grad` is summed.
+        shards: those that step a part each; this rank alone, if each of them steps everything.
     """
 
     index: int
@@ -46,6 +52,8 @@ class Bucket:
     param: Tensor
     grad: Tensor
     own: slice
+    data: Group
+    shards: Group
     segments: list[Segment] = field(default_factory=list)
 
 
@@ -56,7 +64,8 @@ def build_buckets(
     parameters: list[tuple[str, nn.Parameter]],
     bucket_cap_mb: float | None,
     param_dtype: torch.dtype,
-    shards: Group = SINGLE,
+    sharded: bool = False,
+    groups_of: GroupsOf = lambda spec: CopyGroups(),
     alone: Collection[str] = (),
     values: InitFn = Tensor.detach,
     first: int = 0,
@@ -64,26 +73,38 @@ def build_buckets(
     """Moves the parameters into flat buckets, in reverse of the given (forward) order.
 
     Each parameter becomes a view of its bucket, in `param_dtype`, and gets a `main_grad`. The
-    values, in fp32 or better, become the masters.
+    values, in fp32 or better, become the masters. A bucket holds parameters with copies on the same
+    ranks.
 
     Args:
-        shards: the ranks that step a part each.
+        sharded: these ranks step a part each.
+        groups_of: over which groups a parameter has copies.
         alone: names of parameters that get buckets of their own.
         first: index of the first bucket.
         values: called for one parameter at a time, so that deferred ones never exist twice.
     """
     ready = list(reversed(parameters))
     item = torch.promote_types(param_dtype, torch.float32).itemsize
-    apart = {i for i, (name, _) in enumerate(ready) if name in alone}
     accelerated = bool(ready) and is_accelerator(ready[0][1].device)
-    groups = assign((p.numel() * item for _, p in ready), bucket_cap_mb, apart, accelerated)
-    ordered = [dict(ready[j] for j in sorted(members, reverse=True)) for members in groups]
-    return [_build(i, p, param_dtype, shards, values) for i, p in enumerate(ordered, first)]
+    by_data: dict[Group, list[int]] = {}
+    for i, (_, p) in enumerate(ready):
+        by_data.setdefault(groups_of(spec_of(p)).data, []).append(i)
+    buckets: list[list[int]] = []
+    for places in by_data.values():
+        sizes = (ready[i][1].numel() * item for i in places)
+        apart = {j for j, i in enumerate(places) if ready[i][0] in alone}
+        assigned = assign(sizes, bucket_cap_mb, apart, accelerated)
+        buckets += [[places[j] for j in members] for members in assigned]
+    buckets.sort(key=max)  # in the order in which they are full
+    ordered = [dict(ready[i] for i in sorted(members, reverse=True)) for members in buckets]
+    return [
+        _build(i, p, param_dtype, sharded, groups_of, values) for i, p in enumerate(ordered, first)
+    ]
 
 
 def segment_kind(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
     spec = spec_of(parameter)
-    return spec.decays, spec.replicated, spec.tied_lm_head
+    return spec.decays, spec.replicated, spec.tied
 
 
 @torch.no_grad()
@@ -91,9 +112,12 @@ def _build(
     index: int,
     params: dict[str, nn.Parameter],
     dtype: torch.dtype,
-    shards: Group,
+    sharded: bool,
+    groups_of: GroupsOf,
     values: InitFn,
 ) -> Bucket:
+    data = groups_of(spec_of(next(iter(params.values())))).data
+    shards = data if sharded else SINGLE
     device = next(iter(params.values())).device
     wide = torch.promote_types(dtype, torch.float32)
     total = padded_numel(sum(p.numel() for p in params.values()), shards.size)
@@ -101,7 +125,7 @@ def _build(
     own = slice(shard * shards.index, shard * (shards.index + 1))
     flat = torch.zeros(total, dtype=dtype, device=device)
     grad = torch.zeros(total, dtype=wide, device=device)
-    bucket = Bucket(index, {}, flat, grad, own)
+    bucket = Bucket(index, {}, flat, grad, own, data, shards)
     offset = 0
     for kind in sorted({segment_kind(p) for p in params.values()}):
         alike = {name: p for name, p in params.items() if segment_kind(p) == kind}
@@ -112,7 +136,10 @@ def _build(
             if dtype != wide:
                 master = torch.empty(last - first, dtype=wide, device=device)
             parts = _parts(alike, offset, first, last)
-            segment = Segment(flat[first:last], grad[first:last], master, parts)
+            groups = groups_of(parts[0].spec)
+            if sharded:
+                groups = replace(groups, data=SINGLE)
+            segment = Segment(flat[first:last], grad[first:last], master, parts, groups)
             bucket.segments.append(segment)
         bucket.params |= alike
         for p in alike.values():
@@ -165,6 +192,7 @@ class BucketedDataParallel:
         chunks: the parameters of each stage by name, in forward order, fp32 or better. No bucket
             holds parameters of two stages, which are ready at other times.
         dtype: the compute type.
+        groups_of: over which groups a parameter has copies.
         bucket_cap_mb, overlap: as of DistributedDataParallel.
         tied: names of tables that another rank holds too, in buckets of their own, so that both
             ranks shard them equally.
@@ -174,7 +202,6 @@ class BucketedDataParallel:
 
     Attributes:
         segments: flat shards that this rank steps.
-        replicas: (index, count) among the dp ranks that step the same elements.
         works: handles of the reductions of this step, by bucket.
     """
 
@@ -182,7 +209,7 @@ class BucketedDataParallel:
         self,
         chunks: Sequence[dict[str, nn.Parameter]],
         dtype: torch.dtype,
-        dp: Group,
+        groups_of: GroupsOf,
         zero: int,
         *,
         bucket_cap_mb: float | None = None,
@@ -192,9 +219,7 @@ class BucketedDataParallel:
         values: InitFn = Tensor.detach,
         observer: GradientObserver | None = None,
     ) -> None:
-        self.dp, self.sharded = dp, zero > 0 and dp.size > 1
-        self.shards = dp if self.sharded else SINGLE
-        self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
+        self.groups_of, self.sharded = groups_of, zero > 0
         self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
         self.names = list(self.parameters)
         self.cap, self.overlap, self.dtype = bucket_cap_mb, overlap, dtype
@@ -204,8 +229,8 @@ class BucketedDataParallel:
         self.works: list[Work] = []
         self.running = False
         self.observer = observer
-        self.step_timer = dp.timer or StepTimer()
         self._fill_buckets([list(chunk) for chunk in chunks], values)
+        self.step_timer = self.buckets[0].data.timer or StepTimer()
         for number, parameter in enumerate(self.parameters.values()):
             self._register_hooks(number, parameter)
 
@@ -214,7 +239,14 @@ class BucketedDataParallel:
         for names in reversed(chunks):  # as their gradients become ready
             named = [(name, self.parameters[name]) for name in names]
             self.buckets += build_buckets(
-                named, self.cap, self.dtype, self.shards, self.tied, values, len(self.buckets)
+                named,
+                self.cap,
+                self.dtype,
+                self.sharded,
+                self.groups_of,
+                self.tied,
+                values,
+                len(self.buckets),
             )
         self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
@@ -260,8 +292,8 @@ class BucketedDataParallel:
         """Returns what rank `index` of dp steps, in the order of its segments."""
         found = []
         for bucket in self.buckets:
-            shard = bucket.param.numel() // self.shards.size
-            first = shard * index if self.sharded else 0
+            shard = bucket.param.numel() // bucket.shards.size
+            first = shard * (index % bucket.shards.size)
             found += _parts(bucket.params, 0, first, first + shard)
         return found
 
@@ -300,7 +332,7 @@ class BucketedDataParallel:
         bucket = self.buckets[index]
         if self.observer is not None:
             self.observer.full(bucket)
-        if self.dp.size == 1:
+        if bucket.data.size == 1:
             return
         given = GradBucket(
             index, index == len(self.buckets) - 1, bucket.grad, list(bucket.params.values())
@@ -308,7 +340,7 @@ class BucketedDataParallel:
         profiled = self.step_timer.ranges is not None
         name = f"gradient reduction of bucket {index}" if profiled else None
         with self.step_timer.within("dp", name):  # a hook may do more than communicate
-            self.works.append(self.comm_hook(self.dp, given))
+            self.works.append(self.comm_hook(bucket.data, given))
 
     def finish_step(self) -> list[str]:
         """Reduces the other buckets and waits; returns names of parameters without a gradient."""
@@ -337,10 +369,11 @@ class BucketedDataParallel:
         for segment in self.segments:
             if segment.master is not segment.param:
                 segment.param.copy_(segment.master)
-        if self.sharded:
+        divided = [bucket for bucket in self.buckets if bucket.shards.size > 1]
+        if divided:
             with self.step_timer.range("parameter all-gather"):
-                for bucket in reversed(self.buckets):  # those of the first layers first
-                    work = collectives.all_gather_bucket(bucket.param, self.dp)
+                for bucket in reversed(divided):  # those of the first layers first
+                    work = collectives.all_gather_bucket(bucket.param, bucket.shards)
                     self.gathering[bucket.index] = work
 
     def pre_forward(self, part: str) -> None:
@@ -374,13 +407,14 @@ def rebuild_buckets(
     """
     engine.wait_for_all_gathers()
     ready_order = agreed_order(engine.ready_order, engine.names, groups)
-    slices = parameter_slices(optimizer, groups, engine.replicas, tied=False)
-    group = engine.dp if engine.sharded else None
+    slices = parameter_slices(optimizer.groups)
+    shards = engine.buckets[0].shards
+    group = shards if shards.size > 1 else None
     state = full_values(slices, engine.parameters, group)
     engine.rebuild_buckets(ready_order, state.pop("parameter"))
     moved = make_optimizer(engine.segments)
     moved.restore(optimizer.updates)
-    for s in parameter_slices(moved, groups, engine.replicas, tied=False):
+    for s in parameter_slices(moved.groups):
         for kind in s.values.keys() & state.keys():
             values = s.values[kind]
             values.copy_(state[kind][s.name][s.start : s.start + values.numel()])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import torch
@@ -26,6 +27,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group, mesh_of_group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
+from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.segments import Segment, SegmentPart
 from parallel3d.parameters.state import spec_of, state_of
@@ -49,7 +51,6 @@ class FullyShardedDataParallel:
 
     Attributes:
         segments: flat shards that this rank steps, one per parameter.
-        replicas: (index, count) among the dp ranks that step the same elements.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class FullyShardedDataParallel:
             blocks = [m for m in stage.modules() if isinstance(m, FSDPModule) and m is not root]
             for before, block in zip([*blocks[:1], *blocks], blocks, strict=False):
                 block.set_modules_to_backward_prefetch([before])
-        self.replica_group, self.replicas = replicas, (replicas.index, replicas.size)
+        self.replica_group = replicas
         self.parameters: dict[str, nn.Parameter] = _named(stages)
         self.without_gradient: set[str] = set()
         self.gradients = torch.zeros(
@@ -119,7 +120,8 @@ class FullyShardedDataParallel:
             self._keep_gradient(name, parameter, grad)
             part = self._part(name, shards.index)
             if part.numel:  # with fewer rows than ranks some shards are empty
-                self.segments.append(Segment(flat, grad, flat, [part]))
+                held = replace(copy_groups(specs[name], groups), data=replicas)
+                self.segments.append(Segment(flat, grad, flat, [part], held))
 
     def _keep_gradient(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
         """Makes `parameter.grad`, to which FSDP2 adds reduced gradients, a view of the buffer."""

@@ -21,12 +21,10 @@ class DataParallel(Protocol):
     Attributes:
         parameters: of all stages of this rank, by name.
         segments: flat shards that this rank steps.
-        replicas: (index, count) among the dp ranks that step the same elements.
     """
 
     parameters: dict[str, nn.Parameter]
     segments: list[Segment]
-    replicas: tuple[int, int]
 
     def parts_of(self, index: int) -> list[SegmentPart]:
         """Returns what rank `index` of dp steps, in the order of its segments."""

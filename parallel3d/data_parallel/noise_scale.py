@@ -12,7 +12,7 @@ gradient after the first micro-batch), and of the reduced one: no further forwar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.engine import Bucket
-from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.optim import sum_of_powers
-from parallel3d.parameters.spec import ParameterSpec
+from parallel3d.parameters.copies import CopyGroups
+from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import spec_of, state_of
+from parallel3d.tensor_parallel.partial_gradients import is_partial
 
 HEAD_TABLE = "head.table"  # of an output head that is not tied
 KEEP = 0.98  # decay of the running means per step: they average over about 50 steps
@@ -53,10 +55,8 @@ class PartialNorms:
     micro-batches before the other parameters.
     """
 
-    def __init__(
-        self, groups: ProcessGroups, device: torch.device, sp: bool, tied: str | None
-    ) -> None:
-        self.tp, self.cp, self.tied = groups.tp, groups.cp, tied
+    def __init__(self, groups: ProcessGroups, device: torch.device, sp: bool) -> None:
+        self.tp, self.cp = groups.tp, groups.cp
         self.by_replicas = groups.dp.size > 1
         self.sp = sp and groups.tp.size > 1
         self.part = torch.zeros((), dtype=torch.float64, device=device)
@@ -76,17 +76,14 @@ class PartialNorms:
                 self.part += self._squares_of(name, parameter)
 
     @torch.no_grad()
-    def squares(self, engine: DataParallel) -> Tensor:
+    def squares(self, segments: Iterable[Segment]) -> Tensor:
         """Returns this rank's shares of both squared norms, after the reduction: (2,), float64."""
-        whole = torch.zeros_like(self.part)
-        if engine.replicas[0] == 0:  # only the first of equal replicas contributes
-            counted = []
-            for segment in engine.segments:
-                grads = segment.grad.split([part.numel for part in segment.parts])
-                for part, grad in zip(segment.parts, grads, strict=True):
-                    counted += self._counted(part.name, part.spec, part.start, grad)
-            whole = sum_of_powers(counted, whole.device)
-        return torch.stack((self.part, whole))
+        counted = []
+        for segment in segments:
+            grads = segment.grad.split([part.numel for part in segment.parts])
+            for part, grad in zip(segment.parts, grads, strict=True):
+                counted += self._counted(part, grad, segment.groups)
+        return torch.stack((self.part, sum_of_powers(counted, self.part.device)))
 
     def _squares_of(self, name: str, parameter: nn.Parameter) -> Tensor:
         main_grad = state_of(parameter).main_grad
@@ -96,18 +93,20 @@ class PartialNorms:
             grad = collectives.all_reduce(grad.clone(), self.cp)
             if self.cp.index > 0:
                 return self.part.new_zeros(())
-        return sum_of_powers(self._counted(name, spec_of(parameter), 0, grad), self.part.device)
+        part = SegmentPart(name, spec_of(parameter), 0, grad.numel())
+        return sum_of_powers(self._counted(part, grad, CopyGroups(tp=self.tp)), self.part.device)
 
-    def _counted(self, name: str, spec: ParameterSpec, start: int, grad: Tensor) -> list[Tensor]:
-        """Returns what counts of a parameter's flat gradient from element `start` on."""
-        if spec.tied_lm_head or name == self.tied:
+    def _counted(self, part: SegmentPart, grad: Tensor, groups: CopyGroups) -> list[Tensor]:
+        """Returns what this rank counts of the flat gradient of a part, copied over `groups`."""
+        spec = part.spec
+        if not self.by_replicas and (spec.uses > 1 or part.name == HEAD_TABLE):
             return []
-        if spec.replicated and (self.sp or self.tp.index > 0):
-            return []
-        if not self.by_replicas and (spec.uses > 1 or name == HEAD_TABLE):
-            return []
-        runs = spec.runs(start, grad.numel())
-        return [grad[first:end] for tp_replicas, first, end in runs if tp_replicas == 1]
+
+        def counts(shard: ShardSpec) -> bool:
+            return groups.of(spec, shard).is_first and not is_partial(spec, shard, self.sp)
+
+        runs = spec.split(counts, part.start, part.numel)
+        return [grad[first:end] for is_counted, first, end in runs if is_counted]
 
 
 class NoiseScale:
@@ -130,9 +129,9 @@ class NoiseScale:
         self.trace = self.signal = 0.0
         self.last: Noise | None = None
 
-    def squares(self, engine: DataParallel, like: Tensor) -> Tensor:
+    def squares(self, segments: Iterable[Segment], like: Tensor) -> Tensor:
         """Returns this rank's shares of both squared norms; empty, as `like`, without a source."""
-        return like.new_empty(0) if self.norms is None else self.norms.squares(engine)
+        return like.new_empty(0) if self.norms is None else self.norms.squares(segments)
 
     def update(self, squares: Sequence[float], loss_scale: float = 1.0) -> None:
         """Updates the estimates after a step.

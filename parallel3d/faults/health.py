@@ -16,6 +16,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.errors import TrainingFailure
+from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.state import spec_of
 from parallel3d.run.failure import who
 from parallel3d.trainer import StepResult, Trainer
@@ -97,15 +98,18 @@ class Health:
         trainer = self.trainer
         if trainer.config.zero >= 2:
             return  # sharded: no rank holds what another does
-        names = list(trainer.parameters)
-        tp = trainer.groups.tp
-        shared = [name for name in names if spec_of(trainer.parameters[name]).is_whole(tp.size)]
+        held: dict[Group, list[str]] = {}
+        for name, parameter in trainer.parameters.items():
+            spec = spec_of(parameter)
+            for group in copy_groups(spec, trainer.groups).of_whole(spec):
+                held.setdefault(group, []).append(name)
         trainer.data_parallel.wait_for_all_gathers()  # zero=1 may still be gathering parameters
-        self._compare(step, names, trainer.groups.dp_cp)
-        self._compare(step, shared, tp)
+        # All ranks of a stage take its groups in one order, else they would wait for each other.
+        for group in sorted(held, key=lambda group: group.name):
+            self._compare(step, held[group], group)
 
     def _compare(self, step: int, names: list[str], group: Group) -> None:
-        if group.size == 1 or not names:
+        if group.size == 1:
             return
         sums = torch.stack([bit_sum(self.trainer.parameters[name]) for name in names])
         if not collectives.differs(sums, group):
@@ -119,13 +123,13 @@ class Health:
                 return  # the first in the model's order; later ones follow from it
 
     def _drift(self, name: str, values: list[int], group: Group) -> str:
-        layout = self.trainer.groups.layout
+        config = self.trainer.config
         (usual, count), *_ = Counter(values).most_common()
         odd = [rank for rank, v in zip(group.ranks, values, strict=True) if v != usual]
         if 2 * count > len(values):
-            ranks = ", ".join(who(layout, rank) for rank in odd[:3])
+            ranks = ", ".join(who(config, rank) for rank in odd[:3])
             return f"{ranks} drifted: {name} is not what the other replicas of {group.name} hold"
-        ranks = " and ".join(who(layout, rank) for rank in (group.ranks[0], odd[0]))
+        ranks = " and ".join(who(config, rank) for rank in (group.ranks[0], odd[0]))
         return f"{ranks} drifted apart: they hold different {name}, replicated over {group.name}"
 
 
@@ -158,7 +162,7 @@ def first_bad_gradient(trainer: Trainer) -> str:
         pieces = spec_of(parameter).shards
         name = pieces[0].name if pieces else order[bad[0]]
         state = "" if bool(parameter.isfinite().all()) else ", itself not finite"
-        place = who(groups.layout, groups.rank)
+        place = who(trainer.config, groups.rank)
         # Sorted by stage, then by place in the stage; of equals the lowest rank.
         found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
     of_ranks = all_gather_json(found, groups.world.handle, trainer.device)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.models.layers import BuildContext, Norm
 from parallel3d.parameters.spec import WORD_EMBEDDING, ParameterSpec, ShardSpec
+from parallel3d.parameters.state import spec_of, state_of
 from parallel3d.tensor_parallel.embedding import (
     VocabParallelEmbedding,
     look_up,
@@ -19,9 +22,14 @@ from parallel3d.tensor_parallel.mappings import rows_of_replicated
 
 
 class Embedding(nn.Module):
-    """Adds the word embedding and, for GPT, the learned position embedding."""
+    """Adds the word embedding and, for GPT, the learned position embedding.
 
-    def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int) -> None:
+    Args:
+        uses: reads of the word embedding per forward pass.
+        tied: the last stage, on another rank, holds a copy of the word embedding.
+    """
+
+    def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int, tied: bool) -> None:
         super().__init__()
         self.tp, self.sp = ctx.tp, ctx.sequence_parallel
         self.word = VocabParallelEmbedding(
@@ -37,6 +45,7 @@ class Embedding(nn.Module):
             std=model.init_std,
             init=ctx.init,
         )
+        state_of(self.word.weight).spec = replace(spec_of(self.word.weight), tied=tied)
         self.position = None
         if model.position_embedding == "learned":
             shape = (model.max_positions, model.hidden_size)
@@ -102,17 +111,17 @@ class Head(nn.Module):
         return self.loss.train(x, rows, labels, loss_mask, loss_scale)
 
 
-def _table(model: ModelConfig, ctx: BuildContext, tied_lm_head: bool) -> nn.Parameter:
+def _table(model: ModelConfig, ctx: BuildContext, tied: bool) -> nn.Parameter:
     """Creates a table of the head's own: its weight, or a copy of the word embedding."""
     spec = vocabulary_spec(
         model.vocab_size,
         model.padded_vocab_size,
         model.hidden_size,
-        name=WORD_EMBEDDING if tied_lm_head else "head.weight",
+        name=WORD_EMBEDDING if tied else "head.weight",
         std=model.init_std,
         index=ctx.tp.index,
         ranks=ctx.tp.size,
-        replicated=tied_lm_head and model.embedding == "replicated",
-        tied_lm_head=tied_lm_head,
+        replicated=tied and model.embedding == "replicated",
+        tied=tied,
     )
     return ctx.init.parameter(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.transformer import Stage
+from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
 
@@ -48,7 +50,7 @@ def data_parallel_engine(
     return BucketedDataParallel(
         parameters_of_chunks(stages),
         dtype,
-        groups.dp_cp,
+        partial(copy_groups, groups=groups),
         config.zero,
         bucket_cap_mb=config.ddp.bucket_cap_mb,
         overlap=config.ddp.overlap,
@@ -71,7 +73,7 @@ def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter
 
 def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
     ddp, inner, outer = config.ddp, groups.dp_inner, groups.dp_outer
-    if config.zero and groups.dp_cp.size > 1:
+    if config.zero:
         return reduce_scatter
     if inner.size > 1:
         return SideStream(lambda _, bucket: HierarchicalAllReduce(inner, outer, bucket))
@@ -82,12 +84,9 @@ def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
     return all_reduce
 
 
-def noise_scale(
-    config: Config, groups: ProcessGroups, device: torch.device, tied: str | None
-) -> NoiseScale:
-    """Creates a run's estimator; `tied`: name of the table that another stage holds too."""
+def noise_scale(config: Config, groups: ProcessGroups, device: torch.device) -> NoiseScale:
     parts = groups.dp.size if groups.dp.size > 1 else config.num_microbatches
     if not config.train.noise_scale:
         return NoiseScale(config.global_batch_size, parts, None)
-    norms = PartialNorms(groups, device, config.sp, tied)
+    norms = PartialNorms(groups, device, config.sp)
     return NoiseScale(config.global_batch_size, parts, norms)

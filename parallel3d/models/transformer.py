@@ -292,7 +292,7 @@ class Stage(nn.Module):
         if model.tie_embeddings and (first or last) and not first_and_last_share_rank:
             self.tied_table = "embedding.word.weight" if first else "head.table"
         uses = 2 if first_and_last_share_rank and model.tie_embeddings else 1
-        self.embedding = Embedding(model, ctx, uses) if first else None
+        self.embedding = Embedding(model, ctx, uses, self.tied_table is not None) if first else None
         count = len(layers) if recomputed is None else recomputed
         without = replace(ctx, recompute=frozenset())
         self.layers = nn.ModuleDict(

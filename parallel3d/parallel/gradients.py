@@ -16,6 +16,7 @@ from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
 from parallel3d.device.accelerator import device_of_world
 from parallel3d.errors import UserError
 from parallel3d.optim import norm_share
+from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.state import ParameterState, state_of
 from parallel3d.private_names import backward_hooks, foreach_mul_, is_of_fsdp1
 from parallel3d.tensor_parallel.layers import ShardedModule
@@ -168,12 +169,12 @@ class _Gradient:
         if self.whole is None or not self.whole.numel():
             return
         flat, spec = self.whole.reshape(-1), self.state.spec
-        if spec is None or spec.replicated:
-            yield flat, not (spec is not None and spec.tied_lm_head)
+        if spec is None or spec.replicated:  # a copy, of which `_Norm` takes one
+            yield flat, True
             return
-        for tp_replicas, first, end in spec.runs(self.start, flat.numel()):
-            first_of_replicas = self.state.tp.index % tp_replicas == 0
-            yield flat[first:end], first_of_replicas and not spec.tied_lm_head
+        groups = CopyGroups(tp=self.state.tp)
+        for copies, first, end in groups.runs(spec, self.start, flat.numel()):
+            yield flat[first:end], copies.is_first
 
 
 class _Norm:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.exchange import all_gather_json, dtype_of, messages, transfer
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import spec_of, state_of
 
@@ -25,15 +26,14 @@ def owned_shards(
 ) -> list[tuple[ShardSpec, Tensor]]:
     """Returns the shards that this rank owns; each shard of the model has exactly one owner.
 
-    The owner is the first of its dp replicas, the first of the tp ranks that hold it and, for a
-    tied table, the first stage. Collective over dp where parameters are sharded over it.
+    The owner is the first of the ranks that hold a copy. Collective over dp where parameters are
+    sharded over it.
     """
     shards: list[tuple[ShardSpec, Tensor]] = []
     for parameter in parameters:
         spec, local = spec_of(parameter), full_local_parameter(parameter)
-        if groups.dp_cp.index > 0 or spec.tied_lm_head or (spec.replicated and groups.tp.index > 0):
-            continue
-        own = [shard for shard in spec.shards if groups.tp.index % shard.tp_replicas == 0]
+        copies = copy_groups(spec, groups)
+        own = [shard for shard in spec.shards if copies.of(spec, shard).is_first]
         shards += [(shard, shard.of_local(local)) for shard in own]
     return shards
 

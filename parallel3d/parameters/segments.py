@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
 
+from parallel3d.parameters.copies import Copies, CopyGroups
 from parallel3d.parameters.spec import Kind, ParameterSpec, ShardSpec
 
 
@@ -27,6 +29,10 @@ class SegmentPart(NamedTuple):
         for kind, first, end in self.spec.split(kind_of, self.start, self.numel):
             yield kind, self._replace(start=self.start + first, numel=end - first)
 
+    def by_copies(self, groups: CopyGroups) -> Iterator[tuple[Copies, SegmentPart]]:
+        """Yields the part in runs with equal copies."""
+        return self.split(partial(groups.of, self.spec))
+
 
 @dataclass
 class Segment:
@@ -35,12 +41,14 @@ class Segment:
     Attributes:
         param: flat, in the compute type; grad: flat, fp32 or better.
         master: flat tensor that the optimizer steps: `param` itself if that is fp32 or better.
+        groups: over which its elements, as they are stepped, have copies.
     """
 
     param: Tensor
     grad: Tensor
     master: Tensor
     parts: list[SegmentPart]
+    groups: CopyGroups = field(default_factory=CopyGroups)
 
     @property
     def spec(self) -> ParameterSpec:
@@ -60,6 +68,10 @@ class Segment:
             first = own.stop
             param, grad, master = (t[own] for t in (self.param, self.grad, self.master))
             yield kind, replace(self, param=param, grad=grad, master=master, parts=parts)
+
+    def by_copies(self) -> Iterator[tuple[Copies, Segment]]:
+        """Yields the segment in runs with equal copies."""
+        return self.split(partial(self.groups.of, self.spec))
 
 
 @dataclass(frozen=True)

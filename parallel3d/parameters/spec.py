@@ -70,23 +70,15 @@ class ParameterSpec:
         shards: the shards it holds; rows outside of them are padding and stay zero.
         replicated: every tp rank holds the same values. Under sequence parallelism its gradient is
             a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
-        tied_lm_head: the last stage's copy of the word embedding that the first stage owns.
+        tied: the first and the last stage of a pipeline hold a copy each, of the word embedding.
         uses: reads per forward pass: 2 for a tied table on a single stage.
     """
 
     shape: tuple[int, ...]
     shards: tuple[ShardSpec, ...]
     replicated: bool
-    tied_lm_head: bool = False
+    tied: bool = False
     uses: int = 1
-
-    @property
-    def is_word_embedding(self) -> bool:
-        """Whether this is the word embedding or a tied head's copy of it."""
-        return any(shard.name == WORD_EMBEDDING for shard in self.shards)
-
-    def is_whole(self, tp: int) -> bool:
-        return self.replicated or all(shard.tp_replicas == tp for shard in self.shards)
 
     def split(
         self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int

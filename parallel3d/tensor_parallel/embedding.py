@@ -84,7 +84,7 @@ def vocabulary_spec(
     index: int,
     ranks: int,
     replicated: bool,
-    tied_lm_head: bool = False,
+    tied: bool = False,
     uses: int = 1,
 ) -> ParameterSpec:
     """Returns the rows of a table that rank `index` holds, of `padded` rows with the padding."""
@@ -94,7 +94,7 @@ def vocabulary_spec(
     shards: tuple[ShardSpec, ...] = ()
     if real:
         shards = (ShardSpec(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
-    return ParameterSpec((rows, hidden), shards, replicated or ranks == 1, tied_lm_head, uses)
+    return ParameterSpec((rows, hidden), shards, replicated or ranks == 1, tied, uses)
 
 
 class VocabParallelEmbedding(ShardedModule):

@@ -113,7 +113,7 @@ INITIAL_VALUES = Seam("parameters.initializer:Initializer.fill")
 PARAMETER = Seam("parameters.initializer:Initializer.parameter")
 ROUNDED_PIECES = Seam("parameters.rounding:pieces_of")
 SPLIT_SEGMENT = Seam("parameters.segments:Segment.split")
-TREATMENT = Seam("config.parameters:treatment")
+TREATMENT = Seam("config.schema:OptimConfig.treatment")
 
 # Samples
 MICRO_BATCH = Seam("data.loader:Batches.micro_batch")
@@ -153,9 +153,9 @@ BUCKET = Seam("data_parallel.engine:BucketedDataParallel.reduce_bucket")
 REDUCE_SCATTER = Seam("comm.collectives:reduce_scatter_bucket")
 REPLICAS = Seam("data_parallel.fully_sharded:all_reduce_replicas")
 GATHERED_PARAMETERS = Seam("data_parallel.engine:BucketedDataParallel.all_gather_params")
-NORM_GRADIENTS = Seam("optim:all_reduce_layernorm_grads")
-SHARED_HEADS = Seam("optim:all_reduce_shared_kv_grads")
-TIED_TABLE = Seam("optim:all_reduce_embedding_grads")
+NORM_GRADIENTS = Seam("tensor_parallel.partial_gradients:all_reduce_layernorm_grads")
+SHARED_HEADS = Seam("tensor_parallel.partial_gradients:all_reduce_shared_kv_grads")
+TIED_TABLE = Seam("tensor_parallel.partial_gradients:all_reduce_embedding_grads")
 
 # An accelerator and its communicators
 MADE_GROUP = Seam("comm.process_groups:GroupMaker.make")

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.config.parameters import Treatment
-from parallel3d.config.schema import OptimConfig
+from parallel3d.config.schema import OptimConfig, Treatment
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.segments import Segment
 from parallel3d.parameters.spec import ShardSpec

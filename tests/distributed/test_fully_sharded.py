@@ -90,7 +90,7 @@ def slices_of_a_run(stage: int, steps: int) -> list[Any]:
     for _ in range(steps):
         trainer.train_step()
     saved = [
-        (s.name, s.start, {k: v.clone() for k, v in s.values.items()}, s.replica, s.spec.shape)
+        (s.name, s.start, {k: v.clone() for k, v in s.values.items()}, s.copies, s.spec.shape)
         for s in trainer.parameter_slices()
     ]
     progress = trainer.progress()
@@ -115,10 +115,10 @@ def test_slices_cover_every_element_and_resume_the_run(pool: Pool) -> None:
     times: dict[str, np.ndarray] = {}
     copies: Counter[tuple[str, int, bytes]] = Counter()
     for slices in by_rank:
-        for name, start, values, (number, count), shape in slices:
+        for name, start, values, held, shape in slices:
             times.setdefault(name, np.zeros(int(np.prod(shape)), dtype=int))
-            assert count == 2
-            times[name][start : start + len(values)] += number == 0
+            assert held.count == 2
+            times[name][start : start + len(values)] += held.is_first
             copies[name, start, values.tobytes()] += 1
     assert all((covered == 1).all() for covered in times.values())
     assert set(copies.values()) == {2}, "replicas hold equal bits"

@@ -25,7 +25,9 @@ from parallel3d.data_parallel.engine import (
     full_values,
     rebuild_buckets,
 )
-from parallel3d.optim import Optimizer, ParameterSlice
+from parallel3d.optim import Optimizer
+from parallel3d.parameters.copies import Copies, CopyGroups
+from parallel3d.parameters.slices import ParameterSlice
 from parallel3d.parameters.spec import ParameterSpec
 from parallel3d.parameters.state import state_of
 from tests.distributed.cases import Case, Problem
@@ -64,8 +66,10 @@ def artificial(
     for name in NAMES:
         parameters[name] = nn.Parameter(torch.randn(40, generator=generator))
         state_of(parameters[name]).spec = ParameterSpec((40,), (), replicated=True)
-    engine = BucketedDataParallel([parameters], dtype, groups.dp, zero, bucket_cap_mb=ONE_EACH)
-    make_optimizer = partial(Optimizer, OptimConfig(name="adamw", lr=0.1), tp=groups.tp)
+    engine = BucketedDataParallel(
+        [parameters], dtype, lambda spec: CopyGroups(groups.dp), zero, bucket_cap_mb=ONE_EACH
+    )
+    make_optimizer = partial(Optimizer, OptimConfig(name="adamw", lr=0.1))
     optimizer = make_optimizer(engine.segments)
     result: dict[str, Any] = {}
     for step in range(3):
@@ -141,7 +145,7 @@ def moved_values(rank_has: list[dict[str, dict[str, torch.dtype]]]) -> dict[str,
         ParameterSlice(
             name, spec, 0,
             {kind: torch.full((3,), len(kind), dtype=dtype) for kind, dtype in kinds.items()},
-            (0, 1),
+            Copies(0, 1),
         )
         for name, kinds in rank_has[groups.rank].items()
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from parallel3d.comm.group import Group
 from parallel3d.muon import HiddenMatrix, Muon
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.segments import SegmentPart
-from parallel3d.parameters.spec import ShardSpec
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_cases, check_caught
 from tests.distributed.pool import Pool
@@ -97,8 +97,8 @@ def output_projection_by_rows() -> Iterator[None]:
     """Shards of columns are put under each other: the sizes divide evenly, so nothing tells."""
     sound = HiddenMatrix.of
 
-    def of(shard: ShardSpec, tp: Group) -> HiddenMatrix:
-        found = sound(shard, tp)
+    def of(spec: ParameterSpec, shard: ShardSpec, tp: Group) -> HiddenMatrix:
+        found = sound(spec, shard, tp)
         if "attention.out" not in shard.name:
             return found
         rows, columns = found.full
@@ -118,7 +118,7 @@ def momentum_of_another_matrix() -> Iterator[None]:
         for group in self.groups:
             for segment, flat in zip(group.segments, group.state.get("momentum", []), strict=False):
                 outs = [
-                    (p, at) for p, at, _ in muon.ranges_of(segment.parts) if ".out." in p.matrix
+                    (p, at) for p, at, *_ in muon.ranges_of(segment.parts) if ".out." in p.matrix
                 ]
                 (one, a), (_, b) = outs[:2]
                 size = one.end - one.first

@@ -72,7 +72,8 @@ def sequence_parallel_sum_missing(*_: Any) -> None:
 @planted(SHARE_OF_NORM)
 def tied_weight_counted_twice(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
     """The last stage's copy of the table enters the gradient norm too."""
-    copies = [s.grad for s in trainer.optimizer.segments if s.spec.tied_lm_head]
+    tied = [s.grad for s in trainer.optimizer.segments if s.spec.tied]
+    copies = tied if trainer.groups.embedding.index > 0 else []
     return sound(trainer, *how) + sum_of_powers(copies, trainer.device)
 
 

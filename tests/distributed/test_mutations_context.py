@@ -108,10 +108,13 @@ def parts_merged_without_rescaling(
 @planted(SHARE_OF_NORM)
 def norm_over_dp_alone(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
     """Every rank of a cp group adds its copy's squared norm."""
-    index, count = trainer.data_parallel.replicas
-    trainer.data_parallel.replicas = (index // trainer.groups.cp.size, count)
+    segments = trainer.optimizer.segments
+    groups = [segment.groups for segment in segments]
+    for segment in segments:
+        segment.groups = replace(segment.groups, data=trainer.groups.dp)
     share = sound(trainer, *how)
-    trainer.data_parallel.replicas = (index, count)
+    for segment, was in zip(segments, groups, strict=True):
+        segment.groups = was
     return share
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data.sampler import FirstSamples, Sample
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
@@ -85,7 +85,7 @@ def gradients_kept(sound: Any, engine: Engine, microbatches: int) -> None:
 @planted(BUCKET)
 def divided_by_dp(sound: Any, engine: BucketedDataParallel, index: int) -> None:
     """The loss is a mean over all tokens already, and the reduction averages once more."""
-    engine.buckets[index].grad.div_(engine.dp.size)
+    engine.buckets[index].grad.div_(engine.buckets[index].data.size)
     sound(engine, index)
 
 
@@ -129,9 +129,12 @@ def neighbours_shard(_: Any, tensor: Tensor, group: Group) -> collectives.Work:
 @planted(GATHERED_PARAMETERS)
 def parameters_not_gathered(sound: Any, engine: BucketedDataParallel) -> None:
     """Each rank goes on with its own shard of the new parameters and the rest of the old ones."""
-    engine.sharded, was = False, engine.sharded
+    shards = [bucket.shards for bucket in engine.buckets]
+    for bucket in engine.buckets:
+        bucket.shards = SINGLE
     sound(engine)
-    engine.sharded = was
+    for bucket, was in zip(engine.buckets, shards, strict=True):
+        bucket.shards = was
 
 
 @planted(EVALUATION)

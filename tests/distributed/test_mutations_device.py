@@ -227,7 +227,7 @@ def groups_are_closed_in_another_order(_: Any, groups: ProcessGroups) -> None:
 @planted(BUCKET)
 def a_bucket_more_on_one_rank(sound: Any, engine: BucketedDataParallel, index: int) -> None:
     if dist.get_rank() == 1 and not engine.works:
-        collectives.all_reduce_async(engine.buckets[-1].grad, engine.dp)
+        collectives.all_reduce_async(engine.buckets[-1].grad, engine.buckets[-1].data)
     sound(engine, index)
 
 

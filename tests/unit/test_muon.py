@@ -76,7 +76,7 @@ def test_a_step_is_that_of_the_dense_oracle() -> None:
     optim = OptimConfig(name="muon", momentum=0.9, weight_decay=0.1, clip_grad=0.0)
     muon = Muon([parts], optim.muon_scale, torch.float64, SINGLE, SINGLE, grad.device)
     before, given = param.clone(), grad.clone()
-    optimizer = Optimizer(optim, [segment], SINGLE, muon=muon)
+    optimizer = Optimizer(optim, [segment], muon=muon)
     optimizer.step(0.01, grad_norm=1.0)
     # The first step's update is a multiple of the gradient.
     q, k = given[20:44].view(6, 4), given[44:].view(3, 4)

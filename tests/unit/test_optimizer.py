@@ -32,7 +32,7 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
         for param, grad, shape in zip(params, grads, ((100, 1), (50,)), strict=True)
     ]
     optim = OptimConfig(name=name, momentum=momentum, clip_grad=0.0, weight_decay=0.1)
-    ours = Optimizer(optim, segments, SINGLE)
+    ours = Optimizer(optim, segments)
     copies = [torch.nn.Parameter(p.clone()) for p in params]
     groups = [{"params": [c], "weight_decay": w} for c, w in zip(copies, (0.1, 0.0), strict=True)]
     if name == "sgd":
@@ -60,7 +60,7 @@ def test_a_stage_that_is_frozen_wholly_keeps_its_bits_and_has_no_norm(name: str)
     before, parts = param.clone(), [SegmentPart("up", spec, 0, 20)]
     segment = Segment(param, grad, param, parts)
     optim = OptimConfig(name=name, weight_decay=0.5, clip_grad=0.1, freeze=["layers.0.*"])
-    optimizer = Optimizer(optim, [segment], SINGLE)
+    optimizer = Optimizer(optim, [segment])
     assert optimizer.squared_norm() == 0
     optimizer.step(0.1, grad_norm=7.0)
     torch.testing.assert_close(param, before, rtol=0, atol=0)
@@ -73,7 +73,7 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
         "import sys, parallel3d.trainer; from parallel3d.optim import Optimizer;"
         "from parallel3d.config.schema import OptimConfig;"
         "from parallel3d.comm.group import SINGLE;"
-        "Optimizer(OptimConfig(), [], SINGLE);"
+        "Optimizer(OptimConfig(), []);"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -83,7 +83,7 @@ def one_segment(grad: torch.Tensor, **changes: object) -> tuple[torch.Tensor, Op
     param, spec = torch.ones_like(grad), ParameterSpec((grad.numel(), 1), (), replicated=True)
     parts = [SegmentPart("p", spec, 0, grad.numel())]
     segment = Segment(param, grad, param, parts)
-    return param, Optimizer(OptimConfig(**changes), [segment], SINGLE)
+    return param, Optimizer(OptimConfig(**changes), [segment])
 
 
 def on_an_accelerator() -> object:
@@ -140,7 +140,7 @@ def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
         patch.object(optimizer_module, "foreach_norm", wraps=torch._foreach_norm) as norms,
     ):
         made = build_buckets(list(stage.named_parameters()), None, torch.bfloat16)
-        optimizer = Optimizer(OptimConfig(), [s for b in made for s in b.segments], SINGLE)
+        optimizer = Optimizer(OptimConfig(), [s for b in made for s in b.segments])
         assert optimizer.squared_norm().device.type == "meta"
     # A multi-tensor kernel takes 110 of them; in pieces they were 37,000.
     assert sum(len(call.args[0]) for call in norms.call_args_list) < 110

@@ -250,7 +250,7 @@ class ModelPieces:
             stages.append(Stage(model, layers, False, False, context))
         stages.append(Stage(model, range(0), False, True, usual, stages[0], True))
         self.engine = data_parallel_engine(config, stages, initializer, dtype, groups)
-        self.optimizer = Optimizer(config.optim, self.engine.segments, groups.tp)
+        self.optimizer = Optimizer(config.optim, self.engine.segments)
         self.elements = sum(p.numel() for p in self.engine.parameters.values())
         for stage in stages:
             stage.pre_forward = self.engine.pre_forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from parallel3d.comm.group import SINGLE, Group
 from parallel3d.data_parallel import engine as engines
 from parallel3d.data_parallel.engine import BucketedDataParallel, build_buckets
 from parallel3d.data_parallel.reducer import GradBucket
+from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.spec import ParameterSpec
 from parallel3d.parameters.state import spec_of, state_of
 
@@ -90,7 +92,8 @@ def test_segments_separate_what_is_treated_differently() -> None:
 def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, shards: Group) -> None:
     parameters, alive, most = named(), [], []
     given = {p: p.detach().clone() for _, p in parameters}
-    expected = build_buckets([(n, clone_of(p)) for n, p in parameters], None, dtype, shards)
+    held = True, lambda spec: CopyGroups(shards)
+    expected = build_buckets([(n, clone_of(p)) for n, p in parameters], None, dtype, *held)
 
     def drawn(p: nn.Parameter) -> torch.Tensor:
         most.append(sum(ref() is not None for ref in alive))
@@ -100,7 +103,7 @@ def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, shards: Gr
 
     for p in given:
         p.data = torch.zeros(()).expand(p.shape)
-    found = build_buckets(parameters, None, dtype, shards, values=drawn)
+    found = build_buckets(parameters, None, dtype, *held, values=drawn)
     assert most == [0, 0, 0], "no drawn parameter beside another"
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.param, theirs.param)
@@ -138,8 +141,14 @@ def engine_of(
     group: Group,
     hook: Recorded,
 ) -> BucketedDataParallel:
+    held = CopyGroups(group)
     return BucketedDataParallel(
-        [dict(parameters)], torch.float32, group, 0, bucket_cap_mb=cap, make_hook=lambda: hook
+        [dict(parameters)],
+        torch.float32,
+        lambda spec: held,
+        0,
+        bucket_cap_mb=cap,
+        make_hook=lambda: hook,
     )
 
 
@@ -192,3 +201,26 @@ def test_group_of_one_reduces_nothing() -> None:
     backward(parameters)
     assert engine.finish_step() == []
     assert hook.calls == []
+
+
+def test_no_bucket_mixes_parameters_with_copies_on_other_ranks() -> None:
+    near, far = Group("dp", (0, 1), 0, None), Group("edp", (0, 2), 0, None)
+    names = ["a", "b", "c", "d"]
+    parameters = [(name, named()[0][1]) for name in names]
+    held = {spec: CopyGroups(far if i % 2 else near) for i, spec in enumerate(marked(parameters))}
+    made = build_buckets(parameters, 1.0, torch.float32, True, held.__getitem__, first=3)
+    assert [list(bucket.params) for bucket in made] == [["b", "d"], ["a", "c"]]
+    assert [bucket.data for bucket in made] == [far, near]
+    assert [bucket.shards for bucket in made] == [far, near]
+    assert [bucket.index for bucket in made] == [3, 4]
+    assert {s.groups.data for bucket in made for s in bucket.segments} == {SINGLE}
+    one_each = build_buckets(parameters, 1 / MIB, torch.float32, False, held.__getitem__)
+    assert [list(bucket.params) for bucket in one_each] == [["d"], ["c"], ["b"], ["a"]]
+    assert [s.groups.data for b in one_each for s in b.segments] == [far, near, far, near]
+
+
+def marked(parameters: list[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
+    """The specs of parameters, each another one."""
+    for i, (_, p) in enumerate(parameters):
+        state_of(p).spec = replace(spec_of(p), uses=i + 1)
+    return [spec_of(p) for _, p in parameters]

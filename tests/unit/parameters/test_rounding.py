@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import OptimConfig
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.rounding import AT_ONCE, pieces_of, store_rounded
@@ -114,7 +113,7 @@ def test_a_small_second_moment_still_grows_and_the_update_is_of_unrounded_states
     for state in ("fp32", "bf16"):
         segment = segment_of(SegmentPart("w", spec, 0, 6400))
         optim = OptimConfig(state=state, beta2=0.999, weight_decay=0.0, clip_grad=0.0)
-        optimizer = Optimizer(optim, [segment], SINGLE)
+        optimizer = Optimizer(optim, [segment])
         segment.grad.fill_(1.0)
         optimizer.step(0.1, 80.0)
         assert torch.allclose(segment.master, torch.tensor(-0.1), rtol=1e-6)
