@@ -137,7 +137,7 @@ def _other(rank: PipelineRank, copies: int) -> int:
         each += 10 + learned + 2 * copies
     if rank.sends_slices:
         each += rank.neighbours(1) + rank.neighbours(-1)  # each message's slice is copied
-    return blueprint.microbatches * each + 11 + rank.last
+    return blueprint.microbatches * each + 10 + rank.last
 
 
 def _sharding(rank: PipelineRank) -> int:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.longest`: the longest sequence that fits a GPU, with and without offload.
 
-By the planner's memory (`estimate/analytic_memory.py`), for a model and layout on the command line;
+By the planner's bound of memory (`estimate/memory.py`), for a model and layout on the command line;
 `--played` runs the longest ones as dry runs too. No GPU is needed.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from benchmarks.plan_dryrun import Keys, configured, off
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.schema import Config
-from parallel3d.estimate.analytic_memory import host_memory, peak_stage
+from parallel3d.estimate.memory import host_memory, peak_stage
 
 GIB = 1 << 30
 STEP = 8192  # tokens

@@ -1,6 +1,6 @@
 """Peak memory of published runs by fitted formulas.
 
-Parallel3d's own is in `parallel3d/estimate/analytic_memory.py`, with nothing fitted.
+Parallel3d's own is in `parallel3d/estimate/memory.py`, with nothing fitted.
 """
 
 from __future__ import annotations

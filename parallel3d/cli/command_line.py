@@ -62,7 +62,7 @@ from parallel3d.config.overrides import (
     config_of,
     typed_alternatives,
 )
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, LaunchConfig, LoggerConfig
 from parallel3d.config.words import check_twice
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
@@ -237,10 +237,10 @@ def _run_job(
     try:
         config = config_of(composed)
         if app not in ALONE:
-            place = _place(app, config)
+            place = _place(app, config.launch, config.world_size)
         # Under srun every task gets here with the same configuration.
         first = place.rank == 0 if place else prints_for_all(os.environ)
-        _check_versions(app, config, first)
+        _check_versions(app, config.logger, first)
         typed = HydraConfig.get().overrides.task
         hydra_run.check_sweep_words(typed)
         config = typed_alternatives(config, typed)
@@ -257,12 +257,12 @@ def _run_job(
                 return run_on_checkpoint(app, config)
             store = None
             if not place.local_world_size:
-                place, store = count_ranks_here(config, place)
+                place, store = count_ranks_here(config.launch, config.run, place)
             return run_joined(app, config, place, _checked_here(app, config, place), store)
         config = numbered(config)
         if app == TRAIN or config.init_from is not None:
             check_fields(config)
-            with _time_limit(config):
+            with _time_limit(config.launch.timeout_s, config.runs_dir):
                 config, lines = _with_earlier(app, config, given_by(typed, own), world_size)
         if app in ALONE:
             function = getattr(importlib.import_module(ALONE[app]), app)
@@ -278,12 +278,14 @@ def _run_job(
             from parallel3d.commands.best_layout import take_layout
 
             if place is not None and not place.local_world_size:
-                place, store = count_ranks_here(config, place)
+                place, store = count_ranks_here(config.launch, config.run, place)
             config = take_layout(config, typed, place)
         if app == CALIBRATE:
             config = calibrate_config(config, typed, world_size)
         elif app in NEED_DATA:
-            config = check_config(config, world_size, goes_on=_goes_on(app, config))
+            config = check_config(
+                config, world_size, goes_on=_goes_on(app, config.runs_dir, config.run)
+            )
             if app == VERIFY:
                 single_process(config)  # refused here, once, and not by its ranks
         else:
@@ -291,7 +293,7 @@ def _run_job(
         if place is None:
             return _start(app, config, lines)
         if not place.local_world_size:
-            place, store = count_ranks_here(config, place)
+            place, store = count_ranks_here(config.launch, config.run, place)
         kind = _checked_here(app, config, place)
         for line in lines if first else ():
             print_line(line)
@@ -305,11 +307,10 @@ def _run_job(
         return _refuse(composing_error(error, arguments), place)
 
 
-def _place(app: str, config: Config) -> RankAssignment | None:
+def _place(app: str, launch: LaunchConfig, world_size: int) -> RankAssignment | None:
     """Returns the place that a launcher gave this process; None if it starts the ranks itself."""
-    launch = config.launch
     # `generate` asks nobody else, wherever it is typed.
-    addr, starts = launch.master_addr, None if app == GENERATE else config.world_size
+    addr, starts = launch.master_addr, None if app == GENERATE else world_size
     place = detect(os.environ, addr, launch.master_port, starts)
     if starts is not None and (line := alone_in_a_job(os.environ, place)) is not None:
         print_line(line)
@@ -331,10 +332,10 @@ def _with_earlier(
     """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
     lines to log of it."""
     directory = Path(config.runs_dir) / str(config.run)
-    goes_on = _goes_on(app, config)
+    goes_on = _goes_on(app, config.runs_dir, config.run)
     # A primary configuration of the user's own gives every key.
     if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
-        there = config_there(config, directory)
+        there = config_there(str(config.run), directory)
         if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
             there = replace(there, data=replace(there.data, tokenizer=None))
         begun = has_begun(directory)
@@ -351,17 +352,17 @@ def _with_earlier(
     return config, []
 
 
-def _goes_on(app: str, config: Config) -> bool:
+def _goes_on(app: str, runs_dir: str, run: str | None) -> bool:
     """Returns whether `train` is given the name of a run that exists."""
-    file = Path(config.runs_dir, str(config.run), CONFIG_FILE)
-    return app == TRAIN and config.run is not None and file.is_file()
+    file = Path(runs_dir, str(run), CONFIG_FILE)
+    return app == TRAIN and run is not None and file.is_file()
 
 
 def _start(app: str, config: Config, lines: Sequence[str]) -> int:
     """Logs `lines` and runs `app` with this process as the launcher of the layout's ranks."""
     world_size = config.world_size
     may_go_on = app in CAN_GO_ON
-    with _time_limit(config):
+    with _time_limit(config.launch.timeout_s, config.runs_dir):
         check_run(config, may_go_on=may_go_on)
         _check_data(app, config)
     device = choose_device(config.device, world_size)
@@ -371,7 +372,7 @@ def _start(app: str, config: Config, lines: Sequence[str]) -> int:
         listen_here(config.launch.master_port).close()  # refused before anything is written
     job_id = os.environ.get("SLURM_JOB_ID")
     number = HydraConfig.get().job.num if is_sweep() else None
-    with _time_limit(config):
+    with _time_limit(config.launch.timeout_s, config.runs_dir):
         config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
         take_run(config, run_dir)
     for line in lines:
@@ -379,10 +380,9 @@ def _start(app: str, config: Config, lines: Sequence[str]) -> int:
     return run_here(app, config, run_dir, device, in_sweep=is_sweep())
 
 
-def _time_limit(config: Config) -> AbstractContextManager[None]:
+def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:
     """Limits the time of a block that uses file systems: a dead one would block for ever."""
-    seconds = config.launch.timeout_s
-    where = f"runs_dir={config.runs_dir} or the data's folders"
+    where = f"runs_dir={runs_dir} or the data's folders"
     return or_end(seconds, f"{where} have given no answer for {seconds:g} s: is their server gone?")
 
 
@@ -392,7 +392,11 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
     Sets the variables of GPU ranks first: counting the GPUs starts CUDA, which reads them.
     """
     try:
-        os.environ.update(gpu_environment(config, config.device, os.environ))
+        os.environ.update(
+            gpu_environment(
+                config.device, os.environ, config.cluster, tp=config.tp, zero=config.zero
+            )
+        )
         device = choose_device(config.device, place.local_world_size, launched=True)
         check_precision_of(device.kind, config.precision.name)
         check_numerics(device.kind, config.precision.name, os.environ)
@@ -401,18 +405,18 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
         if place.rank == 0:
             raise
         of_host = HostError(f"on host {socket.gethostname()}: {error}")
-        tell_rank_0(config, place, of_host)
+        tell_rank_0(config.launch, config.run, place, of_host)
         raise of_host from None
     if place.rank == 0:
         print_line(device.line)
     return device.kind
 
 
-def _check_versions(app: str, config: Config, first: bool) -> None:
+def _check_versions(app: str, logger: LoggerConfig, first: bool) -> None:
     """Raises UserError for packages that are too old; the `first` rank names those too new."""
     if app in WITHOUT_TORCH:
         return
-    used = [*OF_A_RUN, "wandb"] if app == TRAIN and "wandb" in config.logger.names else OF_A_RUN
+    used = [*OF_A_RUN, "wandb"] if app == TRAIN and "wandb" in logger.names else OF_A_RUN
     check_versions(used)
     if first and (sentence := newer(used)):
         print_line(sentence)
@@ -425,7 +429,7 @@ def _check_data(app: str, config: Config, first: bool = True) -> None:
     if app in NEED_DATA:
         data, model = config.data, config.model
         run_dir = Path(config.runs_dir) / str(config.run)
-        if (run_dir / FOLDER).is_dir() and keeps_tokenizer(config, run_dir):
+        if (run_dir / FOLDER).is_dir() and keeps_tokenizer(data, run_dir):
             data = with_own_tokenizer(data, run_dir)
         is_open = config.train.epochs is not None  # no blend then, which alone needs the samples
         samples = 0 if is_open else config.batch_sizes.samples(config.train_steps)

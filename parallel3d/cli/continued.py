@@ -7,7 +7,7 @@ configuration of the run's last start; the defaults.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,10 @@ def continued(
     left |= {f"{s}." for s in given.presets if new[f"{s}.name"] != old[f"{s}.name"]}
     given = replace(given, presets=set())
     if "layout" not in given:
-        old |= _sizes(config, there, given, world_size)
+        ranks = _ranks(old)
+        old |= _sizes(new, old, given, world_size)
         same = all(old[s] == getattr(there, s) for s in SIZES) and old["dp"] in (None, there.dp)
-        if not same or world_size not in (None, _ranks(there)):
+        if not same or world_size not in (None, ranks):
             left |= {*OF_RANKS}
         if old["pp"] != there.pp:
             left |= {*OF_STAGES}
@@ -114,20 +115,20 @@ def continued(
 
 
 def _sizes(
-    config: Config, there: Config, given: Given, world_size: int | None
+    new: Mapping[str, Any], old: Mapping[str, Any], given: Given, world_size: int | None
 ) -> dict[str, int | None]:
     """Returns tp, pp, cp and dp as `continued` has them; dp=None: what is left of the launcher's
-    ranks."""
-    typed = {s: getattr(config, s) for s in (*SIZES, "dp") if s in given}
-    kept = {s: typed.get(s, getattr(there, s)) for s in SIZES}
-    ranks = world_size or _ranks(there)
+    ranks. `new`, `old`: values by key, now and at the last start."""
+    typed = {s: new[s] for s in (*SIZES, "dp") if s in given}
+    kept = {s: typed.get(s, old[s]) for s in SIZES}
+    ranks = world_size or _ranks(old)
     if "dp" in typed and world_size is None:  # as many ranks as they make
         return kept | typed
     if typed and ranks % (math.prod(kept.values()) * (typed.get("dp") or 1)):
-        kept = {s: typed.get(s, getattr(config, s)) for s in SIZES}
+        kept = {s: typed.get(s, new[s]) for s in SIZES}
     dp, odd = divmod(ranks, math.prod(kept.values()))
     return kept | {"dp": None if world_size or odd or dp == 1 else dp} | typed
 
 
-def _ranks(config: Config) -> int:
-    return math.prod(getattr(config, size) or 1 for size in (*SIZES, "dp"))
+def _ranks(values: Mapping[str, Any]) -> int:
+    return math.prod(values[size] or 1 for size in (*SIZES, "dp"))

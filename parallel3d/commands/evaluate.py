@@ -239,7 +239,7 @@ def _new_file(config: Config, step: int) -> Path:
     if config.eval.to is not None:
         return Path(config.eval.to)
     assert config.eval.tasks is not None
-    folder = folder_in_run(config, "eval")
+    folder = folder_in_run(config.runs_dir, str(config.run), "eval")
     name, number = f"{Path(config.eval.tasks).name.partition('.')[0]}-step-{step}", 1
     if config.eval.weights != "model":
         name += f"-{config.eval.weights}"

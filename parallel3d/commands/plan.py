@@ -24,8 +24,8 @@ from parallel3d.config.checks import check_context_parallel, check_model, check_
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import host_memory, memories, peak_memory
 from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place, step
+from parallel3d.estimate.memory import host_memory, memories, peak_memory
 from parallel3d.estimate.profiled_cost import (
     check_type,
     measured_sizes,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.checkpoint.checkpoints import Checkpoints
@@ -67,7 +68,9 @@ def train(config: Config, worker: Worker) -> None:
         TrainingFailure: the last checkpoint could not be written.
     """
     worker.phase = "making process groups"
-    worker.watchdog = watchdog = start_watchdog(config, worker)
+    worker.watchdog = watchdog = start_watchdog(
+        layout_of(config), worker, config.recovery, config.launch.timeout_s
+    )
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     groups = groups.observed(log=worker.log)

@@ -23,8 +23,8 @@ from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import peak_memory
 from parallel3d.estimate.fitted_cost import StepTime, sizes_of_model
+from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import (
     LayoutChoice,
     Priced,

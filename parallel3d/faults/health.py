@@ -123,13 +123,13 @@ class Health:
                 return  # the first in the model's order; later ones follow from it
 
     def _drift(self, name: str, values: list[int], group: Group) -> str:
-        config = self.trainer.config
+        layout = self.trainer.groups.layout
         (usual, count), *_ = Counter(values).most_common()
         odd = [rank for rank, v in zip(group.ranks, values, strict=True) if v != usual]
         if 2 * count > len(values):
-            ranks = ", ".join(who(config, rank) for rank in odd[:3])
+            ranks = ", ".join(who(layout, rank) for rank in odd[:3])
             return f"{ranks} drifted: {name} is not what the other replicas of {group.name} hold"
-        ranks = " and ".join(who(config, rank) for rank in (group.ranks[0], odd[0]))
+        ranks = " and ".join(who(layout, rank) for rank in (group.ranks[0], odd[0]))
         return f"{ranks} drifted apart: they hold different {name}, replicated over {group.name}"
 
 
@@ -162,7 +162,7 @@ def first_bad_gradient(trainer: Trainer) -> str:
         pieces = spec_of(parameter).shards
         name = pieces[0].name if pieces else order[bad[0]]
         state = "" if bool(parameter.isfinite().all()) else ", itself not finite"
-        place = who(trainer.config, groups.rank)
+        place = who(groups.layout, groups.rank)
         # Sorted by stage, then by place in the stage; of equals the lowest rank.
         found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
     of_ranks = all_gather_json(found, groups.world.handle, trainer.device)

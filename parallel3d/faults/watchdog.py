@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.store import get, get_all, put
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import RecoveryConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import print_line
 from parallel3d.faults import hang
@@ -101,14 +102,17 @@ class Watchdog:
     (`hang.diagnose`). For ranks that do not answer (a stopped process cannot run its thread) a rank
     on the same host inspects /proc.
 
+    A collective of the run is given `collective_s`.
+
     The store (None for a world of one) outlives a stopped rank where the launcher holds it (our
     own, torchrun). Under srun it is rank 0's: if it does not answer, rank 0 is at fault.
     """
 
-    config: Config
+    layout: Layout
     worker: Worker
     store: Store | None
     timeout_s: float
+    collective_s: float
     _stopped: threading.Event = field(default_factory=threading.Event)
     _resting: bool = False
     _reporting: threading.Lock = field(default_factory=threading.Lock)
@@ -133,7 +137,7 @@ class Watchdog:
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)
-            patience = timedelta(seconds=self.config.launch.timeout_s)
+            patience = timedelta(seconds=self.collective_s)
             self.store.wait([f"{KEY}/process/0"], patience)
             self._keeper = self._process(0)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -163,7 +167,7 @@ class Watchdog:
     @property
     def _rest_s(self) -> float:
         """Seconds without work after which a resting rank hangs: at least a collective's."""
-        return max(RESTS * self.timeout_s, self.config.launch.timeout_s)
+        return max(RESTS * self.timeout_s, self.collective_s)
 
     @property
     def is_reporting(self) -> bool:
@@ -228,7 +232,7 @@ class Watchdog:
             stacks = self.worker.run_dir / "rank-*.stacks.txt"
             error = f"hang: {diagnosis.sentence} (stacks: {stacks})"
             rank, phase = diagnosis.ranks[0], self.worker.phase
-            self._log_failure(failure.of_rank(self.config, rank, error, "hang", phase))
+            self._log_failure(failure.of_rank(self.layout, rank, error, "hang", phase))
         within(STORE_S, self._release, None)
         for process in pids:  # last: it may make this rank's own main thread fail
             kill(*process)
@@ -270,7 +274,7 @@ class Watchdog:
                 print_line(f"the flight recorder cannot be read ({type(error).__name__}: {error})")
         return hang.RankState(
             rank=self.worker.rank,
-            who=failure.who(self.config, self.worker.rank),
+            who=failure.who(self.layout, self.worker.rank),
             phase=self.worker.phase,
             place=failure.place_in(stack),
             blocked=in_torch_distributed(stack),
@@ -321,8 +325,8 @@ class Watchdog:
     def _inspect(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
         """Returns who a silent rank is, and why it does not answer: on this host by /proc."""
         if process is None:
-            return failure.who(self.config, rank), "has not started to train"
-        return failure.who(self.config, rank, process["host"]), why_silent(process)
+            return failure.who(self.layout, rank), "has not started to train"
+        return failure.who(self.layout, rank, process["host"]), why_silent(process)
 
     def _to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
         """Returns silent processes of this host and job: a stopped one would outlive the job."""
@@ -349,10 +353,12 @@ def computed() -> float:
     return round(time.process_time() - time.thread_time(), 1)
 
 
-def start_watchdog(config: Config, worker: Worker) -> Watchdog:
+def start_watchdog(
+    layout: Layout, worker: Worker, recovery: RecoveryConfig, collective_s: float
+) -> Watchdog:
     """Starts this rank's watchdog, at rest; its default is below a collective's time-out."""
-    timeout_s = config.recovery.watchdog_s or 0.9 * config.launch.timeout_s
-    watchdog = Watchdog(config, worker, worker.store, timeout_s)
+    timeout_s = recovery.watchdog_s or 0.9 * collective_s
+    watchdog = Watchdog(layout, worker, worker.store, timeout_s, collective_s)
     watchdog.rest()
     watchdog.start()
     return watchdog

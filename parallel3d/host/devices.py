@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from parallel3d.config.nccl import parse_nccl_env
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.host.gpus import Found, Gpu, find, is_nvidia_build
 from parallel3d.host.quotas import available_cores
@@ -31,11 +31,13 @@ BLACKWELL = 10  # compute capability
 TF32 = "NVIDIA_TF32_OVERRIDE"
 
 
-def gpu_environment(config: Config, device: str, environ: Mapping[str, str]) -> dict[str, str]:
+def gpu_environment(
+    device: str, environ: Mapping[str, str], cluster: ClusterConfig, *, tp: int, zero: int
+) -> dict[str, str]:
     """Returns environment variables for ranks on `device`, unless the user has set them."""
     if device in (CPU, SIMULATED) or not is_nvidia_build():
         return {}
-    given = {*environ, *parse_nccl_env(config.cluster.nccl_env)}
+    given = {*environ, *parse_nccl_env(cluster.nccl_env)}
     wanted = {}
     if not given.intersection(ALLOCATOR):
         # Growing segments instead of blocks of fixed sizes: freed memory can be used in another
@@ -45,12 +47,12 @@ def gpu_environment(config: Config, device: str, environ: Mapping[str, str]) -> 
         wanted[RECORDER[0]] = str(RECORDED)
     if NEW_NCCL not in given:
         wanted[NEW_NCCL] = "0"
-    if CONNECTIONS not in given and _needs_order(config):
+    if CONNECTIONS not in given and _needs_order(tp, zero):
         wanted[CONNECTIONS] = "1"
     return wanted
 
 
-def _needs_order(config: Config) -> bool:
+def _needs_order(tp: int, zero: int) -> bool:
     """Returns whether kernels must start in the order in which they were queued.
 
     The backward of a tensor-parallel linear layer queues the all-reduce of the input's gradient
@@ -59,7 +61,7 @@ def _needs_order(config: Config) -> bool:
     leave none. With zero ≥ 2 whole layers are gathered and scattered on concurrent streams, which
     a single queue would serialise.
     """
-    if config.tp == 1 or config.zero >= 2:
+    if tp == 1 or zero >= 2:
         return False
     capability = compute_capability()
     return capability is None or capability < BLACKWELL

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     CLAIM,
@@ -39,7 +40,7 @@ from parallel3d.config import identity
 from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import REMOVED, RENAMED, spell
 from parallel3d.config.identity import flat
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, DataConfig
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, nearest_hint
@@ -59,22 +60,20 @@ def save_config(
     config: Config, directory: Path, name: str = CONFIG_FILE, comment: str = ""
 ) -> None:
     """Writes the whole resolved configuration durably, after the line `comment`."""
-    replace_durably(directory / name, f"{comment}{_text(config)}".encode())
+    check_plain(config)
+    text = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)), resolve=True)
+    replace_durably(directory / name, f"{comment}{text}".encode())
 
 
-def is_newest(config: Config, directory: Path) -> bool:
-    """Returns whether the newest start had this configuration. Raises OSError and UserError."""
+def newest_config(directory: Path) -> Config | None:
+    """Returns the configuration of the newest start; None if its file holds none. Raises OSError
+    and UserError."""
     try:
-        return load_config(directory) == config
+        return load_config(directory)
     except UserError:
         raise
     except NO_CONFIG:
-        return False
-
-
-def _text(config: Config) -> str:
-    check_plain(config)
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)), resolve=True)
+        return None
 
 
 def load_config(directory: Path) -> Config:
@@ -147,13 +146,13 @@ def left_out(directory: Path) -> str | None:
     return f"run={directory.name}: this version has no more {', '.join(words)}: left out"
 
 
-def keeps_tokenizer(config: Config, directory: Path) -> bool:
+def keeps_tokenizer(data: DataConfig, directory: Path) -> bool:
     """Returns whether a run's own copy of the tokenizer holds: it has a checkpoint, or goes on with
     the data of a start that had none. Raises OSError and NO_CONFIG."""
     if has_begun(directory):
         return True
     there = dataclasses.replace(last_config(directory).data, tokenizer=None)
-    return there == config.data
+    return there == data
 
 
 def config_files(directory: Path) -> list[Path]:
@@ -254,7 +253,7 @@ def make_run_directory(
     """
     runs = Path(config.runs_dir)
     if config.run is None:
-        name = _made_name(config, job_id, job_number)
+        name = _made_name(layout_of(config), config.model.name, job_id, job_number)
         candidates = [name, *(f"{name}-{n}" for n in range(2, 1000))]
     else:
         candidates = [config.run]
@@ -275,19 +274,19 @@ def make_run_directory(
         if made:
             return named, directory
         if config.run is not None:
-            _check_existing(named, directory, may_go_on)
+            check_run(named, may_go_on=may_go_on)
             return named, directory
     raise UserError(f"runs_dir={config.runs_dir} holds a thousand runs named {candidates[0]}-…")
 
 
-def folder_in_run(config: Config, name: str) -> Path:
+def folder_in_run(runs_dir: str, run: str, name: str) -> Path:
     """Creates a folder in the directory of a run that exists, and returns it. Raises UserError."""
-    folder = Path(config.runs_dir, str(config.run), name)
+    folder = Path(runs_dir, run, name)
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"run={config.run}: cannot make {folder} ({error.strerror}): make its folder writable"
+            f"run={run}: cannot make {folder} ({error.strerror}): make its folder writable"
         ) from None
     return folder
 
@@ -336,8 +335,39 @@ def _maker() -> str:
 def check_run(config: Config, *, may_go_on: bool = False) -> None:
     """Raises UserError if a given `run` is taken (with `may_go_on`: and cannot continue)."""
     directory = Path(config.runs_dir) / str(config.run)
-    if config.run is not None and os.path.lexists(directory):
-        _check_existing(config, directory, may_go_on)
+    if config.run is None or not os.path.lexists(directory):
+        return
+    there = config_there(config.run, directory)
+    if may_go_on and not config.checkpoint.load:
+        raise UserError(
+            f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
+            "choose another run= or remove it"
+        )
+    try:
+        saved = [*list_checkpoints(directory), *list_damaged(directory)]
+    except OSError as error:
+        raise UserError(
+            f"run={config.run} exists, and its checkpoints in {directory} cannot be listed "
+            f"({reason(error)}): start again when they can, or choose another run="
+        ) from None
+    found = identity.changes(dataclasses.asdict(there), config)
+    is_over = not saved and status(directory) == "finished"
+    if may_go_on and not is_over:
+        # Without a checkpoint the run begins again, with whatever keys.
+        if saved and (refusal := identity.refusal(config.run, found)):
+            raise UserError(refusal)
+        return
+    why = ", with no checkpoint to resume from" if may_go_on else ""
+    differing = [str(change) for change in found if not change.key.startswith(HOW)]
+    if not differing:
+        raise UserError(
+            f"run={config.run} exists already in {directory}{why}: choose another run= or remove it"
+        )
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    raise UserError(
+        f"run={config.run} exists already with another configuration: {', '.join(differing[:3])}"
+        f"{more}; choose another run="
+    )
 
 
 def take_run(config: Config, directory: Path) -> int | None:
@@ -351,12 +381,12 @@ def take_run(config: Config, directory: Path) -> int | None:
         held = _locked(directory / CONFIG_FILE)
         keep_failures(directory)
         own = directory / FOLDER
-        if own.is_dir() and not keeps_tokenizer(config, directory):
+        if own.is_dir() and not keeps_tokenizer(config.data, directory):
             gone = new_folder(directory.parent)
             os.rename(own, gone)  # so that it is never half removed
             shutil.rmtree(gone)
         # An evaluation alone is no start of the run.
-        if not config.train.eval_only and not is_newest(config, directory):
+        if not config.train.eval_only and newest_config(directory) != config:
             save_config(config, directory, next_name(directory))
     except BlockingIOError:
         raise UserError(
@@ -440,63 +470,27 @@ def discard_unused(directory: Path) -> None:
             shutil.rmtree(gone)
 
 
-def _made_name(config: Config, job_id: str | None, job_number: int | None) -> str:
-    model = re.sub(r"[^A-Za-z0-9._+=-]", "_", config.model.name)
-    context = f"cp{config.cp}" if config.cp > 1 else ""
-    layout = f"tp{config.tp}pp{config.pp}{context}dp{config.dp}"
+def _made_name(layout: Layout, model: str, job_id: str | None, job_number: int | None) -> str:
+    model = re.sub(r"[^A-Za-z0-9._+=-]", "_", model)
+    context = f"cp{layout.cp}" if layout.cp > 1 else ""
+    sizes = f"tp{layout.tp}pp{layout.pp}{context}dp{layout.dp}"
     job = f"-job{job_id}" if job_id else ""
     number = "" if job_number is None else f"-{job_number}"
-    return f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{layout}{job}{number}"
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{sizes}{job}{number}"
 
 
-def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
-    """Raises UserError with the reason unless the run in `directory` can continue."""
-    there = config_there(config, directory)
-    if may_go_on and not config.checkpoint.load:
-        raise UserError(
-            f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
-            "choose another run= or remove it"
-        )
-    try:
-        saved = [*list_checkpoints(directory), *list_damaged(directory)]
-    except OSError as error:
-        raise UserError(
-            f"run={config.run} exists, and its checkpoints in {directory} cannot be listed "
-            f"({reason(error)}): start again when they can, or choose another run="
-        ) from None
-    found = identity.changes(dataclasses.asdict(there), config)
-    is_over = not saved and status(directory) == "finished"
-    if may_go_on and not is_over:
-        # Without a checkpoint the run begins again, with whatever keys.
-        if saved and (refusal := identity.refusal(config.run, found)):
-            raise UserError(refusal)
-        return
-    why = ", with no checkpoint to resume from" if may_go_on else ""
-    differing = [str(change) for change in found if not change.key.startswith(HOW)]
-    if not differing:
-        raise UserError(
-            f"run={config.run} exists already in {directory}{why}: choose another run= or remove it"
-        )
-    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-    raise UserError(
-        f"run={config.run} exists already with another configuration: {', '.join(differing[:3])}"
-        f"{more}; choose another run="
-    )
-
-
-def config_there(config: Config, directory: Path) -> Config:
-    """Returns the configuration of the run in `directory`, which must be this user's."""
+def config_there(run: str, directory: Path) -> Config:
+    """Returns the configuration of `run` in `directory`, which must be this user's."""
     try:
         for status in (directory.lstat(), directory.stat()):
             if not is_ours(status, directory.parent):
                 raise UserError(
-                    f"run={config.run} exists, and {directory} belongs to another user "
+                    f"run={run} exists, and {directory} belongs to another user "
                     f"(uid {status.st_uid}): choose another run= or runs_dir="
                 )
         if not (directory / CONFIG_FILE).is_file():
             raise UserError(
-                f"run={config.run}: {directory} exists and is not a run directory: choose another "
-                "run="
+                f"run={run}: {directory} exists and is not a run directory: choose another run="
             )
         return last_config(directory)
     except UserError:
@@ -504,6 +498,6 @@ def config_there(config: Config, directory: Path) -> Config:
     except (OSError, *NO_CONFIG) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(
-            f"run={config.run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "
+            f"run={run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "
             "choose another run="
         ) from None

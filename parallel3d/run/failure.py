@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from parallel3d.blueprint.layout import layout_of
-from parallel3d.config.schema import Config
+from parallel3d.blueprint.layout import Layout, layout_of
+from parallel3d.config.schema import Config, TrainConfig
 from parallel3d.config.values import spelled
 from parallel3d.errors import USER_ERROR, TrainingFailure, UserError, first_line, print_line
 from parallel3d.files import read_bounded, replace_durably
@@ -106,22 +106,21 @@ def full_stop(sentence: str) -> str:
     return sentence if sentence.endswith(".") else f"{sentence}."
 
 
-def coordinates_of(config: Config, rank: int) -> str:
-    """Returns the place of `rank` in the configured layout: "pp 1, dp 0, tp 3"."""
-    layout = layout_of(config)
+def coordinates_of(layout: Layout, rank: int) -> str:
+    """Returns the place of `rank` in the layout: "pp 1, dp 0, tp 3"."""
     return layout.named(rank) if rank < layout.world_size else "outside the layout"
 
 
-def who(config: Config, rank: int, host: str | None = None) -> str:
+def who(layout: Layout, rank: int, host: str | None = None) -> str:
     """Returns "rank 3 (pp 1, dp 0, tp 1) on host"; this host if none is given."""
-    return f"rank {rank} ({coordinates_of(config, rank)}) on {host or socket.gethostname()}"
+    return f"rank {rank} ({coordinates_of(layout, rank)}) on {host or socket.gethostname()}"
 
 
 def of_rank(
-    config: Config, rank: int, error: str, kind: Kind, phase: str = "", **more: Any
+    layout: Layout, rank: int, error: str, kind: Kind, phase: str = "", **more: Any
 ) -> RankFailure:
     """Returns the failure of a rank of this host, now; `more`: other fields of `RankFailure`."""
-    place, host = coordinates_of(config, rank), socket.gethostname()
+    place, host = coordinates_of(layout, rank), socket.gethostname()
     return RankFailure(rank, place, host, phase, error, time.time(), kind, **more)
 
 
@@ -130,7 +129,8 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     name, said = type(error).__name__, NOISE.sub("", first_line(error)).strip()
     text = name if said in ("", name) else f"{name}: {said[:500]}"
     if name == OUT_OF_MEMORY and worker.phase.startswith(("train", "verifying")):
-        text = f"{text} {_needs_less_memory(config)}"
+        advice = _needs_less_memory(config.micro_batch_size, config.recompute, config.tp)
+        text = f"{text} {advice}"
     awaited, divergence = worker.log.waiting, worker.log.divergence()
     kind: Kind = "error"
     if isinstance(error, UserError):
@@ -144,14 +144,15 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
         text = f"{divergence}; {text}"
     text = text.encode("utf-8", "backslashreplace").decode()  # file names may be no UTF-8
     where, diverged = innermost_place(error.__traceback__), divergence is not None
-    return of_rank(*(config, worker.rank, text, kind, worker.phase), where=where, diverged=diverged)
+    layout, phase = layout_of(config), worker.phase
+    return of_rank(layout, worker.rank, text, kind, phase, where=where, diverged=diverged)
 
 
-def _needs_less_memory(config: Config) -> str:
+def _needs_less_memory(micro_batch_size: int, recompute: Any, tp: int) -> str:
     """Returns the advice after a GPU's memory was too small for a step."""
-    size = config.micro_batch_size
-    smaller = max((n for n in range(1, size) if size % n == 0), default=None)
-    otherwise = "recompute=full" if spelled(config.recompute) != "full" else f"tp={2 * config.tp}"
+    divisors = (n for n in range(1, micro_batch_size) if micro_batch_size % n == 0)
+    smaller = max(divisors, default=None)
+    otherwise = "recompute=full" if spelled(recompute) != "full" else f"tp={2 * tp}"
     nearest = f"micro_batch_size={smaller}" if smaller else otherwise
     return (
         f"The nearest that needs less is {nearest}; so do recompute, a larger tp or pp, zero, and "
@@ -159,14 +160,14 @@ def _needs_less_memory(config: Config) -> str:
     )
 
 
-def from_exit(config: Config, rank: int, exitcode: int) -> RankFailure:
+def from_exit(layout: Layout, rank: int, exitcode: int) -> RankFailure:
     """Describes a rank that ended without a record: by a signal (negative code) or a bare exit."""
     error = f"exited with code {exitcode}"
     if exitcode < 0:
         error = f"was killed by {signal.Signals(-exitcode).name}"
     if exitcode == -signal.SIGKILL:
         error += " (by hand, or by the kernel for want of memory)"
-    return of_rank(config, rank, error, "killed")
+    return of_rank(layout, rank, error, "killed")
 
 
 def innermost_place(trace: TracebackType | None) -> str:
@@ -257,9 +258,9 @@ def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
     return 0, failure.time
 
 
-def has_steps(app: str, config: Config) -> bool:
+def has_steps(app: str, train: TrainConfig) -> bool:
     """Returns whether a signal stops a run at the end of a step; it ends others at once."""
-    return app == "train" and not config.train.eval_only
+    return app == "train" and not train.eval_only
 
 
 # Counts ranks with a user error: the first one logs it.

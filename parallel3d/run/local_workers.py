@@ -24,6 +24,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
+from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.checkpoint.manifest import list_checkpoints, reason, step_of
 from parallel3d.comm.store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
 from parallel3d.config.schema import Config
@@ -274,7 +275,8 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
     the failure that caused the others.
     """
     world_size = config.world_size
-    wanted = _defaults_for_workers(config, kind)
+    gpus = gpu_environment(kind, os.environ, config.cluster, tp=config.tp, zero=config.zero)
+    wanted = _defaults_for_workers(world_size, gpus)
     with _environment(wanted), kept_handlers(SIGNALS):
         listening = listen_here(config.launch.master_port)
         port, stores = listening.getsockname()[1], []
@@ -298,7 +300,7 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
             print_line(f"stopped by {stop.signal.name}{late}; all {world_size} ranks have ended")
             return 128 + stop.signal
     if exits:
-        return _report(config, run_dir, exits)
+        return _report(layout_of(config), run_dir, exits)
     if ranks.asked is not None:  # the end of a sweep as well
         raise SystemExit(code_of_stop(ranks.asked != signal.SIGINT))
     return 0
@@ -331,7 +333,7 @@ def _take_threads(wanted: dict[str, str]) -> None:
 def _local_ranks(
     app: str, config: Config, run_dir: Path, live: Callable[[int, int], int]
 ) -> LocalRanks:
-    if not has_steps(app, config):
+    if not has_steps(app, config.train):
         return LocalRanks(config.world_size, live)
     restarts = Restarts(run_dir, config.recovery.max_restarts, print_line)
 
@@ -339,26 +341,26 @@ def _local_ranks(
         is_over = any(_is_answer(code) or code == EXIT_ALREADY_REPORTED for code in exits.values())
         if is_over or not _disk_answers(run_dir):
             return False
-        return restarts.decide(_cause(config, run_dir, exits))
+        return restarts.decide(_cause(layout_of(config), run_dir, exits))
 
     return LocalRanks(config.world_size, live, config.launch.grace_s, starts_again)
 
 
-def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
+def _report(layout: Layout, run_dir: Path, exits: dict[int, int]) -> int:
     """Logs the failure behind these exit codes by launch rank. Returns the launcher's exit code."""
     answers = [code - EXIT_COMMAND_RESULT for code in exits.values() if _is_answer(code)]
     if answers:
         return max(answers)
     if EXIT_ALREADY_REPORTED in exits.values():
         return 1
-    cause = _cause(config, run_dir, exits)
+    cause = _cause(layout, run_dir, exits)
     if sys.stderr.isatty():
         # Show the cursor again, which a killed rank's progress bar may have hidden.
         sys.stderr.write("\x1b[?25h\n")
     return report_end(cause, run_dir)
 
 
-def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.RankFailure:
+def _cause(layout: Layout, run_dir: Path, exits: dict[int, int]) -> failure.RankFailure:
     """Returns the cause of the others among the failures that ranks recorded or died of."""
     records, placed = [], exits
     if _disk_answers(run_dir):
@@ -366,7 +368,7 @@ def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.Rank
         placed = {rank_of_launch(run_dir / PLACEMENT_FILE, n): c for n, c in exits.items()}
     known = {record.rank for record in records}
     silent = [
-        failure.from_exit(config, rank, code) for rank, code in placed.items() if rank not in known
+        failure.from_exit(layout, rank, code) for rank, code in placed.items() if rank not in known
     ]
     return failure.root_cause(records + silent)
 
@@ -380,10 +382,9 @@ def _is_answer(code: int) -> bool:
     return EXIT_COMMAND_RESULT <= code < 2 * EXIT_COMMAND_RESULT
 
 
-def _defaults_for_workers(config: Config, kind: str) -> dict[str, str]:
+def _defaults_for_workers(world_size: int, of_gpus: dict[str, str]) -> dict[str, str]:
     """Returns variables of the ranks: required ones, and defaults that the user has not set."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // config.world_size))}
-    wanted |= gpu_environment(config, kind, os.environ)
+    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size))} | of_gpus
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     return unset | one_host_environment(os.environ) | {SECRET: secrets.token_hex()}
 

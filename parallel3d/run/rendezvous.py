@@ -28,7 +28,7 @@ from parallel3d.comm.store import (
 )
 from parallel3d.config import identity
 from parallel3d.config.fields import show
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import HostError, device_of_rank, gpu_of_rank, shared_gpu
 from parallel3d.host.gpus import boot_id
@@ -95,9 +95,11 @@ def refuse(store: Store, rank: int, error: UserError) -> None:
     store.add(seen_key(RANKS_KEY), 1)
 
 
-def tell_rank_0(config: Config, place: RankAssignment, error: UserError) -> None:
+def tell_rank_0(
+    launch: LaunchConfig, run: str | None, place: RankAssignment, error: UserError
+) -> None:
     """Tells rank 0 such an error before this rank has a store, unless rank 0 has refused, too."""
-    place = place.with_port(config.launch.master_port)
+    place = place.with_port(launch.master_port)
 
     def is_there() -> bool:
         with suppress(OSError):
@@ -109,7 +111,7 @@ def tell_rank_0(config: Config, place: RankAssignment, error: UserError) -> None
         until(is_there, TELL_S)
         with suppress(RuntimeError, OtherStart):  # it has gone since, or never was ours
             if is_there():
-                refuse(rendezvous(config, place), place.rank, error)
+                refuse(rendezvous(launch, run, place), place.rank, error)
 
 
 def assign_rank(
@@ -144,7 +146,7 @@ def assign_rank(
         processes = [Process(*fields) for fields in answers]
         if shared := shared_gpu([(process.host, process.gpu) for process in processes]):
             raise UserError(shared)
-        cluster = find_cluster(config, processes, environ) if needs_cluster else None
+        cluster = find_cluster(config.cluster, processes, environ) if needs_cluster else None
         placed = placed_ranks.place_processes(config, processes, cluster)
         if placed.note:
             print_line(placed.note)
@@ -157,9 +159,10 @@ def assign_rank(
         worker.rank = ranks[launch_rank]
 
 
-def find_cluster(config: Config, processes: list[Process], environ: Mapping[str, str]) -> Cluster:
+def find_cluster(
+    settings: ClusterConfig, processes: list[Process], environ: Mapping[str, str]
+) -> Cluster:
     """Returns the configured or discovered cluster; its default number of nodes fits the ranks."""
-    settings = config.cluster
     if settings.source == "config" and settings.nodes is None:
         hosts = len({process.host for process in processes})
         nodes = max(hosts, -(-len(processes) // (settings.gpus_per_node or len(processes))))
@@ -189,22 +192,22 @@ HINT_S = 30.0  # after which a rank says that it waits for rank 0
 CLEARED_KEY = "parallel3d/cleared"
 
 
-def rendezvous(config: Config, place: RankAssignment) -> PrefixStore:
-    """Connects to the store of rank 0 or torchrun's agent.
+def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> PrefixStore:
+    """Connects to the store of rank 0 or torchrun's agent; `run`: its name as it was typed.
 
     Raises UserError if rank 0's port is taken, and OtherStart if the store is that of other ranks.
     """
     with nothing_collected():
         import torch.distributed as dist
 
-    size, timeout = place.world_size, timedelta(seconds=config.launch.timeout_s)
+    size, timeout = place.world_size, timedelta(seconds=launch.timeout_s)
     agent_listens = keeps_store(os.environ)
     try:
         if place.rank == 0 and not agent_listens:
             store = _listening_store(place, timeout)
         else:
             if not agent_listens:
-                _wait_for_listener(place, config.launch.timeout_s)
+                _wait_for_listener(place, launch.timeout_s)
             store = dist.TCPStore(
                 place.master_addr,
                 place.master_port,
@@ -221,7 +224,7 @@ def rendezvous(config: Config, place: RankAssignment) -> PrefixStore:
         ) from None
     # The agent's store outlives the ranks: keys of an earlier attempt are not for these.
     attempt = _attempt() if agent_listens else 0
-    _check_start(store, config, place, attempt)
+    _check_start(store, run, place, attempt)
     own = dist.PrefixStore(f"{place.prefix}/attempt{attempt}", behind_secret(store))
     if attempt and place.rank == 0:
         store.delete_key(NCCL_DUMP_KEY)
@@ -257,14 +260,14 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def _check_start(store: Store, config: Config, place: RankAssignment, attempt: int) -> None:
+def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: int) -> None:
     """Compares this rank's start with that of rank 0, whose store it has reached.
 
     Two steps of a job, or two jobs, may meet at one port, and a rank of one must not train among
     those of the other. Raises OtherStart, on this rank alone.
     """
     key = f"{START_KEY}/{attempt}"
-    mine = {"start": place.start, "ranks": place.world_size, "run": config.run}
+    mine = {"start": place.start, "ranks": place.world_size, "run": run}
     if place.rank == 0:
         put(store, key, mine)
         return
@@ -283,9 +286,9 @@ def _check_start(store: Store, config: Config, place: RankAssignment, attempt: i
             for start, ranks in (named, (mine["start"], mine["ranks"]))
         ]
         raise OtherStart(f"{where}, {words[0]}; this is {words[1]}: {mend} (launch.master_port)")
-    if not place.start and theirs["run"] != config.run:  # else `agree_on_run` tells rank 0 as well
+    if not place.start and theirs["run"] != run:  # else `agree_on_run` tells rank 0 as well
         raise OtherStart(
-            f"{where}, with run={show(theirs['run'])}; here it is run={show(config.run)}: {mend}, "
+            f"{where}, with run={show(theirs['run'])}; here it is run={show(run)}: {mend}, "
             "or all ranks the same line"
         )
 
@@ -346,7 +349,7 @@ def agree_on_run(
             named = dataclasses.replace(config, run=get(before, RUN_KEY))
         with worker.taking_run:  # a signal that ends this process removes the whole directory
             if app in READ_A_RUN:
-                run_dir = folder_in_run(named, app)
+                run_dir = folder_in_run(named.runs_dir, str(named.run), app)
             else:
                 named, run_dir = make_run_directory(
                     named, job_id=place.job_id, may_go_on=app in CAN_GO_ON

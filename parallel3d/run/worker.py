@@ -13,10 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.comm.store import one_host_environment
 from parallel3d.config.nccl import parse_nccl_env
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import USER_ERROR, UserError, first_line, print_line
 from parallel3d.host.devices import SIMULATED, device_of_rank, gpu_environment
 from parallel3d.host.memory import (
@@ -68,13 +68,14 @@ APPS = {
 
 def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
     """Runs a world of one rank in this process; returns the exit code, after logging failures."""
-    os.environ.update(gpu_environment(config, kind, os.environ) | one_host_environment(os.environ))
+    of_gpus = gpu_environment(kind, os.environ, config.cluster, tp=config.tp, zero=config.zero)
+    os.environ.update(of_gpus | one_host_environment(os.environ))
     with blocked_signals(), nothing_collected():
         begin_on(kind)
         from torch.distributed import HashStore
     worker = Worker(0, 0, 1, 1, run_dir, "local")
     with kept_handlers():
-        if has_steps(app, config):
+        if has_steps(app, config.train):
             worker.stop.install()
         try:
             worker.device = device_of_rank(kind, worker.local_rank)
@@ -100,15 +101,17 @@ def _after(worker: Worker, code: int) -> int:
     return code
 
 
-def count_ranks_here(config: Config, place: RankAssignment) -> tuple[RankAssignment, PrefixStore]:
+def count_ranks_here(
+    launch: LaunchConfig, run: str | None, place: RankAssignment
+) -> tuple[RankAssignment, PrefixStore]:
     """Returns the place with the ranks of this host, which no variable told, and the ranks' store.
 
     Collective over the world. Ends the process, with a sentence, if the ranks do not meet.
     """
-    place, doing = place.with_port(config.launch.master_port), "counting the ranks of each host"
+    place, doing = place.with_port(launch.master_port), "counting the ranks of each host"
     try:
         with ending_on_signals(lambda: doing):
-            store = rendezvous(config, place)
+            store = rendezvous(launch, run, place)
             return counted(store, place), store
     except UserError:
         raise
@@ -133,11 +136,11 @@ def run_joined(
     place = place.with_port(config.launch.master_port)
     worker = Worker.at(place, Path(), place.launcher)
     worker.phase = f"connecting to rank 0 at {place.master_addr}:{place.master_port}"
-    if has_steps(app, config):
+    if has_steps(app, config.train):
         worker.stop.install()
     try:
         with ending_on_signals(lambda: worker.phase, lambda: _give_up(worker), worker.stop):
-            store = store or rendezvous(config, place)
+            store = store or rendezvous(config.launch, config.run, place)
             worker.phase = "agreeing on the run"
             config = agree_on_run(app, config, place, worker, store, kind)
             _join(app, config, worker, store)
@@ -166,12 +169,12 @@ def local_worker_main(
     assert place is not None  # the launcher has set the variables
     worker = Worker.at(place, directory, "local")
     worker.phase = "rendezvous with the other ranks"
-    if has_steps(app, config):
+    if has_steps(app, config.train):
         worker.stop.second_interrupts = False  # the launcher counts them
         worker.stop.install()
     try:
         worker.device = device_of_rank(kind, place.local_rank)
-        _join(app, config, worker, rendezvous(config, place))
+        _join(app, config, worker, rendezvous(config.launch, config.run, place))
         code = _work(app, config, worker)
         return EXIT_COMMAND_RESULT + code if code else 0
     except Exception as error:
@@ -195,9 +198,9 @@ def _join(app: str, config: Config, worker: Worker, store: Store) -> None:
     if threads := threads_within_quota(worker.local_world_size, os.environ):
         torch.set_num_threads(threads)
     if is_accelerator(device):
-        _prepare_accelerator(config, device)
+        _prepare_accelerator(config.cluster, config.launch, device)
     else:
-        _prepare_cpu(config, worker)
+        _prepare_cpu(config.cluster, config.launch, layout_of(config), worker)
     dist.init_process_group(
         backend_of(device),
         store=store,
@@ -224,29 +227,33 @@ def _work(app: str, config: Config, worker: Worker) -> int:
     return code
 
 
-def _prepare_accelerator(config: Config, device: torch.device) -> None:
+def _prepare_accelerator(
+    cluster: ClusterConfig, launch: LaunchConfig, device: torch.device
+) -> None:
     """Makes the device current, sets NCCL's variables, and binds to the CPUs near the device."""
     from parallel3d.device.accelerator import bus_id, make_current
 
     make_current(device)
     # Autograd's own thread may begin with a matmul; cuBLAS then makes a CUDA context and warns.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current")
-    for name, value in parse_nccl_env(config.cluster.nccl_env).items():
+    for name, value in parse_nccl_env(cluster.nccl_env).items():
         os.environ.setdefault(name, value)
-    if config.launch.numa_binding and (address := bus_id(device)):
+    if launch.numa_binding and (address := bus_id(device)):
         bind_near(address)
 
 
-def _prepare_cpu(config: Config, worker: Worker) -> None:
+def _prepare_cpu(
+    cluster: ClusterConfig, launch: LaunchConfig, layout: Layout, worker: Worker
+) -> None:
     """Sets malloc up and checks the network interfaces before any peer waits."""
     from parallel3d.comm.process_groups import Interfaces
 
-    if config.launch.huge_pages:
+    if launch.huge_pages:
         keep_freed_memory()
     else:
         give_back_freed_memory()
-    if interfaces := Interfaces.of_run(config.cluster, worker.placement):
-        interfaces.check(layout_of(config), worker.rank)
+    if interfaces := Interfaces.of_run(cluster, worker.placement):
+        interfaces.check(layout, worker.rank)
 
 
 def threads_within_quota(local_ranks: int, environ: Mapping[str, str]) -> int | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallel3d.comm import store as job_store
 from parallel3d.comm.store import SECRET, behind_secret, get, listen_at, put
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.errors import UserError
 from parallel3d.run import rendezvous
 from parallel3d.run.launch import Worker
@@ -94,12 +94,12 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
 def test_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> None:
     port = free_port()
-    store = rendezvous.rendezvous(Config(), place("localhost", port, launcher))
+    store = rendezvous.rendezvous(LaunchConfig(), None, place("localhost", port, launcher))
     assert listeners(port) == LOOPBACK
     store.set("a", "1")
     if address := address_of_the_network():
         port = free_port()
-        kept = rendezvous.rendezvous(Config(), place(address, port, launcher, hosts=2))
+        kept = rendezvous.rendezvous(LaunchConfig(), None, place(address, port, launcher, hosts=2))
         (found,) = listeners(port)
         assert found == socket.inet_aton(address)[::-1].hex().upper()
         del kept
@@ -142,7 +142,7 @@ def test_taken_port_of_rank_0_names_its_key() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(UserError, match=r"another launch\.master_port"),
     ):
-        rendezvous.rendezvous(Config(), place("127.0.0.1", taken.getsockname()[1]))
+        rendezvous.rendezvous(LaunchConfig(), None, place("127.0.0.1", taken.getsockname()[1]))
 
 
 @pytest.mark.parametrize("agent", ["torchrun", "local"])
@@ -161,7 +161,9 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         here = place("127.0.0.1", port, agent)
-        return lambda rank: rendezvous.rendezvous(Config(), dataclasses.replace(here, rank=rank))
+        return lambda rank: rendezvous.rendezvous(
+            LaunchConfig(), None, dataclasses.replace(here, rank=rank)
+        )
 
     meet = start(0)
     meet(0), meet(1)
@@ -228,10 +230,16 @@ def test_a_rank_that_refuses_before_it_has_a_store_ends_rank_0(tmp_path: Path) -
     error = UserError("on host n2: no GPU")
     with ThreadPoolExecutor() as threads:
         telling = threads.submit(
-            tell_rank_0, Config(dp=2), dataclasses.replace(first, rank=1), error
+            tell_rank_0, LaunchConfig(), None, dataclasses.replace(first, rank=1), error
         )
         with pytest.raises(RankZerosError, match="on host n2: no GPU"):
-            assign_rank(Config(dp=2), worker, rendezvous.rendezvous(Config(), first), {}, "train")
+            assign_rank(
+                Config(dp=2),
+                worker,
+                rendezvous.rendezvous(LaunchConfig(), None, first),
+                {},
+                "train",
+            )
         telling.result(30)
 
 
@@ -239,7 +247,7 @@ def test_a_rank_that_refuses_before_it_has_a_store_ends_rank_0(tmp_path: Path) -
 def test_a_rank_that_refuses_as_rank_0_does_is_soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "TELL_S", 0.2)
     second = dataclasses.replace(place("localhost", free_port()), rank=1)
-    tell_rank_0(Config(dp=2), second, UserError("on host n2: no GPU"))
+    tell_rank_0(LaunchConfig(), None, second, UserError("on host n2: no GPU"))
 
 
 def test_listen_at_prefers_the_family_that_gloo_takes() -> None:

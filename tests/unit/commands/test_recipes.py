@@ -20,7 +20,7 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.config.schema import conf_dir
 from parallel3d.errors import UserError
-from parallel3d.estimate.analytic_memory import peak_stage
+from parallel3d.estimate.memory import peak_stage
 from tests.unit.dry_runs import dry_runs
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from parallel3d.commands.plan import progress
 from parallel3d.config.overrides import compose
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.estimate import analytic_memory
+from parallel3d.estimate import memory
 from parallel3d.estimate.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts
 
 
@@ -30,9 +30,9 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
-    looked_at, real = [], analytic_memory.peak_memories
+    looked_at, real = [], memory.peak_memories
     monkeypatch.setattr(
-        analytic_memory,
+        memory,
         "peak_memories",
         lambda c, some: looked_at.extend(some) or real(c, some),
     )

@@ -17,7 +17,7 @@ from benchmarks.plan_dryrun import NAMES, configured, off, sample
 from parallel3d import versions
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import PipelineRank
-from parallel3d.estimate.analytic_memory import layer_bytes, peak_memory, peak_stage
+from parallel3d.estimate.memory import LayerBytes, peak_memory, peak_stage
 from parallel3d.estimate.search import planned
 from tests.e2e.ready import run_module
 
@@ -78,10 +78,10 @@ FURTHER = (
 )  # fmt: skip
 
 
-# Per cent that the plan is off, of memory and of launches. Its formulas are those of FSDP2 as torch
-# 2.13 has it. FSDP2 of 2.15 launches up to 16 copies more a step and frees a gathered unit earlier;
-# that of 2.11 keeps more in one layout. Plans for these are near, not equal.
-OFF = {(2, 13): ("3", "0"), (2, 15): ("6", "2.5"), (2, 11): ("14", "0")}
+# Per cent that the plan's memory may be below and above the dry run's, and its launches off. Its
+# formulas are those of FSDP2 as torch 2.13 has it. FSDP2 of 2.15 launches up to 16 copies more a
+# step; that of 2.11 keeps more in one layout.
+OFF = {(2, 13): ("3", "12", "0"), (2, 15): ("3", "12", "2.5"), (2, 11): ("14", "12", "0")}
 
 
 @pytest.mark.slow
@@ -89,13 +89,14 @@ OFF = {(2, 13): ("3", "0"), (2, 15): ("6", "2.5"), (2, 11): ("14", "0")}
     "cases",
     [pytest.param(PLAYED, id="played"), pytest.param(FURTHER, id="more", marks=pytest.mark.more)],
 )
-def test_dry_runs_play_the_launches_and_bytes_sent_and_memory_within_three_per_cent(
+def test_dry_runs_play_the_launches_and_bytes_sent_and_no_more_memory_than_the_bound(
     cases: tuple[dict[str, Any], ...],
 ) -> None:
     """In a process of its own: the simulated device is enabled once and for all of it."""
-    memory, launched = OFF.get(versions.parts(torch.__version__)[:2], ("14", "2.5"))
+    off_by = OFF.get(versions.parts(torch.__version__)[:2], ("14", "12", "2.5"))
     words = [word for case in cases for word in ("--case", json.dumps(case))]
-    words += ["--limit", memory, "--launches", launched]
+    for option, value in zip(("--below", "--above", "--launches"), off_by, strict=True):
+        words += [option, value]
     done = run_module("benchmarks.plan_dryrun", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^\| \w+ \| ", done.stdout, re.M)) == len(cases) + 1
@@ -110,8 +111,8 @@ def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(styl
         configured(keys | more) for more in ({"cp": 8, "style": style}, {"seq_length": 131072 // 8})
     )
     found, least = (peak_memory(config, 0) for config in (split, part))
-    assert found.parameters == least.parameters and found.logits == least.logits
-    more = found.activations - least.activations
+    assert found[:5] == least[:5]  # states and what is in flight
+    more = found.temporary - least.temporary
     # Keys and values of a layer, of all tokens; with heads the results of attention by heads.
     assert more == {"gather": 2 * 2 * 131072 * 1024, "heads": 2 * 16384 * 4096, "ring": 0}[style]
     zero = [peak_memory(configured(keys | {"cp": 8, "zero": z}), 0).optimizer for z in (0, 1)]
@@ -119,12 +120,11 @@ def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(styl
 
 
 def test_state_and_activations_by_hand() -> None:
-    """docs/dryrun.md's account of Llama 1B: 18 bytes a parameter, 40.20 GB of activations."""
+    """docs/dryrun.md's account of Llama 1B: 18 bytes a parameter, 64.55 GB in all."""
     found, count = peak_memory(configured(ONE), 0), parameter_count(configured(ONE).model)
     state = found.parameters + found.gradients + found.masters + found.optimizer
     assert state == 18 * count
-    assert found.activations == pytest.approx(40.20e9, rel=1e-3)
-    assert found.total == pytest.approx(64.55e9, rel=1e-3)
+    assert -3 < off(64.55e9, found.total) < 12
 
 
 def test_recomputation_keeps_less_and_full_least() -> None:
@@ -132,10 +132,10 @@ def test_recomputation_keeps_less_and_full_least() -> None:
     found = []
     for parts in less:
         config = configured(ONE | {"recompute": parts})
-        found += [layer_bytes(PipelineRank(planned(config), 0))]
+        found += [LayerBytes(PipelineRank(planned(config), 0))]
     kept = [layer.kept for layer in found]
     assert kept == sorted({*kept})
-    assert found[0].again > 0 == found[-1].again
+    assert found[0].again and not found[-1].again
     assert {layer.plain for layer in found} == {kept[-1]}
 
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import train
 from parallel3d.config.length import Length
-from parallel3d.config.schema import Config, LaunchConfig, TrainConfig
+from parallel3d.config.schema import Config, TrainConfig
 from parallel3d.faults import watchdog as stacks
 from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stack
 from parallel3d.run import failure
@@ -31,7 +32,7 @@ WATCHED = """
 import errno, sys, time
 from pathlib import Path
 from parallel3d.faults import hang, watchdog
-from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.blueprint.layout import Layout
 from parallel3d.run import failure
 from parallel3d.run.launch import Worker
 
@@ -50,7 +51,7 @@ def stays_and_holds_the_interpreter(*_, **__):
 
 worker = Worker(0, 0, 1, 1, Path(sys.argv[1]), "local", "cpu", "train step 3")
 exec(sys.argv[2])
-watchdog.Watchdog(Config(dp=1), worker, None, 0.4).start()
+watchdog.Watchdog(Layout(), worker, None, 0.4, 600).start()
 time.sleep(600)
 """
 
@@ -177,7 +178,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
             order.append("left")
 
     watchdogs = [
-        Slow(Config(dp=2), Worker(rank, rank, 2, 2, tmp_path, "local", "cpu"), store, 0.4)
+        Slow(Layout(dp=2), Worker(rank, rank, 2, 2, tmp_path, "local", "cpu"), store, 0.4, 600)
         for rank in range(2)
     ]
     for watchdog in watchdogs:
@@ -218,7 +219,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
         watchdog._stopped.set()
 
     monkeypatch.setattr(Watchdog, "_report", report)
-    watchdog = Watchdog(Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
+    watchdog = Watchdog(Layout(), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2, 600)
     monkeypatch.setattr("parallel3d.faults.watchdog.RESTS", 1000.0)
     watchdog.rest()
     watchdog.start()
@@ -230,8 +231,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     # A disk that never answers is felt in the end: nothing is computed, and that for long.
     reported.clear()
     monkeypatch.setattr("parallel3d.faults.watchdog.RESTS", 3.0)
-    short = Config(dp=1, launch=LaunchConfig(timeout_s=0.5))
-    resting = Watchdog(short, Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
+    resting = Watchdog(Layout(), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2, 0.5)
     resting.rest()
     resting.start()
     assert reported.wait(5 * PATIENCE)
@@ -329,7 +329,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
     """In a start's first step and first evaluation, in no other."""
     seen: list[tuple[str, bool]] = []
     worker = Worker(0, 0, 1, 1, tmp_path, "local")
-    worker.watchdog = Watchdog(Config(dp=1), worker, None, 60)
+    worker.watchdog = Watchdog(Layout(), worker, None, 60, 600)
 
     def look(what: str) -> SimpleNamespace:
         seen.append((what, worker.watchdog._resting))

@@ -17,7 +17,8 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def variables(config: Config, device: str = "cuda", **environ: str) -> dict[str, str]:
-    return gpu_environment.gpu_environment(config, device, environ)
+    cluster, tp, zero = config.cluster, config.tp, config.zero
+    return gpu_environment.gpu_environment(device, environ, cluster, tp=tp, zero=zero)
 
 
 def test_ranks_on_gpus_get_variables_that_the_user_has_not_set(nvidia: None) -> None:

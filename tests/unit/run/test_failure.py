@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import TrainingFailure, UserError, closest
@@ -20,6 +21,7 @@ from parallel3d.run.failure import RankFailure, from_exception, from_exit, root_
 from parallel3d.run.launch import Worker
 
 CONFIG = Config(model=ModelConfig(name="gpt_tiny"), tp=2, pp=2, dp=2)
+LAYOUT = layout_of(CONFIG)
 
 
 def error(rank: int, text: str, time: float) -> RankFailure:
@@ -82,11 +84,11 @@ def test_first_of_equals_is_the_cause() -> None:
 
 def test_killed_rank_is_the_cause_of_closed_connections() -> None:
     gone = "RuntimeError: Connection closed by peer"
-    assert root_cause([error(0, gone, 1.0), from_exit(CONFIG, 1, -9)]).rank == 1
+    assert root_cause([error(0, gone, 1.0), from_exit(LAYOUT, 1, -9)]).rank == 1
 
 
 def test_rank_that_the_launcher_ended_is_not_the_cause() -> None:
-    survivors = [from_exit(CONFIG, 0, -15), error(2, "RuntimeError: Connection reset", 5.0)]
+    survivors = [from_exit(LAYOUT, 0, -15), error(2, "RuntimeError: Connection reset", 5.0)]
     assert root_cause(survivors).rank == 2
 
 
@@ -99,10 +101,10 @@ def test_sentence_names_rank_coordinates_host_phase_and_place() -> None:
 
 
 def test_killed_rank_is_said_by_the_signals_name() -> None:
-    assert "rank 2 (pp 0, dp 1, tp 0) on " in from_exit(CONFIG, 2, -9).sentence()
-    assert "was killed by SIGKILL" in from_exit(CONFIG, 2, -9).sentence()
-    assert "was killed by SIGSEGV" in from_exit(CONFIG, 2, -11).sentence()
-    assert "exited with code 3" in from_exit(CONFIG, 2, 3).sentence()
+    assert "rank 2 (pp 0, dp 1, tp 0) on " in from_exit(LAYOUT, 2, -9).sentence()
+    assert "was killed by SIGKILL" in from_exit(LAYOUT, 2, -9).sentence()
+    assert "was killed by SIGSEGV" in from_exit(LAYOUT, 2, -11).sentence()
+    assert "exited with code 3" in from_exit(LAYOUT, 2, 3).sentence()
 
 
 def test_user_error_is_said_as_it_is() -> None:
@@ -198,7 +200,7 @@ def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     (records / "rank-4.json").write_bytes(b"\xff\x00")
     (records / "rank-5.json").mkdir()
     assert [found.rank for found in failure.read_all(tmp_path)] == [1]
-    cause = local_workers._cause(CONFIG, tmp_path, {0: -failure.END_SIGNAL, 1: 1})
+    cause = local_workers._cause(LAYOUT, tmp_path, {0: -failure.END_SIGNAL, 1: 1})
     assert (cause.rank, cause.error) == (1, "ValueError: boom")
 
 
@@ -217,7 +219,7 @@ def test_a_launcher_does_not_wait_for_a_dead_disk(
 ) -> None:
     monkeypatch.setattr(failure, "read_all", lambda _: time.sleep(600))
     monkeypatch.setattr(local_workers, "DISK_S", 0.2)
-    cause = local_workers._cause(CONFIG, tmp_path, {1: -signal.SIGKILL})
+    cause = local_workers._cause(LAYOUT, tmp_path, {1: -signal.SIGKILL})
     assert cause.rank == 1 and "was killed by SIGKILL" in cause.error
 
 

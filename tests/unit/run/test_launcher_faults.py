@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.blueprint.layout import layout_of
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
 from parallel3d.checkpoint.saver import Lease
 from parallel3d.config.schema import Config, DataConfig
@@ -55,7 +56,7 @@ def begun(run_dir: Path) -> None:
     [
         (True, start),
         (True, lambda config, run_dir: Restarts(run_dir, 3, lambda _: None).decide(KILLED)),
-        (True, lambda config, run_dir: _cause(config, run_dir, {0: -9})),
+        (True, lambda config, run_dir: _cause(layout_of(config), run_dir, {0: -9})),
         (False, lambda config, run_dir: discard_unused(run_dir)),
     ],
     ids=["start", "start the ranks again", "find the cause", "remove an unused run"],

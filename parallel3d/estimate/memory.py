@@ -1,0 +1,441 @@
+"""A safe bound of a rank's peak memory, from the configuration alone.
+
+States, and what the micro-batches in flight keep, are counted. Of the tensors that come and go the
+bound takes the largest set that is there at once, by the widths of the layer's operations and with
+a margin, and no list of the code's own. `parallel3d dryrun` runs that code and is the judge
+(`benchmarks/plan_dryrun.py`); `plan` asks it about its best rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
+from parallel3d.blueprint.buckets import PIECE
+from parallel3d.blueprint.in_flight import states_of
+from parallel3d.blueprint.ops import Op, kept, widths
+from parallel3d.blueprint.rank import PipelineRank, flat_shards
+from parallel3d.config.schema import Config
+from parallel3d.estimate.search import LayoutChoice, configure, planned
+from parallel3d.schedules.actions import Kind
+from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
+
+FP32 = 4  # bytes of statistics, and of gradients that are reduced
+MARGIN = 0.05  # of activations and temporary tensors, for those that the bound leaves out
+ENDS = "gradients of embedding and head"
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank at its peak.
+
+    Attributes:
+        activations: what the micro-batches in flight keep for their backward.
+        temporary: the largest set of tensors beside it, with parameters that FSDP2 gathers.
+        phase: where that is.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    masters: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    temporary: float = 0.0
+    margin: float = 0.0
+    phase: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(self[:-1])
+
+
+def peak_stage(config: Config) -> tuple[int, RankMemory]:
+    """Returns (index along pp, peak memory) of the rank that needs most.
+
+    Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
+    have more: only the ends, the middle, and the first rank of most layers are looked at.
+    """
+    blueprint = planned(config)
+    pp = blueprint.layout.pp
+    counts = [0] * pp
+    for (index, _), layers in zip(
+        blueprint.assignment.places, blueprint.layers_per_stage, strict=True
+    ):
+        counts[index] += layers
+    most = counts.index(max(counts))
+    seen = sorted({0, min(1, pp - 1), pp // 2, pp - 1, most})
+    found = zip(seen, peak_memories(blueprint, seen), strict=True)
+    return max(found, key=lambda pair: pair[1].total)
+
+
+def memories(
+    config: Config,
+    choices: Sequence[LayoutChoice],
+    reserve: float,
+    tell: Callable[[str], None] | None = None,
+) -> NDArray[np.float64]:
+    """Returns the bytes of each choice's fullest GPU plus `reserve`, which no tensor can use;
+    `tell` is called with the progress."""
+    totals = []
+    for done, choice in enumerate(choices):
+        if tell is not None:
+            tell(f"layout {done} of {len(choices)}")
+        totals.append(peak_stage(configure(config, choice))[1].total)
+    return np.array(totals) + reserve
+
+
+def peak_memory(config: Config, index: int) -> RankMemory:
+    """Returns a bound of the peak memory of rank `index` along pp.
+
+    `config` is checked, with dp and a named schedule. Dropout of attention probabilities and
+    document masks are not modelled. Raises UserError if a stage would be empty.
+    """
+    return peak_memories(planned(config), [index])[0]
+
+
+def peak_memories(blueprint: Blueprint, indices: Sequence[int]) -> list[RankMemory]:
+    """Returns `peak_memory` of some ranks of a pipeline."""
+    ranks = [PipelineRank(blueprint, index) for index in indices]
+    layer = LayerBytes(ranks[0])
+    return [_peak(rank, layer) for rank in ranks]
+
+
+def _peak(rank: PipelineRank, layer: LayerBytes) -> RankMemory:
+    found = max(_Moments(rank, layer).all(), key=lambda peak: peak.total)
+    return _state(rank)._replace(
+        activations=found.activations,
+        temporary=found.temporary,
+        margin=MARGIN * found.total,
+        phase=found.phase,
+    )
+
+
+def _state(rank: PipelineRank) -> RankMemory:
+    """Returns the memory between steps."""
+    blueprint, item, wide, dp = rank.blueprint, rank.item, rank.grad_item, rank.replicas
+    numel = rank.layer_numel * rank.layer_count + rank.end_numel
+    zero, optim = blueprint.data.zero, blueprint.optim
+    cut, spread = dp if zero > 0 else 1, dp if zero > 1 else 1
+    moments = 1 if optim.name == "sgd" else 2
+    moment = 2 if optim.state == "bf16" else wide
+    average = wide * (optim.ema_decay is not None)
+    return RankMemory(
+        parameters=0.0 if spread > 1 else float(item * numel),
+        gradients=wide * numel / spread,
+        masters=0.0 if item >= FP32 and spread == 1 else wide * numel / cut,
+        optimizer=(moments * moment + average) * numel / cut,
+    )
+
+
+def bytes_kept(rank: PipelineRank, ops: Sequence[Op]) -> float:
+    """Returns the bytes of a micro-batch that these operations keep until their backward."""
+    elements, statistics = kept(ops)
+    return rank.tokens * (rank.item * elements + FP32 * statistics)
+
+
+def bytes_moved(rank: PipelineRank, ops: Sequence[Op]) -> float:
+    """Returns the bytes of `bytes_kept` that are in tensors large enough to be offloaded."""
+    sizes = [rank.tokens * rank.item * op.keeps for op in ops]
+    sizes += [rank.tokens * FP32 * op.statistics for op in ops]
+    return sum(size for size in sizes if size >= OFFLOADED_BYTES)
+
+
+class LayerBytes:
+    """Bytes of one layer and micro-batch, by its list of operations.
+
+    Attributes:
+        kept: from its forward to its backward; plain: of a layer that repeats nothing.
+        moved, moved_plain: of these, what is offloaded.
+        forward: the most that its forward has beside what it keeps.
+        deferred: operands of its weight gradients, from I to W (`parameters/gradients.py`).
+    """
+
+    def __init__(self, rank: PipelineRank) -> None:
+        self.rank, ops = rank, rank.layer
+        self.again = {op.name for op in ops.repeated}
+        self.split = context_bytes(rank, "attention" in self.again)
+        self.plain = bytes_kept(rank, ops.plain) + self.split.kept
+        self.kept = bytes_kept(rank, ops.kept)
+        if "attention" not in self.again:
+            self.kept += self.split.kept
+        self.moved, self.moved_plain = bytes_moved(rank, ops.kept), bytes_moved(rank, ops.plain)
+        self.forward = max(self._forward())
+        self.deferred = sum(self._operands(op) for op in ops.ops)
+
+    @functools.cached_property
+    def backward(self) -> float:
+        """The most that its backward has beside what it keeps."""
+        return max(self._backward(defers=False))
+
+    @functools.cached_property
+    def halved(self) -> float:
+        """The same of I."""
+        return max(self._backward(defers=True))
+
+    def _operands(self, op: Op) -> float:
+        """Returns the bytes of a GEMM's input, as it is saved, and of its result's gradient."""
+        row = self.rank.tokens * self.rank.item
+        if op.kind != "gemm":
+            return 0.0
+        if op.split == "column":
+            return self.rank.stream + row * op.outputs
+        return row * op.inputs + self.rank.hidden
+
+    def _gathered(self, op: Op) -> float:
+        """Returns the bytes of a GEMM's input, if sequence parallelism gathers it, with a copy of
+        several sequences in order."""
+        gathers = op.split == "column" and self.rank.sp
+        return self.rank.hidden * (1 + self.rank.copies) if gathers else 0.0
+
+    def _row(self, op: Op) -> float:
+        """Returns the bytes of an element a token; of a chunk's tokens where the MLP has chunks."""
+        row, mlp = self.rank.tokens * self.rank.item, op.name.startswith("mlp.")
+        cut = mlp and op.name != "mlp.residual" and not self.rank.blueprint.recompute_layers
+        return row / self.rank.mlp_chunks if cut else row
+
+    def _part(self, op: Op) -> str:
+        """Returns the part of the layer whose forward the backward repeats in one go."""
+        if "attention.out" in self.again:
+            return "layer"
+        return "mlp" if op.name.startswith("mlp") else "attention"
+
+    def _forward(self) -> Iterator[float]:
+        """Yields the bytes at each operation: the residual stream, the result, the gathered input,
+        and what the part has made so far and does not keep."""
+        made, part = 0.0, ""
+        for op in self.rank.layer.ops:
+            if self._part(op) != part:
+                made, part = 0.0, self._part(op)
+            yield made + self.rank.stream + self._row(op) * op.outputs + self._gathered(op)
+            if op.name in self.again:
+                made += self._row(op) * op.keeps
+
+    def _backward(self, defers: bool) -> Iterator[float]:
+        """Yields the bytes at each operation, the last one first: gradients of its result, its
+        input and the residual stream; results that its part has made again; less what the
+        operations after it have freed. `defers`: operands of weight gradients stay."""
+        rank, ops, more, part = self.rank, self.rank.layer, 0.0, ""
+        for op in reversed(ops.ops):
+            if self._part(op) != part:
+                part = self._part(op)
+                more += bytes_kept(rank, [o for o in ops.repeated if self._part(o) == part])
+                more += self.split.again if part != "mlp" else 0.0
+            if op.kind == "gemm" and rank.fully_sharded:  # elsewhere it is added in place
+                more += rank.item * op.inputs * op.outputs
+            attends = self.split.backward if op.kind == "attention" else 0.0
+            results = self._row(op) * (op.inputs + op.outputs)
+            if op.kind != "attention":
+                more -= bytes_kept(rank, [op])
+            yield more + rank.stream + results + self._gathered(op) + attends
+            if op.kind == "attention":
+                more -= bytes_kept(rank, [op])
+            if defers:
+                more += self._operands(op)
+
+
+class ContextBytes(NamedTuple):
+    """Bytes of one layer's attention over context-parallel ranks, beyond one rank's attention.
+
+    Attributes:
+        kept: from its forward to its backward.
+        again: what a repeated forward keeps for the backward.
+        backward: results in fp32, and keys and values of other ranks with their gradients.
+    """
+
+    kept: float = 0.0
+    again: float = 0.0
+    backward: float = 0.0
+
+
+def context_bytes(rank: PipelineRank, repeats: bool) -> ContextBytes:
+    w, cp, style = (
+        widths(rank.blueprint.model, rank.layout.tp),
+        rank.layout.cp,
+        rank.blueprint.layer.cp_style,
+    )
+    if cp == 1:
+        return ContextBytes()
+    row, wide = rank.tokens * rank.item, max(FP32 / rank.item, 1.0)
+    keys, queries = 2 * row * w.keys, row * w.queries  # keys: with their values
+    if style == "heads":
+        kept = queries + (max(cp / w.key_heads, 1) - 1) * keys
+        return ContextBytes(kept, kept if repeats else 0.0, 2 * queries + keys)
+    if style == "ring":
+        return ContextBytes(backward=wide * queries + 3 * (1 + wide) * keys)
+    gathered, sets = cp * keys, 2 + 2 * wide + (0 if repeats else 2)
+    backward = wide * queries + sets * gathered / rank.head_groups
+    return ContextBytes(0.0, gathered if repeats else 0.0, backward)
+
+
+class _Moments:
+    """The fullest moments of a rank's step, beside its states."""
+
+    def __init__(self, rank: PipelineRank, layer: LayerBytes) -> None:
+        self.rank, self.layer = rank, layer
+        self.kept = [_kept(stage, layer) for stage in rank.stages]
+        self.once = rank.blueprint.microbatches == 1
+        # FSDP2's gradient of a table is in the compute type until it is reduced.
+        model, cut = rank.blueprint.model, rank.layout.tp
+        table = rank.item * (model.padded_vocab_size // cut * model.hidden_size)
+        self.table = float(table) if rank.fully_sharded else 0.0
+        # The head's forward computes its gradients: of its input, with its norm, and of its table.
+        self.states = 2 * rank.stream
+        self.head = self.states + self.table * rank.last
+
+    def all(self) -> Iterator[RankMemory]:
+        """Yields the peak of each kind of action on each stage, and of the optimizer."""
+        rank = self.rank
+        held = [n + self.head * s.last for n, s in zip(self.kept, rank.stages, strict=True)]
+        waits = [len(stage.layers) * self.layer.deferred for stage in rank.stages]
+        message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
+        left = np.array([self._left(stage) for stage in rank.stages])
+        for (kind, chunk), seen in states_of(rank.blueprint, rank.index).items():
+            if kind == Kind.W:  # no peak
+                continue
+            stage, kept = rank.stages[chunk], self.kept[chunk]
+            live = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
+            most = float((live + seen.begun @ left).max())
+            of_action = self._forward(stage, kept)
+            if kind != Kind.F:
+                of_action = {"backward": self._backward(stage, kind, kept)}
+            for phase, more in of_action.items():
+                yield RankMemory(activations=most, temporary=more, phase=phase)
+            if kind != Kind.F and rank.fully_sharded:
+                # This backward has added to the sums, or freed the last reduction's input.
+                begun = (seen.begun | (np.arange(len(left)) == chunk)) & rank.accumulates
+                behind = live + begun @ left
+                last = behind[seen.final] if rank.accumulates else behind
+                for phase, more in self._reduction(stage, kept).items():
+                    most = float((behind if phase == ENDS else last).max(initial=-math.inf))
+                    yield RankMemory(activations=most, temporary=more, phase=phase)
+        if rank.blueprint.optim.state == "bf16":  # a piece in fp32, and random bits
+            widest = max((s.numel for s in flat_shards(rank)), default=0)
+            yield RankMemory(temporary=3.0 * FP32 * min(PIECE, widest), phase="optimizer")
+
+    def _away(self, stage: StageBlueprint) -> float:
+        """Returns the bytes of offloaded layers on the device: the one that computes, a neighbour,
+        and one that the next action fetches."""
+        near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
+        return near * max(_moved(stage, self.layer), default=0.0)
+
+    def _gathered(self, layers: int) -> float:
+        """Returns the bytes of the parameters that FSDP2 has gathered: of so many layers under
+        zero=3, of all under zero=2, and of embedding and head."""
+        rank = self.rank
+        if not rank.fully_sharded:
+            return 0.0
+        layers = rank.layer_count if rank.blueprint.data.zero == 2 else layers
+        return rank.item * float(rank.layer_numel * layers + rank.end_numel)
+
+    def _ties(self, stage: StageBlueprint) -> bool:
+        """Whether one stage has both readers of a tied table, whose gradients are summed."""
+        return stage.first and stage.last and self.rank.table.tied
+
+    def _forward(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
+        """Returns the bytes of a forward by phase: of a layer, and of the head and the loss."""
+        rank = self.rank
+        layer = self.layer.forward + self._away(stage) + self._gathered(min(2, rank.layer_count))
+        if not stage.last:
+            return {"forward": kept + layer}
+        logits = rank.item * max(rank.loss_chunks) * rank.columns
+        states = self.states + 2 * rank.hidden + (rank.hidden + rank.stream if rank.sp else 0)
+        tables = 2 * self.table + max(logits, self.table)
+        head = states + tables + self._gathered(1)
+        return {"forward": kept + layer, "head and loss": kept + head}
+
+    def _backward(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
+        """Returns the bytes of a layer's backward; of I in the first layer, where the operands of
+        the others' weight gradients stay."""
+        layers = len(stage.layers)
+        more = self._away(stage) + self._gathered(min(2, layers))
+        more += self.layer.halved if kind == Kind.I else self.layer.backward
+        if kind == Kind.I:
+            more += max(0.0, (layers - 1) * (self.layer.deferred - kept / layers))
+        if stage.last:  # it begins with the head's gradient
+            more -= self.rank.stream
+            more += 0.0 if self._ties(stage) else self.table
+        return more
+
+    # FSDP2 reduces a layer's gradients beside the next layer's backward, or accumulates them.
+
+    def _completed(self, stage: StageBlueprint) -> int:
+        """Returns the elements of embedding and head whose gradients a stage's backward completes:
+        to a tied table of the rank's last stage its first one only adds."""
+        rank = self.rank
+        adds = stage.first and not stage.last and rank.last and rank.table.tied
+        return sum(p.numel for p in rank.ends_read(stage)) - (rank.table.numel if adds else 0)
+
+    def _left(self, stage: StageBlueprint) -> float:
+        """Returns the bytes that a stage's backward leaves to the next one: sums of gradients, or
+        the input of the last reduction."""
+        rank, one = self.rank, self.rank.layer_numel
+        if rank.accumulates:
+            return float(FP32 * (one * len(stage.layers) + self._completed(stage)))
+        if rank.fully_sharded and not self.once and len(rank.stages) == 1:
+            return float(FP32 * (self._completed(stage) or one))
+        return 0.0
+
+    def _reduction(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
+        """Returns the bytes behind a layer's backward by phase: while its gradients are reduced,
+        with the next layer's backward beside that, and while those of the ends are."""
+        rank, layers, sums = self.rank, len(stage.layers), not self.rank.accumulates
+        one, before = rank.layer_numel, kept / layers  # of the layer, whose backward is done
+        cast = self.table if stage.last and not self._ties(stage) else 0.0
+        wide = cast + sums * FP32 * one
+        if rank.blueprint.data.zero == 2 and (self.once or rank.accumulates):
+            wide -= rank.item * one  # stage 2 frees a layer after its last backward
+        reduced = rank.stream + self._gathered(min(1, layers - 1)) + sums * rank.item * one
+        found = {"reduction": reduced + wide - before}
+        if layers > 1 and sums:
+            beside = self._backward(stage, Kind.B, kept) - cast - self._gathered(min(2, layers))
+            beside += self._gathered(min(2, layers - 1))
+            found["backward beside a reduction"] = beside + wide - before
+        table = self.table if stage.first else 0.0
+        ends = rank.stream - kept - self.states * stage.last + cast + table
+        ends += 0.0 if self.once else self._gathered(0)
+        if sums:
+            input, several = FP32 * self._completed(stage), len(rank.ends_read(stage)) > 1
+            shared = stage.first or (rank.first and rank.table.tied)
+            freed = self.table if several and shared else 0.0
+            ends += input + max(0.0, input / rank.replicas - freed)
+        found[ENDS] = ends
+        return found
+
+
+def _kept(stage: StageBlueprint, layer: LayerBytes) -> float:
+    kept = stage.recomputed * layer.kept + (len(stage.layers) - stage.recomputed) * layer.plain
+    return kept - sum(_moved(stage, layer))
+
+
+def _moved(stage: StageBlueprint, layer: LayerBytes, turns: bool = False) -> list[float]:
+    """Returns the bytes that each offloaded layer copies to the host; `turns`: the micro-batch's
+    backward follows its forward, and the stage's last layer stays."""
+    away = min(stage.offloaded, len(stage.layers) - turns)
+    return [layer.moved if i < stage.recomputed else layer.moved_plain for i in range(away)]
+
+
+def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
+    """Whether a micro-batch's backward on the stage follows its forward."""
+    return stage.last and rank.blueprint.pipeline.name != "gpipe"
+
+
+def host_memory(config: Config, index: int) -> float:
+    """Returns the bytes of pinned memory that rank `index` along pp offloads activations to."""
+    rank = PipelineRank(planned(config), index)
+    layer, waiting, running = LayerBytes(rank), [], []
+    for stage in rank.stages:
+        turns = turns_around(rank, stage)
+        slabs = [math.ceil(n / SLAB_BYTES) for n in _moved(stage, layer, turns)]
+        waiting.append(sum(slabs))
+        # One layer of the backward, or of the next action, is on its way back.
+        back = -max(slabs, default=0)
+        forward = sum(slabs) + back * (not turns)
+        running.append({Kind.F: forward, Kind.B: back, Kind.I: back, Kind.W: 0})
+    seen = states_of(rank.blueprint, index).items()
+    most = max((s.live @ waiting).max() + running[chunk][kind] for (kind, chunk), s in seen)
+    return SLAB_BYTES * float(most)
