@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.checks import check_config
@@ -188,7 +189,8 @@ def config(**changes: object) -> Config:
 )
 def test_pieces_are_of_a_sequence_that_is_split(sp: bool, group: Group, pieces: int | None) -> None:
     init = Initializer(1, torch.float32, CPU)
-    ctx = BuildContext.of_run(config(sp=sp, chunks=3), init, group)
+    blueprint = Blueprint.of(config(sp=sp, chunks=3))
+    ctx = BuildContext.of_run(blueprint, init, group)
     made = ColumnParallelLinear(6, {"up": 8}, bias=False, **ctx.split)
     assert made.sp == pieces
 
