@@ -104,7 +104,6 @@ BRINGS: dict[str, dict[str, Any]] = {
     "ddp.reduce_every_microbatch=true": {"dp": 2, "zero": 2},
     "ddp.hierarchical=true": {"dp": 2},
     "ddp.comm_hook=bf16": {"dp": 2},
-    "ddp.comm_hook=powersgd": {"dp": 2},
     "ddp.bucket_order=measured": {"dp": 2},
     "profile.memory=true": {"profile.steps": [1, 2]},
     "data.cut_documents=true": {"data.packing": "best_fit"},
@@ -302,9 +301,8 @@ All pairs of features that have no column work too: {proven} of them are proven,
 allowed. Of {pairs} pairs in all {refused} are refused, {works} work, and {tested} of these are
 proven. What the samples of a run are (`data`, `data.packing`) changes nothing of what a step does
 with them; `tests/unit/data` holds it. Rounding hides errors, so exactness is proven in
-fp64, and bf16 and fp16 are compared with fp32, as is what rounds by intent (`ddp.comm_hook=bf16`;
-the errors that PowerSGD keeps are added to its sums, which then are exact). What
-needs a GPU (`attention_kernel`, `precision=tf32`, `device=cuda`) cannot be proven so.
+fp64, and bf16 and fp16 are compared with fp32, as is what rounds by intent (`ddp.comm_hook=bf16`).
+What needs a GPU (`attention_kernel`, `precision=tf32`, `device=cuda`) cannot be proven so.
 
 `schedule=file` goes with what the schedule goes with that the file holds. Values that are not
 implemented yet stand in [Configuration keys](configuration.md#not-yet).

@@ -148,8 +148,7 @@ class DataParallelSettings:
         zero: stage of ZeRO.
         every_microbatch: FSDP2 reduces after each micro-batch, so that no rank keeps whole
             gradients.
-        bucket_cap_mb, comm_hook, powersgd_rank: of gradient buckets (`buckets.assign`,
-            `comm_hooks.py`).
+        bucket_cap_mb, comm_hook: of gradient buckets (`buckets.assign`, `comm_hooks.py`).
         overlap: buckets are reduced while the last backward runs.
     """
 
@@ -157,7 +156,6 @@ class DataParallelSettings:
     every_microbatch: bool
     bucket_cap_mb: float | Sequence[float] | None
     comm_hook: str
-    powersgd_rank: int
     overlap: bool
 
     @classmethod
@@ -168,7 +166,6 @@ class DataParallelSettings:
             every_microbatch=ddp.reduces_every_microbatch(config.zero),
             bucket_cap_mb=ddp.bucket_cap_mb,
             comm_hook=ddp.comm_hook,
-            powersgd_rank=ddp.powersgd_rank,
             overlap=ddp.overlap,
         )
 

@@ -60,13 +60,6 @@ def assign(
     return buckets
 
 
-def compressed_rank(rows: int, columns: int, rank: int) -> int:
-    """Returns the rank at which PowerSGD sends a gradient of this shape; 0: uncompressed, unless
-    both factors together are less than half of the matrix (PyTorch's rule)."""
-    rank = min(rank, rows, columns)
-    return rank if 2 * rank * (rows + columns) < rows * columns else 0
-
-
 PIECE = 1 << 24  # elements whose states in bf16 are widened and stepped together on a GPU
 # Whose gradients are in the table's type at a time: of a long sequence all would be the largest
 # tensor of a step.

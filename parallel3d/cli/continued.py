@@ -15,11 +15,12 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from parallel3d.config.checks import ALTERNATIVES, with_derived_keys
-from parallel3d.config.fields import show, values_of, with_values
+from parallel3d.config.fields import check_value, show, values_of, with_values
 from parallel3d.config.identity import OF_COMMANDS, flat
 from parallel3d.config.overrides import experiment_files, groups
 from parallel3d.config.schema import SECTIONS, Config
 from parallel3d.config.words import option
+from parallel3d.errors import UserError
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
@@ -84,6 +85,8 @@ def continued(
         there: the configuration of the run's last start.
         given: what is typed.
         has_begun: the run has a checkpoint, which binds it to the source of its weights.
+
+    Raises UserError for a value that this version does not know.
     """
     old, new = values_of(with_derived_keys(there)), values_of(with_derived_keys(config))
     left = {*OF_A_START, *OF_THE_PLANNER} if "layout" in given else {*OF_A_START}
@@ -105,7 +108,13 @@ def continued(
     if has_begun and config.init_from == str(there.init_from).rpartition("@")[0]:
         given = replace(given, keys=given.keys - {"init_from"})
     taken = {k: v for k, v in old.items() if k not in given and not _is_among(k, left)}
-    changed = [f"{key}={show(value)}" for key, value in taken.items() if new[key] != value]
+    changes = {key: value for key, value in taken.items() if new[key] != value}
+    for key, value in changes.items():
+        try:
+            check_value(key, value)
+        except UserError as error:  # a value of an older version
+            raise UserError(f"run={config.run} had at its last start {error}") from None
+    changed = [f"{key}={show(value)}" for key, value in changes.items()]
     if not changed:
         return config, None
     more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""

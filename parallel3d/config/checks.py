@@ -496,11 +496,6 @@ def check_data_parallel(config: Config, dp: int) -> None:
             f"{hook} and ddp.hierarchical=true are two ways to sum a bucket; the nearest is "
             "ddp.hierarchical=false, or ddp.comm_hook=none."
         )
-    if ddp.comm_hook == "powersgd" and config.precision.name == "fp16":
-        raise UserError(
-            f"{hook} carries gradients over from step to step, and precision=fp16 changes their "
-            "scale in between; the nearest is precision=bf16, or ddp.comm_hook=bf16."
-        )
     for name in ("reduce_every_microbatch", "shard_size"):
         if zero < 2 and (value := getattr(ddp, name)):
             raise UserError(
@@ -519,7 +514,7 @@ def check_data_parallel(config: Config, dp: int) -> None:
 
 
 def _check_noise_scale(config: Config, ranks: int) -> None:
-    """Raises UserError unless gradients of a part of the batch and exact sums are available."""
+    """Raises UserError unless gradients of a part of the batch are available."""
     least = min(config.batch_sizes.sizes)
     if config.zero > 1 and ranks > 1:
         why = f"the gradients of one replica before they are summed, which zero={config.zero} hides"
@@ -529,8 +524,6 @@ def _check_noise_scale(config: Config, ranks: int) -> None:
             f"no gradients of optim.freeze={show(config.optim.freeze)}, which the buckets hold too"
         )
         near = "train.noise_scale=false"
-    elif config.ddp.comm_hook == "powersgd":
-        why, near = "exact sums, not those of ddp.comm_hook=powersgd", "ddp.comm_hook=bf16"
     elif least == config.micro_batch_size:
         batch, near = f"global_batch_size={least}", f"global_batch_size={2 * least}"
         if config.train.batch_schedule is not None:

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.config.paths import check_path, paths_in
 from parallel3d.config.schema import SECTIONS, Config
@@ -46,16 +46,31 @@ RENAMED = {"trace": "schedule.timeline"}
 # Values of earlier versions, by key and value, with the ones that took their place.
 RENAMED_VALUES = {("device", "pretend"): "simulated"}
 
+# Values that are gone, by key and value, with the nearest ones.
+REMOVED_VALUES = {("ddp.comm_hook", "powersgd"): "bf16"}
+
+
+class Removed(NamedTuple):
+    """A key that is gone: what to use instead, and the value at which it did nothing."""
+
+    instead: str
+    default: Any = None
+
+
 _TEXTBOOK_FORMS = (
     "the textbook forms of collectives are an example of the repository now: "
     "torchrun --nproc-per-node 4 -m examples.collectives.compare"
 )
-# Removed keys, with what to use instead.
+_LOW_RANK = "PowerSGD is gone, and ddp.comm_hook=bf16 sends half the bytes"
 REMOVED = {
-    "bench.algorithms": _TEXTBOOK_FORMS,
-    "algorithms": _TEXTBOOK_FORMS,
-    "topology.width": "text is as wide as the terminal, or as COLUMNS says",
-    "tensor_parallel.symmetric_memory": "tensor_parallel.chunks overlaps the same communication",
+    "bench.algorithms": Removed(_TEXTBOOK_FORMS, False),
+    "algorithms": Removed(_TEXTBOOK_FORMS, False),
+    "topology.width": Removed("text is as wide as the terminal, or as COLUMNS says"),
+    "tensor_parallel.symmetric_memory": Removed(
+        "tensor_parallel.chunks overlaps the same communication", False
+    ),
+    "ddp.powersgd_rank": Removed(_LOW_RANK, 4),
+    "ddp.powersgd_start": Removed(_LOW_RANK, 10),
 }
 
 
@@ -170,7 +185,7 @@ def unknown_key(given: str, value: Any = None) -> str:
     if given in RENAMED:
         return f"{typed}: {given} is now {RENAMED[given]}."
     if given in REMOVED:
-        return f"{typed}: {given} is no longer a key; {REMOVED[given]}."
+        return f"{typed}: {given} is no longer a key; {REMOVED[given].instead}."
     name = nearest_key(given)
     if name is None:
         close = "docs/configuration.md lists all keys"
@@ -264,6 +279,11 @@ def check_value(name: str, value: Any) -> None:
     if isinstance(value, str) and (now := RENAMED_VALUES.get((key.name, value))):
         raise UserError(
             f"{spell(key.name, value)}: {value} is now {now}; use {spell(key.name, now)}."
+        )
+    if isinstance(value, str) and (close := REMOVED_VALUES.get((key.name, value))):
+        raise UserError(
+            f"{spell(key.name, value)}: {value} is no longer a value of {typed_name(key.name)}; "
+            f"the nearest is {spell(key.name, close)}."
         )
     near = _nearest_to(key, value)
     if near is not value:

@@ -40,11 +40,8 @@ FREE = (
     *("data.valid", "train.eval_only"),
 )
 # Reported although their section is refused or free: weights of a blend take effect from where the
-# run is; hooks that compress gradients change them.
-REPORTED = (
-    *("model.dropout", "data.blend", "data.blend_stages"),
-    *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
-)
+# run is; a hook that rounds gradients changes them.
+REPORTED = ("model.dropout", "data.blend", "data.blend_stages", "ddp.comm_hook")
 LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "schedule.name")
 
 

@@ -846,13 +846,8 @@ class DataParallelConfig:
     )
     comm_hook: str = key(
         "none",
-        "what travels for a gradient bucket: none (fp32 sums), bf16 (half the bytes, rounded) or "
-        "powersgd (low-rank, with error feedback; Vogels et al. 2019)",
-        choices=("none", "bf16", "powersgd"),
-    )
-    powersgd_rank: int = key(4, "rank of PowerSGD's approximation", minimum=1)
-    powersgd_start: int = key(
-        10, "steps of plain sums before PowerSGD begins (at least 2)", minimum=2
+        "what travels for a gradient bucket: none (fp32 sums) or bf16 (half the bytes, rounded)",
+        choices=("none", "bf16"),
     )
     bucket_order: str = key(
         "model",

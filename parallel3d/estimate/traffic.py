@@ -7,13 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from parallel3d.blueprint.buckets import (
-    Home,
-    compressed_rank,
-    homes,
-    is_hidden,
-    padded_numel,
-)
+from parallel3d.blueprint.buckets import Home, homes, is_hidden, padded_numel
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import split_counts, widths
@@ -232,12 +226,9 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
     if blueprint.data.zero > 1:
         yield from _fully_sharded(rank)
         return
-    if blueprint.data.comm_hook == "powersgd":
-        yield from _low_rank(rank)
-    else:
-        numels = Counter(bucket_numel(bucket, rank.shards) for bucket in buckets_of(rank))
-        for numel, count in numels.items():
-            yield from _buckets(rank, numel, count)
+    numels = Counter(bucket_numel(bucket, rank.shards) for bucket in buckets_of(rank))
+    for numel, count in numels.items():
+        yield from _buckets(rank, numel, count)
 
 
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
@@ -306,20 +297,6 @@ def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
     yield Transfer(dim, op, numel * rank.grad_item, count, "gradient buckets")
     if rank.blueprint.data.zero:
         yield Transfer(dim, "all_gather", numel * rank.item, count, "stepped parameters")
-
-
-def _low_rank(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields PowerSGD's all-reduces (comm_hooks.py): P and the uncompressed, then Q."""
-    dim, what = rank.layout.replica_dim, "factors of gradient buckets"
-    for bucket in buckets_of(rank):
-        first = second = 0
-        for p in bucket:
-            rows = p.numel // p.columns
-            kept = compressed_rank(rows, p.columns, rank.blueprint.data.powersgd_rank)
-            first += kept * rows or p.numel
-            second += kept * p.columns
-        for numel in filter(None, (first, second)):
-            yield Transfer(dim, "all_reduce", numel * rank.grad_item, 1, what)
 
 
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:

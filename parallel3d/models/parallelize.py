@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
-from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
+from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, SideStream
 from parallel3d.data_parallel.engine import BucketedDataParallel, GradientObserver
 from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
@@ -72,15 +72,13 @@ def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter
 
 
 def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
-    ddp, inner, outer = config.ddp, groups.dp_inner, groups.dp_outer
+    inner, outer = groups.dp_inner, groups.dp_outer
     if config.zero:
         return reduce_scatter
     if inner.size > 1:
         return SideStream(lambda _, bucket: HierarchicalAllReduce(inner, outer, bucket))
-    if ddp.comm_hook == "bf16":
+    if config.ddp.comm_hook == "bf16":
         return SideStream(InBf16)
-    if ddp.comm_hook == "powersgd":
-        return SideStream(PowerSGD(ddp.powersgd_rank, ddp.powersgd_start))
     return all_reduce
 
 

@@ -38,7 +38,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.config import identity
 from parallel3d.config.checks import check_plain
-from parallel3d.config.fields import REMOVED, RENAMED, spell
+from parallel3d.config.fields import REMOVED, RENAMED, Removed, show, spell
 from parallel3d.config.identity import flat
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.config.text import read_yaml, with_text
@@ -136,11 +136,11 @@ def left_out(directory: Path) -> str | None:
         found = flat(tree)
         break
     words = []
-    for key, instead in (RENAMED | REMOVED).items():
-        is_set = str(found.get(key)).lower() not in ("none", "null", "false", "[]", "")
+    gone = {key: Removed(f"now {new}", False) for key, new in RENAMED.items()} | REMOVED
+    for key, removed in gone.items():
+        is_set = show(found.get(key)) not in ("null", show(removed.default))
         if is_set and not key.startswith(identity.OF_COMMANDS):
-            now = f"now {instead}" if key in RENAMED else instead
-            words.append(f"{spell(key, found[key])} ({now})")
+            words.append(f"{spell(key, found[key])} ({removed.instead})")
     if not words:
         return None
     return f"run={directory.name}: this version has no more {', '.join(words)}: left out"

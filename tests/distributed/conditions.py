@@ -8,8 +8,6 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from parallel3d.comm import collectives
-from parallel3d.data_parallel import comm_hooks
 from parallel3d.pipeline import offload
 from parallel3d.pipeline.offload import HostSlabs
 from tests.kernels import no_kernels
@@ -38,27 +36,7 @@ def tiny_slabs() -> Iterator[None]:
 
 
 @contextmanager
-def errors_paid_back() -> Iterator[None]:
-    """What PowerSGD has not sent of a sum is added at once, so that each sum is exact.
-
-    The sums of low rank and the errors of all ranks make up the whole sum, if each error is that of
-    its own gradient. Errors that wait for the next step: see test_comm_hooks.
-    """
-    started = comm_hooks._PowersgdStarted
-    wait = started.wait
-
-    def wait_and_pay(self: comm_hooks._PowersgdStarted) -> None:
-        wait(self)
-        for matrix in self.factors.matrices:
-            matrix.of(self.tensor).add_(collectives.all_reduce(matrix.error, self.group))
-            matrix.error.zero_()
-
-    with patch.object(started, "wait", wait_and_pay):
-        yield
-
-
-@contextmanager
 def of_matrix() -> Iterator[None]:
     """The conditions of every training of the matrix."""
-    with tiny_slabs(), errors_paid_back(), no_kernels():
+    with tiny_slabs(), no_kernels():
         yield

@@ -130,8 +130,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.tensor_parallel.chunks = changes.get("chunks", 1)
     config.precision.name = changes.get("precision", "fp32")
     config.ddp.reduce_every_microbatch = changes.get("every")
-    config.ddp.comm_hook, config.ddp.powersgd_start = changes.get("comm_hook", "none"), 2
-    config.ddp.powersgd_rank = 1
+    config.ddp.comm_hook = changes.get("comm_hook", "none")
     config.ddp.bucket_cap_mb = changes.get("bucket_cap_mb", 0.004)
     config.tensor_parallel.attention = changes.get("attention", "heads")
     config.loss.chunk_tokens = changes.get("chunk_tokens")
@@ -158,8 +157,7 @@ def sent_in_a_step(groups: ProcessGroups, changes: dict[str, Any]) -> Sent:
     config = config_of(groups.layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
     with no_kernels():
-        for _ in range(config.ddp.powersgd_start if config.ddp.comm_hook == "powersgd" else 1):
-            trainer.train_step()
+        trainer.train_step()
     with Counting() as counting:
         reducer = getattr(trainer.data_parallel, "reducer", None)
         if hasattr(getattr(reducer, "comm_hook", None), "__name__"):  # one of `collectives`
@@ -243,7 +241,6 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "dp4 bf16 buckets": (Layout(dp=4), {"comm_hook": "bf16"}),
         "tp2 dp2 sp zero1": (Layout(tp=2, dp=2), {"zero": 1, "sp": True, **LLAMA}),
         "pp2 dp2 zero3 bf16": (Layout(pp=2, dp=2), {"zero": 3, "precision": "bf16"}),
-        "pp2 dp2 powersgd": (Layout(pp=2, dp=2), {"comm_hook": "powersgd"}),
         "tp2 dp2 fp16, its loss too, noise scale": (
             Layout(tp=2, dp=2),
             {"precision": "fp16", "lm_cross_entropy": "fp16", "noise_scale": True},

@@ -218,11 +218,6 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ),
     ({"init_optimizer": True}, None, ["init_optimizer=true", "nearest is init_optimizer=false"]),
     (
-        {"train.noise_scale": True, "ddp.comm_hook": "powersgd", "dp": 2},
-        2,
-        ["train.noise_scale=true", "exact sums", "nearest is ddp.comm_hook=bf16"],
-    ),
-    (
         {"train.noise_scale": True, "global_batch_size": 4},
         None,
         ["two parts", "global_batch_size=4", "nearest is global_batch_size=8"],

@@ -28,14 +28,14 @@ def config(**changes: Any) -> Config:
             "the nearest is zero=0, or ddp.comm_hook=none.",
         ),
         (
-            {"ddp__hierarchical": True, "ddp__comm_hook": "powersgd"},
-            "ddp.comm_hook=powersgd and ddp.hierarchical=true are two ways to sum a bucket; the "
+            {"ddp__hierarchical": True, "ddp__comm_hook": "bf16"},
+            "ddp.comm_hook=bf16 and ddp.hierarchical=true are two ways to sum a bucket; the "
             "nearest is ddp.hierarchical=false, or ddp.comm_hook=none.",
         ),
         (
-            {"precision__name": "fp16", "ddp__comm_hook": "powersgd"},
-            "ddp.comm_hook=powersgd carries gradients over from step to step, and precision=fp16 "
-            "changes their scale in between; the nearest is precision=bf16, or ddp.comm_hook=bf16.",
+            {"ddp__comm_hook": "powersgd"},
+            "ddp.comm_hook=powersgd: powersgd is no longer a value of ddp.comm_hook; the nearest "
+            "is ddp.comm_hook=bf16.",
         ),
         (
             {"zero": 2, "ddp__bucket_order": "measured"},
@@ -74,7 +74,6 @@ def test_refused(changes: dict[str, Any], says: str) -> None:
     [
         {"ddp__comm_hook": "bf16"},
         {"ddp__comm_hook": "bf16", "precision__name": "fp16"},
-        {"ddp__comm_hook": "powersgd", "precision__name": "bf16"},
         {"zero": 1, "ddp__bucket_order": "measured"},
         {"zero": 2, "ddp__shard_size": 2},
         {"zero": 3, "ddp__shard_size": 4},

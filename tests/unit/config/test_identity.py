@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
+
 from parallel3d.config.identity import LAYOUT, ConfigChange, changes, of_all_ranks, refusal
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 
@@ -60,12 +62,15 @@ def test_what_the_next_steps_do_is_said() -> None:
     }
 
 
-def test_hooks_that_change_gradients_are_said() -> None:
-    new = Config()
-    new.ddp.comm_hook, new.ddp.powersgd_rank, new.ddp.bucket_order = "powersgd", 2, "measured"
-    found = changes(there(Config()), new)
+@pytest.mark.parametrize("hook", ["none", "powersgd"])
+def test_hooks_that_change_gradients_are_said(hook: str) -> None:
+    """Also one that this version has no more, with a key of its own."""
+    old, new = there(Config()), Config()
+    old["ddp"] |= {"comm_hook": hook, "powersgd_rank": 2}
+    new.ddp.comm_hook, new.ddp.overlap = "bf16", False
+    found = changes(old, new)
     assert refused(found) == []
-    assert {c.key for c in reported(found)} == {"ddp.comm_hook", "ddp.powersgd_rank"}
+    assert [str(c) for c in reported(found)] == [f"ddp.comm_hook is {hook!r} there, now 'bf16'"]
 
 
 def test_model_data_seed_and_optimizer_are_the_run_itself() -> None:

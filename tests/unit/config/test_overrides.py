@@ -26,6 +26,7 @@ BAD = [
     ("bench.algorithms=true", ["is no longer a key", "-m examples.collectives.compare"]),
     ("topology.width=90", ["topology.width=90: topology.width is no longer a key", "COLUMNS"]),
     ("tensor_parallel.symmetric_memory=true", ["is no longer a key; tensor_parallel.chunks"]),
+    ("ddp.powersgd_rank=2", ["is no longer a key; PowerSGD is gone, and ddp.comm_hook=bf16"]),
     ("--profile-step-end=12", ["nearest is profile.steps (", "profile.steps=[11,12]"]),
     ("--profile-ranks=0", ["nearest is profile.ranks,"]),
     ("train-iters=4", ["train-iters=4", "nearest is train.steps."]),

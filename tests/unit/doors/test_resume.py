@@ -269,6 +269,20 @@ def test_the_source_of_a_run_that_goes_on(
     assert config.init_from == taken
 
 
+def test_a_value_of_an_older_version_is_refused_unless_another_is_typed() -> None:
+    there, given = Config(run="a"), Given(set(), set())
+    there.ddp.comm_hook = "powersgd"
+    with pytest.raises(UserError) as refused:
+        continued(Config(run="a"), there, given, None)
+    assert str(refused.value) == (
+        "run=a had at its last start ddp.comm_hook=powersgd: powersgd is no longer a value of "
+        "ddp.comm_hook; the nearest is ddp.comm_hook=bf16."
+    )
+    typed = with_values(Config(run="a"), {"ddp.comm_hook": "bf16"})
+    config, _ = continued(typed, there, Given({"ddp.comm_hook"}, set()), None)
+    assert config.ddp.comm_hook == "bf16"
+
+
 def test_a_copied_run_goes_by_its_new_name() -> None:
     there = check_config(Config(run="a", seed=5), own_samples=True)
     config, line = continued(Config(run="b"), there, Given(set(), set()), None)
@@ -283,6 +297,8 @@ def test_a_copied_run_goes_by_its_new_name() -> None:
         ("trace: true\n", "trace=true (now schedule.timeline)"),
         ("tensor_parallel:\n  symmetric_memory: true\n", "tensor_parallel.symmetric_memory=true ("),
         ("topology:\n  width: 80\n", None),  # of another command
+        ("ddp:\n  powersgd_rank: 4\n  powersgd_start: 10\n", None),  # nobody typed them
+        ("ddp:\n  powersgd_rank: 2\n", "ddp.powersgd_rank=2 (PowerSGD is gone, and ddp.comm_hook="),
     ],
 )
 def test_keys_of_an_old_configuration_that_are_no_more(
