@@ -46,6 +46,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config import identity
 from parallel3d.config.length import Length
 from parallel3d.config.schema import Config
+from parallel3d.config.values import BatchSizes
 from parallel3d.data.corpus import Blend, history_until
 from parallel3d.data.sampler import TrainingText
 from parallel3d.data.tokenizer import BYTE
@@ -109,7 +110,7 @@ def refusal_of(manifest: Manifest, config: Config, corpus: TrainingText | None) 
     if config.train.eval_only:
         return None  # no sample is trained on
     if "blend" in manifest.data and "blend" in here:
-        return _other_blend(manifest, config, here["blend"])
+        return _other_blend(manifest, config.run, config.model.seq_length, here["blend"])
     return (
         f"run={config.run} cannot resume with another text: its fingerprint is "
         f"{plain(manifest.data['fingerprint'][:12])} there, now {here['fingerprint'][:12]} "
@@ -118,14 +119,14 @@ def refusal_of(manifest: Manifest, config: Config, corpus: TrainingText | None) 
     )
 
 
-def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
+def _other_blend(manifest: Manifest, run: str | None, seq_length: int, here: str) -> str | None:
     """Refuses another history of the samples that were read; the future may change."""
     samples = int(manifest.progress["consumed_samples"])
     if history_until(manifest.data["blend"], samples) == history_until(here, samples):
         return None
-    tokens = samples * config.model.seq_length
+    tokens = samples * seq_length
     return (
-        f"run={config.run} cannot resume with another blend: the weights or the texts of its first "
+        f"run={run} cannot resume with another blend: the weights or the texts of its first "
         f"{tokens:,} tokens are not what they were; give those of the first start, other ones "
         f"from here on as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
     )
@@ -144,20 +145,20 @@ def facts_of(corpus: TrainingText) -> DataFacts:
     return facts
 
 
-def changed_keys(manifest: Manifest, config: Config) -> list[identity.ConfigChange]:
-    """Returns the keys that change the steps from a checkpoint on."""
-    found = identity.changes(manifest.config, config)
+def changed_keys(found: list[identity.ConfigChange]) -> list[identity.ConfigChange]:
+    """Returns those of the differing keys that change the steps from a checkpoint on."""
     return [change for change in found if change.kind == "reported"]
 
 
-def to_go(config: Config, length: Length, steps: int, samples: int) -> str:
-    """Returns what a run that resumes has done and has to do, in the unit of its length."""
-    seq_length = config.model.seq_length
+def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, samples: int) -> str:
+    """Returns what a run that resumes has done and has to do, in the unit of its length.
+
+    `sizes`: the global batch by samples read.
+    """
     done = f"{steps:,} of {length.last_step:,} steps are done"
-    if config.budget is not None:
-        tokens = samples * seq_length, config.budget * seq_length
+    if length.budget is not None:
+        tokens = samples * seq_length, length.budget * seq_length
         done = f"{tokens[0]:,} of {tokens[1]:,} tokens are done"
-    sizes = config.batch_sizes
     batches = [sizes.at(samples), sizes.at(length.sizes.samples(max(steps, length.last_step - 1)))]
     words = " to ".join(f"{size:,}" for size in dict.fromkeys(batches))
     left = length.last_step - steps
@@ -241,7 +242,7 @@ class Checkpoints:
             if manifest is not None:
                 trainer.restore(manifest.progress, manifest.config)
                 self.length = trainer.length
-                self.changed = bool(changed_keys(manifest, self.config))
+                self.changed = bool(changed_keys(identity.changes(manifest.config, self.config)))
                 goes_on = manifest.step < self.length.last_step and not self.config.train.eval_only
                 if self.is_first_rank and goes_on:
                     self._log_changes(manifest)
@@ -406,14 +407,15 @@ class Checkpoints:
         parts = [f"resumes at step {manifest.step + 1}"]
         groups = {
             "layout": [change for change in found if change.key in identity.LAYOUT],
-            "changed": changed_keys(manifest, self.config),
+            "changed": changed_keys(found),
         }
         for title, some in groups.items():
             if some:
                 shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
                 parts.append(f"{title}: {shown}")
         samples = int(manifest.progress["consumed_samples"])
-        parts.append(to_go(self.config, self.length, manifest.step, samples))
+        sizes, seq_length = self.config.batch_sizes, self.config.model.seq_length
+        parts.append(to_go(self.length, sizes, seq_length, manifest.step, samples))
         self.say(f"run={self.config.run} {'; '.join(parts)}")
         if manifest.has_ema and self.config.optim.ema_decay is None:
             self.say("optim.ema_decay=null: the average of the weights is dropped")

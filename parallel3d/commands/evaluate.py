@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.exchange import all_gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.eval_rows import (
@@ -24,9 +25,8 @@ from parallel3d.commands.eval_rows import (
     figures_of,
     read_rows,
 )
-from parallel3d.commands.from_run import EVAL
 from parallel3d.commands.generate import load_newest
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, EvalConfig
 from parallel3d.context_parallel.documents import Documents, SequenceSplit
 from parallel3d.data.loader import whole_samples
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
@@ -59,12 +59,14 @@ def evaluate(config: Config, worker: Worker) -> None:
     worker.phase = "reading the rows"
     assert config.eval.tasks is not None  # the command sees to it
     rows = read_rows(config.eval.tasks)
-    requests = requests_of(rows, open_tokenizer(config.data.tokenizer or BYTE), config)
+    tokenizer, model = open_tokenizer(config.data.tokenizer or BYTE), config.model
+    requests = requests_of(rows, tokenizer, model.seq_length)
     worker.phase = "loading the checkpoint"
     stage = blank_stage(Blueprint.of(config), groups, device)
-    manifest = load_newest(EVAL, config, stage, groups)
+    manifest = load_newest(Path(config.runs_dir, str(config.run)), config.eval, stage, groups)
     worker.phase = "scoring"
-    scores = scores_of(requests, stage, groups, config)
+    scores = scores_of(requests, stage, groups, config.eval.batch_tokens, model.hidden_size)
+    check_finite(scores.values(), str(config.run))
     if worker.rank == 0:
         of_rows = [[scores[i, k] for k in range(len(row.choices))] for i, row in enumerate(rows)]
         report(config, manifest.step, rows, of_rows)
@@ -72,34 +74,40 @@ def evaluate(config: Config, worker: Worker) -> None:
 
 
 def scores_of(
-    requests: Sequence[Request], stage: Stage, groups: ProcessGroups, config: Config
+    requests: Sequence[Request],
+    stage: Stage,
+    groups: ProcessGroups,
+    batch_tokens: int,
+    hidden_size: int,
 ) -> dict[tuple[int, int], Likelihood]:
-    """Returns the likelihood of each (row, choice), on every rank; collective.
-
-    Raises UserError, on all ranks alike, for weights that give no numbers.
-    """
+    """Returns the likelihood of each (row, choice), on every rank; collective."""
     mine: list[tuple[int, int, Likelihood]] = []
-    for number, batch in enumerate(batches_of(requests, config.eval.batch_tokens)):
+    for number, batch in enumerate(batches_of(requests, batch_tokens)):
         if number % groups.dp.size == groups.dp.index:
-            found = likelihoods(stage, groups, batch, config.model.hidden_size)
+            found = likelihoods(stage, groups, batch, hidden_size)
             mine += [(r.row, r.choice, f) for r, f in zip(batch, found, strict=False)]
     own, device = mine if groups.tp.index == 0 else [], next(stage.parameters()).device
     everyones = all_gather_json(own, groups.world.handle, device)
     scores: dict[tuple[int, int], Likelihood] = {}
     for row, k, found in (one for part in everyones for one in part):
         scores[row, k] = Likelihood(*found).plus(scores.get((row, k)))
-    if not all(math.isfinite(one.total) for one in scores.values()):
-        raise UserError(
-            f"run={config.run}: the weights of this checkpoint give log-likelihoods that are not "
-            "finite; give step= of an earlier one"
-        )
     return scores
 
 
-def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, config: Config) -> list[Request]:
+def check_finite(found: Iterable[Likelihood], run: str) -> None:
+    """Raises UserError for weights that give no numbers."""
+    if not all(math.isfinite(one.total) for one in found):
+        raise UserError(
+            f"run={run}: the weights of this checkpoint give log-likelihoods that are not "
+            "finite; give step= of an earlier one"
+        )
+
+
+def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> list[Request]:
     """Returns a request for each choice, the longest first; contexts are cut from the left to
-    `model.seq_length`. Raises UserError for a continuation without tokens or with too many."""
-    window, found = config.model.seq_length, []
+    `window`, the model's sequence length. Raises UserError for a continuation without tokens or
+    with too many."""
+    found = []
     for i, row in enumerate(rows):
         for k, choice in enumerate(row.choices):
             tokens, first = encode_pair(tokenizer, row.context, choice)
@@ -221,7 +229,7 @@ def report(
         "step": step,
         "weights": config.eval.weights,
         "tasks": config.eval.tasks,
-        "layout": layout_row(config),
+        "layout": layout_row(layout_of(config)),
         "precision": config.precision.name,
         "figures": figures,
         "rows": [_scores(row, found) for row, found in pairs],
@@ -229,20 +237,20 @@ def report(
     weights = ", weights=ema" if config.eval.weights == "ema" else ""
     print(f"run={config.run}, step {step}{weights}\n" + table(figures))
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    path = _new_file(config, step)
+    path = _new_file(config.eval, config.runs_dir, str(config.run), step)
     with os.fdopen(no_link(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(text.encode("utf-8", "replace"))
     print_line(f"the scores of {len(rows):,} rows are in {path}")
 
 
-def _new_file(config: Config, step: int) -> Path:
-    if config.eval.to is not None:
-        return Path(config.eval.to)
-    assert config.eval.tasks is not None
-    folder = folder_in_run(config.runs_dir, str(config.run), "eval")
-    name, number = f"{Path(config.eval.tasks).name.partition('.')[0]}-step-{step}", 1
-    if config.eval.weights != "model":
-        name += f"-{config.eval.weights}"
+def _new_file(keys: EvalConfig, runs_dir: str, run: str, step: int) -> Path:
+    if keys.to is not None:
+        return Path(keys.to)
+    assert keys.tasks is not None
+    folder = folder_in_run(runs_dir, run, "eval")
+    name, number = f"{Path(keys.tasks).name.partition('.')[0]}-step-{step}", 1
+    if keys.weights != "model":
+        name += f"-{keys.weights}"
     while (path := folder / f"{name}{f'-{number}' if number > 1 else ''}.json").exists():
         number += 1
     return path

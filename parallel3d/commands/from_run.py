@@ -14,7 +14,7 @@ from parallel3d.commands.checkpoint.listing import check_ema, find_checkpoint, f
 from parallel3d.commands.eval_rows import take_rows
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values
-from parallel3d.config.schema import Config, EvalConfig
+from parallel3d.config.schema import Config, EvalConfig, GenerateConfig
 from parallel3d.config.values import in_other_precision
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.tokenizer import FOLDER, tokenizer_of
@@ -67,7 +67,8 @@ def config_from_run(
     config = of_run(app, dataclasses.replace(config, dp=dp), world_size)
     if app == EVAL:
         _check_rows(config.eval)
-    checkpoints_of(app, config)
+    keys = config.eval if app == EVAL else config.generate
+    checkpoints_of(Path(config.runs_dir, str(config.run)), keys)
     return config
 
 
@@ -104,7 +105,7 @@ def of_run(app: str, config: Config, world_size: int | None = None) -> Config:
 
     `world_size`: of a launcher's ranks.
     """
-    run = _config_there(app, config)
+    run = _config_there(app, config.runs_dir, config.run)
     # By a name that ranks elsewhere can open.
     own = Path(config.runs_dir, str(config.run), FOLDER)
     tokenizer = tokenizer_of(run.data, own.parent)
@@ -121,39 +122,37 @@ def of_run(app: str, config: Config, world_size: int | None = None) -> Config:
     return check_config(with_values(config, values), world_size, own_samples=True)
 
 
-def _config_there(app: str, config: Config) -> Config:
-    """Returns the configuration of the run that `config` names. Raises UserError if none."""
-    runs = Path(config.runs_dir)
-    if config.run is None:
+def _config_there(app: str, runs_dir: str, run: str | None) -> Config:
+    """Returns the configuration of the run that is named. Raises UserError if none is."""
+    runs = Path(runs_dir)
+    if run is None:
         known = run_names(runs)
         there = f"for example run={known[-1]}" if known else f"and {runs} has none yet"
         raise UserError(f"{app} needs run=…, the name of a run, {there}")
     try:
-        return last_config(find_run(runs, config.run))
+        return last_config(find_run(runs, run))
     except UserError:
         raise
     except (OSError, *NO_CONFIG) as error:
         raise UserError(
-            f"run={config.run}: its {CONFIG_FILE} cannot be read ({first_line(error)})"
+            f"run={run}: its {CONFIG_FILE} cannot be read ({first_line(error)})"
         ) from None
 
 
-def checkpoints_of(app: str, config: Config) -> list[Path]:
-    """Returns the run's usable checkpoints, newest first; of `generate.step` or `eval.step` that
-    one. Raises UserError if there are none."""
-    run_dir = Path(config.runs_dir) / str(config.run)
-    keys = config.eval if app == EVAL else config.generate
+def checkpoints_of(run_dir: Path, keys: GenerateConfig | EvalConfig) -> list[Path]:
+    """Returns the run's usable checkpoints, newest first; of a chosen step that one. Raises
+    UserError if there are none."""
     try:
         folders = list_checkpoints(run_dir)
         if folders and keys.step is not None:
             folders = [find_checkpoint(run_dir.parent, run_dir.name, keys.step)]
     except OSError as error:
         raise UserError(
-            f"run={config.run}: its checkpoints in {run_dir} cannot be listed ({reason(error)})"
+            f"run={run_dir.name}: its checkpoints in {run_dir} cannot be listed ({reason(error)})"
         ) from None
     if not folders:
         raise UserError(
-            f"run={config.run} has no checkpoint in {run_dir}: train it with checkpoint.every=…"
+            f"run={run_dir.name} has no checkpoint in {run_dir}: train it with checkpoint.every=…"
         )
     if keys.weights == "ema":
         check_ema(folders[0], "weights")

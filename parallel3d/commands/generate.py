@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.checkpoint.manifest import KINDS, DamagedCheckpoint, Manifest, UnreadableCheckpoint
 from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.from_run import EVAL, GENERATE, checkpoints_of
-from parallel3d.config.schema import Config, GenerateConfig
+from parallel3d.commands.from_run import checkpoints_of
+from parallel3d.config.schema import Config, EvalConfig, GenerateConfig
 from parallel3d.data.tokenizer import BYTE, Decoding, begun, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
@@ -35,7 +36,7 @@ def generate(config: Config, worker: Worker) -> None:
     device = torch.device(worker.device)
     worker.phase = "loading the checkpoint"
     stage = blank_stage(Blueprint.of(config), groups, device)
-    manifest = load_newest(GENERATE, config, stage, groups)
+    manifest = load_newest(Path(config.runs_dir, str(config.run)), config.generate, stage, groups)
     if worker.rank == 0:
         weights = ", weights=ema" if config.generate.weights == "ema" else ""
         print_line(f"run={config.run}, step {manifest.step}{weights}, seed={config.seed}")
@@ -75,14 +76,13 @@ def generate(config: Config, worker: Worker) -> None:
     groups.close()
 
 
-def load_newest(app: str, config: Config, stage: Stage, groups: ProcessGroups) -> Manifest:
-    """Fills `stage` from the newest complete checkpoint; collective. Raises UserError.
-
-    `app` is GENERATE or EVAL, whose section chooses step and weights.
-    """
-    keys = config.eval if app == EVAL else config.generate
+def load_newest(
+    run_dir: Path, keys: GenerateConfig | EvalConfig, stage: Stage, groups: ProcessGroups
+) -> Manifest:
+    """Fills `stage` from the newest complete checkpoint, or that of the chosen step; collective.
+    Raises UserError."""
     state = state_of(stage, keys.weights)
-    folders = checkpoints_of(app, config)
+    folders = checkpoints_of(run_dir, keys)
     for folder in folders:
         manifest = None
         try:
@@ -95,7 +95,7 @@ def load_newest(app: str, config: Config, stage: Stage, groups: ProcessGroups) -
         if whole:
             assert manifest is not None
             return manifest
-    raise UserError(f"run={config.run} has no checkpoint that is whole ({len(folders)} tried)")
+    raise UserError(f"run={run_dir.name} has no checkpoint that is whole ({len(folders)} tried)")
 
 
 def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:

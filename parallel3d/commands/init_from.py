@@ -265,7 +265,7 @@ def _check_optimizer(config: Config, source: Source) -> None:
             )
 
 
-def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Source:
+def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
     """Fills a trainer at step 0 with the weights of `init_from`; collective. Returns their source.
 
     Each rank reads what it holds; of a Hugging Face folder the tensors of its own stage, whole.
@@ -276,7 +276,7 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Sou
     from parallel3d.comm.exchange import all_gather_json
     from parallel3d.optim import EMA
 
-    slices = trainer.parameter_slices()
+    config, slices = trainer.config, trainer.parameter_slices()
     kinds = {kind for s in slices for kind in s.values} - {EMA} if config.init_optimizer else set()
     for i, s in enumerate(slices):
         values = {k: v for k, v in s.values.items() if k in kinds or k == PARAMETER}
@@ -287,7 +287,7 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Sou
         try:
             source = find_source(str(config.init_from), Path(config.runs_dir))
             if source.hf is not None:
-                _read_hugging_face(source.folder, source.hf, config, state)
+                _read_hugging_face(source.folder, source.hf, config.model, state)
             else:
                 read_state(source.folder, state)
             return source
@@ -316,14 +316,14 @@ def load_initial(config: Config, trainer: Trainer, groups: ProcessGroups) -> Sou
 
 
 def _read_hugging_face(
-    folder: Path, hf: HFFolder, config: Config, state: dict[str, TensorChunks]
+    folder: Path, hf: HFFolder, model: ModelConfig, state: dict[str, TensorChunks]
 ) -> None:
     """Fills the chunks of `state` from a Hugging Face folder. Raises UserError."""
     from parallel3d.checkpoint.hf.folder import tensors_of
 
     wanted = {name.partition("/")[2] for name in state}
     with _as_init_from():
-        tensors = tensors_of(folder, config.model, hf.kind, wanted=wanted)
+        tensors = tensors_of(folder, model, hf.kind, wanted=wanted)
         for name, full in tensors:
             for chunk, values in state[f"{PARAMETER}/{name}"].chunks:
                 values.copy_(chunk.of(full))

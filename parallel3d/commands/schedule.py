@@ -11,7 +11,7 @@ from typing import Any
 from parallel3d.blueprint.stages import StageWeights
 from parallel3d.config.checks import check_batch, check_work
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, ScheduleConfig
 from parallel3d.errors import UserError
 from parallel3d.schedules.check import check
 from parallel3d.schedules.choose import (
@@ -55,19 +55,24 @@ def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
     check_free("schedule.csv", keys.csv, None, MADE_BY)
     found = find(config)
     if keys.json:
-        write("schedule.json", keys.json, json.dumps(facts(config, found), indent=1) + "\n")
+        table = facts(keys, found, config.pp, config.vpp)
+        write("schedule.json", keys.json, json.dumps(table, indent=1) + "\n")
     if keys.csv:
         write("schedule.csv", keys.csv, write_table(found.choice.schedule))
     if keys.svg:
-        write("schedule.svg", keys.svg, picture(config, found))
-    print(text(config, found), flush=True)
+        write("schedule.svg", keys.svg, picture(keys, found))
+    print(text(keys, found), flush=True)
     return 0
 
 
 def find(config: Config) -> Shown:
     """Makes, checks and times the schedule asked for and all others."""
     check_work(config)
-    keys, count, ranks, chunks = config.schedule, microbatches(config), config.pp, config.vpp
+    keys, ranks, chunks = config.schedule, config.pp, config.vpp
+    count = keys.num_microbatches
+    if count is None:
+        check_batch(config, config.dp or 1)
+        count = config.global_batch_size // (config.micro_batch_size * (config.dp or 1))
     if ranks * chunks * count > LARGEST:
         raise UserError(
             f"pp={ranks}, vpp={chunks} and num_microbatches={count} make {ranks * chunks * count:,}"
@@ -105,15 +110,7 @@ def find(config: Config) -> Shown:
     return Shown(choice, report, timeline, max(unread.values(), default=0), rows)
 
 
-def microbatches(config: Config) -> int:
-    """Returns the given number, or that of the batch; raises UserError if it does not divide."""
-    given, dp = config.schedule.num_microbatches, config.dp or 1
-    if given is None:
-        check_batch(config, dp)
-    return given or config.global_batch_size // (config.micro_batch_size * dp)
-
-
-def text(config: Config, found: Shown) -> str:
+def text(keys: ScheduleConfig, found: Shown) -> str:
     """Returns the terminal's text."""
     choice, report = found.choice, found.report
     placed = choice.schedule.assignment
@@ -121,7 +118,7 @@ def text(config: Config, found: Shown) -> str:
     peaks = [f"{peak / placed.chunks:.4g}" for peak in report.peaks]
     live = " ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "…", *peaks[-8:]])
     lines = [
-        heading(config, found),
+        heading(keys, found),
         "",
         render_text(found.timeline, width),
         "",
@@ -136,9 +133,9 @@ def text(config: Config, found: Shown) -> str:
     return "\n".join(lines)
 
 
-def heading(config: Config, found: Shown) -> str:
+def heading(keys: ScheduleConfig, found: Shown) -> str:
     """Formats name, sizes and costs in one line."""
-    made, keys = found.choice.schedule, config.schedule
+    made = found.choice.schedule
     placed = made.assignment
     shape = "as a V" if placed.shape == "v" else "in loops"
     chunks = f", {placed.chunks} chunks {shape}" if placed.chunks > 1 else ""
@@ -168,13 +165,12 @@ def row_name(row: ScheduleChoice) -> str:
     return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"
 
 
-def facts(config: Config, found: Shown) -> dict[str, Any]:
+def facts(keys: ScheduleConfig, found: Shown, pp: int, vpp: int) -> dict[str, Any]:
     """Returns the table as plain data: `schedules` has a row a schedule."""
-    keys = config.schedule
     return {
         "made_by": MADE_BY,
-        "pp": config.pp,
-        "vpp": config.vpp,
+        "pp": pp,
+        "vpp": vpp,
         "num_microbatches": found.choice.schedule.microbatches,
         "costs": list(keys.costs),
         "hop": keys.hop,
@@ -195,9 +191,9 @@ def facts(config: Config, found: Shown) -> dict[str, Any]:
     }
 
 
-def picture(config: Config, found: Shown) -> str:
+def picture(keys: ScheduleConfig, found: Shown) -> str:
     """Draws the timeline as an SVG document."""
     placed = found.choice.schedule.assignment
     return render_svg(
-        found.timeline, heading(config, found), assignment=placed, hop=config.schedule.hop, unit=""
+        found.timeline, heading(keys, found), assignment=placed, hop=keys.hop, unit=""
     )

@@ -26,7 +26,7 @@ from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
 from parallel3d.config.checks import check_schedule_of_rate
 from parallel3d.config.fields import all_keys, spell
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.blend import Blended
 from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
 from parallel3d.data.loader import check_same_text
@@ -87,7 +87,11 @@ def train(config: Config, worker: Worker) -> None:
     if config.preflight:
         preflight(config, groups, worker, print_line)
     worker.phase = "opening the data"
-    config, corpus = open_data(config, worker, groups, device)
+    has_source = config.init_from is not None
+    data, corpus = open_data(
+        config.data, config.model, worker, groups, device, has_source=has_source
+    )
+    config = dataclasses.replace(config, data=data)
     sets = open_sets(config.data, corpus, config.model.seq_length, config.model.vocab_size)
     if worker.rank == 0:
         for one in (corpus, *sets.values()):
@@ -117,12 +121,12 @@ def train(config: Config, worker: Worker) -> None:
         (worker.run_dir / KEPT_FILE).unlink(missing_ok=True)  # of a start that saved nothing
     if config.init_from is not None and not checkpoints.resumed:
         worker.phase = "reading the initial weights"
-        source = load_initial(config, trainer, groups)
+        source = load_initial(trainer, groups)
         weights["weights"] = source.title + ", with its optimizer" * config.init_optimizer
         if worker.rank == 0:
             from parallel3d.commands.checkpoint.huggingface import keep_keys  # and Hydra
 
-            keep_keys(source, config, worker.run_dir)
+            keep_keys(source, config.data, config.model.vocab_size, worker.run_dir)
     if is_over(trainer, worker, first_step, length_key):
         groups.close()
         watchdog.stop()
@@ -166,22 +170,31 @@ def train(config: Config, worker: Worker) -> None:
 
 
 def open_data(
-    config: Config, worker: Worker, groups: ProcessGroups, device: torch.device
-) -> tuple[Config, Corpus | Blend]:
-    """Opens the corpus, equal on every rank; returns the config with the run's own tokenizer."""
-    data = with_own_tokenizer(config.data, worker.run_dir)
-    corpus = open_corpus(data, config.model.seq_length, vocab_size=config.model.vocab_size)
+    data: DataConfig,
+    model: ModelConfig,
+    worker: Worker,
+    groups: ProcessGroups,
+    device: torch.device,
+    *,
+    has_source: bool,
+) -> tuple[DataConfig, Corpus | Blend]:
+    """Opens the corpus, equal on every rank; returns its keys with the run's own tokenizer.
+
+    `has_source`: the weights came from another run or a folder (`init_from`).
+    """
+    data = with_own_tokenizer(data, worker.run_dir)
+    corpus = open_corpus(data, model.seq_length, vocab_size=model.vocab_size)
     check_same_text(corpus, groups.world, device)
     if data.tokenizer is None and corpus.tokenizer_name is not None:
         data = dataclasses.replace(data, tokenizer=corpus.tokenizer_name)
     if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):
         from parallel3d.commands.checkpoint.new_runs import KEPT_FILE  # and Hydra
 
-        is_begun = config.init_from is not None or (worker.run_dir / KEPT_FILE).exists()
+        is_begun = has_source or (worker.run_dir / KEPT_FILE).exists()
         known = corpus.tokenizer, corpus.taught
         for sentence in keep_tokenizer(data, worker.run_dir, *known, is_begun=is_begun):
             print_line(sentence)
-    return dataclasses.replace(config, data=data), corpus
+    return data, corpus
 
 
 def make_trainer(
@@ -386,13 +399,14 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
     row |= {
         "tokens": trainer.consumed_samples * config.model.seq_length,
         "time": now.isoformat(timespec="seconds"),
-        "layout": layout_row(config),
+        "layout": layout_row(layout_of(config)),
         "eval_batches": config.train.eval_batches,
         "precision": config.precision.name,
     }
     path = worker.run_dir / EVALUATIONS
     append_line(path, row)
-    for sentence in evaluation_lines(config, trainer.length.last_step, row):
+    reads_bytes = config.data.reads_bytes
+    for sentence in evaluation_lines(reads_bytes, trainer.length.last_step, row):
         print_line(sentence)
     print_line(f"appended to {path}")
 
@@ -480,7 +494,7 @@ def header_facts(
         where = accelerator.name(device)
     source = trainer.train_source
     windows = source.windows if isinstance(source, Finite) else None
-    length = length_words(config, trainer.length, windows)
+    length = length_words(config.model.seq_length, trainer.length, windows)
     facts = {"data": f"{name}: {sizes}", "length": length, "device": where}
     if sets:
         tokens = (f"{name} {one.valid_tokens:,} tokens" for name, one in sets.items())

@@ -107,7 +107,7 @@ def verify(config: Config, worker: Worker) -> int:
     groups.close()
     if not console:
         return 0
-    write_json(worker.run_dir / "verify.json", report(config, everything, failure))
+    write_json(worker.run_dir / "verify.json", report(layout, config.sp, everything, failure))
     verdict = "[bold green]The layout does not change the model.[/]"
     if failure:
         verdict = f"[bold red]The layout changes the model[/]: {failure}."
@@ -120,13 +120,13 @@ def broadcast_flag(flag: bool, groups: ProcessGroups, device: torch.device) -> b
     return bool(collectives.broadcast(torch.tensor(int(flag), device=device), 0, groups.world))
 
 
-def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
+def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None) -> dict:
     steps = [
         row._asdict() | {k: getattr(row, k)._asdict() for k in ("layout", "single", "worst")}
         for row in rows
     ]
-    layout = {name: getattr(config, name) for name in ("tp", "pp", "dp", "cp", "sp")}
-    return {"layout": layout, "exact": failure is None, "failure": failure, "steps": steps}
+    keys = {name: layout.size(name) for name in ("tp", "pp", "dp", "cp")} | {"sp": sp}
+    return {"layout": keys, "exact": failure is None, "failure": failure, "steps": steps}
 
 
 def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import all_keys, show, values_of
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, ModelConfig
 
 # Sections of other commands than train.
 OF_COMMANDS = (
@@ -70,19 +70,19 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     """Returns every differing key; `there` is nested dicts, in which keys that came later have
     their defaults, and a null key of the model is the value that then holds. For
     `train.eval_only`, which reads no training sample, neither data nor seed."""
-    old = _in_effect(values_of(Config()) | flat(there), here)
-    new = _in_effect(values_of(here), here)
+    old = _in_effect(values_of(Config()) | flat(there), here.model)
+    new = _in_effect(values_of(here), here.model)
     keys = sorted(new)
     if here.train.eval_only:
         keys = [key for key in keys if key != "seed" and not key.startswith("data.")]
     return [ConfigChange(key, old[key], new[key]) for key in keys if not same(old[key], new[key])]
 
 
-def _in_effect(values: dict[str, Any], here: Config) -> dict[str, Any]:
-    """Returns `values` with those of `here` for null keys of the model; where the keys from which
+def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
+    """Returns `values` with those of the model `here` for its null keys; where the keys from which
     they follow differ, these are changes themselves."""
-    nulls: dict[str, Any] = dict.fromkeys(here.model.in_effect)
-    held = dataclasses.replace(here.model, **nulls).in_effect
+    nulls: dict[str, Any] = dict.fromkeys(here.in_effect)
+    held = dataclasses.replace(here, **nulls).in_effect
     named = {f"model.{key}": value for key, value in held.items()}
     return values | {key: value for key, value in named.items() if values[key] is None}
 
@@ -92,7 +92,7 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
     decisive = (*LAYOUT, "recompute", "init_optimizer")
     return {
         key: value
-        for key, value in _in_effect(values_of(config), config).items()
+        for key, value in _in_effect(values_of(config), config.model).items()
         if key in decisive
         or key.startswith("schedule.")
         or (_kind(key) != "free" and not key.startswith("data."))
@@ -101,7 +101,7 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
 
 def decisive(config: Config) -> dict[str, str]:
     """Returns the keys that decide on the figures of a run's steps, with their values as typed."""
-    values = _in_effect(values_of(config), config)
+    values = _in_effect(values_of(config), config.model)
     return {key: show(value) for key, value in values.items() if _kind(key) != "free"}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from parallel3d.config.identity import decisive
 from parallel3d.config.schema import Config
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.wandb_ledger import (
@@ -230,7 +231,7 @@ class WandbLogger:
 
         def look() -> None:
             nonlocal beginning
-            beginning = begin(run_dir, first_step, config, os.environ, changed)
+            beginning = begin(run_dir, first_step, decisive(config), os.environ, changed)
 
         self._guard(look)
         if (found := beginning) is None:
@@ -307,7 +308,7 @@ class WandbLogger:
             self._last = max(there, self._last or there)
         self._ledger = Ledger(self._run_dir)
         folder = Path(run.dir).parent.name
-        self._ledger.begin(beginning.id, folder, self._first_step, self._config)
+        self._ledger.begin(beginning.id, folder, self._first_step, decisive(self._config))
         self._run = run
 
     def _init(self, id: str) -> Run:

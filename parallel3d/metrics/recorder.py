@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.ops import FLOPS_FORMULA, MFU_FORMULA
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.config.length import Length
@@ -56,9 +57,9 @@ def evaluation_row(
     return row
 
 
-def layout_row(config: Config) -> dict[str, int]:
-    sizes = {"tp": config.tp, "pp": config.pp, "dp": config.dp or 1, "cp": config.cp}
-    return sizes | {"world_size": config.world_size}
+def layout_row(layout: Layout) -> dict[str, int]:
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp}
+    return sizes | {"world_size": layout.world_size}
 
 
 @dataclass
@@ -155,7 +156,7 @@ class Recorder:
         title = f"parallel3d {self._code['parallel3d'] or ''}".strip()
         screen.print_header(self.console, title, rows)
         self._progress = screen.Progress(
-            self.console, config, self.first_step, self._length.last_step
+            self.console, config.train, self.first_step, self._length.last_step
         )
         self._resources.enter_context(self._progress)
         # Last: a failure above leaves nothing to summarise, and connecting to W&B is no training.
@@ -225,7 +226,8 @@ class Recorder:
         row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
         self._count(row)
         self._log(row)
-        for line in screen.evaluation_lines(self.config, self._length.last_step, row):
+        reads_bytes = self.config.data.reads_bytes
+        for line in screen.evaluation_lines(reads_bytes, self._length.last_step, row):
             screen.print_styled(self.console, line, style="bold cyan")
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
@@ -322,7 +324,7 @@ class Recorder:
             "last_step": self._length.last_step,
             "started": self._started_at,
             "host": self._code["hostname"],
-            "layout": layout_row(self.config),
+            "layout": layout_row(layout_of(self.config)),
             "config": self.config_file,
         }
         append_line(path, self._account.begin(self.clock(), start))
@@ -378,7 +380,7 @@ class Recorder:
             "wall_time_s": time.perf_counter() - self._start_time,
             "goodput": goodput.row() if goodput else None,
             "started": self._started_at,
-            "layout": layout_row(config),
+            "layout": layout_row(layout_of(config)),
             "model": config.model.name,
             "parameters": parameter_count(config.model),
             "precision": config.precision.name,

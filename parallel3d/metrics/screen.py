@@ -19,7 +19,7 @@ from rich.text import Text
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.length import Length
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, TrainConfig
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
@@ -53,10 +53,12 @@ class Progress:
     These are of the first, the last, every `train.log_every`-th and every not finite step.
     """
 
-    def __init__(self, console: Console, config: Config, first_step: int, last_step: int) -> None:
+    def __init__(
+        self, console: Console, settings: TrainConfig, first_step: int, last_step: int
+    ) -> None:
         self._console = console
         self._first_step, self._last_step = first_step, last_step
-        self._every = config.train.log_every
+        self._every = settings.log_every
         self._row: Mapping[str, Any] | None = None  # the last step's line
         self._skipped = 0
         self._bar = progress.Progress(
@@ -71,7 +73,7 @@ class Progress:
         self._task = self._bar.add_task("", total=self._last_step)
         self._advance(first_step - 1)
         self._live: Live | None = None
-        if config.train.progress and console.is_terminal and not console.is_dumb_terminal:
+        if settings.progress and console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(
                 console=console,
                 get_renderable=self.render,
@@ -158,7 +160,7 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
         + (f" · sequences end in {padding} tokens of padding" if padding > 1 else "")
         + (" · sequences end in a token of padding" if padding == 1 else ""),
         "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens{before}",
-        "length": length_words(config, length),
+        "length": length_words(model.seq_length, length),
         "data": config.data.path or config.data.name,
         "precision": f"{config.precision.name} · {optim.name}, lr {optim.lr:g} {decay}",
         "device": config.device,
@@ -166,10 +168,10 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
     }
 
 
-def length_words(config: Config, length: Length, windows: int | None = None) -> str:
+def length_words(seq_length: int, length: Length, windows: int | None = None) -> str:
     """Returns the length of the run in steps and tokens, and epochs of `windows` samples."""
     samples = length.samples
-    tokens = si(samples * config.model.seq_length).rstrip()  # without a prefix it ends in a blank
+    tokens = si(samples * seq_length).rstrip()  # without a prefix it ends in a blank
     text = f"{length.last_step:,} steps · {tokens} tokens"
     return text if windows is None else f"{text} · {samples / windows:.3g} epochs"
 
@@ -306,15 +308,15 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
     console.print(panel)
 
 
-def evaluation_lines(config: Config, steps: int, row: Mapping[str, Any]) -> list[str]:
+def evaluation_lines(reads_bytes: bool, steps: int, row: Mapping[str, Any]) -> list[str]:
     """Returns the lines of an evaluation in a run of `steps`: held out, with some parts of a blend,
-    and each set."""
+    and each set. `reads_bytes`: a token is a byte."""
     loss = value(row, "eval_loss")
     begin = f"eval {row['step']:{len(str(steps))}d}/{steps}  "
     lines = [f"{begin}{name}: {_score_words(one)}" for name, one in row.get("valid", {}).items()]
     if lines and loss is None:
         return lines
-    bits, losses = bits_per_byte(loss, config.data.reads_bytes), row.get("eval_losses", {})
+    bits, losses = bits_per_byte(loss, reads_bytes), row.get("eval_losses", {})
     parts = [f"{n} {loss_words(value(losses, n))}" for n in losses if n != "nonfinite"]
     more = [f"{len(parts) - MOST_PARTS} more"] if len(parts) > MOST_PARTS else []
     text = f"{begin}held-out loss {loss_words(loss)}"

@@ -108,11 +108,12 @@ class Ledger:
         self._home = str(run_dir.absolute())
         self._number = len(sessions_of(run_dir)) + 1
 
-    def begin(self, id: str, folder: str, first_step: int, config: Config) -> None:
-        """Notes the session before its first row. `folder`: its name in `wandb/`."""
+    def begin(self, id: str, folder: str, first_step: int, keys: Mapping[str, str]) -> None:
+        """Notes the session before its first row. `folder`: its name in `wandb/`; `keys`: those
+        that decide on the figures of the steps (`identity.decisive`)."""
         row = {"session": self._number, "id": id, "home": self._home, "folder": folder}
         row |= {"first_step": first_step, "checkpoint": first_step - 1}
-        append_line(self._path, row | {"keys": decisive(config)})
+        append_line(self._path, row | {"keys": keys})
 
     def sent(self, last: Row | None, *, closed: bool = False) -> None:
         """Notes the last row that was sent, and whether W&B has confirmed it."""
@@ -142,13 +143,14 @@ class Beginning(NamedTuple):
 def begin(
     run_dir: Path,
     first_step: int,
-    config: Config,
+    keys: Mapping[str, str],
     environ: Mapping[str, str],
     changed: bool = False,
 ) -> Beginning:
     """Decides under which id a start from `first_step` goes on in W&B, and keeps it in ID_FILE.
 
-    `changed`: keys differ from those of the checkpoint, for a run whose ledger does not tell.
+    `keys`: as in `Ledger.begin`. `changed`: some differ from those of the checkpoint, for a run
+    whose ledger does not tell.
     Raises OSError.
     """
     kept = kept_id(run_dir)
@@ -162,7 +164,7 @@ def begin(
     if sessions:
         # A key that came later had its default.
         was = decisive(Config()) | dict(sessions[-1].keys)
-        changed = any(was[key] != value for key, value in decisive(config).items())
+        changed = any(was[key] != value for key, value in keys.items())
     try:
         last = last_row(run_dir, kept, sessions)
     except UnknownRows as error:

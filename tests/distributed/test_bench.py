@@ -59,7 +59,7 @@ class Bench:
         rank, world = dist.get_rank(), dist.get_world_size()
         self.worker = Worker(rank, rank, world, world, run_dir, "local")
         self.groups = ProcessGroups.of_run(self.config, self.worker.device, self.worker.placement)
-        self.where = Where.find(self.config, self.worker, self.groups.layout)
+        self.where = Where.find(self.config.cluster, self.worker, self.groups.layout)
         self.sites = bench_rows.sites(self.groups, CPU, self.config.launch)
 
     def measurement(

@@ -58,8 +58,8 @@ def scored(
         typed.eval.batch_tokens = batch_tokens
         config = of_run(EVAL, typed)
         stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
-        load_newest(EVAL, config, stage, groups)
-        found.append(scores_of(requests(4), stage, groups, config))
+        load_newest(Path(runs, "mine"), config.eval, stage, groups)
+        found.append(scores_of(requests(4), stage, groups, batch_tokens, config.model.hidden_size))
         groups.close()
     return found
 

@@ -85,7 +85,7 @@ def begin(
         keys["optim.ema_decay"] = 0.9  # the average begins with the weights
         trainer = make_trainer(case_of(way, seed=7, **keys), groups)
         with mutation(trainer):
-            load_initial(trainer.config, trainer, groups)
+            load_initial(trainer, groups)
         assert trainer.steps_done == trainer.consumed_samples == 0
         assert trainer.optimizer.updates == (SAVED if with_state else 0)
         wrong = []

@@ -125,7 +125,7 @@ def bench_comm(config: Config, worker: Worker) -> int:
     worker.phase = "making process groups"
     started = time.perf_counter()
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
-    where = Where.find(config, worker, groups.layout)
+    where = Where.find(config.cluster, worker, groups.layout)
     mine = sites(groups, device, config.launch)
     rows, left_out = all_rows(mine, config.bench.sizes, groups.layout)
     results: list[dict] = []
@@ -151,7 +151,9 @@ def bench_comm(config: Config, worker: Worker) -> int:
     if console:
         path = Path(config.bench.json) if config.bench.json else worker.run_dir / "bench.json"
         seconds = time.perf_counter() - started
-        facts = report(config, where, results, left_out, findings, pairs, seconds)
+        facts = report(
+            where, results, left_out, findings, pairs, seconds, config.cluster.rail_gb_per_s
+        )
         write_json(path, facts)
         cut = f", {measurement.rows_cut} with fewer calls than asked" * bool(measurement.rows_cut)
         summary = f"{len(results)} rows in {seconds:.0f} s{cut}: {path}"
@@ -272,13 +274,13 @@ def fits(results: list[dict]) -> dict[str, Fit]:
 
 
 def report(
-    config: Config,
     where: Where,
     results: list[dict],
     left_out: dict[str, str],
     findings: list[Finding],
     pairs: dict[Pair, list[float]],
     seconds: float,
+    rail_gb_per_s: float,
 ) -> dict[str, Any]:
     """Returns the content of bench.json."""
     layout = where.placement.layout
@@ -290,7 +292,7 @@ def report(
         "not_measured": left_out,
         "findings": [finding.facts(where) for finding in findings],
         "fitted": {
-            kind: found.overrides(LinkClass[kind.upper()], config.cluster.rail_gb_per_s)
+            kind: found.overrides(LinkClass[kind.upper()], rail_gb_per_s)
             | {"samples": found.samples, "typical_factor": found.typical_factor}
             for kind, found in fits(results).items()
         },

@@ -26,7 +26,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import GLOO_ON, ProcessGroups
-from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.estimate.network import collective_time
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, post
@@ -295,7 +295,7 @@ class Where:
     hosts: tuple[str, ...]
 
     @classmethod
-    def find(cls, config: Config, worker: Worker, layout: Layout) -> Where:
+    def find(cls, settings: ClusterConfig, worker: Worker, layout: Layout) -> Where:
         """Gathers all hosts; collective over the world.
 
         Without a rank mapping of the worker, ranks are in order on the configured cluster. Raises
@@ -303,7 +303,7 @@ class Where:
         """
         placement = worker.placement
         if placement is None:
-            cluster = cluster_from_config(config.cluster, layout.world_size)
+            cluster = cluster_from_config(settings, layout.world_size)
             placement = RankMapping.tiled(cluster, layout, Tiling.parse(DEFAULT_ORDER, layout))
         device = torch.device(worker.device)
         hosts = all_gather_json(socket.gethostname(), dist.group.WORLD, device)

@@ -37,7 +37,7 @@ from parallel3d.commands.bench.measure import (
     sites,
     timed_calls,
 )
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.estimate.network import collective_time
 from parallel3d.metrics.jsonl import write_json
@@ -305,10 +305,10 @@ def preflight(
     worker.phase = "preflight"
     start = time.perf_counter()
     device = torch.device(worker.device)
-    where = Where.find(config, worker, groups.layout)
+    where = Where.find(config.cluster, worker, groups.layout)
     outlier = config.bench.outlier
     findings, pairs = probe(where, groups, device, outlier)
-    times, slow = _probe_groups(groups, where, device, config)
+    times, slow = _probe_groups(groups, where, device, config.launch, outlier)
     if worker.rank > 0:
         return
     known = {rank for finding in findings for rank in finding.ranks}
@@ -332,10 +332,10 @@ def preflight(
 
 
 def _probe_groups(
-    groups: ProcessGroups, where: Where, device: torch.device, config: Config
+    groups: ProcessGroups, where: Where, device: torch.device, launch: LaunchConfig, outlier: float
 ) -> tuple[list[GroupTime], list[tuple[GroupTime, float]]]:
     """Returns (times of every group, the slow groups) on every rank."""
-    mine = {dim: site for dim, site in sites(groups, device, config.launch).items() if dim != WORLD}
+    mine = {dim: site for dim, site in sites(groups, device, launch).items() if dim != WORLD}
 
     def timed(fastest: Seconds) -> list[GroupTime]:
         seconds, found = iter(fastest.tolist()), []
@@ -350,7 +350,7 @@ def _probe_groups(
         return found
 
     def judged(fastest: Seconds) -> list[tuple[GroupTime, float]]:
-        return judge(timed(fastest), config.bench.outlier, floor_of(device))
+        return judge(timed(fastest), outlier, floor_of(device))
 
     layout = where.placement.layout
     fastest = confirmed(

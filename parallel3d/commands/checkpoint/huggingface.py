@@ -82,12 +82,12 @@ def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if same or key not in TOKENS}
 
 
-def keep_keys(source: Source, config: Config, run_dir: Path) -> None:
+def keep_keys(source: Source, data: DataConfig, vocab_size: int, run_dir: Path) -> None:
     """Writes the `kept_keys` of the source that a run has begun from (`init_from`); on rank 0."""
     there = source.folder.absolute().parents[1] / KEPT_FILE
     if source.hf is not None:
-        own = config.data.tokenizer in (None, source.tokenizer)
-        tokenizer = tokenizer_to_import(source.folder, config)
+        own = data.tokenizer in (None, source.tokenizer)
+        tokenizer = tokenizer_to_import(source.folder, data.tokenizer, vocab_size)
         write_kept(run_dir, source.hf.kept, tokenizer, own=own)
     elif there.is_file():
         write_durably(run_dir / KEPT_FILE, read_bounded(there, LARGEST_KEPT))
@@ -97,11 +97,12 @@ def _read_kept(run_dir: Path) -> dict[str, Any]:
     return read_json(run_dir, KEPT_FILE, f"run={run_dir.name}")
 
 
-def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
-    """Returns the tokenizer of `config`, else of the folder, else None. Raises UserError."""
+def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tokenizer | None:
+    """Returns the `given` tokenizer, else that of the folder, else None. Raises UserError unless it
+    fits a vocabulary of `vocab_size`."""
     found: Tokenizer
-    if config.data.tokenizer is not None:
-        found = open_tokenizer(config.data.tokenizer)
+    if given is not None:
+        found = open_tokenizer(given)
         if (own := _own_tokenizer(folder)) is not None:
             differs = check_same_tokens(own, found, str(folder))
             if differs is not None:
@@ -110,7 +111,7 @@ def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
         found = own
     else:
         return None
-    check_vocabulary(found.vocab_size, config.model.vocab_size, found.name)
+    check_vocabulary(found.vocab_size, vocab_size, found.name)
     return found
 
 
@@ -315,7 +316,7 @@ def import_run(
     unproven = "prove=false" if prove is False else why_not(config.model)
     if prove and unproven:
         raise UserError(f"prove=true: {unproven}")
-    tokenizer = tokenizer_to_import(folder, config)
+    tokenizer = tokenizer_to_import(folder, config.data.tokenizer, config.model.vocab_size)
     tensors = tensors_of(folder, config.model, source.kind, dtype=master_dtype(config.precision))
     first = next(tensors)  # every name, shape and type has been checked
     with new_run(config) as run_dir:
@@ -324,7 +325,9 @@ def import_run(
             tokenizer.save(run_dir / FOLDER, roles)
         write_kept(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
         save_first(config, run_dir, chain([first], tensors))
-        proof = f"not proven: {unproven}" if unproven else _prove(folder, config, run_dir)
+        proof = f"not proven: {unproven}"
+        if not unproven:
+            proof = _prove(folder, config.model, master_dtype(config.precision), run_dir)
     print_line(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
     if source.untied:
         print_line(UNTIED)
@@ -340,14 +343,14 @@ def import_run(
     return 0
 
 
-def _prove(folder: Path, config: Config, run_dir: Path) -> str:
+def _prove(folder: Path, model: ModelConfig, dtype: torch.dtype, run_dir: Path) -> str:
     if sentence := newer((TRANSFORMERS,)):
         print_line(sentence)
-    tokens = some_tokens(config.model)
+    tokens = some_tokens(model)
     theirs = their_logits(folder, tokens)  # its model is freed before ours is made
-    stage = blank_model(config.model, master_dtype(config.precision))
+    stage = blank_model(model, dtype)
     read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))
-    return compare(folder, our_logits(stage, config.model, tokens), theirs)
+    return compare(folder, our_logits(stage, model, tokens), theirs)
 
 
 def _configuration(

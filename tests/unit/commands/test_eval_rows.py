@@ -23,6 +23,7 @@ from parallel3d.commands.eval_rows import (
 from parallel3d.commands.evaluate import (
     Request,
     batches_of,
+    check_finite,
     requests_of,
     scores_of,
     table,
@@ -114,13 +115,12 @@ def test_tokens_are_split_as_the_harness_splits_them(with_bos: bool, tmp_path: P
 
 
 def test_contexts_are_cut_from_the_left() -> None:
-    config = Config(model=ModelConfig(seq_length=4, vocab_size=257))
     row = TaskRow("t", "abcdef", ("gh", "i"), 0, "line 1")
-    long, short = requests_of([row], ByteTokenizer(), config)
+    long, short = requests_of([row], ByteTokenizer(), 4)
     assert long == Request(0, 0, [*b"defgh"], 3)
     assert short == Request(0, 1, [*b"cdefi"], 4)
     with pytest.raises(UserError, match=r"5 tokens .* must have from 1 to model\.seq_length=4"):
-        requests_of([TaskRow("t", "x", ("abcde",), None, "line 1")], ByteTokenizer(), config)
+        requests_of([TaskRow("t", "x", ("abcde",), None, "line 1")], ByteTokenizer(), 4)
 
 
 def test_batches_hold_their_padding() -> None:
@@ -159,8 +159,9 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
     stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
     with torch.no_grad():
         stage.head.norm.weight.fill_(math.nan)
-    with pytest.raises(UserError, match=r"not finite; give step="):
-        scores_of([Request(0, 0, [1, 2, 3], 1)], stage, groups, config)
+    scores = scores_of([Request(0, 0, [1, 2, 3], 1)], stage, groups, 8192, config.model.hidden_size)
+    with pytest.raises(UserError, match=r"run=a: .* not finite; give step="):
+        check_finite(scores.values(), "a")
 
 
 def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:

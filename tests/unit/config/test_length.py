@@ -33,9 +33,10 @@ def test_tokens_are_steps_of_the_batch_schedule() -> None:
     assert check_config(config).train_steps == 14  # ten of 4, four of 16
     assert config.batch_sizes.samples(14) == 104
     short = dataclasses.replace(run_of(steps=1), global_batch_size=4)
-    assert length_words(short, Length.of_run(short)) == "1 steps · 256 tokens"
+    assert length_words(short.model.seq_length, Length.of_run(short)) == "1 steps · 256 tokens"
     assert (
-        length_words(config, Length.of_run(config), 200) == "14 steps · 6.66 k tokens · 0.52 epochs"
+        length_words(config.model.seq_length, Length.of_run(config), 200)
+        == "14 steps · 6.66 k tokens · 0.52 epochs"
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from parallel3d.config.checks import check_loggers
+from parallel3d.config.identity import decisive
 from parallel3d.config.schema import Config, LoggerConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics import wandb_ledger
@@ -36,6 +37,9 @@ def config_of(lr: float = 1e-3, batch: int = 8, **free: object) -> Config:
     config = Config()
     optim = dataclasses.replace(config.optim, lr=lr)
     return dataclasses.replace(config, optim=optim, global_batch_size=batch, **free)
+
+
+KEYS = decisive(config_of())
 
 
 def record(step: int, evaluation: bool = False) -> bytes:
@@ -103,12 +107,12 @@ def session(
     run_dir.mkdir(parents=True, exist_ok=True)
     if id is not None:
         (run_dir / "wandb-id").write_text(f"{id}\n")
-    begun = begin(run_dir, first, config, environ)
+    begun = begin(run_dir, first, decisive(config), environ)
     folder = run_dir / "wandb" / f"offline-run-{stamp}-{begun.id}"
     folder.mkdir(parents=True)
     (folder / f"run-{begun.id}.wandb").write_bytes(bytes(40000))
     ledger = Ledger(run_dir)
-    ledger.begin(begun.id, folder.name, first, config)
+    ledger.begin(begun.id, folder.name, first, decisive(config))
     ledger.sent(last)
     if not killed:
         ledger.sent(last, closed=True)
@@ -166,7 +170,7 @@ def test_rows_that_a_changed_resume_replaces(
     run_dir = tmp_path / "a"
     session(run_dir, config_of(), before, id=id, killed=killed)
     tool({"a": [RUN] if before is None else [RUN, record(*before)]})
-    begun = begin(run_dir, first, now, {})
+    begun = begin(run_dir, first, decisive(now), {})
     assert kept_id(run_dir) == begun.id
     if goes_on:
         assert begun == (id, before, now.optim.lr != 1e-3 or now.seed != config_of().seed, ())
@@ -175,7 +179,7 @@ def test_rows_that_a_changed_resume_replaces(
     (line,) = begun.lines
     steps = f"steps {first} to 246 of its run {id} are" if first < 246 else "step 246 of its run"
     assert steps in line and line.endswith(f"a run of its own, {begun.id}")
-    assert begin(run_dir, 1, now, {}).id == begun.id
+    assert begin(run_dir, 1, decisive(now), {}).id == begun.id
 
 
 def test_there_and_back_again(tmp_path: Path, tool: Tool) -> None:
@@ -186,7 +190,7 @@ def test_there_and_back_again(tmp_path: Path, tool: Tool) -> None:
     ids += [session(run_dir, config_of(), Row(250, False), 201, stamp="20260101_000002")]
     ids += [session(run_dir, config_of(), Row(300, False), 201, stamp="20260101_000003")]
     assert len(set(ids[:3])) == 3 and ids[3] == ids[2]
-    assert begin(run_dir, 301, config_of(), {}).last == Row(300, False)
+    assert begin(run_dir, 301, KEYS, {}).last == Row(300, False)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +208,12 @@ def test_the_id_of_a_first_start(
 ) -> None:
     run_dir = tmp_path / "a"
     run_dir.mkdir()
-    begun = begin(run_dir, 1, config_of(), environ)
+    begun = begin(run_dir, 1, KEYS, environ)
     assert begun.id == taken if taken else begun.id != environ.get("WANDB_RUN_ID")
     assert len(begun.lines) == (words is not None)
     assert words is None or (words in begun.lines[0] and begun.id in begun.lines[0])
     # The run keeps it, whatever is exported then.
-    assert begin(run_dir, 1, config_of(), {"WANDB_RUN_ID": "other"}) == (begun.id, None, False, ())
+    assert begin(run_dir, 1, KEYS, {"WANDB_RUN_ID": "other"}) == (begun.id, None, False, ())
 
 
 def test_runs_of_one_shell_and_of_a_sweep_are_runs_of_their_own(tmp_path: Path) -> None:
@@ -217,7 +221,7 @@ def test_runs_of_one_shell_and_of_a_sweep_are_runs_of_their_own(tmp_path: Path) 
     agent = [session(tmp_path / name, config_of(), None, environ=AGENT) for name in "def"]
     assert len({*shell, *agent}) == 6 and agent[0] == "agent-1"
     (tmp_path / "g").mkdir()
-    (line,) = begin(tmp_path / "g", 1, config_of(), AGENT).lines
+    (line,) = begin(tmp_path / "g", 1, KEYS, AGENT).lines
     assert line.startswith("WANDB_RUN_ID=agent-1 is run d already")
 
 
@@ -225,12 +229,12 @@ def test_a_copied_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     made = session(a, config_of(), Row(9, False))
     shutil.copytree(a, b)
-    begun = begin(b, 10, config_of(), {})
+    begun = begin(b, 10, KEYS, {})
     assert begun.id != made and begun.last is None
     assert f"this run is a copy of {a}, which keeps its run {made}" in begun.lines[0]
-    assert begin(a, 10, config_of(), {}) == (made, Row(9, False), False, ())
+    assert begin(a, 10, KEYS, {}) == (made, Row(9, False), False, ())
     assert session(b, config_of(), Row(12, False), 10, stamp="20260101_000001") == begun.id
-    assert begin(b, 13, config_of(), {}) == (begun.id, Row(12, False), False, ())
+    assert begin(b, 13, KEYS, {}) == (begun.id, Row(12, False), False, ())
     assert name_of_id(b, begun.id) == "b" and name_of_id(b, "another") == "b-2"
     # The copy's command does not upload the other run's sessions again.
     newest = max((b / "wandb").iterdir())
@@ -243,11 +247,11 @@ def test_a_copied_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
 def test_a_moved_folder_is_the_run_that_it_was(tmp_path: Path) -> None:
     made = session(tmp_path / "a", config_of(), Row(9, False))
     (tmp_path / "a").rename(tmp_path / "b")
-    assert begin(tmp_path / "b", 10, config_of(), {}) == (made, Row(9, False), False, ())
+    assert begin(tmp_path / "b", 10, KEYS, {}) == (made, Row(9, False), False, ())
     (tmp_path / "link").symlink_to(tmp_path / "b")
-    assert begin(tmp_path / "link", 10, config_of(), {}).id == made
+    assert begin(tmp_path / "link", 10, KEYS, {}).id == made
     session(tmp_path / "a", config_of(), None)  # another run took the old name
-    assert begin(tmp_path / "b", 10, config_of(), {}).id == made
+    assert begin(tmp_path / "b", 10, KEYS, {}).id == made
 
 
 def test_two_copies_whose_home_is_gone_are_two_runs(tmp_path: Path) -> None:
@@ -255,9 +259,9 @@ def test_two_copies_whose_home_is_gone_are_two_runs(tmp_path: Path) -> None:
     made = session(a, config_of(), Row(9, False))
     shutil.copytree(a, b)
     a.rename(c)
-    begun = begin(b, 10, config_of(), {})
+    begun = begin(b, 10, KEYS, {})
     assert begun.id != made and f"a copy of {c}, which keeps" in begun.lines[0]
-    assert begin(c, 10, config_of(), {}) == (made, Row(9, False), False, ())
+    assert begin(c, 10, KEYS, {}) == (made, Row(9, False), False, ())
 
 
 @pytest.mark.parametrize(
@@ -296,8 +300,8 @@ def test_a_copy_of_a_run_from_before_ledgers(tmp_path: Path, name: str) -> None:
     (a / "wandb-id").write_text("old\n")
     (a / "config.yaml").write_text(f"# made by process 1 on x\nrun: {name}\nseed: 3\n")
     shutil.copytree(a, b)
-    assert begin(a, 5, config_of(), {}) == ("old", None, False, ())
-    assert "is a copy of" in begin(b, 5, config_of(), {}).lines[0]
+    assert begin(a, 5, KEYS, {}) == ("old", None, False, ())
+    assert "is a copy of" in begin(b, 5, KEYS, {}).lines[0]
 
 
 def test_sessions_from_before_ledgers(tmp_path: Path, tool: Tool) -> None:
@@ -309,8 +313,8 @@ def test_sessions_from_before_ledgers(tmp_path: Path, tool: Tool) -> None:
         (folder / "run-x.wandb").write_bytes(bytes(40000))
     tool({"20260102": [RUN, record(20)], "20260101": [record(10)], "20260103": [record(30)]})
     assert last_row(tmp_path, "llama-8b-v2", []) == Row(20, False)
-    assert begin(tmp_path, 15, config_of(), {}).id == "llama-8b-v2"
-    assert begin(tmp_path, 15, config_of(), {}, changed=True).id != "llama-8b-v2"
+    assert begin(tmp_path, 15, KEYS, {}).id == "llama-8b-v2"
+    assert begin(tmp_path, 15, KEYS, {}, changed=True).id != "llama-8b-v2"
 
 
 @pytest.mark.parametrize("harm", ["output", "no folder", "two files"])
@@ -325,7 +329,7 @@ def test_rows_that_nobody_knows_make_a_run_of_its_own(
         shutil.rmtree(folder)
     if harm == "two files":
         (folder / "run-2.wandb").touch()
-    begun = begin(run_dir, 5, config_of(), {})
+    begun = begin(run_dir, 5, KEYS, {})
     assert begun.id != made and begun.last is None
     assert f"it is not known which rows its run {made} has" in begun.lines[0]
 
@@ -335,7 +339,7 @@ def test_a_session_that_ended_well_needs_no_file(tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
     made = session(run_dir, config_of(), Row(9, True))
     shutil.rmtree(run_dir / "wandb")
-    assert begin(run_dir, 10, config_of(), {}) == (made, Row(9, True), False, ())
+    assert begin(run_dir, 10, KEYS, {}) == (made, Row(9, True), False, ())
 
 
 def test_torn_lines_of_a_ledger_are_left_out(tmp_path: Path) -> None:

@@ -334,7 +334,8 @@ def test_the_line_of_a_resume_says_what_is_done_and_to_go() -> None:
         config = config_of(case, batch)
         steps, samples = 745, config_of(case, GROWS).batch_sizes.samples(745)
         samples = samples if batch == GROWS else 745 * 8
-        words.append(to_go(config, Length.of_run(config, steps, samples), steps, samples))
+        length, sizes = Length.of_run(config, steps, samples), config.batch_sizes
+        words.append(to_go(length, sizes, config.model.seq_length, steps, samples))
     assert words == [
         "381,440 of 1,024,000 tokens are done, 628 steps of 16 sequences to go",
         "745 of 2,000 steps are done, 1,255 steps of 16 sequences to go",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import wandb
 
+from parallel3d.config.identity import decisive
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.jsonl import rows_of
 from parallel3d.metrics.loggers import resolve_mode, sync_command
@@ -252,7 +253,7 @@ def test_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path:
         run_dir.mkdir(parents=True)
 
     def made(run_dir: Path) -> str:
-        return begin(run_dir, 1, make_config(), {}).id
+        return begin(run_dir, 1, decisive(make_config()), {}).id
 
     assert made(mine) == made(mine) != made(theirs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 from parallel3d.checkpoint import manifest
 from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
-from parallel3d.commands.from_run import GENERATE, checkpoints_of
+from parallel3d.commands.from_run import checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data.sources import Document, blocks_of
 from parallel3d.errors import UserError
@@ -56,11 +55,11 @@ def test_run_whose_checkpoints_cannot_be_listed_is_refused_in_a_sentence(
 def test_generate_says_that_checkpoints_cannot_be_listed(
     run: Config, monkeypatch: pytest.MonkeyPatch, step: int | None
 ) -> None:
-    wanted = dataclasses.replace(run, generate=GenerateConfig(step=step))
-    assert [p.name for p in checkpoints_of(GENERATE, wanted)] == ["step-00000005"]
+    run_dir, keys = Path(run.runs_dir, str(run.run)), GenerateConfig(step=step)
+    assert [p.name for p in checkpoints_of(run_dir, keys)] == ["step-00000005"]
     monkeypatch.setattr("parallel3d.commands.from_run.list_checkpoints", refuse)
     with pytest.raises(UserError, match=r"cannot be listed .ESTALE"):
-        checkpoints_of(GENERATE, wanted)
+        checkpoints_of(run_dir, keys)
 
 
 @pytest.mark.parametrize("call", ["list_checkpoints", "keep_failures"])
