@@ -13,9 +13,10 @@ shared memory on one host.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import SINGLE, Group, mesh_of_group
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
-from parallel3d.parameters.copies import copy_groups
+from parallel3d.parameters.copies import GroupsOf
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.segments import Segment, SegmentPart
 from parallel3d.parameters.state import spec_of, state_of
@@ -35,16 +35,25 @@ from parallel3d.parameters.state import spec_of, state_of
 T = TypeVar("T")
 
 
+class ShardGroups(NamedTuple):
+    """The ranks over which a module's parameters lie: `shards` hold a part each, and `replicas` the
+    same part (HSDP)."""
+
+    shards: Group
+    replicas: Group = SINGLE
+
+
 class FullyShardedDataParallel:
     """Shards the parameters, gradients and optimizer state of a rank's stages over dp.
 
     Args:
         stages: with parameters in fp32 or better, which become the masters.
-        units: the modules whose parameters are gathered together, besides what is left.
+        units: the modules whose parameters are gathered together, each with the ranks over which
+            they lie; a unit inside another one stands before it.
+        rest: the ranks over which the parameters outside of all units lie.
+        groups_of: over which groups a parameter has copies.
         initializer: of the stages; if `deferred`, the values are drawn here.
         dtype: the compute type, in which parameters are gathered.
-        groups: with two levels of dp the inner group (`dp_inner`) shards a model, and the outer one
-            (`dp_outer`) holds its replicas (HSDP).
         every_microbatch: reduce-scatter in every backward, and sum over HSDP replicas at the end,
             so that no rank holds unsharded gradients of more than a unit; else only in the last
             backward.
@@ -56,42 +65,51 @@ class FullyShardedDataParallel:
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        units: Sequence[nn.Module],
+        units: Sequence[tuple[nn.Module, ShardGroups]],
+        rest: ShardGroups,
+        groups_of: GroupsOf,
         initializer: Initializer,
         dtype: torch.dtype,
-        groups: ProcessGroups,
         zero: int,
         every_microbatch: bool,
     ) -> None:
         root = stages[0] if len(stages) == 1 else _Chunks(stages)
+        divided = [*units, (root, rest)]
+        self.held = _held(stages, divided)
         specs = {name: spec_of(p) for name, p in _named(stages).items()}
-        whole = {name: p.shape for name, p in _named(stages).items()}
+        self.whole = {name: p.shape for name, p in _named(stages).items()}
         wide = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
-        hybrid = groups.dp_inner.size > 1
-        shards, replicas = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp_cp, SINGLE)
         # FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce
         # hook does it, so that this sum is timed and logged too.
-        mesh = mesh_of_group(shards, groups.device.type)
+        meshes = {
+            held.shards: mesh_of_group(held.shards, initializer.device.type) for _, held in divided
+        }
         self.zero, self.every_microbatch = zero, every_microbatch
         self.reduces_each = every_microbatch  # backward of this step
-        for module in (*units, root):  # drawn and sharded one after the other
+        for module, held in divided:  # drawn and sharded one after the other
             if initializer.deferred:
-                _draw_own_rows(module, initializer, shards)
+                _draw_own_rows(module, initializer, held.shards)
             # The root's parameters are needed at once in the backward, so they stay.
             frees = zero == 3 and module is not root
-            fully_shard(module, mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
+            fully_shard(
+                module,
+                mesh=meshes[held.shards],
+                reshard_after_forward=frees,
+                mp_policy=policy,
+            )
         assert isinstance(root, FSDPModule)  # `fully_shard` has changed its class
         self.root: FSDPModule = root
         self.units = [m for m in root.modules() if isinstance(m, FSDPModule)]
-        for unit in self.units:
+        for unit, held in divided:
+            assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             # The base classes that these methods name are private to FSDP2.
-            unit.set_custom_all_gather(_AllGather(shards))  # type: ignore[arg-type]
-            unit.set_custom_reduce_scatter(_ReduceScatter(shards))  # type: ignore[arg-type]
-            if hybrid and not every_microbatch:
-                unit.set_all_reduce_hook(lambda flat: all_reduce_replicas(flat, replicas))
+            unit.set_custom_all_gather(_AllGather(held.shards))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(_ReduceScatter(held.shards))  # type: ignore[arg-type]
+            if held.replicas.size > 1 and not every_microbatch:
+                unit.set_all_reduce_hook(_sum_over(held.replicas))
         # A backward gathers the block before ahead. FSDP2's own guess, the unit before it in the
         # latest forward, may be of another chunk or micro-batch, and is gathered in vain.
         self.root.set_modules_to_backward_prefetch([self.root])  # none: it is gathered
@@ -99,29 +117,29 @@ class FullyShardedDataParallel:
             blocks = [m for m in stage.modules() if isinstance(m, FSDPModule) and m is not root]
             for before, block in zip([*blocks[:1], *blocks], blocks, strict=False):
                 block.set_modules_to_backward_prefetch([before])
-        self.replica_group = replicas
         self.parameters: dict[str, nn.Parameter] = _named(stages)
         self.without_gradient: set[str] = set()
-        self.gradients = torch.zeros(
-            sum(_local(p).numel() for p in self.parameters.values()),
-            dtype=wide,
-            device=_local(next(iter(self.parameters.values()))).device,
-        )
+        numel: Counter[ShardGroups] = Counter()
+        for name, parameter in self.parameters.items():
+            numel[self.held[name]] += _local(parameter).numel()
+        device = _local(next(iter(self.parameters.values()))).device
+        self.gradients = {
+            held: torch.zeros(n, dtype=wide, device=device) for held, n in numel.items()
+        }
         self.segments: list[Segment] = []
         self.gradient_of: dict[str, Tensor] = {}
-        self.whole, self.shards = whole, shards
-        offset = 0
+        used: Counter[ShardGroups] = Counter()
         for name, parameter in self.parameters.items():
-            state = state_of(parameter)
+            state, held = state_of(parameter), self.held[name]
             state.spec, state.compute_dtype = specs[name], dtype
             flat = _local(parameter).view(-1)
-            grad = self.gradients[offset : offset + flat.numel()]
-            offset += flat.numel()
+            grad = self.gradients[held][used[held] : used[held] + flat.numel()]
+            used[held] += flat.numel()
             self._keep_gradient(name, parameter, grad)
-            part = self._part(name, shards.index)
+            part = self._part(name, held.shards.index)
             if part.numel:  # with fewer rows than ranks some shards are empty
-                held = replace(copy_groups(specs[name], groups), data=replicas)
-                self.segments.append(Segment(flat, grad, flat, [part], held))
+                copies = replace(groups_of(specs[name]), data=held.replicas)
+                self.segments.append(Segment(flat, grad, flat, [part], copies))
 
     def _keep_gradient(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
         """Makes `parameter.grad`, to which FSDP2 adds reduced gradients, a view of the buffer."""
@@ -140,12 +158,14 @@ class FullyShardedDataParallel:
 
     def parts_of(self, index: int) -> list[SegmentPart]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
-        parts = (self._part(name, index % self.shards.size) for name in self.whole)
+        sizes = {name: held.shards.size for name, held in self.held.items()}
+        parts = (self._part(name, index % size) for name, size in sizes.items())
         return [part for part in parts if part.numel]
 
     def _part(self, name: str, shard: int) -> SegmentPart:
         rows, *row = self.whole[name]
-        first, end = (first_row(rows, self.shards.size, i) for i in (shard, shard + 1))
+        ranks = self.held[name].shards.size
+        first, end = (first_row(rows, ranks, i) for i in (shard, shard + 1))
         width, spec = math.prod(row), spec_of(self.parameters[name])
         return SegmentPart(name, spec, first * width, (end - first) * width)
 
@@ -156,7 +176,8 @@ class FullyShardedDataParallel:
         return cast(Sequence[T], [_Chunk(self.root, i) for i in range(len(stages))])
 
     def start_step(self, microbatches: int) -> None:
-        self.gradients.zero_()
+        for flat in self.gradients.values():
+            flat.zero_()
         self.without_gradient = set(self.parameters)
         # Reduced once, gradients of the ends of a rank's two chunks meet: those of the first
         # backward in fp32, those of the last in the compute type, which FSDP2 refuses, unless
@@ -175,8 +196,9 @@ class FullyShardedDataParallel:
         self.root.set_reshard_after_backward(last, recurse=self.zero == 2)
 
     def finish_step(self) -> list[str]:
-        if self.every_microbatch and self.replica_group.size > 1:
-            collectives.all_reduce(self.gradients, self.replica_group)
+        for held, flat in self.gradients.items():
+            if self.every_microbatch and held.replicas.size > 1:
+                collectives.all_reduce(flat, held.replicas)
         return [name for name in self.parameters if name in self.without_gradient]
 
     def tied_gradient(self, name: str) -> Tensor:
@@ -228,6 +250,16 @@ def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in first.items()}
 
 
+def _held(
+    stages: Sequence[nn.Module], divided: Sequence[tuple[nn.Module, ShardGroups]]
+) -> dict[str, ShardGroups]:
+    """Returns name → ranks over which a parameter lies: those of the first module that has it."""
+    found: dict[nn.Parameter, ShardGroups] = {}
+    for module, held in divided:
+        found |= {p: held for p in module.parameters() if p not in found}
+    return {name: found[p] for name, p in _named(stages).items()}
+
+
 class _Collective:
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -275,6 +307,10 @@ def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> 
         first, end = (first_row(rows, shards.size, shards.index + i) for i in (0, 1))
         initializer.fill_rows(spec_of(parameter), first, whole[first:end])
         parameter.data = whole
+
+
+def _sum_over(replicas: Group) -> Callable[[Tensor], None]:
+    return lambda flat: all_reduce_replicas(flat, replicas)
 
 
 def all_reduce_replicas(flat: Tensor, replicas: Group) -> None:

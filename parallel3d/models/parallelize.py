@@ -16,7 +16,7 @@ from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.transformer import Stage
-from parallel3d.parameters.copies import copy_groups
+from parallel3d.parameters.copies import GroupsOf, copy_groups
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
 
@@ -38,19 +38,29 @@ def data_parallel_engine(
         tied: names of tables that another rank holds too.
         observer: of buckets; the checks refuse it with FSDP2, which has none.
     """
-    if config.zero > 1 and groups.dp_cp.size > 1:
+    groups_of = partial(copy_groups, groups=groups)
+    if config.zero > 1 and _has_copies(stages, groups_of):
         # Imported here: FSDP2 and DTensor take a second.
-        from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
+        from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel, ShardGroups
 
-        every = config.ddp.reduces_every_microbatch(config.zero)
-        blocks = [block for stage in stages for block in stage.layers.values()]
+        # With two levels (HSDP) the inner group shards a model, the outer one holds its replicas.
+        whole = ShardGroups(groups.dp_cp)
+        if groups.dp_inner.size > 1:
+            whole = ShardGroups(groups.dp_inner, groups.dp_outer)
         return FullyShardedDataParallel(
-            stages, blocks, initializer, dtype, groups, config.zero, every
+            stages,
+            [(block, whole) for stage in stages for block in stage.layers.values()],
+            whole,
+            groups_of,
+            initializer,
+            dtype,
+            config.zero,
+            config.ddp.reduces_every_microbatch(config.zero),
         )
     return BucketedDataParallel(
         parameters_of_chunks(stages),
         dtype,
-        partial(copy_groups, groups=groups),
+        groups_of,
         config.zero,
         bucket_cap_mb=config.ddp.bucket_cap_mb,
         overlap=config.ddp.overlap,
@@ -59,6 +69,12 @@ def data_parallel_engine(
         values=lambda p: initializer.values(spec_of(p)),
         observer=observer,
     )
+
+
+def _has_copies(stages: Sequence[Stage], groups_of: GroupsOf) -> bool:
+    # A function, so that no reference to a parameter is left: FSDP2 frees what it has sharded.
+    specs = (spec_of(p) for stage in stages for p in stage.parameters())
+    return any(groups_of(spec).data.size > 1 for spec in specs)
 
 
 def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:

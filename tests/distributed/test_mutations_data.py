@@ -92,8 +92,9 @@ def divided_by_dp(sound: Any, engine: BucketedDataParallel, index: int) -> None:
 @planted(START_STEP)
 def divided_by_fsdp(sound: Any, engine: FullyShardedDataParallel, microbatches: int) -> None:
     """FSDP2 keeps its habit of averaging."""
+    (held,) = engine.gradients  # all parameters lie over the same ranks
     for unit in engine.units:
-        unit.set_gradient_divide_factor(engine.shards.size)
+        unit.set_gradient_divide_factor(held.shards.size)
     sound(engine, microbatches)
 
 
@@ -114,7 +115,8 @@ def copies_not_summed_at_the_end(sound: Any, engine: FullyShardedDataParallel) -
 @planted(LAST_MICROBATCH)
 def only_the_last_microbatch_scattered(sound: Any, engine: FullyShardedDataParallel) -> None:
     """The sums of the micro-batches before are replaced by what was reduced."""
-    engine.gradients.zero_()
+    for flat in engine.gradients.values():
+        flat.zero_()
     sound(engine)
 
 
