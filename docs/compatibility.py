@@ -104,7 +104,6 @@ BRINGS: dict[str, dict[str, Any]] = {
     "ddp.reduce_every_microbatch=true": {"dp": 2, "zero": 2},
     "ddp.hierarchical=true": {"dp": 2},
     "ddp.comm_hook=bf16": {"dp": 2},
-    "ddp.bucket_order=measured": {"dp": 2},
     "profile.memory=true": {"profile.steps": [1, 2]},
     "data.cut_documents=true": {"data.packing": "best_fit"},
     "data=text": {"data.path": "book.txt"},

@@ -30,7 +30,6 @@ from parallel3d.context_parallel.documents import SequenceSplit
 from parallel3d.data.loader import Batches, with_length
 from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile
-from parallel3d.data_parallel.engine import BucketedDataParallel, rebuild_buckets
 from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
@@ -42,7 +41,6 @@ from parallel3d.muon import Muon
 from parallel3d.optim import Optimizer, learning_rate, trained_parts
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.parameters.segments import Segment
 from parallel3d.parameters.slices import ParameterSlice, parameter_slices
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.offload import ActivationOffload
@@ -196,13 +194,12 @@ class Trainer:
             stage.pre_forward = self.data_parallel.pre_forward
         if config.compile:
             compile_blocks(self.stages, saves_operands=self.schedule.splits_backward)
-        self.optimizer = self._make_optimizer(self.data_parallel.segments)
-        self.rebuilds_buckets = config.ddp.bucket_order == "measured" and groups.dp_cp.size > 1
+        self.optimizer = self._make_optimizer()
 
         self.executor = self._executor()
         self._open_data()
 
-    def _make_optimizer(self, segments: list[Segment]) -> Optimizer:
+    def _make_optimizer(self) -> Optimizer:
         optim, groups, muon = self.config.optim, self.groups, None
         if optim.name == "muon":
             held = [self.data_parallel.parts_of(i) for i in range(groups.dp_cp.size)]
@@ -211,7 +208,7 @@ class Trainer:
             wide = torch.promote_types(self.dtype, torch.float32)
             dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide
             muon = Muon(parts, optim.muon_scale, dtype, groups.tp, groups.dp_cp, self.device)
-        return Optimizer(optim, segments, self.config.seed, muon)
+        return Optimizer(optim, self.data_parallel.segments, self.config.seed, muon)
 
     def use(self, schedule: Schedule) -> None:
         """Sets the schedule of training and evaluation, once the checker has proved its program."""
@@ -346,12 +343,6 @@ class Trainer:
             with self.step_timer.range("optimizer"):
                 self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
             self.data_parallel.all_gather_params()
-        if self.rebuilds_buckets:  # in the first step alone
-            assert isinstance(self.data_parallel, BucketedDataParallel)  # the checks see to it
-            self.optimizer = rebuild_buckets(
-                self.data_parallel, self.optimizer, self._make_optimizer, self.groups
-            )
-            self.rebuilds_buckets = False
         if loss is not None:
             self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1

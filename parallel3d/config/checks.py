@@ -480,16 +480,16 @@ def _check_stages(config: Config, assignment: StageAssignment) -> None:
 
 
 def check_data_parallel(config: Config, dp: int) -> None:
-    """Checks hooks, bucket order and shards against `zero`; raises UserError."""
+    """Checks hooks and shards against `zero`; raises UserError."""
     ddp, zero, ranks = config.ddp, config.zero, dp * config.cp
     size, hook = ddp.shard_size, f"ddp.comm_hook={ddp.comm_hook}"
-    for key, most in (("hierarchical", 0), ("comm_hook", 0), ("bucket_order", 1)):
+    for key in ("hierarchical", "comm_hook"):
         name, value = f"ddp.{key}", getattr(ddp, key)
         off = all_keys()[name].default
-        if zero > most and value != off:
+        if zero and value != off:
             raise UserError(
                 f"{spell(name, value)} is about sums of whole gradients, and zero={zero} scatters "
-                f"them; the nearest is zero={most}, or {spell(name, off)}."
+                f"them; the nearest is zero=0, or {spell(name, off)}."
             )
     if ddp.hierarchical and ddp.comm_hook != "none":
         raise UserError(

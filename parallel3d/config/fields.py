@@ -71,6 +71,7 @@ REMOVED = {
     ),
     "ddp.powersgd_rank": Removed(_LOW_RANK, 4),
     "ddp.powersgd_start": Removed(_LOW_RANK, 10),
+    "ddp.bucket_order": Removed("buckets are in the reverse order of the model", "model"),
 }
 
 

@@ -849,12 +849,6 @@ class DataParallelConfig:
         "what travels for a gradient bucket: none (fp32 sums) or bf16 (half the bytes, rounded)",
         choices=("none", "bf16"),
     )
-    bucket_order: str = key(
-        "model",
-        "model: buckets in the reverse order of the model; measured: in the order in which "
-        "gradients became ready in the first step",
-        choices=("model", "measured"),
-    )
     shard_size: int | None = key(
         None,
         "zero=2 and 3: ranks of dp that a copy of the model is sharded over, the rest are "

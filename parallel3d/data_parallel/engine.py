@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from parallel3d.blueprint.buckets import assign, padded_numel
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.exchange import all_gather_json, broadcast_json, dtype_of
 from parallel3d.comm.group import SINGLE, Group
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.data_parallel.reducer import (
     CommHook,
@@ -25,10 +23,8 @@ from parallel3d.data_parallel.reducer import (
     reduce_scatter,
 )
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.optim import Optimizer
 from parallel3d.parameters.copies import CopyGroups, GroupsOf
 from parallel3d.parameters.segments import Segment, SegmentPart
-from parallel3d.parameters.slices import ParameterSlice, parameter_slices
 from parallel3d.parameters.state import spec_of, state_of
 
 T = TypeVar("T")
@@ -196,7 +192,7 @@ class BucketedDataParallel:
         bucket_cap_mb, overlap: as of DistributedDataParallel.
         tied: names of tables that another rank holds too, in buckets of their own, so that both
             ranks shard them equally.
-        make_hook: creates the hook that reduces the buckets; None: reduce-scatter or all-reduce.
+        hook: reduces the buckets; None: reduce-scatter or all-reduce.
         values: initial values of a parameter (see `build_buckets`).
         observer: sees the gradients before they are reduced.
 
@@ -215,7 +211,7 @@ class BucketedDataParallel:
         bucket_cap_mb: float | None = None,
         overlap: bool = True,
         tied: Iterable[str] = (),
-        make_hook: Callable[[], CommHook] | None = None,
+        hook: CommHook | None = None,
         values: InitFn = Tensor.detach,
         observer: GradientObserver | None = None,
     ) -> None:
@@ -224,7 +220,7 @@ class BucketedDataParallel:
         self.names = list(self.parameters)
         self.cap, self.overlap, self.dtype = bucket_cap_mb, overlap, dtype
         self.tied = list(tied)
-        self.make_hook = make_hook or (lambda: reduce_scatter if self.sharded else all_reduce)
+        self.comm_hook = hook or (reduce_scatter if self.sharded else all_reduce)
         self.gathering: dict[int, Work] = {}
         self.works: list[Work] = []
         self.running = False
@@ -250,7 +246,6 @@ class BucketedDataParallel:
             )
         self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
-        self.comm_hook = self.make_hook()
         number_of = {name: number for number, name in enumerate(self.names)}
         members = [[number_of[name] for name in bucket.params] for bucket in self.buckets]
         self.reducer = Reducer(members, self.overlap)
@@ -276,17 +271,6 @@ class BucketedDataParallel:
 
         state_of(parameter).register_grad_ready = register_grad_ready
         parameter.register_post_accumulate_grad_hook(accumulate)
-
-    def rebuild_buckets(self, ready_order: list[str], masters: dict[str, Tensor]) -> None:
-        """Moves the parameters to new buckets and `segments`, between steps.
-
-        Args:
-            ready_order: names of all parameters, the same on all ranks of dp and tp.
-            masters: name → all of the local parameter, in fp32 or better, any shape.
-        """
-        for name, parameter in self.parameters.items():
-            parameter.data = masters[name].view(parameter.shape)
-        self._fill_buckets([ready_order[::-1]])
 
     def parts_of(self, index: int) -> list[SegmentPart]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
@@ -354,11 +338,6 @@ class BucketedDataParallel:
         counts = zip(self.names, self.reducer.left, self.expected, strict=True)
         return [name for name, left, expected in counts if left == expected]
 
-    @property
-    def ready_order(self) -> list[str]:
-        """Names in the order in which the last step's gradients were complete."""
-        return [self.names[number] for number in self.reducer.arrivals]
-
     def tied_gradient(self, name: str) -> Tensor:
         """Returns the shard of a tied table's gradient that this rank steps, flat."""
         bucket = self.bucket_of[name]
@@ -391,72 +370,3 @@ class BucketedDataParallel:
     def wait_for_all_gathers(self) -> None:
         for index in list(self.gathering):
             self.gathering.pop(index).wait()
-
-
-def rebuild_buckets(
-    engine: BucketedDataParallel,
-    optimizer: Optimizer,
-    make_optimizer: Callable[[list[Segment]], Optimizer],
-    groups: ProcessGroups,
-) -> Optimizer:
-    """Re-buckets in ready order, as PyTorch's DDP does; returns the optimizer of the new buckets.
-
-    The reverse order of the model is only a guess of autograd's order (Li et al. 2020 §3.2.3).
-    Collective over dp and tp. Under ZeRO every rank holds all masters and all state of its stage
-    meanwhile.
-    """
-    engine.wait_for_all_gathers()
-    ready_order = agreed_order(engine.ready_order, engine.names, groups)
-    slices = parameter_slices(optimizer.groups)
-    shards = engine.buckets[0].shards
-    group = shards if shards.size > 1 else None
-    state = full_values(slices, engine.parameters, group)
-    engine.rebuild_buckets(ready_order, state.pop("parameter"))
-    moved = make_optimizer(engine.segments)
-    moved.restore(optimizer.updates)
-    for s in parameter_slices(moved.groups):
-        for kind in s.values.keys() & state.keys():
-            values = s.values[kind]
-            values.copy_(state[kind][s.name][s.start : s.start + values.numel()])
-    return moved
-
-
-def agreed_order(ready_order: list[str], names: list[str], groups: ProcessGroups) -> list[str]:
-    """Returns the ready order of a stage's first rank; unused parameters come last.
-
-    All ranks of a stage need the same buckets and, under sequence parallelism, the same segments.
-    """
-    mine = [*ready_order, *(name for name in reversed(names) if name not in set(ready_order))]
-    for group in (groups.tp, groups.dp_cp):
-        mine = broadcast_json(mine, group.handle, groups.device)
-    return mine
-
-
-def full_values(
-    slices: Iterable[ParameterSlice], parameters: dict[str, nn.Parameter], shards: Group | None
-) -> dict[str, dict[str, Tensor]]:
-    """Assembles whole local parameters from the slices of the ranks of `shards`, or of this one.
-
-    Returns flat values by kind of value and name.
-    """
-    slices = list(slices)
-    dtypes = {kind: str(values.dtype) for s in slices for kind, values in s.values.items()}
-    if shards is not None:
-        device = next(iter(parameters.values())).device
-        for theirs in all_gather_json(dtypes, shards.handle, device):  # a rank may lack a kind
-            dtypes |= theirs
-    found = {
-        kind: {
-            name: torch.zeros(p.numel(), dtype=dtype_of(dtype), device=p.device)
-            for name, p in parameters.items()
-        }
-        for kind, dtype in sorted(dtypes.items())
-    }
-    for s in slices:
-        for kind, values in s.values.items():
-            found[kind][s.name][s.start : s.start + values.numel()] = values
-    if shards is not None:
-        for by_name in found.values():
-            for flat in by_name.values():
-                collectives.all_reduce(flat, shards)  # disjoint slices, zeros elsewhere
-    return found

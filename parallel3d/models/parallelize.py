@@ -65,7 +65,7 @@ def data_parallel_engine(
         bucket_cap_mb=config.ddp.bucket_cap_mb,
         overlap=config.ddp.overlap,
         tied=tied,
-        make_hook=lambda: comm_hook(config, groups),
+        hook=comm_hook(config, groups),
         values=lambda p: initializer.values(spec_of(p)),
         observer=observer,
     )

@@ -63,7 +63,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "zero": (0, 1, 2, 3),
         "copies": ("one", "several"),  # of a sharded model
         "reduced": ("by default", "otherwise"),  # every micro-batch, or once a step
-        "buckets": ("whole", "small", "alone", "measured"),
+        "buckets": ("whole", "small", "alone"),
         "sums": ("flat", "hierarchical", "bf16"),
         "noise scale": (False, True),
     },
@@ -191,11 +191,6 @@ REFUSED = (
         lambda zero, reduced: zero > 1 or reduced == "by default",
     ),
     Rule(
-        "whole gradients have an order",
-        ("zero", "buckets"),
-        lambda zero, buckets: zero < 2 or buckets != "measured",
-    ),
-    Rule(
         "hooks sum whole gradients",
         ("zero", "sums"),
         lambda zero, sums: zero == 0 or sums == "flat",
@@ -214,6 +209,15 @@ REFUSED = (
         "noise is measured between parts of a batch",
         ("dp", "pp", "micro-batches", "batches", "noise scale"),
         _has_two_parts,
+    ),
+)
+
+# The check refuses this too; a narrower rule of `IDLE` spares the search from looking at it.
+REFUSED_WHERE_IDLE = (
+    Rule(
+        "copies on two ranks each",
+        ("dp", "cp", "copies"),
+        lambda dp, cp, copies: copies == "one" or dp * cp == 1 or dp * cp % 2 == 0,
     ),
 )
 
@@ -527,7 +531,6 @@ def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
     yield "context_parallel.style", levels["style"]
     yield "context_parallel.balance", levels["balance"]
     yield "loss.chunk_tokens", 7 if levels["loss chunks"] else None
-    yield "ddp.bucket_order", "measured" if levels["buckets"] == "measured" else "model"
     yield "ddp.shard_size", 2 if levels["copies"] == "several" else None
     yield "ddp.reduce_every_microbatch", zero < 3 if levels["reduced"] == "otherwise" else None
     yield "ddp.hierarchical", sums == "hierarchical"

@@ -1,7 +1,6 @@
 """Known bugs of data parallelism, planted: each is caught, and by exactly the quantities named.
 
-As in test_mutations, of which this is another part. Sums in bf16 are in test_comm_hooks, buckets
-without an agreed order in test_measured_order.
+As in test_mutations, of which this is another part. Sums in bf16 are in test_comm_hooks.
 """
 
 from __future__ import annotations

@@ -441,7 +441,6 @@ def _step(config: Config, groups: ProcessGroups, counter: StepCounter) -> dict[s
     train = dataclasses.replace(config.train, batch_schedule=None)  # its last size counts
     config = dataclasses.replace(config, train=train)
     trainer = Trainer(config, groups, device, train_source=Zeros(config.model.seq_length))
-    trainer.rebuilds_buckets = False  # ready order would need timings
     counter.machine.collect()
     start_peak, counter.building = counter.peak, False
     kinds = ("world", "embedding", "pp", "dp_cp", "dp", "dp_inner", "dp_outer", "cp", "tp")

@@ -37,7 +37,6 @@ ONE = {"micro_batch_size": 2, "global_batch_size": 4, "dp": 1}
 # name → keys of Config; "model" is laid over MODEL.
 CASES: dict[str, dict[str, Any]] = {
     "one": ONE,
-    "order": ONE | {"dp": 2, "ddp": {"bucket_order": "measured"}},
     "many": ONE | {"global_batch_size": 64},
     "apart": ONE | {"sums_apart": True},
     "full": ONE | {"recompute": "full"},

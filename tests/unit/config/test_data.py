@@ -38,11 +38,6 @@ def config(**changes: Any) -> Config:
             "is ddp.comm_hook=bf16.",
         ),
         (
-            {"zero": 2, "ddp__bucket_order": "measured"},
-            "ddp.bucket_order=measured is about sums of whole gradients, and zero=2 scatters them; "
-            "the nearest is zero=1, or ddp.bucket_order=model.",
-        ),
-        (
             {"zero": 1, "ddp__shard_size": 2},
             "ddp.shard_size=2 is read by zero=2 and zero=3 alone, but zero=1; the nearest is "
             "ddp.shard_size=null.",
@@ -74,7 +69,6 @@ def test_refused(changes: dict[str, Any], says: str) -> None:
     [
         {"ddp__comm_hook": "bf16"},
         {"ddp__comm_hook": "bf16", "precision__name": "fp16"},
-        {"zero": 1, "ddp__bucket_order": "measured"},
         {"zero": 2, "ddp__shard_size": 2},
         {"zero": 3, "ddp__shard_size": 4},
         {"zero": 3, "compile": False, "precision__name": "bf16"},

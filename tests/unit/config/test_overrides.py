@@ -27,6 +27,7 @@ BAD = [
     ("topology.width=90", ["topology.width=90: topology.width is no longer a key", "COLUMNS"]),
     ("tensor_parallel.symmetric_memory=true", ["is no longer a key; tensor_parallel.chunks"]),
     ("ddp.powersgd_rank=2", ["is no longer a key; PowerSGD is gone, and ddp.comm_hook=bf16"]),
+    ("ddp.bucket_order=measured", ["is no longer a key; buckets are in the reverse order of the"]),
     ("--profile-step-end=12", ["nearest is profile.steps (", "profile.steps=[11,12]"]),
     ("--profile-ranks=0", ["nearest is profile.ranks,"]),
     ("train-iters=4", ["train-iters=4", "nearest is train.steps."]),

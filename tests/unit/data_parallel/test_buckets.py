@@ -148,7 +148,7 @@ def engine_of(
         lambda spec: held,
         0,
         bucket_cap_mb=cap,
-        make_hook=lambda: hook,
+        hook=hook,
     )
 
 

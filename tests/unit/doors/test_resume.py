@@ -298,6 +298,8 @@ def test_a_copied_run_goes_by_its_new_name() -> None:
         ("tensor_parallel:\n  symmetric_memory: true\n", "tensor_parallel.symmetric_memory=true ("),
         ("topology:\n  width: 80\n", None),  # of another command
         ("ddp:\n  powersgd_rank: 4\n  powersgd_start: 10\n", None),  # nobody typed them
+        ("ddp:\n  bucket_order: model\n", None),
+        ("ddp:\n  bucket_order: measured\n", "ddp.bucket_order=measured (buckets are in "),
         ("ddp:\n  powersgd_rank: 2\n", "ddp.powersgd_rank=2 (PowerSGD is gone, and ddp.comm_hook="),
     ],
 )
