@@ -141,7 +141,8 @@ def planned(given: Given, words: str, batch: int) -> dict[str, float]:
     if model:  # no preset's host, which has eight
         where.append(f"cluster.gpus_per_node={ranks_of(words)}")
     out = run("plan", *(model or ["model=llama3_8b"]), *where, f"global_batch_size={batch}",
-              "cluster.nodes=1", *(f"{key}={value}" for key, value in layout.items()))  # fmt: skip
+              "cluster.nodes=1", "plan.confirm=0",
+              *(f"{key}={value}" for key, value in layout.items()))  # fmt: skip
     return row_of_plan(out)
 
 

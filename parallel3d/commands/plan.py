@@ -1,16 +1,18 @@
 """`parallel3d plan`: the ten best layouts of a model on a cluster, in a table and an HTML page.
 
-Typed keys of a layout (LAYOUT) are fixed, the others searched. No torch.
+Typed keys of a layout (LAYOUT) are fixed, the others searched. Memory is a bound, and of the best
+rows what the dry run of `plan.confirm` plays; nothing else needs torch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from html import escape
 from typing import Any, TextIO
@@ -25,7 +27,7 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place, step
-from parallel3d.estimate.memory import host_memory, memories, peak_memory
+from parallel3d.estimate.memory import host_memory, memories, nearly_fullest, peak_memory
 from parallel3d.estimate.profiled_cost import (
     check_type,
     measured_sizes,
@@ -85,19 +87,30 @@ UNMEASURED = (
 
 
 LAYOUT = [f.name for f in fields(LayoutChoice)]  # columns of the table, and keys that may be typed
-FIGURES = ("step s", "range", "MFU %", "GiB", "why")
+FIGURES = ("step s", "range", "MFU %", "GiB", "by", "why")
 HEAD = ("#", "tp", "pp", "vpp", "dp", "mb", *LAYOUT[5:], *FIGURES)
-ALIGNED = ">>>>>><<>>>>>><"
+ALIGNED = ">>>>>><<>>>>>><<"
+
+
+DRY_RUN, BOUND = "dry run", "bound"  # by which a row's memory is known
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The priced layouts of `gpus` GPUs or ranks; `sizes`: fields of `StepWork` that they share."""
+    """The priced layouts of `gpus` GPUs or ranks.
+
+    Attributes:
+        sizes: fields of `StepWork` that they share.
+        played: memory of layouts as dry runs find it (`find_memory`), by index along pp.
+        unplayed: why fewer rows were played than asked for.
+    """
 
     config: Config
     priced: Priced
     sizes: Mapping[str, float]
     gpus: int
+    played: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
+    unplayed: str = ""
 
     @cached_property
     def rows(self) -> list[int]:
@@ -140,13 +153,18 @@ class Plan:
             likely = "–".join(f"{seconds * factor:.3g}" for factor in spread or ())
             why = reason(self.priced, i, self.rows[0], int(self.sizes["gpus_per_node"]))
             figures = f"{seconds:.3g}", likely, f"{self.mfu(i):.1f}", f"{gib:.{2 * (gib < 1)}f}"
-            found.append([*map(str, (place, *layout)), *figures, why])
+            found.append([*map(str, (place, *layout)), *figures, self.by(i), why])
         return found
 
+    def by(self, index: int) -> str:
+        """Returns what a layout's memory is known by."""
+        return DRY_RUN if index in self.played else BOUND
+
     def caution(self) -> str:
-        """Returns what to think of the times: nothing if these blocks were measured here."""
+        """Returns what to think of memory and times: nothing if all was played and measured."""
         file = self.config.cluster.file
-        return scaled(read(file), file, self.config.model) if file else UNMEASURED
+        said = scaled(read(file), file, self.config.model) if file else UNMEASURED
+        return " ".join(filter(None, (self.unplayed, said)))
 
     def table(self) -> str:
         """Returns what the terminal shows."""
@@ -182,6 +200,11 @@ MARK = f"data-by='{MADE_BY}'"
 SHARES = (1 / 3, 0.4, 0.8 / 3)  # forward, input and weight gradient (schedule.costs)
 BOXES = 7900  # of a pipeline's drawing, with their names
 MOST_RANKS = 16  # of a pipeline's memory chart
+# Kinds of memory of a bound and of a dry run; reserve: for the driver, NCCL and fragments.
+HELD = (
+    *("parameters", "gradients", "masters", "optimizer", "activations", "logits", "buffers"),
+    *("temporary", "margin", "reserve"),
+)
 
 # Parts of the busiest GPU's compute, and of a step, by their names in `breakdown` and `StepTime`.
 TIMES = {
@@ -226,7 +249,8 @@ def _sections(plan: Plan) -> Iterable[str]:
         f"{config.precision.name}, {config.global_batch_size:,} sequences of "
         f"{config.model.seq_length:,} tokens a step: {seconds:.3g} s, "
         f"{tokens / seconds:,.0f} tokens a second, MFU "
-        f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU. "
+        f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU by a "
+        f"{plan.by(first)}. "
         f"{len(priced.order):,} of {len(priced.choices):,} layouts fit."
     )
     yield section("The best layout", words, f"<pre>{escape(plan.command)}</pre>")
@@ -251,7 +275,7 @@ def _sections(plan: Plan) -> Iterable[str]:
     yield section("Where the step's time goes", "", shown)
     if made.pp > 1:
         yield _pipeline(made, _parts(priced, first))
-    yield _memory(made, used, memory)
+    yield _memory(plan, made, used, memory)
     try:
         report = make_report(replace(made, topology=replace(made.topology, search=0)), None, {})
         yield section("Where the ranks sit", "", f"<div class='paper'>{picture_of(report)}</div>")
@@ -278,24 +302,31 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
     )
 
 
-def _memory(made: Config, used: float, memory: float) -> str:
+def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
     """Returns the peak memory of each rank of the pipeline; `used`: GB of the fullest one."""
-    stages = [peak_memory(made, index)._asdict() for index in range(made.pp)]
-    phases = [stage.pop("phase") for stage in stages]
-    reserve = 1e9 * used - max(sum(stage.values()) for stage in stages)
-    rows = []
-    for index, (stage, phase) in enumerate(zip(stages, phases, strict=True)):
+    played = plan.played.get(plan.rows[0], {})
+    stages: dict[int, tuple[dict[str, float], str, str]] = {}
+    for index in range(made.pp):
         if MOST_RANKS // 2 <= index < made.pp - MOST_RANKS // 2:
             continue
-        stage["reserve"] = reserve  # for the driver, NCCL and fragments
-        bar = stacked_bar(
-            {k: v / 1e9 for k, v in stage.items()}, 1.02 * max(memory, used), "GB", memory
-        )
-        rows.append([f"rank {index}", bar, f"{sum(stage.values()) / 1e9:.1f} GB", phase])
+        if index in played:
+            facts = played[index]
+            held = {kind: facts.get(f"{kind}_bytes", 0.0) for kind in HELD}
+            stages[index] = held, DRY_RUN, str(facts["peak_in"])
+        else:
+            peak = peak_memory(made, index)
+            stages[index] = {k: getattr(peak, k, 0.0) for k in HELD}, BOUND, peak.phase
+        stages[index][0]["reserve"] = 1e9 * made.dryrun.reserve_gb
+    shown = [kind for kind in HELD if any(held[kind] for held, _, _ in stages.values())]
+    rows = []
+    for index, (held, by, phase) in stages.items():
+        parts = {kind: held[kind] / 1e9 for kind in shown}
+        bar = stacked_bar(parts, 1.02 * max(memory, used), "GB", memory)
+        rows.append([f"rank {index}", bar, f"{sum(parts.values()):.1f} GB", by, phase])
     words = "Each rank at its fullest moment of a step. The red line is the GPU's memory, "
-    shown = html_table(("along pp", "memory", "in all", "peaks in"), rows)
+    table = html_table(("along pp", "memory", "in all", "by", "peaks in"), rows)
     words = f"{words}{memory:.1f} GB."
-    return section("Memory along the pipeline", words, bar_key(stages[0]), shown)
+    return section("Memory along the pipeline", words, bar_key(shown), table)
 
 
 def _parts(priced: Priced, index: int) -> dict[str, float]:
@@ -324,7 +355,11 @@ def plan(config: Config, typed: Sequence[str]) -> int:
     gpus = (config.cluster.nodes or 1) * (config.cluster.gpus_per_node or 8)
     if config.cluster.file is not None:
         gpus = config.cluster.gpus_per_node or read(config.cluster.file).made.count
-    found = searched(config, held(config, keys), gpus)
+    fixed = held(config, keys)
+    found = searched(config, fixed, gpus)
+    if config.plan.confirm and config.cluster.file is None:
+        seconds = math.inf if "plan.confirm" in keys else BEGIN_S
+        found = confirmed(found, config.plan.confirm, fixed, seconds)
     print(found.table())
     if config.plan.html:
         write_page(found, assumed)
@@ -390,6 +425,63 @@ def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[Layout
     if not found:
         raise next(iter(refused.values()))
     return found
+
+
+BEGIN_S = 60.0  # within which dry runs begin
+NO_TORCH = "No row was played by a dry run, as torch is not installed: plan.confirm=0 says so, too."
+
+
+def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
+    """Returns the plan with the memory of its best `rows` as dry runs play it.
+
+    A row that does not fit, or that a run would refuse, makes place for the next. A dry run begins
+    within so many `seconds`. Raises UserError if no row is left.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return replace(found, unplayed=NO_TORCH)
+    priced, most = found.priced, float(found.sizes["memory_bytes"])
+    played: dict[int, dict[int, Mapping[str, Any]]] = {}
+    refused: UserError | None = None
+    tell, began = progress(), time.monotonic()
+    while waiting := [i for i in best(priced, rows) if i not in played]:
+        first = waiting[0]
+        if time.monotonic() - began > seconds:
+            said = (
+                f"Dry runs have played {rows - len(waiting)} of the first {rows} rows, as a minute "
+                f"was over; plan.confirm={rows}, typed, has no limit."
+            )
+            return replace(found, priced=priced, played=played, unplayed=said)
+        tell(f"a dry run of {typed_keys(priced.choices[first])}")
+        memory = np.array(priced.memory)
+        try:
+            played[first] = play(found, priced.choices[first])
+            peak = max(rank["peak_bytes"] for rank in played[first].values())
+            memory[first] = peak + 1e9 * found.config.dryrun.reserve_gb
+        except UserError as error:
+            refused = refused or error
+            memory[first] = math.inf
+        priced = ranked(priced.choices, priced.time, memory, most)
+    found = replace(found, priced=priced, played=played)
+    if not priced.order:
+        raise refused or UserError(fits_nowhere(found, fixed))
+    return found
+
+
+def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
+    """Returns the memory of a layout's fullest ranks as a dry run finds it, by index along pp.
+
+    Enables the simulated device in this process. Raises UserError for what a run would refuse.
+    """
+    from parallel3d.commands.dryrun.command import find_memory  # imports torch
+
+    config, sizes = configure(found.config, choice), found.sizes
+    cluster = replace(
+        config.cluster,
+        gpu_memory_gb=sizes["memory_bytes"] / 1e9,
+        gpu_memory_gb_per_s=sizes["memory_rate"] / 1e9,
+    )
+    config = replace(config, cluster=cluster)
+    return {stage: find_memory(config, stage) for stage in nearly_fullest(config)}
 
 
 def check_held(config: Config, fixed: Fixed, ranks: int) -> None:

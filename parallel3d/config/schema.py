@@ -705,6 +705,12 @@ class PlanConfig:
     html: str | None = key(
         None, "plan: file for the whole plan as one page, with pictures", holds=Path
     )
+    confirm: int = key(
+        3,
+        "plan: best rows whose memory a dry run confirms, as many as begin within a minute unless "
+        "this is typed; 0: none, and no torch",
+        minimum=0,
+    )
 
 
 @dataclass

@@ -54,8 +54,22 @@ class RankMemory(NamedTuple):
         return sum(self[:-1])
 
 
+NEAR = 0.9  # of the fullest rank's bound: any of these may be the fullest
+
+
 def peak_stage(config: Config) -> tuple[int, RankMemory]:
-    """Returns (index along pp, peak memory) of the rank that needs most.
+    """Returns (index along pp, peak memory) of the rank that needs most."""
+    return max(_fullest(config), key=lambda pair: pair[1].total)
+
+
+def nearly_fullest(config: Config) -> list[int]:
+    """Returns the indices along pp of the ranks that may need most, the fullest first."""
+    found = sorted(_fullest(config), key=lambda pair: -pair[1].total)
+    return [index for index, peak in found if peak.total >= NEAR * found[0][1].total]
+
+
+def _fullest(config: Config) -> list[tuple[int, RankMemory]]:
+    """Returns (index along pp, peak memory) of the ranks among which the fullest one is.
 
     Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
     have more: only the ends, the middle, and the first rank of most layers are looked at.
@@ -69,8 +83,7 @@ def peak_stage(config: Config) -> tuple[int, RankMemory]:
         counts[index] += layers
     most = counts.index(max(counts))
     seen = sorted({0, min(1, pp - 1), pp // 2, pp - 1, most})
-    found = zip(seen, peak_memories(blueprint, seen), strict=True)
-    return max(found, key=lambda pair: pair[1].total)
+    return [*zip(seen, peak_memories(blueprint, seen), strict=True)]
 
 
 def memories(

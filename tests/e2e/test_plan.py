@@ -14,12 +14,13 @@ USUAL = {
     "cluster": "dgx_h100",
     "cluster.nodes": "2",
     "global_batch_size": "16",
+    "plan.confirm": "0",
 }
 
 
 def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
     ended = answer(shell, capfd, "plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.nodes=16",
-                   "global_batch_size=256")  # fmt: skip
+                   "global_batch_size=256", "plan.confirm=0")  # fmt: skip
     progress = re.compile(r"plan: layout \d+ of \d+ …\n")  # every 10 s: on a slow machine
     assert (ended.code, progress.sub("", ended.err)) == (0, "")
     assert len(re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +\d+", ended.out, re.M)) == 10

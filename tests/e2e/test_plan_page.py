@@ -15,7 +15,8 @@ from tests.e2e.here import answer
 from tests.pace import PATIENCE
 
 WORDS = ("model=llama3_8b", "cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=64")
-ASKED = (*WORDS, "pp=4", "recompute=none", "micro_batch_size=1")  # few layouts
+# Few layouts, and no simulated device in the process of the tests.
+ASKED = (*WORDS, "pp=4", "recompute=none", "micro_batch_size=1", "plan.confirm=0")
 EMPTY = {"meta", "link", "br", "rect", "line", "path", "circle"}
 
 

@@ -20,6 +20,7 @@ from rich.text import Text
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
@@ -66,20 +67,36 @@ def assume_cluster(config: Config, typed: Sequence[str] | None) -> tuple[Config,
 
 
 def find_facts(config: Config) -> Facts:
-    """Returns `facts_of` the ranks asked for, after what the planner settles: the style of context
-    parallelism and the rank mapping. Raises UserError for what cannot work.
-    """
+    """Returns `facts_of` the ranks asked for. Raises UserError for what cannot work."""
+    config, placement = _settled(config)
+    ranks = _ranks(config)
+    from parallel3d.commands.dryrun.facts import facts_of  # imports torch
+
+    return facts_of(config, ranks, placement)
+
+
+def find_memory(config: Config, stage: int) -> Facts:
+    """Returns `memory_of` the first rank with index `stage` along pp. Raises UserError for what
+    cannot work."""
+    config, placement = _settled(config)
+    rank = layout_of(config).group_of(0, "pp")[stage]
+    from parallel3d.commands.dryrun.facts import memory_of  # imports torch
+
+    return memory_of(config, rank, placement)
+
+
+def _settled(config: Config) -> tuple[Config, RankMapping | None]:
+    """Checks a configuration, and settles what a dry run does not: the style of context parallelism
+    and, where it decides the groups of dp, the rank mapping."""
     config = check_config(config, own_samples=True)
     # No data is read that would say how many steps an epoch has, and two are played.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
-    ranks, placement = _ranks(config), None
-    if config.ddp.hierarchical:  # the rank mapping decides the two levels of dp
+    placement = None
+    if config.ddp.hierarchical:
         looped = Blueprint.of(config).looped_layout
         cluster = cluster_from_config(config.cluster, looped.world_size)
         placement = place(config, cluster, looped, transfers(config, looped))
-    from parallel3d.commands.dryrun.facts import facts_of  # imports torch
-
-    return facts_of(with_style(config), ranks, placement)
+    return with_style(config), placement
 
 
 def _ranks(config: Config) -> list[int]:

@@ -77,6 +77,11 @@ def facts_of(config: Config, ranks: list[int], placement: RankMapping | None = N
     }
 
 
+def memory_of(config: Config, rank: int, placement: RankMapping | None = None) -> Facts:
+    """Returns the facts of one rank's memory alone; see `facts_of`."""
+    return dry_step(config, rank, gpu_of(config), placement, memory_only=True)
+
+
 def step_seconds(row: Facts, times: float) -> float:
     """Returns the seconds of a step of a pipeline of ranks like this one: compute and bubble.
 
