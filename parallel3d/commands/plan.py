@@ -55,8 +55,14 @@ from parallel3d.estimate.search import (
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import RankWork, time_orders
-from parallel3d.text import aligned
-from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
+from parallel3d.text import aligned, si
+from parallel3d.topology.assumptions import (
+    MICROBATCHES_PER_STAGE,
+    assume_model,
+    check_free,
+    chosen_keys,
+    write,
+)
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.report import make_report, picture_of
 
@@ -224,15 +230,17 @@ TIMES = {
 }
 
 
-def write_page(plan: Plan, assumed: Sequence[str]) -> None:
-    """Writes a single HTML page. Raises UserError if it cannot be written."""
+def write_page(plan: Plan, assumed: Sequence[str], said: str = "") -> None:
+    """Writes a single HTML page, `said` on top. Raises UserError if it cannot be written."""
     title = escape(plan.title)
     priced = (
         "Times are priced with constants that are fitted to published runs, memory is what "
         "parallel3d's own code holds; how right both are: docs/planner.md. "
     )
     assumptions = escape(f"Assumed: {', '.join(assumed)}." if assumed else "")
-    body = f"<h1>{title}</h1>\n{''.join(_sections(plan))}\n<footer>{priced}{assumptions}</footer>"
+    first = f"<p>{escape(said)}</p>" if said else ""
+    body = f"<h1>{title}</h1>\n{first}{''.join(_sections(plan))}\n"
+    body += f"<footer>{priced}{assumptions}</footer>"
     write("plan.html", str(plan.config.plan.html), whole_page(MARK, f"Plan: {title}", body))
 
 
@@ -357,17 +365,35 @@ def plan(config: Config, typed: Sequence[str]) -> int:
         gpus = config.cluster.gpus_per_node or read(config.cluster.file).made.count
     fixed = held(config, keys)
     found = searched(config, fixed, gpus)
+    said = untyped_batch(config, keys, gpus)
     if config.plan.confirm and config.cluster.file is None:
         seconds = math.inf if "plan.confirm" in keys else BEGIN_S
         found = confirmed(found, config.plan.confirm, fixed, seconds)
-    print(found.table())
+    print("\n\n".join(filter(None, (said, found.table()))))
     if config.plan.html:
-        write_page(found, assumed)
+        write_page(found, assumed, said)
     if config.model.num_layers > MOST_STAGES and "pp" not in keys:
         print(f"Not looked at: pp above {MOST_STAGES}, and above {MOST_V_HALF} with v_half")
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
     return 0
+
+
+def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
+    """Returns a sentence if nobody chose the batch and it is small for so many GPUs, else nothing.
+
+    The batch that it proposes fills every pipeline of these GPUs, whatever its stages.
+    """
+    batch, enough = config.global_batch_size, MICROBATCHES_PER_STAGE * gpus
+    chosen = {"global_batch_size", "experiment"} & keys or batch != Config().global_batch_size
+    if chosen or config.cluster.file is not None or batch >= enough:
+        return ""
+    tokens = si(enough * config.model.seq_length)
+    return (
+        f"global_batch_size={batch} was not typed, and a run on {gpus:,} GPUs has a larger one, "
+        f"which decides the plan: give yours; the nearest is global_batch_size={enough}, "
+        f"{tokens}tokens a step."
+    )
 
 
 def held(config: Config, keys: set[str]) -> dict[str, Any]:

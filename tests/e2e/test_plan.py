@@ -29,6 +29,20 @@ def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture
     assert after_the_table.startswith("Prices are datasheets'"), "not this machine's"
 
 
+def test_a_batch_that_nobody_typed_is_told_first(
+    shell: Shell, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "model=llama3_8b", "cluster=dgx_h100", "cluster.nodes=8", "tp=8", "pp=1",
+             "zero=1", "recompute=none", "plan.confirm=0"]  # fmt: skip
+    ended = answer(shell, capfd, *words)
+    first, empty, title = ended.out.splitlines()[:3]
+    assert first.startswith("global_batch_size=16 was not typed") and not empty
+    assert first.endswith("the nearest is global_batch_size=256, 2.10 Mtokens a step.")
+    assert title.startswith("llama3_8b on 64 GPUs")
+    for typed in ("global_batch_size=16", "global_batch_size=256"):
+        assert "was not typed" not in answer(shell, capfd, *words, typed).out
+
+
 BAD = [
     (("cluster.gpu=H900",), "cluster.gpu=H900 must be one of .*the nearest is"),
     (("precision=fp32",), "precision=fp32 must be one of bf16, fp16 on a GPU"),
