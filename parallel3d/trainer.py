@@ -183,11 +183,11 @@ class Trainer:
         self.stages = stages_of_rank(model, self.blueprint.stages_of(groups.pp.index), context)
         self.needs_batch = any(stage.first or stage.last for stage in self.stages)
         self.has_loss = self.stages[-1].last
-        tied = [stage.tied_table for stage in self.stages if stage.tied_table is not None]
-        self.tied_name = tied[0] if tied else None
+        tied = (stage.tied_table for stage in self.stages if stage.tied_table is not None)
+        self.tied_name = next(tied, None)
         self.noise = noise_scale(config, groups, self.device)
         self.data_parallel = data_parallel_engine(
-            config, self.stages, initializer, self.dtype, groups, tied, self.noise.norms
+            config, self.stages, initializer, self.dtype, groups, self.noise.norms
         )
         self.parameters = self.data_parallel.parameters
         for stage in self.stages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -62,7 +62,6 @@ def build_buckets(
     param_dtype: torch.dtype,
     sharded: bool = False,
     groups_of: GroupsOf = lambda spec: CopyGroups(),
-    alone: Collection[str] = (),
     values: InitFn = Tensor.detach,
     first: int = 0,
 ) -> list[Bucket]:
@@ -75,7 +74,6 @@ def build_buckets(
     Args:
         sharded: these ranks step a part each.
         groups_of: over which groups a parameter has copies.
-        alone: names of parameters that get buckets of their own.
         first: index of the first bucket.
         values: called for one parameter at a time, so that deferred ones never exist twice.
     """
@@ -88,7 +86,8 @@ def build_buckets(
     buckets: list[list[int]] = []
     for places in by_data.values():
         sizes = (ready[i][1].numel() * item for i in places)
-        apart = {j for j, i in enumerate(places) if ready[i][0] in alone}
+        # Tied tables have buckets of their own, so that both stages shard them equally.
+        apart = {j for j, i in enumerate(places) if spec_of(ready[i][1]).tied}
         assigned = assign(sizes, bucket_cap_mb, apart, accelerated)
         buckets += [[places[j] for j in members] for members in assigned]
     buckets.sort(key=max)  # in the order in which they are full
@@ -190,8 +189,6 @@ class BucketedDataParallel:
         dtype: the compute type.
         groups_of: over which groups a parameter has copies.
         bucket_cap_mb, overlap: as of DistributedDataParallel.
-        tied: names of tables that another rank holds too, in buckets of their own, so that both
-            ranks shard them equally.
         hook: reduces the buckets; None: reduce-scatter or all-reduce.
         values: initial values of a parameter (see `build_buckets`).
         observer: sees the gradients before they are reduced.
@@ -210,7 +207,6 @@ class BucketedDataParallel:
         *,
         bucket_cap_mb: float | None = None,
         overlap: bool = True,
-        tied: Iterable[str] = (),
         hook: CommHook | None = None,
         values: InitFn = Tensor.detach,
         observer: GradientObserver | None = None,
@@ -219,7 +215,6 @@ class BucketedDataParallel:
         self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
         self.names = list(self.parameters)
         self.cap, self.overlap, self.dtype = bucket_cap_mb, overlap, dtype
-        self.tied = list(tied)
         self.comm_hook = hook or (reduce_scatter if self.sharded else all_reduce)
         self.gathering: dict[int, Work] = {}
         self.works: list[Work] = []
@@ -240,7 +235,6 @@ class BucketedDataParallel:
                 self.dtype,
                 self.sharded,
                 self.groups_of,
-                self.tied,
                 values,
                 len(self.buckets),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,6 @@ def data_parallel_engine(
     initializer: Initializer,
     dtype: torch.dtype,
     groups: ProcessGroups,
-    tied: Iterable[str] = (),
     observer: GradientObserver | None = None,
 ) -> DataParallel:
     """Creates the engine of `config.zero` for a rank's stages, whose parameters are fp32 or better.
@@ -35,7 +34,6 @@ def data_parallel_engine(
     Args:
         initializer: of the stages, `deferred`: each rank draws only the values that it keeps.
         dtype: the compute type.
-        tied: names of tables that another rank holds too.
         observer: of buckets; the checks refuse it with FSDP2, which has none.
     """
     groups_of = partial(copy_groups, groups=groups)
@@ -64,7 +62,6 @@ def data_parallel_engine(
         config.zero,
         bucket_cap_mb=config.ddp.bucket_cap_mb,
         overlap=config.ddp.overlap,
-        tied=tied,
         hook=comm_hook(config, groups),
         values=lambda p: initializer.values(spec_of(p)),
         observer=observer,

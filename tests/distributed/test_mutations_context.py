@@ -121,8 +121,8 @@ def norm_over_dp_alone(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
 @planted(ENGINE)
 def gradients_over_dp_alone(sound: Any, *given: Any) -> Any:
     """The ranks of a cp group keep the gradients, and ZeRO's shards, of their own tokens."""
-    *before, groups, tied, observer = given
-    return sound(*before, replace(groups, dp_cp=groups.dp), tied, observer)
+    *before, groups, observer = given
+    return sound(*before, replace(groups, dp_cp=groups.dp), observer)
 
 
 @planted(GLOBAL_TOKENS)
