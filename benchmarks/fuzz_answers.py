@@ -142,7 +142,7 @@ def outcome_of_command(drawn: Drawn, cwd: Path) -> Outcome:
         with (
             mock.patch.object(command_line, "make_run_directory", accepted),
             # launch.timeout_s=1e-8 ends the process, this one, as for a file server that is gone.
-            mock.patch.object(command_line, "_time_limit", lambda _: contextlib.nullcontext()),
+            mock.patch.object(command_line, "_time_limit", lambda *_: contextlib.nullcontext()),
             mock.patch.object(sys, "argv", list(sys.argv)),
             contextlib.chdir(cwd),
             contextlib.redirect_stderr(said),

@@ -99,7 +99,7 @@ def checked(name: str, config: Config) -> Any:
     """Returns the value of a key that the checks take."""
     value = attrgetter(name)(config)
     check_value(name, value)
-    check_run_name(config)
+    check_run_name(config.run, config.runs_dir)
     return value
 
 

@@ -444,7 +444,8 @@ def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[Layout
     refused: dict[tuple[int, int], UserError] = {}
     for tp, cp in dict.fromkeys((c.tp, c.cp) for c in choices):
         try:
-            check_context_parallel(replace(config, tp=tp, cp=cp))
+            style, attention = config.context_parallel.style, config.tensor_parallel.attention
+            check_context_parallel(config.model, style, attention, tp=tp, cp=cp)
         except UserError as error:
             refused[tp, cp] = error
     found = [c for c in choices if (c.tp, c.cp) not in refused]
@@ -539,7 +540,8 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
                 f"is {near}"
             )
     if "tp" in fixed:
-        check_tensor_parallel(config)
+        chunks = config.tensor_parallel.chunks
+        check_tensor_parallel(config.model, chunks, tp=config.tp, cp=config.cp, sp=config.sp)
     most, why = layers, ", as no stage may be empty"
     if name == "v_half" and layers > MOST_V_HALF:
         most, why = MOST_V_HALF, " with schedule=v_half, which is not priced for more ranks"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.blueprint.stages import StageWeights
-from parallel3d.config.checks import check_batch, check_work
+from parallel3d.config.checks import Replicas, check_batch, check_work
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ScheduleConfig
 from parallel3d.errors import UserError
@@ -67,11 +67,11 @@ def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
 
 def find(config: Config) -> Shown:
     """Makes, checks and times the schedule asked for and all others."""
-    check_work(config)
+    check_work(config.schedule.costs)
     keys, ranks, chunks = config.schedule, config.pp, config.vpp
     count = keys.num_microbatches
     if count is None:
-        check_batch(config, config.dp or 1)
+        check_batch(config.global_batch_size, Replicas(config.micro_batch_size, config.dp or 1))
         count = config.global_batch_size // (config.micro_batch_size * (config.dp or 1))
     if ranks * chunks * count > LARGEST:
         raise UserError(

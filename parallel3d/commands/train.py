@@ -113,7 +113,7 @@ def train(config: Config, worker: Worker) -> None:
         watchdog.stop()
         return
     # The steps that the schedule of the rate counts are known now.
-    check_schedule_of_rate(config, config.optim.lr_decay_steps or trainer.length.end)
+    check_schedule_of_rate(config.optim, config.optim.lr_decay_steps or trainer.length.end)
     weights: dict[str, str] = {}
     if worker.rank == 0 and not checkpoints.resumed:
         from parallel3d.commands.checkpoint.new_runs import KEPT_FILE

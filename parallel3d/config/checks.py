@@ -12,10 +12,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fractions import Fraction
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +30,18 @@ from parallel3d.config.fields import (
 from parallel3d.config.nccl import GROUP_KINDS, parse_nccl_env, parse_nccl_settings
 from parallel3d.config.parameters import check_treatment
 from parallel3d.config.schema import (
+    ClusterConfig,
     Config,
     DataConfig,
+    DataParallelConfig,
+    LaunchConfig,
     LoggerConfig,
     ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
     ProfileConfig,
     ScheduleConfig,
+    TrainConfig,
 )
 from parallel3d.config.values import CUDNN, HALF_PRECISION, NARROW, PACKAGES, parts_of, spelled
 from parallel3d.errors import UserError, closest, nearest, nearest_hint
@@ -80,28 +85,51 @@ def check_config(
         raise UserError(f"a {kind} is not a Config; make one by OmegaConf.to_object or Config().")
     check_fields(config)
     check_plain(config)
-    _check_given(config)
-    check_model(config.model)
-    check_tensor_parallel(config)
-    _check_mlp_chunks(config)
-    dp = _data_parallel_size(config, world_size)
-    check_batch(config, dp)
-    _check_schedule(dataclasses.replace(config, dp=dp))
-    check_batch_schedule(config, dp)
-    check_context_parallel(config)
+    _check_given(config.layout, config.launch.ranks)
+    model, schedule, train, optim = config.model, config.schedule, config.train, config.optim
+    tp, cp, pp, vpp, zero = config.tp, config.cp, config.pp, config.vpp, config.zero
+    split, batch = config.tensor_parallel, config.global_batch_size
+    check_model(model)
+    check_tensor_parallel(model, split.chunks, tp=tp, cp=cp, sp=config.sp)
+    _check_mlp_chunks(config.mlp_chunk_tokens, config.recompute, split.chunks, config.compile)
+    dp = _data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
+    replica = Replicas(config.micro_batch_size, dp)
+    _check_no_count(schedule.num_microbatches, replica)
+    check_batch(batch, replica)
+    _check_whole_backwards(schedule.name, zero, dp * cp)
+    layers = LayerCounts(
+        num_layers=model.num_layers,
+        layers_per_stage=schedule.layers_per_stage,
+        recompute=config.recompute,
+        recompute_layers=config.recompute_layers,
+        offload_layers=config.offload_layers,
+    )
+    _check_schedule(schedule, layers, pp=pp, vpp=vpp, count=batch // replica.multiple)
+    if train.batch_schedule is not None:
+        check_batch_schedule(train.batch_schedule, batch, replica)
+        _check_schedule_of_batches(train.batch_schedule, schedule.name, pp, vpp, replica)
+    style = config.context_parallel.style
+    check_context_parallel(model, style, split.attention, tp=tp, cp=cp)
     if not own_samples:
-        check_samples(config)
-    check_length(config)
-    check_init(config)
-    check_learning_rate(config, goes_on)
-    check_treatment(config.optim, config.model)
-    check_attention(config)
-    check_precision(config)
-    check_data_parallel(config, dp)
+        check_samples(config.data, model.vocab_size)
+        check_validation(config.data, train, optim.ema_decay, config.run)
+    check_length(train, optim, config.data.name)
+    check_init(config.init_from, config.init_optimizer)
+    is_open = train.epochs is not None or (goes_on and train.tokens is not None)
+    steps = None if is_open else config.train_steps
+    check_learning_rate(optim, steps)
+    check_treatment(optim, model)
+    _check_gather_qk(split.attention, config.compile)
+    precision, device = config.precision, config.device
+    check_attention(config.attention_kernel, precision.name, device, config.data.document_mask)
+    check_precision(precision, device)
+    check_data_parallel(config.ddp, zero, dp=dp, cp=cp)
+    if train.noise_scale:
+        _check_noise_scale(config, dp * cp)
     is_known = world_size is not None or config.dp is not None
-    check_profile(config, config.replica_size * dp if is_known else None, goes_on)
-    check_run_name(config)
-    check_groups(config)
+    check_profile(config.profile, steps, config.replica_size * dp if is_known else None)
+    check_run_name(config.run, config.runs_dir)
+    check_groups(config.launch, config.cluster, config.placement, config.rank_file)
     values = {"dp": dp, "recompute": spelled(config.recompute)}
     return with_values(with_derived_keys(config), values)
 
@@ -120,17 +148,17 @@ def with_derived_keys(config: Config) -> Config:
     return with_values(config, values)
 
 
-def _check_given(config: Config) -> None:
+def _check_given(layout: str, ranks: int | None) -> None:
     """Raises UserError for layout=auto, which `parallel3d train` replaces before its check."""
-    if config.layout != "given":
+    if layout != "given":
         raise UserError(
-            f"layout={config.layout} must be given but for parallel3d train, which asks the "
+            f"layout={layout} must be given but for parallel3d train, which asks the "
             "planner; the nearest is parallel3d plan, which lists the best layouts."
         )
-    if config.launch.ranks is not None:
+    if ranks is not None:
         raise UserError(
-            f"launch.ranks={config.launch.ranks} must be left out but with layout=auto: tp, pp and "
-            f"dp say how many ranks there are; the nearest is dp={config.launch.ranks}."
+            f"launch.ranks={ranks} must be left out but with layout=auto: tp, pp and "
+            f"dp say how many ranks there are; the nearest is dp={ranks}."
         )
 
 
@@ -141,12 +169,13 @@ def check_communication(config: Config, world_size: int | None) -> Config:
     """
     check_fields(config)
     check_plain(config)
-    dp = _data_parallel_size(config, world_size)
-    check_run_name(config)
-    check_groups(config)
+    tp, pp, cp = config.tp, config.pp, config.cp
+    dp = _data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
+    check_run_name(config.run, config.runs_dir)
+    check_groups(config.launch, config.cluster, config.placement, config.rank_file)
     if config.replica_size * dp == 1:
         raise UserError(
-            f"tp={config.tp}, pp={config.pp} and dp={dp} are one rank, and one rank sends nothing; "
+            f"tp={tp}, pp={pp} and dp={dp} are one rank, and one rank sends nothing; "
             "bench comm needs at least 2, as in dp=2."
         )
     sizes, file = config.bench.sizes, config.bench.json
@@ -166,36 +195,60 @@ def check_communication(config: Config, world_size: int | None) -> Config:
 # Ranks and batch
 
 
-def _data_parallel_size(config: Config, world_size: int | None) -> int:
+class Replicas(NamedTuple):
+    """The data-parallel ranks of a run.
+
+    Attributes:
+        micro_batch_size: sequences of a micro-batch.
+        dp: how many ranks there are.
+    """
+
+    micro_batch_size: int
+    dp: int
+
+    @property
+    def multiple(self) -> int:
+        """Divides every global batch."""
+        return self.micro_batch_size * self.dp
+
+
+def _data_parallel_size(
+    world_size: int | None, *, tp: int, pp: int, cp: int, dp: int | None
+) -> int:
     """Returns dp, given or derived; raises UserError if the ranks do not add up."""
     if world_size is None:
-        return config.dp or 1
+        return dp or 1
     if type(world_size) is not int or world_size < 1 or not fits_64_bits(world_size):
         raise UserError(
             f"a world size of {show(world_size)} must be a whole number, at least 1 and of 64 "
             "bits; the nearest is 1."
         )
-    replica = config.replica_size
-    if world_size == replica * (config.dp or max(1, world_size // replica)):
+    replica = tp * pp * cp
+    if world_size == replica * (dp or max(1, world_size // replica)):
         return world_size // replica
-    factors = f"tp={config.tp}, pp={config.pp}, cp={config.cp}"
-    if config.dp is None:
+    factors = f"tp={tp}, pp={pp}, cp={cp}"
+    if dp is None:
         wrong = f"must be a multiple of {replica}, the product of {factors}"
         fewer = max(replica, world_size // replica * replica)
     else:
-        fewer = replica * config.dp
-        wrong = f"must be {fewer}, the product of {factors} and dp={config.dp}"
-    near = f"dp={world_size // replica} or " if config.dp and world_size % replica == 0 else ""
+        fewer = replica * dp
+        wrong = f"must be {fewer}, the product of {factors} and dp={dp}"
+    near = f"dp={world_size // replica} or " if dp and world_size % replica == 0 else ""
     raise UserError(f"a world size of {world_size} {wrong}; what fits is {near}{fewer} ranks.")
 
 
-def check_batch(config: Config, dp: int) -> None:
-    batch, micro = config.global_batch_size, config.micro_batch_size
-    if (count := config.schedule.num_microbatches) is not None:
+def _check_no_count(count: int | None, replica: Replicas) -> None:
+    """Raises UserError for `schedule.num_microbatches`, which only `parallel3d schedule` takes."""
+    if count is not None:
         raise UserError(
             f"schedule.num_microbatches={count} must be null but for `parallel3d schedule` alone: "
-            f"here global_batch_size={count * micro * dp} makes as many."
+            f"here global_batch_size={count * replica.multiple} makes as many."
         )
+
+
+def check_batch(batch: int, replica: Replicas) -> None:
+    """Raises UserError unless the global batch is whole micro-batches of every rank."""
+    micro, dp = replica
     if batch % (micro * dp) == 0:
         return
     choices = [f"global_batch_size={nearest_multiple(batch, micro * dp)}"]
@@ -212,27 +265,29 @@ def check_batch(config: Config, dp: int) -> None:
 # The model, and its split over tp and cp
 
 
-def check_attention(config: Config) -> None:
-    """Raises UserError for a kernel that device, type or mask exclude; `models.attention_kernel`
-    checks the device itself."""
-    if config.tensor_parallel.attention == "gather_qk" and config.compile:
+def _check_gather_qk(attention: str, compiled: bool) -> None:
+    if attention == "gather_qk" and compiled:
         raise UserError(
             "tensor_parallel.attention=gather_qk is for comparison and is not compiled; the "
             "nearest is tensor_parallel.attention=heads, or compile=false."
         )
-    kernel, precision = config.attention_kernel, config.precision.name
-    if config.device == "cpu" and kernel in (CUDNN, *PACKAGES):
+
+
+def check_attention(kernel: str, precision: str, device: str, document_mask: bool) -> None:
+    """Raises UserError for a kernel that device, type or mask exclude; `models.attention_kernel`
+    checks the device itself."""
+    if device == "cpu" and kernel in (CUDNN, *PACKAGES):
         raise UserError(
             f"attention_kernel={kernel} is a kernel of GPUs, but device=cpu has flash and math; "
             "the nearest is attention_kernel=flash."
         )
-    on_gpus = config.device not in ("auto", "cpu")
+    on_gpus = device not in ("auto", "cpu")
     if on_gpus and kernel in NARROW and precision not in HALF_PRECISION:
         raise UserError(
             f"attention_kernel={kernel} takes bf16 and fp16 alone on GPUs, but precision="
             f"{precision}; the nearest is attention_kernel=auto, or precision=bf16."
         )
-    if kernel == CUDNN and config.data.document_mask:
+    if kernel == CUDNN and document_mask:
         raise UserError(
             "attention_kernel=cudnn has no kernel for documents of any length, but "
             "data.document_mask=true; the nearest is attention_kernel=flash."
@@ -274,27 +329,27 @@ def check_model(model: ModelConfig) -> None:
         )
 
 
-def _tp_dividends(config: Config) -> dict[str, int]:
+def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
     """Returns the sizes that tp must divide, by what they are called in a sentence.
 
     Context parallelism pads the sequence (`Config.padded_seq_length`).
     """
-    model = config.model
     sizes = {
         "model.num_attention_heads": model.num_attention_heads,
         "model.hidden_size": model.hidden_size,
         "model.ffn_hidden_size": model.ffn_size,
         PADDED: model.padded_vocab_size,
     }
-    if config.sp and config.cp == 1:
+    if sp and cp == 1:
         sizes[WITH_SP] = model.seq_length
     return sizes
 
 
-def tp_splits(config: Config) -> Callable[[int], bool]:
-    """Returns the function that tells whether a tensor-parallel size splits this model."""
-    common = math.gcd(*_tp_dividends(config).values())
-    return lambda tp: common % tp == 0 and _splits_key_value_heads(config.model, tp)
+def _tp_splits(model: ModelConfig, sizes: Collection[int]) -> Callable[[int], bool]:
+    """Returns the function that tells whether a tensor-parallel size splits this model, with the
+    `sizes` that it must divide."""
+    common = math.gcd(*sizes)
+    return lambda tp: common % tp == 0 and _splits_key_value_heads(model, tp)
 
 
 def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
@@ -302,15 +357,15 @@ def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
     return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
 
 
-def check_tensor_parallel(config: Config) -> None:
+def check_tensor_parallel(model: ModelConfig, chunks: int, *, tp: int, cp: int, sp: bool) -> None:
     """Raises UserError unless tp, sp and the chunks of sp split the model evenly."""
-    tp, model, chunks = config.tp, config.model, config.tensor_parallel.chunks
-    sizes = _tp_dividends(config)
+    sizes = _tp_dividends(model, cp=cp, sp=sp)
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
     if not _splits_key_value_heads(model, tp):
         wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
     if wrong:
-        close = closest(tp, tp_splits(config), min(sizes.values())) or 1  # 1 splits everything
+        fits = _tp_splits(model, sizes.values())
+        close = closest(tp, fits, min(sizes.values())) or 1  # 1 splits everything
         other = {
             WITH_SP: f", or model.seq_length={nearest_multiple(model.seq_length, tp)}",
             PADDED: f", or model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}",
@@ -320,13 +375,13 @@ def check_tensor_parallel(config: Config) -> None:
             f"tp={tp} must divide {' and '.join(wrong)}; the nearest that fits this model is "
             f"tp={close}{near}."
         )
-    if chunks > 1 and not config.sp:
+    if chunks > 1 and not sp:
         raise UserError(
             f"tensor_parallel.chunks={chunks} needs sp=true, as it cuts what sequence parallelism "
             "gathers and scatters; without sp the nearest is tensor_parallel.chunks=1."
         )
     local = model.seq_length // tp
-    if config.sp and config.cp == 1 and local % chunks:
+    if sp and cp == 1 and local % chunks:
         near = f"tensor_parallel.chunks={closest(chunks, lambda n: local % n == 0, local) or 1}"
         raise UserError(
             f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "
@@ -334,12 +389,16 @@ def check_tensor_parallel(config: Config) -> None:
         )
 
 
-def check_context_parallel(config: Config) -> None:
-    """Raises UserError for a style of context parallelism that does not fit the model."""
-    cp, style, model = config.cp, config.context_parallel.style, config.model
+def check_context_parallel(
+    model: ModelConfig, style: str, attention: str, *, tp: int, cp: int
+) -> None:
+    """Raises UserError for a style of context parallelism that does not fit the model.
+
+    `attention`: how tensor parallelism splits it (`tensor_parallel.attention`).
+    """
     if cp == 1:
         return
-    if config.tensor_parallel.attention == "gather_qk":
+    if attention == "gather_qk":
         raise UserError(
             f"tensor_parallel.attention=gather_qk reads whole sequences, and cp={cp} splits them; "
             "the nearest is tensor_parallel.attention=heads."
@@ -350,7 +409,7 @@ def check_context_parallel(config: Config) -> None:
             f"context_parallel.style=ring merges parts of the softmax, of which model.dropout="
             f"{show(model.dropout)} would drop probabilities; {near}."
         )
-    heads, kv_heads = model.num_attention_heads // config.tp, max(1, model.kv_heads // config.tp)
+    heads, kv_heads = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
     if style == "heads" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
         raise UserError(
             f"context_parallel.style=heads needs cp={cp} to divide the {heads} query heads and "
@@ -367,33 +426,46 @@ def nearest_multiple(value: int, unit: int) -> int:
 # Pipeline and layers
 
 
-def _check_schedule(config: Config) -> None:
-    """Checks stages, search, file and ZeRO against the schedule; raises UserError."""
-    keys, zero = config.schedule, config.zero
-    if zero > 1 and (config.dp or 1) * config.cp > 1 and keys.name == "auto":
+class LayerCounts(NamedTuple):
+    """What the keys say of the layers of each stage: all of the model, and how many each computes,
+    recomputes and offloads."""
+
+    num_layers: int
+    layers_per_stage: list[int] | None
+    recompute: Any
+    recompute_layers: list[int] | None
+    offload_layers: list[int] | None
+
+
+def _check_whole_backwards(schedule: str, zero: int, ranks: int) -> None:
+    """Raises UserError for a searched schedule with sharded gradients. `ranks`: dp · cp."""
+    if zero > 1 and ranks > 1 and schedule == "auto":
         raise UserError(
             f"zero={zero} reduces gradients within whole backwards, and schedule=auto must split "
             "them to be what it is chosen for; the nearest is zero=1, or schedule=1f1b."
         )
-    check_work(config)
-    sizes = config.pp, config.num_microbatches, config.vpp
+
+
+def _check_schedule(
+    keys: ScheduleConfig, layers: LayerCounts, *, pp: int, vpp: int, count: int
+) -> None:
+    """Checks stages, search and file against the schedule of `count` micro-batches; raises
+    UserError."""
+    check_work(keys.costs)
     if keys.name == "auto":  # `PipelineSettings.schedule` later finds what fits the model
-        check_search(*sizes, 1.0 if keys.memory is None else keys.memory)
-        _check_layers(config, 1)  # the number of stages is not known yet
-        given = len(keys.layers_per_stage or ()) // config.pp
-        _check_stages(
-            config, StageAssignment(config.pp, given if given in (1, 2, config.vpp) else 1)
-        )
+        check_search(pp, count, vpp, 1.0 if keys.memory is None else keys.memory)
+        _check_layers(layers, 1)  # the number of stages is not known yet
+        given = len(keys.layers_per_stage or ()) // pp
+        _check_stages(layers, StageAssignment(pp, given if given in (1, 2, vpp) else 1))
     elif keys.name in NAMED_SCHEDULES and keys.file is None:
-        check_vpp(keys.name, config.vpp)
-        _check_stages(config, StageAssignment(config.pp, config.vpp))
+        check_vpp(keys.name, vpp)
+        _check_stages(layers, StageAssignment(pp, vpp))
     else:
-        _check_stages(config, wanted(keys.name, *sizes, keys.file).assignment)
+        _check_stages(layers, wanted(keys.name, pp, count, vpp, keys.file).assignment)
 
 
-def check_work(config: Config) -> None:
+def check_work(costs: list[float]) -> None:
     """Raises UserError unless `schedule.costs` are three positive numbers."""
-    costs = config.schedule.costs
     if len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs):
         raise UserError(
             f"schedule.costs={show(costs)} must be three positive numbers: forward, gradient of "
@@ -401,39 +473,40 @@ def check_work(config: Config) -> None:
         )
 
 
-def _check_mlp_chunks(config: Config) -> None:
+def _check_mlp_chunks(tokens: int | None, recompute: Any, chunks: int, compiled: bool) -> None:
     """Checks `mlp_chunk_tokens` against what it cannot go with; raises UserError."""
-    if config.mlp_chunk_tokens is None:
+    if tokens is None:
         return
-    name = f"mlp_chunk_tokens={config.mlp_chunk_tokens}"
-    if "mlp" not in parts_of(config.recompute):
+    name = f"mlp_chunk_tokens={tokens}"
+    if "mlp" not in parts_of(recompute):
         raise UserError(
             f"{name} cuts an MLP that the backward makes again, and needs mlp in recompute, not "
-            f"recompute={spelled(config.recompute)}; the nearest is recompute=[norm,attention,mlp]."
+            f"recompute={spelled(recompute)}; the nearest is recompute=[norm,attention,mlp]."
         )
-    for other, off in (("tensor_parallel.chunks", 1), ("compile", False)):
-        if (value := attrgetter(other)(config)) != off:
+    for other, value, off in (
+        ("tensor_parallel.chunks", chunks, 1),
+        ("compile", compiled, False),
+    ):
+        if value != off:
             raise UserError(
                 f"{name} cuts the sequence of a whole MLP, which {spell(other, value)} does not "
                 f"allow; the nearest is {spell(other, off)}."
             )
 
 
-def _check_layers(config: Config, stages: int) -> None:
+def _check_layers(layers: LayerCounts, stages: int) -> None:
     """Checks `recompute_layers` and `offload_layers` against the stages; raises UserError."""
-    if config.recompute_layers is not None and not parts_of(config.recompute):
+    if layers.recompute_layers is not None and not parts_of(layers.recompute):
         raise UserError(
-            f"recompute_layers={show(config.recompute_layers)} says how many layers recompute, but "
+            f"recompute_layers={show(layers.recompute_layers)} says how many layers recompute, but "
             "recompute=none; the nearest is recompute_layers=null, or recompute=full."
         )
     for key in ("recompute_layers", "offload_layers"):
-        _check_counts(config, key, stages)
+        if (given := getattr(layers, key)) is not None:
+            _check_counts(key, given, layers.num_layers, stages)
 
 
-def _check_counts(config: Config, key: str, stages: int) -> None:
-    given, layers = getattr(config, key), config.model.num_layers
-    if given is None:
-        return
+def _check_counts(key: str, given: list[int], layers: int, stages: int) -> None:
     name = f"{key}={show(given)}"
     if not given or min(given) < 0 or max(given) > layers:
         near = [min(max(0, count), layers) for count in given] or [layers]
@@ -446,10 +519,10 @@ def _check_counts(config: Config, key: str, stages: int) -> None:
         raise UserError(f"{name} must have 1 entry{each}; the nearest is {key}={show(given[:1])}.")
 
 
-def _check_stages(config: Config, assignment: StageAssignment) -> None:
-    pp, layers, given = config.pp, config.model.num_layers, config.schedule.layers_per_stage
-    stages, chunks = assignment.stages, assignment.chunks
-    _check_layers(config, stages)
+def _check_stages(counts: LayerCounts, assignment: StageAssignment) -> None:
+    layers, given = counts.num_layers, counts.layers_per_stage
+    pp, stages, chunks = assignment.ranks, assignment.stages, assignment.chunks
+    _check_layers(counts, stages)
     times = f"pp={pp}" if chunks == 1 else f"pp={pp} times {chunks} chunks of a rank (vpp)"
     if stages > layers:
         near = f"pp={max(1, layers // chunks)}"
@@ -479,9 +552,9 @@ def _check_stages(config: Config, assignment: StageAssignment) -> None:
 # Data parallelism
 
 
-def check_data_parallel(config: Config, dp: int) -> None:
+def check_data_parallel(ddp: DataParallelConfig, zero: int, *, dp: int, cp: int) -> None:
     """Checks hooks and shards against `zero`; raises UserError."""
-    ddp, zero, ranks = config.ddp, config.zero, dp * config.cp
+    ranks = dp * cp
     size, hook = ddp.shard_size, f"ddp.comm_hook={ddp.comm_hook}"
     for key in ("hierarchical", "comm_hook"):
         name, value = f"ddp.{key}", getattr(ddp, key)
@@ -504,13 +577,11 @@ def check_data_parallel(config: Config, dp: int) -> None:
             )
     if size is not None and ranks > 1 and (size < 2 or ranks % size):
         near = closest(size, lambda n: n > 1 and ranks % n == 0, ranks) or ranks
-        of = f"dp={ranks}" if config.cp == 1 else f"dp · cp = {ranks}"
+        of = f"dp={ranks}" if cp == 1 else f"dp · cp = {ranks}"
         raise UserError(
             f"ddp.shard_size={size} must divide {of} and be at least 2; the nearest is "
             f"ddp.shard_size={near}."
         )
-    if config.train.noise_scale:
-        _check_noise_scale(config, ranks)
 
 
 def _check_noise_scale(config: Config, ranks: int) -> None:
@@ -537,83 +608,88 @@ def _check_noise_scale(config: Config, ranks: int) -> None:
 # Length, learning rate, precision, what is recorded
 
 
-def check_samples(config: Config) -> None:
+def check_samples(data: DataConfig, vocabulary: int) -> None:
     """Checks the `data` section against the vocabulary; raises UserError."""
-    data, vocabulary = config.data, config.model.vocab_size
     if data.reads_bytes and vocabulary < BYTE_VOCABULARY:
         raise UserError(
             f"model.vocab_size={vocabulary} must be at least {BYTE_VOCABULARY} for "
             f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."
         )
     check_corpora(data)
-    check_validation(config)
 
 
-def check_batch_schedule(config: Config, dp: int) -> None:
-    """Checks form and sizes of `train.batch_schedule`, also with the schedule; raises UserError."""
-    given: Mapping[Any, Any] | None = config.train.batch_schedule
-    if given is None:
-        return
-    name, multiple = f"train.batch_schedule={show(given)}", config.micro_batch_size * dp
+def check_batch_schedule(given: Mapping[Any, Any], batch: int, replica: Replicas) -> None:
+    """Checks form and sizes of `train.batch_schedule`, whose end is the global batch; raises
+    UserError."""
+    name, multiple = f"train.batch_schedule={show(given)}", replica.multiple
     firsts = [_token(first) for first in given]
     if not given or firsts[0] != 0 or any(a >= b for a, b in pairwise(firsts)):
         raise UserError(
             f"{name} must give global batches by numbers of samples that grow from 0; the nearest "
-            f"is train.batch_schedule={{0:{config.global_batch_size}}}."
+            f"is train.batch_schedule={{0:{batch}}}."
         )
     for size in given.values():
         if type(size) is not int or size < 1 or size % multiple:
             near = nearest_multiple(size, multiple) if type(size) is int else multiple
             raise UserError(
                 f"{name}: the global batch {show(size)} must be a multiple of {multiple}, the "
-                f"product of micro_batch_size={config.micro_batch_size} and dp={dp}; the nearest "
-                f"is {max(near, multiple)}."
+                f"product of micro_batch_size={replica.micro_batch_size} and dp={replica.dp}; the "
+                f"nearest is {max(near, multiple)}."
             )
-    if size != config.global_batch_size:
+    if size != batch:
         raise UserError(
-            f"{name} must end with global_batch_size={config.global_batch_size}, which memory, "
+            f"{name} must end with global_batch_size={batch}, which memory, "
             f"time and evaluations go by; the nearest is global_batch_size={size}."
         )
-    keys = config.schedule
-    if keys.name not in NAMED_SCHEDULES:
+
+
+def _check_schedule_of_batches(
+    given: Mapping[Any, int], schedule: str, pp: int, vpp: int, replica: Replicas
+) -> None:
+    """Raises UserError unless the pipeline's schedule takes each of these global batches."""
+    if schedule not in NAMED_SCHEDULES:
         raise UserError(
-            f"{name} changes the number of micro-batches, and schedule={keys.name} is made for "
-            "one number; the nearest is schedule=1f1b."
+            f"train.batch_schedule={show(given)} changes the number of micro-batches, and "
+            f"schedule={schedule} is made for one number; the nearest is schedule=1f1b."
         )
     for size in given.values():
-        make(keys.name, config.pp, size // multiple, config.vpp)
+        make(schedule, pp, size // replica.multiple, vpp)
 
 
-def check_length(config: Config) -> None:
+def check_length(train: TrainConfig, optim: OptimConfig, data: str) -> None:
     """Raises UserError if two keys give the same, or epochs of a blend are asked for."""
-    train = config.train
+    sections = {"train": train, "optim": optim}
     for keys in ALTERNATIVES:
-        given = {key: value for key in keys if (value := attrgetter(key)(config))}
+        named = {key: key.split(".") for key in keys}
+        values = {key: getattr(sections[s], name) for key, (s, name) in named.items()}
+        given = {key: value for key, value in values.items() if value}
         if len(given) > 1:
             raise UserError(
                 f"{' and '.join(spell(*each) for each in given.items())} must not stand together; "
                 f"keep one of them, the nearest is to leave {next(reversed(given))} out."
             )
-    if train.epochs is not None and config.data.name == "blend":
+    if train.epochs is not None and data == "blend":
         raise UserError(
             f"train.epochs={show(train.epochs)} must be of one corpus, and a part of data=blend is "
             "read as often as its weight says; give train.tokens instead."
         )
 
 
-def check_init(config: Config) -> None:
+def check_init(init_from: str | None, init_optimizer: bool) -> None:
     """Raises UserError for an optimizer's state from nowhere."""
-    if config.init_optimizer and config.init_from is None:
+    if init_optimizer and init_from is None:
         raise UserError(
             "init_optimizer=true must stand beside init_from, whose optimizer it takes; the "
             "nearest is init_optimizer=false."
         )
 
 
-def check_validation(config: Config) -> None:
+def check_validation(
+    data: DataConfig, train: TrainConfig, ema_decay: float | None, run: str | None
+) -> None:
     """Checks names and paths of `data.valid`, and that what is evaluated alone has a run; raises
     UserError."""
-    sets = config.data.valid
+    sets = data.valid
     for name, path in (sets or {}).items():
         if not (isinstance(path, str) and path):
             raise UserError(
@@ -627,42 +703,39 @@ def check_validation(config: Config) -> None:
                 f"data.valid: the name {show(name)} must be of letters, digits, -, _ and dots, and "
                 f"not of dots alone, as loggers show it; the nearest is {close}."
             )
-    if config.optim.ema_decay is not None and "ema" in (config.data.blend or {}):
+    if ema_decay is not None and "ema" in (data.blend or {}):
         raise UserError(
             "data.blend must have no part named ema beside optim.ema_decay, whose held-out loss "
             "has that name; the nearest is ./ema."
         )
-    batches = config.train.eval_batches
-    if config.train.eval_only and (config.run is None or batches == 0):
+    batches = train.eval_batches
+    if train.eval_only and (run is None or batches == 0):
         raise UserError(
             "train.eval_only=true must stand beside run=, whose checkpoint it evaluates, and "
-            f"train.eval_batches above 0 or null, but {spell('run', config.run)} and "
+            f"train.eval_batches above 0 or null, but {spell('run', run)} and "
             f"{spell('train.eval_batches', batches)}; the nearest is run=NAME "
             "train.eval_batches=null."
         )
 
 
-def check_learning_rate(config: Config, goes_on: bool = False) -> None:
-    """Checks rate, warm-up and decay against each other; `goes_on` as in `check_config`; raises
-    UserError."""
-    optim = config.optim
+def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:
+    """Checks rate, warm-up and decay against each other; raises UserError.
+
+    `steps`: of the run; None until the data is open, or the run's place is known.
+    """
     if optim.name == "muon" and optim.momentum == 0:
         raise UserError(
             f"optim.momentum={show(optim.momentum)} must be above 0 with optim.name=muon; the "
             f"nearest is optim=muon, which sets 0.95."
         )
-    _check_at_most(config, "optim.min_lr", "optim.lr")
-    train = config.train
-    is_open = train.epochs is not None or (goes_on and train.tokens is not None)
-    if optim.lr_decay_steps is None and is_open:
-        return  # checked when the data is open, or the run's place is known
-    check_schedule_of_rate(config, optim.lr_decay_steps or config.train_steps)
+    _check_at_most("optim.min_lr", optim.min_lr, "optim.lr", optim.lr)
+    if (span := optim.lr_decay_steps or steps) is not None:  # else it is checked then
+        check_schedule_of_rate(optim, span)
 
 
-def check_schedule_of_rate(config: Config, steps: int) -> None:
+def check_schedule_of_rate(optim: OptimConfig, steps: int) -> None:
     """Checks warm-up and decay against the `steps` of the learning rate's schedule; raises
     UserError."""
-    optim = config.optim
     span = "optim.lr_decay_steps" if optim.lr_decay_steps else "train.steps"
     if optim.lr_warmup_steps >= steps:
         raise UserError(
@@ -685,8 +758,7 @@ def check_schedule_of_rate(config: Config, steps: int) -> None:
         )
 
 
-def _check_at_most(config: Config, name: str, limit: str) -> None:
-    value, most = attrgetter(name)(config), attrgetter(limit)(config)
+def _check_at_most(name: str, value: float, limit: str, most: float) -> None:
     if value > most:
         raise UserError(
             f"{spell(name, value)} must be at most {spell(limit, most)}; the nearest is "
@@ -694,18 +766,19 @@ def _check_at_most(config: Config, name: str, limit: str) -> None:
         )
 
 
-def check_precision(config: Config) -> None:
+def check_precision(precision: PrecisionConfig, device: str) -> None:
     """Raises UserError for tf32 on a CPU, and a loss scale or half-precision loss without fp16."""
-    precision = config.precision
-    check_precision_of(config.device, precision.name)
-    for name in ("precision.lm_cross_entropy", "precision.loss_scale"):
-        value, off = attrgetter(name)(config), all_keys()[name].default
+    check_precision_of(device, precision.name)
+    for key in ("lm_cross_entropy", "loss_scale"):
+        name = f"precision.{key}"
+        value, off = getattr(precision, key), all_keys()[name].default
         if value != off and precision.name != "fp16":
             raise UserError(
                 f"{spell(name, value)} is for precision=fp16 alone, but precision="
                 f"{precision.name}; the nearest is {spell(name, off)}, or precision=fp16."
             )
-    _check_at_most(config, "precision.min_loss_scale", "precision.initial_loss_scale")
+    least, first = precision.min_loss_scale, precision.initial_loss_scale
+    _check_at_most("precision.min_loss_scale", least, "precision.initial_loss_scale", first)
 
 
 def check_precision_of(device: str, precision: str) -> None:
@@ -717,12 +790,10 @@ def check_precision_of(device: str, precision: str) -> None:
         )
 
 
-def check_profile(config: Config, world_size: int | None, goes_on: bool = False) -> None:
-    """Checks steps and ranks to profile, ranks only if `world_size` is known; `goes_on` as in
-    `check_config`; raises UserError."""
-    profile, train = config.profile, config.train
-    is_open = train.epochs is not None or (goes_on and train.tokens is not None)
-    last_step = LAST_STEP if is_open else config.train_steps
+def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | None) -> None:
+    """Checks steps and ranks to profile, ranks only if `world_size` is known; `steps` as in
+    `check_learning_rate`; raises UserError."""
+    last_step = LAST_STEP if steps is None else steps
     if not profile.steps:
         if profile.memory:
             raise UserError(
@@ -780,16 +851,15 @@ def single_process(config: Config) -> Config:
     return check_config(with_values(config, one | of_stages | alone), 1)
 
 
-def check_run_name(config: Config) -> None:
+def check_run_name(run: str | None, runs_dir: str) -> None:
     """Raises UserError unless `run` is a plain folder name."""
-    run = config.run
     if run is None:
         return
     is_plain = run.isprintable() and not re.search(r"[/\\]|^~|^\s|\s$", run)
     if run in ("", ".", "..") or not is_plain or len(os.fsencode(run)) > LONGEST_RUN_NAME:
         raise UserError(
             f"run={show(run)} must be the plain name of a folder inside runs_dir="
-            f"{show(config.runs_dir)}, with no blank around it and no ~ before it, of at most "
+            f"{show(runs_dir)}, with no blank around it and no ~ before it, of at most "
             f"{LONGEST_RUN_NAME} bytes; null makes a name, and runs_dir moves the place."
         )
     if (variable := re.search(r"\$\{?(\w+)", run)) is not None:
@@ -917,20 +987,22 @@ def _weights(given: Mapping[Any, Any], name: str) -> dict[str, Fraction | None]:
 # Placement and NCCL
 
 
-def check_groups(config: Config) -> None:
+def check_groups(
+    launch: LaunchConfig, cluster: ClusterConfig, placement: str, rank_file: str | None
+) -> None:
     """Checks placement, rank file and NCCL settings; raises UserError."""
-    if (config.placement == "file") != (config.rank_file is not None):
-        near = "placement=default" if config.rank_file is None else "placement=file"
+    if (placement == "file") != (rank_file is not None):
+        near = "placement=default" if rank_file is None else "placement=file"
         raise UserError(
             "placement=file reads rank_file=…, which has a line `rank host local_index` for each "
-            f"rank, but {spell('placement', config.placement)} and "
-            f"{spell('rank_file', config.rank_file)}; the nearest is {near}."
+            f"rank, but {spell('placement', placement)} and "
+            f"{spell('rank_file', rank_file)}; the nearest is {near}."
         )
-    for kind in config.launch.nccl_high_priority:
+    for kind in launch.nccl_high_priority:
         if kind not in GROUP_KINDS:
             raise UserError(
                 f"launch.nccl_high_priority={show(kind)} must name a kind of group, one of "
                 f"{', '.join(GROUP_KINDS)}; the nearest is {nearest(kind, GROUP_KINDS) or 'dp'}."
             )
-    parse_nccl_settings(config.launch.nccl_settings)
-    parse_nccl_env(config.cluster.nccl_env)
+    parse_nccl_settings(launch.nccl_settings)
+    parse_nccl_env(cluster.nccl_env)

@@ -357,10 +357,10 @@ def style_seconds(config: Config) -> dict[str, float]:
     By the planner's prices where they cover the cluster's GPU, else by the network's, with nothing
     hidden.
     """
-    allowed = []
+    allowed, split = [], config.tensor_parallel.attention
     for style in STYLES:
         try:
-            check_context_parallel(_of_style(config, style))
+            check_context_parallel(config.model, style, split, tp=config.tp, cp=config.cp)
         except UserError:
             continue
         allowed.append(style)

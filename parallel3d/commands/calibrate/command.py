@@ -28,8 +28,8 @@ def calibrate_config(config: Config, typed: Sequence[str], world_size: int | Non
     """
     check_fields(config)
     check_plain(config)
-    check_run_name(config)
-    check_groups(config)
+    check_run_name(config.run, config.runs_dir)
+    check_groups(config.launch, config.cluster, config.placement, config.rank_file)
     for key in ("tp", "pp", "dp", "cp"):
         if key in chosen_keys(typed):
             raise UserError(

@@ -67,7 +67,7 @@ def new_run(config: Config) -> Iterator[Path]:
 
     Raises OSError, and UserError for a name that is taken or is none.
     """
-    check_run_name(config)
+    check_run_name(config.run, config.runs_dir)
     check_run(config)
     with filled_directory(config, Path(config.runs_dir, str(config.run))) as fresh:
         yield fresh

@@ -27,7 +27,6 @@ from parallel3d.config.checks import check_run_name
 from parallel3d.config.fields import all_keys, check_fields, check_value
 from parallel3d.config.overrides import check_overrides, compose_tree, composed, config_of
 from parallel3d.config.paths import at_home
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
 HOME = "/home/somebody"
@@ -226,7 +225,7 @@ def test_what_is_refused_says_why(words: list[str], parts: list[str]) -> None:
 def test_a_run_that_is_named_by_a_variable_is_refused(run: str) -> None:
     """All jobs of a file with `run: exp-$SLURM_JOB_ID` would be one run."""
     with pytest.raises(UserError, match=r"which nothing here expands.*\$\{oc\.env:(SLURM|USER)"):
-        check_run_name(Config(run=run))
+        check_run_name(run, "runs")
 
 
 def test_a_path_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -237,7 +236,7 @@ def test_a_path_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("run", ["", " a", "a ", "~", "~a", "a/b", "..", "a\tb"])
 def test_a_run_whose_name_is_no_good_folder_is_refused(run: str) -> None:
     with pytest.raises(UserError, match="must be the plain name of a folder"):
-        check_run_name(Config(run=run))
+        check_run_name(run, "runs")
 
 
 def test_a_preset_and_a_key_of_it_are_not_twice() -> None:

@@ -195,7 +195,8 @@ def test_the_cheapest_style_is_one_that_the_checks_allow() -> None:
         for model in (few, few | {"dropout": 0.1}, few | {"num_attention_heads": 9}):
             config = config_of(cluster, cp=8, model=model | {"num_query_groups": None})
             chosen, seconds = with_style(config), style_seconds(config)
-            check_context_parallel(chosen)
+            style, attention = chosen.context_parallel.style, chosen.tensor_parallel.attention
+            check_context_parallel(chosen.model, style, attention, tp=chosen.tp, cp=chosen.cp)
             allowed = {"gather", "ring", "heads"}
             allowed -= {"ring"} if "dropout" in model else set()
             allowed -= {"heads"} if model["num_attention_heads"] == 9 else set()

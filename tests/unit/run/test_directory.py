@@ -410,8 +410,8 @@ def test_folder_that_may_not_be_written_is_refused_in_a_sentence(
 @pytest.mark.parametrize("run", ["x" * 300, "ä" * 101])
 def test_name_that_is_too_long_is_refused(run: str) -> None:
     with pytest.raises(UserError, match="of at most 200 bytes; null makes a name"):
-        check_run_name(Config(run=run))
-    check_run_name(Config(run="ä" * 100))
+        check_run_name(run, "runs")
+    check_run_name("ä" * 100, "runs")
 
 
 def test_killed_or_failed_start_leaves_the_name_free(
@@ -452,7 +452,7 @@ def test_of_two_starts_in_one_instant_the_loser_is_told_of_the_other(
 @pytest.mark.parametrize("run", ["\x1b[31mred", "a\nb", "a\x7f", "a\udc80"])
 def test_control_characters_in_a_name_are_refused(run: str) -> None:
     with pytest.raises(UserError, match="must be the plain name") as refused:
-        check_run_name(Config(run=run))
+        check_run_name(run, "runs")
     assert str(refused.value).isprintable()
 
 
