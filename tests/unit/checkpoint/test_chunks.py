@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.storage import SHARED_ELEMENTS, chunks_by_name, share
+from parallel3d.parameters.copies import Copies
 from parallel3d.parameters.segments import Chunk, chunks_of_range
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
@@ -22,7 +23,7 @@ class Part:
     spec: ParameterSpec
     start: int
     values: dict[str, Tensor]
-    replica: tuple[int, int] = (0, 1)
+    copies: Copies = Copies(0, 1)
 
 
 def fused(rows: int, width: int, padding: int) -> tuple[ParameterSpec, dict[str, Tensor], Tensor]:
@@ -107,7 +108,8 @@ def test_holders_write_each_element_once_however_each_has_cut_it(rows: int) -> N
         mine = 0
         for start, end in zip([0, *cuts], [*cuts, rows * width], strict=True):
             values = {"parameter": torch.empty(end - start)}
-            first, count = share(Part(f"local-{holder}", spec, start, values, (holder, holders)))
+            copies = Copies(holder, holders)
+            first, count = share(Part(f"local-{holder}", spec, start, values, copies))
             written[start + first : start + first + count] += 1
             mine += count
         shares.append(mine)
