@@ -26,7 +26,14 @@ from parallel3d.config.checks import check_context_parallel, check_model, check_
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.estimate.fitted_cost import StepTime, breakdown, load, range_of_a_new_place, step
+from parallel3d.estimate.fitted_cost import (
+    OWN_RATES,
+    StepTime,
+    breakdown,
+    load_own,
+    range_of_a_new_place,
+    step,
+)
 from parallel3d.estimate.memory import host_memory, memories, nearly_fullest, peak_memory
 from parallel3d.estimate.profiled_cost import (
     check_type,
@@ -44,6 +51,7 @@ from parallel3d.estimate.search import (
     LayoutChoice,
     Priced,
     best,
+    card_of,
     configure,
     divisors,
     layouts,
@@ -86,9 +94,13 @@ def progress(
 
 
 ROWS = 10
-UNMEASURED = (
-    "Prices are datasheets' and others' published runs; the one GPU that parallel3d has been timed "
-    "on, an H100, was 24 % faster than its price (docs/planner.md)."
+TIMED = (
+    "Kernels have the rates that parallel3d's have had on one H100, the network those of others' "
+    "published runs (docs/planner.md)."
+)
+UNTIMED = (
+    "Prices are datasheets' and others' published runs: parallel3d was timed on an H100 alone, "
+    "24 % faster than such a price (docs/planner.md)."
 )
 
 
@@ -169,7 +181,10 @@ class Plan:
     def caution(self) -> str:
         """Returns what to think of memory and times: nothing if all was played and measured."""
         file = self.config.cluster.file
-        said = scaled(read(file), file, self.config.model) if file else UNMEASURED
+        if file:
+            said = scaled(read(file), file, self.config.model)
+        else:
+            said = TIMED if card_of(self.config)[0] in OWN_RATES else UNTIMED
         return " ".join(filter(None, (self.unplayed, said)))
 
     def table(self) -> str:
@@ -234,7 +249,7 @@ def write_page(plan: Plan, assumed: Sequence[str], said: str = "") -> None:
     """Writes a single HTML page, `said` on top. Raises UserError if it cannot be written."""
     title = escape(plan.title)
     priced = (
-        "Times are priced with constants that are fitted to published runs, memory is what "
+        "Times are priced by a model whose constants are fitted to published runs, memory is what "
         "parallel3d's own code holds; how right both are: docs/planner.md. "
     )
     assumptions = escape(f"Assumed: {', '.join(assumed)}." if assumed else "")
@@ -273,7 +288,7 @@ def _sections(plan: Plan) -> Iterable[str]:
     parts = _parts(priced, first)
     if config.cluster.file is None:
         work = works([priced.choices[first]], plan.sizes, config.global_batch_size)
-        parts = breakdown(work, load(), parts.pop("compute")) | parts
+        parts = breakdown(work, load_own(card_of(config)[0]), parts.pop("compute")) | parts
     rows = [
         [escape(kind), f"{part:.3g} s", f"{part / seconds:.1%}", TIMES[kind]]
         for kind, part in parts.items()
@@ -431,7 +446,7 @@ def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
         priced = price_measured(choices, sizes, config, machine)
     else:
         memory = memories(config, choices, 1e9 * config.dryrun.reserve_gb, progress())
-        times = step(works(choices, sizes, batch), load())
+        times = step(works(choices, sizes, batch), load_own(card_of(config)[0]))
         priced = ranked(choices, times, memory, sizes["memory_bytes"])
     found = Plan(config, priced, sizes, ranks)
     if not priced.order:

@@ -69,6 +69,26 @@ def load() -> Constants:
     return Constants(json.loads(FILE.read_text())["constants"])
 
 
+# Rates of parallel3d's own kernels by GPU: those that give GEMMs, attention, element-wise kernels,
+# head and loss, and optimizer of a step of llama_1b the seconds of its trace (docs/gpu.md).
+OWN_RATES = {
+    "h100": {
+        "speed.h100/bf16.rate": 0.8129,
+        "engine.megatron.flash": 0.5588,
+        "memory.rate": 0.7463,
+        "memory.compiled": 0.6606,
+        "head.bytes": 7.096,
+        "optimizer.bytes": 30.35,
+    }
+}
+
+
+def load_own(card: str) -> Constants:
+    """Reads the fitted constants, with the rates of parallel3d's kernels on GPUs where it was
+    timed."""
+    return Constants({**load().values, **OWN_RATES.get(card, {})})
+
+
 def range_of_a_new_place() -> tuple[float, float]:
     """Returns measured over predicted seconds of runs on a GPU, network or engine that was left out
     of the fit: four of five are between the two figures."""

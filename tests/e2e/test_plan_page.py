@@ -76,7 +76,7 @@ def test_one_page_that_needs_nothing_else(asked: Shell, page: str) -> None:
     assert "color-scheme:light dark" in html
     command = re.search(r"parallel3d train … .*", printed)
     assert command is not None and command[0] in html
-    assert "Prices are datasheets" in html
+    assert "Kernels have the rates" in html
     parts = re.search(r"class='big'>.*?class='bar'>(.*?)</div>", html, re.S)
     assert parts is not None
     widths = [float(w) for w in re.findall(r"width:([\d.]+)%", parts[1])]

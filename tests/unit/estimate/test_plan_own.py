@@ -17,8 +17,11 @@ from benchmarks.plan_dryrun import NAMES, configured, off, sample
 from parallel3d import versions
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import PipelineRank
+from parallel3d.config.schema import ClusterConfig
+from parallel3d.estimate.fitted_cost import load, load_own, step
 from parallel3d.estimate.memory import LayerBytes, peak_memory, peak_stage
-from parallel3d.estimate.search import planned
+from parallel3d.estimate.search import card_of, layouts, planned, sizes_of, works
+from parallel3d.topology.assumptions import preset
 from tests.e2e.ready import run_module
 
 ROOT = Path(__file__).parents[3]
@@ -162,6 +165,22 @@ def test_launches_grow_by_a_micro_batch_as_the_first_ones_do() -> None:
         config = configured(PIPELINE | {"global_batch_size": batch})
         counts.append(sum(launches(config, 1).values()))
     assert counts[2] - counts[1] == counts[1] - counts[0] > 0
+
+
+def test_a_step_on_an_h100_is_priced_as_it_was_timed() -> None:
+    """docs/gpu.md: llama_1b, 8 sequences of 4,096 tokens at once, 509 ms; other GPUs have others'
+    rates alone."""
+    fixed = {"micro_batch_size": 8, "recompute": "none", "zero": 0}
+    seconds = []
+    for gpu in ("dgx_h100", "dgx_a100"):
+        keys = {"cluster": ClusterConfig(**preset("cluster", gpu))}
+        config = dataclasses.replace(configured(ONE), **keys)
+        choices = [*layouts(sizes_of(config), 1, 1, 8, fixed)]
+        work, card = works(choices, sizes_of(config), 8), card_of(config)[0]
+        seconds.append([float(step(work, c).total[0]) for c in (load(), load_own(card))])
+    (others, own), unknown = seconds
+    assert own == pytest.approx(0.509, rel=0.05) and others > 0.6
+    assert unknown[0] == unknown[1]
 
 
 def test_equal_seeds_sample_equal_cases_and_errors_have_a_sign() -> None:
