@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Part:
     spec: ParameterSpec
     start: int
     values: dict[str, Tensor]
-    copies: Copies = Copies(0, 1)
+    copies: Copies = field(default_factory=lambda: Copies(0, 1))
 
 
 def fused(rows: int, width: int, padding: int) -> tuple[ParameterSpec, dict[str, Tensor], Tensor]:
