@@ -37,7 +37,8 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     here = place.local_world_size if place else ranks
     kind = choose_device(config.device, here, launched=place is not None).kind
     _check_known(config, kind, several=here < ranks)
-    plan = searched(with_own_gpus(config, os.environ, run_command), held(config, keys), ranks)
+    own = with_own_gpus(config.cluster, os.environ, run_command)
+    plan = searched(replace(config, cluster=own), held(config, keys), ranks)
     first, found = _first_allowed(plan, keys)
     if place is None or place.rank == 0:
         print_line(f"layout=auto: {_summary(plan, first)}")

@@ -364,7 +364,8 @@ _STILL = 0.98  # of a rank's memory: if twice the nodes still need as much, the 
 
 def plan(config: Config, typed: Sequence[str]) -> int:
     """Prints the table. Returns the exit code, 0. Raises UserError for what cannot work."""
-    keys, config = chosen_keys(typed), with_own_gpus(config, os.environ, run_command)
+    keys, own = chosen_keys(typed), with_own_gpus(config.cluster, os.environ, run_command)
+    config = replace(config, cluster=own)
     check_free("plan.html", config.plan.html, MARK, MADE_BY)
     config, assumed = assume_model(config, typed)
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:

@@ -85,7 +85,8 @@ def train(config: Config, worker: Worker) -> None:
             )
         log_choices(config, groups, device)
     if config.preflight:
-        preflight(config, groups, worker, print_line)
+        outlier = config.bench.outlier
+        preflight(groups, worker, print_line, config.cluster, config.launch, outlier)
     worker.phase = "opening the data"
     has_source = config.init_from is not None
     data, corpus = open_data(

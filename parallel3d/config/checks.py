@@ -43,7 +43,15 @@ from parallel3d.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from parallel3d.config.values import CUDNN, HALF_PRECISION, NARROW, PACKAGES, parts_of, spelled
+from parallel3d.config.values import (
+    CUDNN,
+    HALF_PRECISION,
+    NARROW,
+    PACKAGES,
+    BatchSizes,
+    parts_of,
+    spelled,
+)
 from parallel3d.errors import UserError, closest, nearest, nearest_hint
 from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.orders import StageAssignment
@@ -125,7 +133,8 @@ def check_config(
     check_precision(precision, device)
     check_data_parallel(config.ddp, zero, dp=dp, cp=cp)
     if train.noise_scale:
-        _check_noise_scale(config, dp * cp)
+        hiding, micro = zero if dp * cp > 1 else 0, config.micro_batch_size
+        _check_noise_scale(hiding, optim.freeze, config.batch_sizes, train.batch_schedule, micro)
     is_known = world_size is not None or config.dp is not None
     check_profile(config.profile, steps, config.replica_size * dp if is_known else None)
     check_run_name(config.run, config.runs_dir)
@@ -584,20 +593,24 @@ def check_data_parallel(ddp: DataParallelConfig, zero: int, *, dp: int, cp: int)
         )
 
 
-def _check_noise_scale(config: Config, ranks: int) -> None:
-    """Raises UserError unless gradients of a part of the batch are available."""
-    least = min(config.batch_sizes.sizes)
-    if config.zero > 1 and ranks > 1:
-        why = f"the gradients of one replica before they are summed, which zero={config.zero} hides"
+def _check_noise_scale(
+    zero: int, freeze: list[str] | None, sizes: BatchSizes, schedule: Any, micro_batch_size: int
+) -> None:
+    """Raises UserError unless gradients of a part of the batch are available.
+
+    `zero`: 0 where a rank has no replicas. `schedule`: of global batches, by which they have
+    `sizes`.
+    """
+    least = min(sizes.sizes)
+    if zero > 1:
+        why = f"the gradients of one replica before they are summed, which zero={zero} hides"
         near = "zero=1"
-    elif config.optim.freeze:
-        why = (
-            f"no gradients of optim.freeze={show(config.optim.freeze)}, which the buckets hold too"
-        )
+    elif freeze:
+        why = f"no gradients of optim.freeze={show(freeze)}, which the buckets hold too"
         near = "train.noise_scale=false"
-    elif least == config.micro_batch_size:
+    elif least == micro_batch_size:
         batch, near = f"global_batch_size={least}", f"global_batch_size={2 * least}"
-        if config.train.batch_schedule is not None:
+        if schedule is not None:
             batch, near = f"a batch of {least} in train.batch_schedule", f"one of {2 * least} there"
         why = f"two parts of a batch, and with dp=1 {batch} is one micro-batch"
     else:

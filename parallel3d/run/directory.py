@@ -18,7 +18,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -266,7 +266,9 @@ def make_run_directory(
                 f"give run= of one{nearest_hint(name, os.listdir(runs) if runs.is_dir() else [])}"
             )
         try:
-            made = not os.path.lexists(directory) and _make(named, directory)
+            made = not os.path.lexists(directory) and _is_first(
+                filled_directory(named, directory, comment=_maker())
+            )
         except OSError as error:
             raise UserError(
                 f"runs_dir={config.runs_dir}: cannot make {directory}: {error.strerror}"
@@ -291,10 +293,10 @@ def folder_in_run(runs_dir: str, run: str, name: str) -> Path:
     return folder
 
 
-def _make(config: Config, directory: Path) -> bool:
-    """Creates a run directory; False if another start was faster. Raises OSError."""
+def _is_first(making: AbstractContextManager[object]) -> bool:
+    """Makes a run directory; returns False if another start was faster. Raises OSError."""
     try:
-        with filled_directory(config, directory, comment=_maker()):
+        with making:
             pass
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):

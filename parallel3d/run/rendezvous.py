@@ -136,7 +136,12 @@ def assign_rank(
         gpu_of_rank(worker.device, environ),
     )
     put(store, f"{PROCESS_KEY}/{launch_rank}", mine)
-    needs_cluster = placed_ranks.wants_cluster(config) or app == "bench comm"
+    needs_cluster = app == "bench comm" or placed_ranks.wants_cluster(
+        config.placement,
+        config.cluster,
+        preflight=config.preflight,
+        hierarchical=config.ddp.hierarchical,
+    )
 
     def decide() -> dict[str, Any] | None:
         keys = [f"{PROCESS_KEY}/{rank}" for rank in range(worker.world_size)]

@@ -27,7 +27,7 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import Cluster, Link, Slots, natural
 from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
@@ -54,10 +54,10 @@ class Process(NamedTuple):
     gpu: str = ""
 
 
-def ranks_of_file(config: Config, processes: Sequence[Process]) -> list[int]:
-    """Returns `launch_ranks_by_file` of `rank_file`, which is checked to be given."""
-    file = str(config.rank_file)
-    return launch_ranks_by_file(read_given("rank_file", file), Path(file).name, processes)
+def ranks_of_file(rank_file: str, processes: Sequence[Process]) -> list[int]:
+    """Returns `launch_ranks_by_file` of the file."""
+    text = read_given("rank_file", rank_file)
+    return launch_ranks_by_file(text, Path(rank_file).name, processes)
 
 
 def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> list[int]:
@@ -165,11 +165,13 @@ class PlacedRanks:
         return np.argsort(self.launch_ranks).tolist()
 
 
-def wants_cluster(config: Config) -> bool:
-    """Whether this run needs its rank mapping on the cluster; the default does not."""
-    searched = config.placement not in (DEFAULT, FILE)
-    interfaces = config.cluster.nvlink_interface or config.cluster.rail_interface
-    return bool(searched or interfaces or config.preflight or config.ddp.hierarchical)
+def wants_cluster(
+    placement: str, settings: ClusterConfig, *, preflight: bool, hierarchical: bool
+) -> bool:
+    """Whether a run needs its rank mapping on the cluster; the default does not."""
+    searched = placement not in (DEFAULT, FILE)
+    interfaces = settings.nvlink_interface or settings.rail_interface
+    return bool(searched or interfaces or preflight or hierarchical)
 
 
 def place_processes(
@@ -190,7 +192,7 @@ def place_processes(
     if cluster is not None or config.placement == FILE:
         _check_names(processes)
     if config.placement == FILE:
-        chosen = ranks_of_file(config, processes)
+        chosen = ranks_of_file(str(config.rank_file), processes)
     if cluster is None:
         return PlacedRanks(tuple(processes), tuple(chosen), layout, config.placement)
     layout = Blueprint.of(config).looped_layout
@@ -200,7 +202,7 @@ def place_processes(
     else:
         ordered = cluster.sorted_slots()
         free = ordered[np.isin(ordered, slots)]
-        placement = place(config, cluster, layout, transfers(config, layout), free)
+        placement = place(config.placement, cluster, layout, transfers(config, layout), free)
         placement = with_rank_0_at(placement, int(slots[0]))
     launch_at = {int(slot): launch for launch, slot in enumerate(slots)}
     ranks = tuple(launch_at[int(slot)] for slot in placement.slots)

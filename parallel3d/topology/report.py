@@ -23,7 +23,7 @@ import parallel3d
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import Cluster, LinkClass
 from parallel3d.blueprint.collectives import Transfer
-from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
@@ -134,7 +134,7 @@ def make_report(
     config, assumed = assume_model(config, typed)
     world = None if config.dp is None else config.world_size
     cluster = discover(config.cluster, environ, run_command, world)
-    dp = _data_parallel(config, cluster)
+    dp = _data_parallel(layout_of(config), config.dp, cluster)
     config, more = assume_batch(config, dp, typed)
     config = check_config(config, config.replica_size * dp, own_samples=True)
     layout = Blueprint.of(config).looped_layout
@@ -145,26 +145,26 @@ def make_report(
         )
     sent = transfers(config, layout)
     if config.placement == "file":
-        placement = _from_file(config, cluster, layout)
+        placement = _from_file(str(config.rank_file), cluster, layout)
     else:
-        placement = place(config, cluster, layout, sent)
+        placement = place(config.placement, cluster, layout, sent)
     found = search(cluster, layout, sent) if config.topology.search else []
     report = TopologyReport(config, [*assumed, *more], placement, sent, found)
     _ = report.warnings  # refuses what has no wire
     return report
 
 
-def _data_parallel(config: Config, cluster: Cluster) -> int:
+def _data_parallel(layout: Layout, dp: int | None, cluster: Cluster) -> int:
     """Returns dp as given, or as many replicas as fit; raises UserError if none does."""
-    replica = config.replica_size
-    factors = f"tp={config.tp} · pp={config.pp} · cp={config.cp}"
-    if replica * (config.dp or 1) <= cluster.size:
-        return config.dp or cluster.size // replica
-    if config.dp is not None:
+    tp, pp, cp = layout.tp, layout.pp, layout.cp
+    replica, factors = tp * pp * cp, f"tp={tp} · pp={pp} · cp={cp}"
+    if replica * (dp or 1) <= cluster.size:
+        return dp or cluster.size // replica
+    if dp is not None:
         raise UserError(
-            f"{factors} · dp={config.dp} needs {replica * config.dp} GPUs, and {cluster.name} has "
+            f"{factors} · dp={dp} needs {replica * dp} GPUs, and {cluster.name} has "
             f"{cluster.size}; the nearest is dp={cluster.size // replica or 1} "
-            f"or cluster.nodes={-(-replica * config.dp // cluster.gpus_per_node)}."
+            f"or cluster.nodes={-(-replica * dp // cluster.gpus_per_node)}."
         )
     raise UserError(
         f"{factors} needs {replica} GPUs, and {cluster.name} has {cluster.size}; the nearest is "
@@ -172,14 +172,14 @@ def _data_parallel(config: Config, cluster: Cluster) -> int:
     )
 
 
-def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
+def _from_file(rank_file: str, cluster: Cluster, layout: Layout) -> RankMapping:
     """Returns the rank mapping of `rank_file` over the cluster's GPUs by node and local index."""
     everywhere = [
         Process(cluster.node_name(node), local)
         for node, local in zip(cluster.node.tolist(), cluster.local.tolist(), strict=True)
     ][: layout.world_size]
-    slots = np.asarray(ranks_of_file(config, everywhere))
-    return RankMapping(cluster, layout, slots, f"rank file {Path(str(config.rank_file)).name}")
+    slots = np.asarray(ranks_of_file(rank_file, everywhere))
+    return RankMapping(cluster, layout, slots, f"rank file {Path(rank_file).name}")
 
 
 def topology(config: Config, typed: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from parallel3d.estimate.network import price_step
 from parallel3d.topology.links import classify, refuse_unreachable
 
 if TYPE_CHECKING:
-    from parallel3d.config.schema import Config
+    pass
 
 
 SMALL = 4096  # ranks up to which `WIDE` candidates are climbed from, in larger worlds `NARROW`
@@ -174,13 +174,13 @@ def _segments(cluster: Cluster, layout: Layout, slots: Slots, domain: int) -> li
 
 
 def place(
-    config: Config,
+    wanted: str,
     cluster: Cluster,
     layout: Layout,
     transfers: list[Transfer],
     slots: Slots | None = None,
 ) -> RankMapping:
-    """Returns the rank mapping of `config.placement`.
+    """Returns the rank mapping that `placement=wanted` asks for.
 
     `default`: the default order over the slots as they come. `auto`: the first of `search`. An
     order or a tiling: over the slots as they come, sorted, or in equal segments of the domains,
@@ -188,7 +188,6 @@ def place(
 
     Raises UserError if it is malformed or if a group needs a wire that the cluster lacks.
     """
-    wanted = config.placement
     if wanted == "auto":
         placement = search(cluster, layout, transfers, slots)[0].placement
     elif wanted == "default":

@@ -383,7 +383,10 @@ def flown(run_dir: str, slow_rank: int, outlier: float = OUTLIER) -> list[str]:
     bench = Bench(Path(run_dir), bench=BenchConfig(outlier=outlier))
     said: list[str] = []
     with delayed(slow_rank):
-        preflight(bench.config, bench.groups, bench.worker, said.append)
+        keys = bench.config
+        preflight(
+            bench.groups, bench.worker, said.append, keys.cluster, keys.launch, keys.bench.outlier
+        )
     bench.close()
     return said
 

@@ -37,7 +37,7 @@ from parallel3d.commands.bench.measure import (
     sites,
     timed_calls,
 )
-from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.estimate.network import collective_time
 from parallel3d.metrics.jsonl import write_json
@@ -297,18 +297,25 @@ class GroupTime:
 
 
 def preflight(
-    config: Config, groups: ProcessGroups, worker: Worker, log: Callable[[str], None]
+    groups: ProcessGroups,
+    worker: Worker,
+    log: Callable[[str], None],
+    cluster: ClusterConfig,
+    launch: LaunchConfig,
+    outlier: float,
 ) -> None:
-    """Probes, logs slow wires on rank 0 and writes preflight.json; collective over the world."""
+    """Probes, logs slow wires on rank 0 and writes preflight.json; collective over the world.
+
+    `outlier`: how many times the median is slow.
+    """
     if groups.layout.world_size == 1:
         return
     worker.phase = "preflight"
     start = time.perf_counter()
     device = torch.device(worker.device)
-    where = Where.find(config.cluster, worker, groups.layout)
-    outlier = config.bench.outlier
+    where = Where.find(cluster, worker, groups.layout)
     findings, pairs = probe(where, groups, device, outlier)
-    times, slow = _probe_groups(groups, where, device, config.launch, outlier)
+    times, slow = _probe_groups(groups, where, device, launch, outlier)
     if worker.rank > 0:
         return
     known = {rank for finding in findings for rank in finding.ranks}

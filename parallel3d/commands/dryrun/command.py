@@ -47,7 +47,8 @@ def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
     """
     wanted = config.dryrun.json
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
-    config, assumed = assume_cluster(with_own_gpus(config, os.environ, run_command), typed)
+    own = with_own_gpus(config.cluster, os.environ, run_command)
+    config, assumed = assume_cluster(dataclasses.replace(config, cluster=own), typed)
     facts = find_facts(config) | {"assumed": assumed}
     if wanted:
         text = json.dumps({"made_by": MADE_BY} | facts, indent=1, allow_nan=False)
@@ -95,7 +96,7 @@ def _settled(config: Config) -> tuple[Config, RankMapping | None]:
     if config.ddp.hierarchical:
         looped = Blueprint.of(config).looped_layout
         cluster = cluster_from_config(config.cluster, looped.world_size)
-        placement = place(config, cluster, looped, transfers(config, looped))
+        placement = place(config.placement, cluster, looped, transfers(config, looped))
     return with_style(config), placement
 
 

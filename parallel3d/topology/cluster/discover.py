@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from parallel3d.blueprint.cluster import Cluster, cluster_from_config, cluster_of
-from parallel3d.config.schema import ClusterConfig, Config
+from parallel3d.config.schema import ClusterConfig
 from parallel3d.device.datasheets import find_device
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.slurm import Run, shortened, slurm_cluster
@@ -270,15 +270,14 @@ def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
     return {"domain_gpus": len(islands), "local_domain": islands}
 
 
-def with_own_gpus(config: Config, environ: Mapping[str, str], run: Run) -> Config:
+def with_own_gpus(cluster: ClusterConfig, environ: Mapping[str, str], run: Run) -> ClusterConfig:
     """Fills the cluster's keys of GPUs from nvidia-smi where `cluster.source=local` asks for it.
 
     Only of those in CUDA_VISIBLE_DEVICES; keys that are set stay. `run`: as `run_command`.
     Raises UserError if nvidia-smi cannot tell, or for GPUs of several kinds.
     """
-    cluster = config.cluster
     if cluster.source != "local" or cluster.gpu is not None:
-        return config
+        return cluster
     rows = gpu_rows(run)
     chosen = [rows[i] for i in visible_gpus(environ, len(rows), run)]
     kinds = list(dict.fromkeys(row.name for row in chosen))
@@ -290,11 +289,10 @@ def with_own_gpus(config: Config, environ: Mapping[str, str], run: Run) -> Confi
     name, mib = kinds[0], min(row.mib for row in chosen)
     known = find_device(name, memory=mib << 20)
     bandwidth = known.memory_gb_s or None if known else None  # 0: not in the datasheet
-    found = replace(
+    return replace(
         cluster,
         gpu=name,
         gpus_per_node=cluster.gpus_per_node or len(chosen),
         gpu_memory_gb=cluster.gpu_memory_gb or mib * 2**20 / 1e9,
         gpu_memory_gb_per_s=cluster.gpu_memory_gb_per_s or bandwidth,
     )
-    return replace(config, cluster=found)

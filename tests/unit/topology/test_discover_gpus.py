@@ -218,7 +218,7 @@ def own_gpus(
     answers = {tuple(GPUS.split()): rows}
     config = Config(cluster=ClusterConfig(**{"source": "local", "gpus_per_node": None} | keys))
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible, **order}
-    return with_own_gpus(config, environ, lambda command: answers[tuple(command)]).cluster
+    return with_own_gpus(config.cluster, environ, lambda command: answers[tuple(command)])
 
 
 def test_this_machines_gpus_are_those_of_its_driver() -> None:

@@ -110,7 +110,9 @@ def test_a_host_that_the_cluster_does_not_have_is_said() -> None:
 
 def test_default_is_the_launchers_order_and_needs_no_cluster() -> None:
     run = config(tp=2, pp=2, dp=2)
-    assert not placed_ranks.wants_cluster(run)
+    assert not placed_ranks.wants_cluster(
+        run.placement, run.cluster, preflight=False, hierarchical=False
+    )
     placed = place_processes(run, launched("d", "c", "b", "a"), None)
     assert placed.launch_ranks == tuple(range(8))
     assert placed.placement is None

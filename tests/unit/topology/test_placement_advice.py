@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -60,7 +58,7 @@ def test_nvl72_names_the_order_and_the_segment() -> None:
     torn = [s for s in said(cluster, layout) if "--segment" in s]
     assert len(torn) == 1 and torn[0].startswith("2 of 2 replicas of tp·cp·pp = 64 GPUs")
     assert "placement=tp-cp-pp-dp" in torn[0] and "--segment=16" in torn[0]
-    chosen = place(SimpleNamespace(placement="tp-cp-pp-dp"), cluster, layout, some_traffic(layout))
+    chosen = place("tp-cp-pp-dp", cluster, layout, some_traffic(layout))
     (whole,) = warnings_for(chosen, classify(chosen), some_traffic(layout))
     assert whole.startswith("each replica of 64 GPUs is in one NVLink domain")
 
@@ -82,7 +80,7 @@ def test_rail_only_refuses_tp_outside_of_the_domain_and_says_what_works() -> Non
     assert said(cluster, Layout(tp=8, dp=4)) == []
     for text in ("default", "auto", "tp-dp"):
         with pytest.raises(UserError, match=r"the largest tp that works .* is tp=8"):
-            place(SimpleNamespace(placement=text), cluster, layout, some_traffic(layout))
+            place(text, cluster, layout, some_traffic(layout))
 
 
 @pytest.mark.slow
@@ -91,7 +89,7 @@ def test_rail_only_names_an_order_that_has_paths() -> None:
     with pytest.raises(UserError, match=r"placement=tp4-dp2-dp4-snake has a path for all$"):
         said(cluster, layout)
     assert said(cluster, layout, "tp4-dp2-dp4-snake") == []
-    auto = place(SimpleNamespace(placement="auto"), cluster, layout, some_traffic(layout))
+    auto = place("auto", cluster, layout, some_traffic(layout))
     assert auto.how == "tp4-dp2-dp4-snake"
 
 

@@ -152,7 +152,7 @@ def test_nvl72_search_finds_one_replica_a_domain() -> None:
     cluster, layout = nvl72(8 * 18), Layout(tp=4, cp=2, pp=8, dp=8)
     traffic = llama_405b(layout, microbatches=144)
     config = SimpleNamespace(placement="tp-cp-pp-dp")
-    known = place(config, cluster, layout, traffic)
+    known = place(config.placement, cluster, layout, traffic)
     links = classify(known)
     assert all(links[d].in_domain == links[d].groups for d in ("tp", "cp", "pp"))
     assert known.how == "tp4-cp2-pp8-dp8, 64 GPUs of each domain"
@@ -187,9 +187,9 @@ def test_unreadable_placements_name_the_nearest_choice() -> None:
         ("pp-tp-dp-zz", "placement=tp-dp-pp"),
     ):
         with pytest.raises(UserError, match=f"placement='{text}'.*nearest: {nearest}$"):
-            place(SimpleNamespace(placement=text), cluster, layout, some_traffic(layout))
+            place(text, cluster, layout, some_traffic(layout))
     with pytest.raises(ValueError, match="8 GPUs for 16 ranks"):
-        place(SimpleNamespace(placement="auto"), a_cluster(1), layout, some_traffic(layout))
+        place("auto", a_cluster(1), layout, some_traffic(layout))
 
 
 @pytest.mark.slow
