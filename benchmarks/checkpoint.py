@@ -113,7 +113,7 @@ def steps_during(trainer: Trainer, checkpoints: Checkpoints) -> tuple[float, flo
 
     trainer.before_update = timed_wait
     lost, written = 0.0, 0.0
-    while checkpoints.under_way is not None:
+    while checkpoints.step_in_flight is not None:
         lost += slowest(trainer.train_step) - usual
         checkpoints.after_step(trainer)
         written = (time.perf_counter() - begun) * 1000
