@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.build import build
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
@@ -31,25 +32,12 @@ from parallel3d.data.loader import Batches, with_length
 from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.data_parallel.noise_scale import Noise
-from parallel3d.device import accelerator
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import Score
-from parallel3d.models.parallelize import data_parallel_engine, noise_scale
-from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
-from parallel3d.muon import Muon
-from parallel3d.optim import Optimizer, learning_rate, trained_parts
+from parallel3d.optim import learning_rate
 from parallel3d.parameters.gather import gather_parameters
-from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.slices import ParameterSlice, parameter_slices
-from parallel3d.pipeline.executor import Executor
-from parallel3d.pipeline.offload import ActivationOffload
-from parallel3d.pipeline.p2p import (
-    P2PRoute,
-    SharedP2P,
-    StageOutputs,
-    measure_baseline_latency,
-)
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tensor_parallel.partial_gradients import (
@@ -161,13 +149,27 @@ class Trainer:
                 "context_parallel.style=auto must be gather, heads or ring for a Trainer of one's "
                 "own; the nearest is context_parallel.style=gather"
             )
-        self.blueprint = Blueprint.of(config)
+        self.config = config
+        self.blueprint = blueprint = Blueprint.of(config)
+        self.dtype = compute_dtype(config.precision)
         self.step_timer = StepTimer(self.device)
         self.groups = self.groups.observed(timer=self.step_timer)
-        self.config, groups, model = config, self.groups, config.model
-        self.dtype = compute_dtype(config.precision)
         set_numerics(config.precision, self.device, config.deterministic)
         self.loss_scale = LossScale(config.precision)
+        self.use(blueprint.pipeline.schedule())
+        parts = build(
+            blueprint, self.schedule, self.groups, self.device, config.launch, self.step_timer
+        )
+        self.stages = parts.stages
+        self.tied_name = parts.tied_name
+        self.noise = parts.noise
+        self.data_parallel = parts.data_parallel
+        self.parameters = parts.data_parallel.parameters
+        self.optimizer = parts.optimizer
+        self.executor = parts.executor
+        self.needs_batch = any(stage.first or stage.last for stage in self.stages)
+        self.has_loss = self.stages[-1].last
+        self._open_data()
         self.steps_done = 0
         self.consumed_samples = 0
         self.batch = config.global_batch_size  # of the last step
@@ -175,74 +177,12 @@ class Trainer:
         # Called once a step, before parameters change.
         self.before_update: Callable[[], object] = lambda: None
 
-        wide = torch.promote_types(self.dtype, torch.float32)
-        # Deferred: the engine below draws the parameters that this rank keeps.
-        initializer = Initializer(config.seed, wide, self.device, deferred=True)
-        context = BuildContext.of_run(self.blueprint, initializer, groups.tp, groups.cp)
-        self.use(self.blueprint.pipeline.schedule())
-        self.stages = stages_of_rank(model, self.blueprint.stages_of(groups.pp.index), context)
-        self.needs_batch = any(stage.first or stage.last for stage in self.stages)
-        self.has_loss = self.stages[-1].last
-        tied = (stage.tied_table for stage in self.stages if stage.tied_table is not None)
-        self.tied_name = next(tied, None)
-        self.noise = noise_scale(config, groups, self.device)
-        self.data_parallel = data_parallel_engine(
-            config, self.stages, initializer, self.dtype, groups, self.noise.norms
-        )
-        self.parameters = self.data_parallel.parameters
-        for stage in self.stages:
-            stage.pre_forward = self.data_parallel.pre_forward
-        if config.compile:
-            compile_blocks(self.stages, saves_operands=self.schedule.splits_backward)
-        self.optimizer = self._make_optimizer()
-
-        self.executor = self._executor()
-        self._open_data()
-
-    def _make_optimizer(self) -> Optimizer:
-        optim, groups, muon = self.config.optim, self.groups, None
-        if optim.name == "muon":
-            held = [self.data_parallel.parts_of(i) for i in range(groups.dp_cp.size)]
-            parts = [trained_parts(each, optim) for each in held]
-            half = self.dtype.itemsize < 4 and optim.muon_dtype == "auto"
-            wide = torch.promote_types(self.dtype, torch.float32)
-            dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide
-            muon = Muon(parts, optim.muon_scale, dtype, groups.tp, groups.dp_cp, self.device)
-        return Optimizer(optim, self.data_parallel.segments, self.config.seed, muon)
-
     def use(self, schedule: Schedule) -> None:
         """Sets the schedule of training and evaluation, once the checker has proved its program."""
         program, rank = schedule.program(), self.groups.pp.index
         check(program, schedule.microbatches, schedule.assignment)
         self.schedule, self.program = schedule, program[rank]
         self.forwards = schedule.forwards()[rank]
-
-    def _executor(self) -> Executor:
-        """Creates the executor and sets the step timer's baseline latencies; collective."""
-        config, groups, schedule = self.config, self.groups, self.schedule
-        sliced = self.blueprint.sends_slices(accelerator.is_accelerator(self.device))
-        sequence = config.local_seq_length // (groups.tp.size if config.sp else 1)
-        hidden = (config.micro_batch_size, sequence, config.model.hidden_size)
-        outputs = StageOutputs((hidden,), self.dtype, groups.tp if sliced else SINGLE)
-        message, channel = outputs.empty_message(self.device).zero_(), None
-        route = P2PRoute(groups.pp, schedule.assignment, groups.pp_backward)
-        if config.launch.shared_memory:
-            counts = map(config.microbatches_of, config.batch_sizes.sizes[:-1])
-            earlier = (self.blueprint.pipeline.schedule(count).program() for count in counts)
-            programs = schedule.program(), schedule.forwards(), *earlier
-            channel = SharedP2P.of_programs(programs, route, message, config.launch.timeout_s)
-        latency = measure_baseline_latency(groups, message, channel)
-        self.step_timer.baseline_latency = latency
-        links = [outputs] * (schedule.assignment.stages - 1)
-        offload = None
-        if any(stage.offloaded for stage in self.stages):
-            offload = ActivationOffload(self.device)
-            for stage in self.stages:
-                stage.offload = offload
-        stages = self.data_parallel.callable_stages(self.stages)
-        return Executor(
-            stages, route, links, self.device, channel, self.step_timer, offload=offload
-        )
 
     def _open_data(self) -> None:
         parts: Mapping[str, SampleSource] = {}
@@ -275,7 +215,7 @@ class Trainer:
         masks, window = config.data.document_mask, config.global_batch_size * ahead
         split = None
         if self.groups.cp.size > 1:
-            split = SequenceSplit.of_run(config, self.groups.cp.index)
+            split = SequenceSplit.of_run(self.blueprint, self.groups.cp.index)
         own = None if self.corpus is not None else config.model.vocab_size
         where = dp.index, self.device, self.needs_batch
         return Batches(source, size, count, *where, masks, window, split, own)

@@ -7,7 +7,6 @@ it. `rank.PipelineRank` has what follows for one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -36,6 +35,7 @@ class PipelineSettings:
     Attributes:
         ranks: of a pipeline. chunks: stages of each rank.
         microbatches: of a rank in a step of the whole global batch.
+        earlier: the same in the steps of smaller global batches, before (`train.batch_schedule`).
         work, memory: costs and cap for schedule=auto.
         whole_backwards: no schedule splits its backwards, as FSDP2 reduces in the backward what
             gradients are there.
@@ -46,6 +46,7 @@ class PipelineSettings:
     ranks: int
     chunks: int
     microbatches: int
+    earlier: tuple[int, ...]
     work: RankWork
     memory: float
     whole_backwards: bool
@@ -54,12 +55,14 @@ class PipelineSettings:
     def of(cls, config: Config) -> PipelineSettings:
         keys, layout = config.schedule, layout_of(config)
         forward, input, weight = keys.costs
+        sequences = config.micro_batch_size * layout.dp
         return cls(
             name=keys.name,
             file=keys.file,
             ranks=config.pp,
             chunks=config.vpp,
-            microbatches=config.global_batch_size // (config.micro_batch_size * layout.dp),
+            microbatches=config.global_batch_size // sequences,
+            earlier=tuple(batch // sequences for batch in config.batch_sizes.sizes[:-1]),
             work=RankWork(forward, input, weight, keys.hop, StageWeights.of_run(config)),
             memory=1.0 if keys.memory is None else keys.memory,
             whole_backwards=config.zero > 1 and layout.dp_cp > 1,
@@ -116,6 +119,7 @@ class LayerSettings:
         mlp_chunks: pieces in which a recomputed MLP runs.
         gather_qk: q and k are gathered over tp (`Attention.project`).
         cp_style: how attention reads the keys of other context-parallel ranks.
+        cp_balance: ranks of cp get equal work where documents would make it uneven.
         attention_kernel: as asked for (`models.attention.choose_kernel`).
     """
 
@@ -125,6 +129,7 @@ class LayerSettings:
     mlp_chunks: int
     gather_qk: bool
     cp_style: str
+    cp_balance: bool
     attention_kernel: str
 
     @classmethod
@@ -136,6 +141,7 @@ class LayerSettings:
             mlp_chunks=config.mlp_chunks,
             gather_qk=config.tensor_parallel.attention == "gather_qk",
             cp_style=config.context_parallel.style,
+            cp_balance=config.context_parallel.balance,
             attention_kernel=config.attention_kernel,
         )
 
@@ -154,7 +160,7 @@ class DataParallelSettings:
 
     zero: int
     every_microbatch: bool
-    bucket_cap_mb: float | Sequence[float] | None
+    bucket_cap_mb: float | None
     comm_hook: str
     overlap: bool
 
@@ -180,6 +186,7 @@ class Blueprint:
         slices: `schedule.slices`; None: on accelerators.
         local_seq_length: tokens of a sample on a context-parallel rank, before sp divides them.
         device: "cpu", or what is planned for a GPU.
+        compiles: the forward and backward of the layers are compiled.
         noise_scale: the step estimates the noise of its gradients.
     """
 
@@ -192,10 +199,13 @@ class Blueprint:
     recompute_layers: tuple[int, ...]
     offload_layers: tuple[int, ...]
     slices: bool | None
+    global_batch_size: int
     micro_batch_size: int
     local_seq_length: int
     precision: PrecisionConfig
     device: str
+    seed: int
+    compiles: bool
     optim: OptimConfig
     loss: LossConfig
     noise_scale: bool
@@ -213,10 +223,13 @@ class Blueprint:
             recompute_layers=tuple(config.recompute_layers or ()),
             offload_layers=tuple(config.offload_layers or ()),
             slices=config.schedule.slices,
+            global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             local_seq_length=config.local_seq_length,
             precision=config.precision,
             device=config.device,
+            seed=config.seed,
+            compiles=config.compile,
             optim=config.optim,
             loss=config.loss,
             noise_scale=config.train.noise_scale,
@@ -234,6 +247,11 @@ class Blueprint:
     @property
     def sequence_parallel(self) -> bool:
         return self.layer.sp and self.layout.tp > 1
+
+    @property
+    def rank_multiple(self) -> int:
+        """A divisor of the tokens of a sample on a context-parallel rank."""
+        return self.layout.tp * self.layer.chunks if self.layer.sp else 1
 
     @property
     def assignment(self) -> StageAssignment:

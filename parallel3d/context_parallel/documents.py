@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel3d.config.schema import Config
+from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.config.values import padded_length
 from parallel3d.device import accelerator
 
@@ -44,14 +44,18 @@ class SequenceSplit:
     ring: bool = False
 
     @classmethod
-    def of_run(cls, config: Config, index: int) -> SequenceSplit:
+    def of_run(cls, blueprint: Blueprint, index: int) -> SequenceSplit:
         """Returns a run's split, for rank `index` of cp."""
-        context = config.context_parallel
-        # With a part of the heads each rank attends to whole sequences: nothing is uneven.
-        balanced = context.balance and context.style != "heads"
-        multiple = config.rank_multiple
-        ring = context.style == "ring"
-        return cls(config.model.seq_length, config.cp, index, multiple, balanced, ring)
+        layer = blueprint.layer
+        return cls(
+            length=blueprint.model.seq_length,
+            size=blueprint.layout.cp,
+            index=index,
+            multiple=blueprint.rank_multiple,
+            # With a part of the heads each rank attends to whole sequences: nothing is uneven.
+            balanced=layer.cp_balance and layer.cp_style != "heads",
+            ring=layer.cp_style == "ring",
+        )
 
     @property
     def padded(self) -> int:

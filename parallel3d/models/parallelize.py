@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, SideStream
 from parallel3d.data_parallel.engine import BucketedDataParallel, GradientObserver
 from parallel3d.data_parallel.interface import DataParallel
@@ -22,14 +22,14 @@ from parallel3d.parameters.state import spec_of
 
 
 def data_parallel_engine(
-    config: Config,
+    settings: DataParallelSettings,
     stages: Sequence[Stage],
     initializer: Initializer,
     dtype: torch.dtype,
     groups: ProcessGroups,
     observer: GradientObserver | None = None,
 ) -> DataParallel:
-    """Creates the engine of `config.zero` for a rank's stages, whose parameters are fp32 or better.
+    """Creates the engine of a rank's stages, whose parameters are fp32 or better.
 
     Args:
         initializer: of the stages, `deferred`: each rank draws only the values that it keeps.
@@ -37,7 +37,7 @@ def data_parallel_engine(
         observer: of buckets; the checks refuse it with FSDP2, which has none.
     """
     groups_of = partial(copy_groups, groups=groups)
-    if config.zero > 1 and _has_copies(stages, groups_of):
+    if settings.zero > 1 and _has_copies(stages, groups_of):
         # Imported here: FSDP2 and DTensor take a second.
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel, ShardGroups
 
@@ -52,17 +52,17 @@ def data_parallel_engine(
             groups_of,
             initializer,
             dtype,
-            config.zero,
-            config.ddp.reduces_every_microbatch(config.zero),
+            settings.zero,
+            settings.every_microbatch,
         )
     return BucketedDataParallel(
         parameters_of_chunks(stages),
         dtype,
         groups_of,
-        config.zero,
-        bucket_cap_mb=config.ddp.bucket_cap_mb,
-        overlap=config.ddp.overlap,
-        hook=comm_hook(config, groups),
+        settings.zero,
+        bucket_cap_mb=settings.bucket_cap_mb,
+        overlap=settings.overlap,
+        hook=comm_hook(settings, groups),
         values=lambda p: initializer.values(spec_of(p)),
         observer=observer,
     )
@@ -84,20 +84,21 @@ def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter
     return chunks
 
 
-def comm_hook(config: Config, groups: ProcessGroups) -> CommHook:
+def comm_hook(settings: DataParallelSettings, groups: ProcessGroups) -> CommHook:
     inner, outer = groups.dp_inner, groups.dp_outer
-    if config.zero:
+    if settings.zero:
         return reduce_scatter
     if inner.size > 1:
         return SideStream(lambda _, bucket: HierarchicalAllReduce(inner, outer, bucket))
-    if config.ddp.comm_hook == "bf16":
+    if settings.comm_hook == "bf16":
         return SideStream(InBf16)
     return all_reduce
 
 
-def noise_scale(config: Config, groups: ProcessGroups, device: torch.device) -> NoiseScale:
-    parts = groups.dp.size if groups.dp.size > 1 else config.num_microbatches
-    if not config.train.noise_scale:
-        return NoiseScale(config.global_batch_size, parts, None)
-    norms = PartialNorms(groups, device, config.sp)
-    return NoiseScale(config.global_batch_size, parts, norms)
+def noise_scale(blueprint: Blueprint, groups: ProcessGroups, device: torch.device) -> NoiseScale:
+    """Creates a run's estimator, which observes nothing unless `train.noise_scale` asks for it."""
+    parts = groups.dp.size if groups.dp.size > 1 else blueprint.microbatches
+    if not blueprint.noise_scale:
+        return NoiseScale(blueprint.global_batch_size, parts, None)
+    norms = PartialNorms(groups, device, blueprint.layer.sp)
+    return NoiseScale(blueprint.global_batch_size, parts, norms)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
@@ -249,7 +249,9 @@ class ModelPieces:
             layers = range(i * blocks, (i + 1) * blocks)
             stages.append(Stage(model, layers, False, False, context))
         stages.append(Stage(model, range(0), False, True, usual, stages[0], True))
-        self.engine = data_parallel_engine(config, stages, initializer, dtype, groups)
+        self.engine = data_parallel_engine(
+            DataParallelSettings.of(config), stages, initializer, dtype, groups
+        )
         self.optimizer = Optimizer(config.optim, self.engine.segments)
         self.elements = sum(p.numel() for p in self.engine.parameters.values())
         for stage in stages:

@@ -1,0 +1,129 @@
+"""Builds what a rank trains, in the order in which each part needs the ones before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.comm.group import SINGLE
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.step_timer import StepTimer
+from parallel3d.config.schema import LaunchConfig
+from parallel3d.data_parallel.interface import DataParallel
+from parallel3d.data_parallel.noise_scale import NoiseScale
+from parallel3d.device import accelerator
+from parallel3d.device.precision import compute_dtype
+from parallel3d.models.parallelize import data_parallel_engine, noise_scale
+from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
+from parallel3d.muon import Muon
+from parallel3d.optim import Optimizer, trained_parts
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.offload import ActivationOffload
+from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs, measure_baseline_latency
+from parallel3d.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What a rank trains.
+
+    Attributes:
+        stages: by chunk. tied_name: of the table that another rank holds too.
+        executor: runs the stages' forwards and backwards, with their messages.
+    """
+
+    stages: Sequence[Stage]
+    tied_name: str | None
+    noise: NoiseScale
+    data_parallel: DataParallel
+    optimizer: Optimizer
+    executor: Executor
+
+
+def build(
+    blueprint: Blueprint,
+    schedule: Schedule,
+    groups: ProcessGroups,
+    device: torch.device,
+    launch: LaunchConfig,
+    timer: StepTimer,
+) -> RankParts:
+    """Builds a rank's parts: layers, parameters, compiled code, optimizer, executor; collective.
+
+    Args:
+        schedule: of the run's whole global batch.
+        launch: whether stages exchange through shared memory, and how long a message may take.
+        timer: gets the baseline latencies of the messages.
+    """
+    dtype = compute_dtype(blueprint.precision)
+    wide = torch.promote_types(dtype, torch.float32)
+    # Layers on the meta device: the engine draws the parameters that this rank keeps.
+    initializer = Initializer(blueprint.seed, wide, device, deferred=True)
+    context = BuildContext.of_run(blueprint, initializer, groups.tp, groups.cp)
+    held = blueprint.stages_of(groups.pp.index)
+    stages = stages_of_rank(blueprint.model, held, context)
+    # Parameters, and the gradients that the ranks of dp share.
+    tied = (stage.tied_table for stage in stages if stage.tied_table is not None)
+    noise = noise_scale(blueprint, groups, device)
+    engine = data_parallel_engine(blueprint.data, stages, initializer, dtype, groups, noise.norms)
+    for stage in stages:
+        stage.pre_forward = engine.pre_forward
+    if blueprint.compiles:
+        compile_blocks(stages, saves_operands=schedule.splits_backward)
+    optimizer = build_optimizer(blueprint, engine, groups, device)
+    executor = build_executor(blueprint, schedule, stages, engine, groups, device, launch, timer)
+    return RankParts(stages, next(tied, None), noise, engine, optimizer, executor)
+
+
+def build_optimizer(
+    blueprint: Blueprint, engine: DataParallel, groups: ProcessGroups, device: torch.device
+) -> Optimizer:
+    """Creates the optimizer of the shards that this rank steps."""
+    optim, muon = blueprint.optim, None
+    if optim.name == "muon":
+        held = [engine.parts_of(i) for i in range(groups.dp_cp.size)]
+        parts = [trained_parts(each, optim) for each in held]
+        computed = compute_dtype(blueprint.precision)
+        half = computed.itemsize < 4 and optim.muon_dtype == "auto"
+        wide = torch.promote_types(computed, torch.float32)
+        dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide
+        muon = Muon(parts, optim.muon_scale, dtype, groups.tp, groups.dp_cp, device)
+    return Optimizer(optim, engine.segments, blueprint.seed, muon)
+
+
+def build_executor(
+    blueprint: Blueprint,
+    schedule: Schedule,
+    stages: Sequence[Stage],
+    engine: DataParallel,
+    groups: ProcessGroups,
+    device: torch.device,
+    launch: LaunchConfig,
+    timer: StepTimer,
+) -> Executor:
+    """Creates the executor and sets the timer's baseline latencies; collective."""
+    sliced = blueprint.sends_slices(accelerator.is_accelerator(device))
+    sequence = blueprint.local_seq_length // (groups.tp.size if blueprint.layer.sp else 1)
+    hidden = (blueprint.micro_batch_size, sequence, blueprint.model.hidden_size)
+    dtype = compute_dtype(blueprint.precision)
+    outputs = StageOutputs((hidden,), dtype, groups.tp if sliced else SINGLE)
+    message, channel = outputs.empty_message(device).zero_(), None
+    route = P2PRoute(groups.pp, schedule.assignment, groups.pp_backward)
+    if launch.shared_memory:
+        pipeline = blueprint.pipeline
+        earlier = (pipeline.schedule(count).program() for count in pipeline.earlier)
+        programs = schedule.program(), schedule.forwards(), *earlier
+        channel = SharedP2P.of_programs(programs, route, message, launch.timeout_s)
+    timer.baseline_latency = measure_baseline_latency(groups, message, channel)
+    links = [outputs] * (schedule.assignment.stages - 1)
+    offload = None
+    if any(stage.offloaded for stage in stages):
+        offload = ActivationOffload(device)
+        for stage in stages:
+            stage.offload = offload
+    run = engine.callable_stages(stages)
+    return Executor(run, route, links, device, channel, timer, offload=offload)
