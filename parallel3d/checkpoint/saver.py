@@ -242,6 +242,50 @@ def failed(rank: int, error: Exception) -> SaveResult:
     return SaveResult(f"rank {rank}: {trace}", is_bug=True)
 
 
+# The folder of a checkpoint, from its first file to its name
+
+
+def unfinished_folder(run_dir: Path, step: int, session: str) -> Path:
+    """Returns where the ranks write a checkpoint before it has its name.
+
+    `session` tells tries apart, so that what an earlier one left is not in the way.
+    """
+    return run_dir / CHECKPOINTS / f"{UNFINISHED}{step:08d}-{session}"
+
+
+def write_part(unfinished: Path, rank: int, state: State) -> FileDigest | None:
+    """Writes a rank's file, if it has something to write; makes the folders. Raises OSError."""
+    for folder in (unfinished.parent, unfinished):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return write_state(unfinished / f"rank-{rank:05d}.safetensors", state) if state else None
+
+
+def complete(unfinished: Path, facts: Manifest, files: Sequence[FileDigest]) -> Path:
+    """Makes the checkpoint of the ranks' files, or raises; others stay, one of the same step too.
+
+    Args:
+        facts: all of the manifest but the files and the time.
+
+    Returns its folder. Raises OSError.
+    """
+    for file in files:
+        path = unfinished / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            hint = "are the checkpoints on a file system that all hosts share?"
+            raise OSError(None, f"rank 0 does not see {file.name}: {hint}")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_manifest(unfinished, dataclasses.replace(facts, saved_at=now, files=tuple(files)))
+    flush_folder(unfinished)
+    final = unfinished.with_name(step_folder(facts.step))
+    try:
+        os.rename(unfinished, final)
+    except OSError:
+        # It may be there: of another start, or as NFS lost the reply to a completed rename.
+        if not os.path.isdir(final):
+            raise
+    return final
+
+
 _ALIGNED = 64  # bytes: alignment of staged chunks
 # Bytes. torch pins a power of two: one slab of 33 GiB would take 64 GiB of the host's memory.
 SLAB = 1 << 30
@@ -437,11 +481,7 @@ class Saver:
         try:
             state = copy(save.state)
             self.copied.set()
-            unfinished = self._unfinished(save)
-            for folder in (self.folder, unfinished):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            path = unfinished / f"rank-{self.rank:05d}.safetensors"
-            file = write_state(path, state) if state else None
+            file = write_part(self._unfinished(save), self.rank, state)
             return SaveResult(file=file, elements=count_elements(state))
         except Exception as error:
             return failed(self.rank, error)
@@ -467,7 +507,8 @@ class Saver:
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
         if not is_complete(totals, save.elements):
             raise RuntimeError(f"the ranks wrote {dict(totals)} elements, not {save.elements}")
-        self._commit(save, [part.file for part in parts if part.file is not None])
+        files = [part.file for part in parts if part.file is not None]
+        complete(self._unfinished(save), save.facts, files)
         return SaveResult(notes=tuple(self._clean_up(save)))
 
     def _parts_of_others(self, save: Save) -> list[SaveResult]:
@@ -487,27 +528,6 @@ class Saver:
             store.delete_key(key)
         return parts
 
-    def _commit(self, save: Save, files: list[FileDigest]) -> None:
-        """Makes the checkpoint, or raises; others stay, one of the same step too."""
-        unfinished = self._unfinished(save)
-        for file in files:
-            path = unfinished / file.name
-            if not path.is_file() or path.stat().st_size != file.size:
-                hint = "is runs_dir on a file system that all hosts share?"
-                raise OSError(None, f"rank 0 does not see {file.name}: {hint}")
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_manifest(
-            unfinished, dataclasses.replace(save.facts, saved_at=now, files=tuple(files))
-        )
-        flush_folder(unfinished)
-        final = self.folder / step_folder(save.step)
-        try:
-            os.rename(unfinished, final)
-        except OSError:
-            # It may be there: of another start, or as NFS lost the reply to a completed rename.
-            if not os.path.isdir(final):
-                raise
-
     def _clean_up(self, save: Save) -> list[str]:
         """Updates `latest` and removes old checkpoints; returns errors as sentences."""
         try:
@@ -519,8 +539,7 @@ class Saver:
         return remove_all(gone)
 
     def _unfinished(self, save: Save) -> Path:
-        # With a number, so that leftovers of an earlier try are not in the way.
-        return self.folder / f"{UNFINISHED}{save.step:08d}-{self.session}-{save.number}"
+        return unfinished_folder(self.run_dir, save.step, f"{self.session}-{save.number}")
 
     def _key(self, save: Save, rank: int) -> str:
         return f"parallel3d/checkpoint/{self.session}/{save.number}/{rank}"

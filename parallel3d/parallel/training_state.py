@@ -1,7 +1,9 @@
 """Saves and loads a script's training state: model, optimizer, step; for any split of the model.
 
 The files are those of the trainer's checkpoints (`checkpoint.storage`): safetensors with a SHA-256
-of every chunk, and a JSON manifest. Nothing is pickled or unpickled.
+of every chunk, and a JSON manifest; folders are made, named and listed by the same functions
+(`checkpoint.saver`, `checkpoint.manifest`). What differs is how the ranks agree: here by
+collectives in the script's thread. Nothing is pickled or unpickled.
 """
 
 from __future__ import annotations
@@ -11,10 +13,8 @@ import json
 import math
 import os
 import secrets
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -30,17 +30,12 @@ from parallel3d.checkpoint.manifest import (
     Manifest,
     list_checkpoints,
     read_together,
+    reason,
     step_folder,
     step_of,
-    write_manifest,
 )
-from parallel3d.checkpoint.storage import (
-    DTYPES,
-    TensorChunks,
-    read_state,
-    stored_shapes,
-    write_state,
-)
+from parallel3d.checkpoint.saver import complete, remove_all, unfinished_folder, write_part
+from parallel3d.checkpoint.storage import DTYPES, TensorChunks, read_state, stored_shapes
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.device.accelerator import device_of_words
 from parallel3d.errors import UserError, nearest_hint
@@ -97,17 +92,16 @@ def save(
     everyone = _share({"chunks": chunks, "facts": facts})
     own = _own_chunks(held, [theirs["chunks"] for theirs in everyone])
     script = {"optimizer": _merged([theirs["facts"] for theirs in everyone]), "extra": extra or {}}
-    final = Path(folder) / CHECKPOINTS / step_folder(step)
-    unfinished = final.parent / _on_first_rank(lambda: _new_folder(final))
+    name = _on_first_rank(lambda: _new_folder(Path(folder), step))
+    unfinished = Path(folder) / CHECKPOINTS / name
     try:
         written = _together(lambda: _write(unfinished, own))
-        files = tuple(FileDigest(**file) for file in _share(written) if file)
-        _on_first_rank(lambda: _finish(unfinished, final, step, script, files))
-    except OSError:
+        files = [FileDigest(**file) for file in _share(written) if file]
+        _on_first_rank(lambda: _finish(unfinished, step, script, files))
+    finally:
         if _rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return final
+            remove_all([unfinished])  # not there, if it succeeded
+    return unfinished.with_name(step_folder(step))
 
 
 def load(
@@ -312,49 +306,35 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 # The folder
 
 
-def _new_folder(final: Path) -> str:
-    """Makes an unfinished folder beside `final` and returns its name."""
+def _new_folder(folder: Path, step: int) -> str:
+    """Returns the name under which the ranks write, on rank 0; refuses a step that is there."""
+    unfinished = unfinished_folder(folder, step, secrets.token_hex(6))
+    final = unfinished.with_name(step_folder(step))
     if final.exists():
         raise UserError(
             f"save: {final} is there already, but must be new; give another step or folder, or "
             "remove it"
         )
-    final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    name = f".unfinished-{final.name}-{secrets.token_hex(4)}"
-    (final.parent / name).mkdir(mode=0o700)
-    return name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return unfinished.name
 
 
 def _write(unfinished: Path, own: dict[str, TensorChunks]) -> dict[str, Any] | None:
     """Writes this rank's file, if it has one; returns its digest as JSON."""
-    if not own:
-        return None
     try:
-        file = write_state(unfinished / f"rank-{_rank()}.safetensors", own)
+        file = write_part(unfinished, _rank(), own)
     except OSError as error:
         why = f"rank {_rank()} cannot write to {unfinished}: {error.strerror or error}"
         raise OSError(why) from None
-    return dataclasses.asdict(file)
+    return None if file is None else dataclasses.asdict(file)
 
 
-def _finish(
-    unfinished: Path, final: Path, step: int, script: dict[str, Any], files: tuple[FileDigest, ...]
-) -> None:
+def _finish(unfinished: Path, step: int, script: dict[str, Any], files: list[FileDigest]) -> None:
     """Writes the manifest and gives the folder its name."""
     own = {"steps": step, "updates": step, "loss_scale": 1.0}
-    manifest = Manifest(
-        step=step,
-        progress={**dict.fromkeys(COUNTS, 0), **own},
-        config={"script": script},
-        data={},
-        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions(),
-        files=files,
-    )
-    write_manifest(unfinished, manifest)
-    flush_folder(unfinished)
-    os.rename(unfinished, final)
-    flush_folder(final.parent)
+    progress = {**dict.fromkeys(COUNTS, 0), **own}
+    facts = Manifest(step, progress, {"script": script}, {}, "", versions(), ())
+    flush_folder(complete(unfinished, facts, files).parent)
 
 
 def _chosen(folder: Path, step: int | None) -> Path | None:
@@ -506,7 +486,8 @@ def _together(call: Callable[[], T]) -> T:
     try:
         result = call()
     except (UserError, OSError) as error:
-        problem = [isinstance(error, UserError), str(error)]
+        is_users = isinstance(error, UserError)
+        problem = [is_users, reason(error) if isinstance(error, OSError) else str(error)]
     if first := next(filter(None, _share(problem)), None):
         is_users, sentence = first
         raise UserError(sentence) if is_users else OSError(sentence)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import parallel3d as p3d
-from parallel3d.checkpoint.manifest import read_manifest, write_manifest
+from parallel3d.checkpoint import saver
+from parallel3d.checkpoint.manifest import entries, read_manifest, write_manifest
 from parallel3d.checkpoint.storage import read_full, verify_checkpoint
 from tests.distributed.pool import Pool
 from tests.distributed.test_grad_norm import WIDTH, WORDS, loss_of, mine, net
@@ -256,6 +257,39 @@ def test_one_process_needs_no_world(tmp_path: Path) -> None:
             assert torch.equal(theirs["state"][number][key], value)
             assert theirs["state"][number][key].shape == value.shape
     assert {file.suffix for file in path.iterdir()} == {".safetensors", ".json"}
+    assert [entry.name for entry in entries(tmp_path)] == [path.name]
+
+
+def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
+    """Their names have the rank without zeros."""
+    layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    path = p3d.save(tmp_path, layer, step=1)
+    (file,) = path.glob("manifest-*")
+    manifest = read_manifest(path)
+    file.unlink()
+    (digest,) = manifest.files
+    assert digest.name == "rank-00000.safetensors"  # as the trainer's
+    (path / digest.name).rename(path / "rank-0.safetensors")
+    old = dataclasses.replace(digest, name="rank-0.safetensors")
+    write_manifest(path, dataclasses.replace(manifest, files=(old,)))
+    assert p3d.load(tmp_path, twin) == (1, {})
+    assert torch.equal(twin.weight, layer.weight)
+
+
+def test_a_file_that_rank_0_does_not_see_makes_no_checkpoint(tmp_path: Path) -> None:
+    """As of a folder that hosts do not share: the trainer's own check."""
+    layer = nn.Linear(3, 2)
+    write = saver.write_state
+
+    def elsewhere(path: Path, state: Any) -> Any:
+        digest = write(path, state)
+        path.unlink()
+        return digest
+
+    with patch.object(saver, "write_state", elsewhere):
+        sentence = said(p3d.save, tmp_path, layer, step=1)
+    assert sentence.startswith("rank 0 does not see rank-00000.safetensors: are the checkpoints")
+    assert entries(tmp_path) == []
 
 
 @pytest.mark.parametrize(
