@@ -19,7 +19,7 @@ SMALL = ("model=llama_tiny", "model.norm=l1norm", "device=cpu", "model.seq_lengt
          "micro_batch_size=1", "global_batch_size=2")  # fmt: skip
 TRAINED = (*SMALL, "train.steps=2", "run=option", "logger=none", "checkpoint.every=2")
 PLANNED = ("model=llama3_8b", "model.norm=l1norm", "cluster=dgx_h100", "cluster.nodes=2",
-           "global_batch_size=16")  # fmt: skip
+           "global_batch_size=16", "plan.confirm=0")  # fmt: skip
 PLAYED = (
     {"tp": 1, "recompute": "none"},
     {"tp": 2, "sp": True, "recompute": "[norm,mlp]"},
