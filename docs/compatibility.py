@@ -301,7 +301,7 @@ allowed. Of {pairs} pairs in all {refused} are refused, {works} work, and {teste
 proven. What the samples of a run are (`data`, `data.packing`) changes nothing of what a step does
 with them; `tests/unit/data` holds it. Rounding hides errors, so exactness is proven in
 fp64, and bf16 and fp16 are compared with fp32, as is what rounds by intent (`ddp.comm_hook=bf16`).
-What needs a GPU (`attention_kernel`, `precision=tf32`, `device=cuda`) cannot be proven so.
+Options that need a GPU (`attention_kernel`, `precision=tf32`, `device=cuda`) cannot be proven so.
 
 `schedule=file` goes with what the schedule goes with that the file holds. Values that are not
 implemented yet stand in [Configuration keys](configuration.md#not-yet).

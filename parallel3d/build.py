@@ -29,7 +29,7 @@ from parallel3d.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class RankParts:
-    """What a rank trains.
+    """Holds what a rank trains, and what trains it.
 
     Attributes:
         stages: by chunk. tied_name: of the table that another rank holds too.

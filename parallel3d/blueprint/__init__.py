@@ -1,1 +1,1 @@
-"""What each rank holds and does, resolved once from a checked configuration, without torch."""
+"""Resolves once what each rank holds and does, from a checked configuration, without torch."""

@@ -1,4 +1,4 @@
-"""What every rank of a run holds and does, resolved once from a checked configuration.
+"""Resolves once, from a checked configuration, what every rank of a run holds and does.
 
 A `Blueprint` is arithmetic on the keys of layout, schedule, layers and batch, and the one reader of
 these keys: the trainer builds what it says, the dry run builds one rank of it, the planner prices
@@ -178,7 +178,7 @@ class DataParallelSettings:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What the ranks of a run hold and do. `Blueprint.of` makes it.
+    """Holds the facts of a run that its ranks share. `Blueprint.of` makes it.
 
     Attributes:
         given: `schedule.layers_per_stage`; None: layers are balanced by cost.

@@ -46,10 +46,10 @@ CPU_BYTES = 64 << 20  # of a chunk's logits in fp32
 # Each chunk reads the whole output weight twice and adds to its whole gradient: below about this
 # many tokens that takes longer than the matmuls (docs/performance.md).
 CPU_LEAST_TOKENS = 1024
-# Of a chunk's logits in the compute type: 8,372 tokens of Llama 3's vocabulary in bf16. Reading the
-# weight twice and accumulating its fp32 gradient takes an H100 as long as the matmuls of 400 tokens
-# (3.35 TB/s, 700 TFLOP/s; the width cancels out): 5 % of such a chunk, 40 % of one of 1,024 tokens.
-# Beyond 2³¹ elements kernels would need 64-bit indices.
+# Bytes of a chunk's logits in the compute type: 8,372 tokens of Llama 3's vocabulary in bf16.
+# Reading the weight twice and accumulating its fp32 gradient takes an H100 as long as the matmuls
+# of 400 tokens (3.35 TB/s, 700 TFLOP/s; the width cancels out): 5 % of such a chunk, 40 % of one of
+# 1,024 tokens. Beyond 2³¹ elements kernels would need 64-bit indices.
 ACCELERATOR_BYTES = 2 << 30
 
 
@@ -69,6 +69,6 @@ def loss_chunks(
     else:
         most = chunk_tokens or max(CPU_LEAST_TOKENS, CPU_BYTES // (4 * columns))
     count = -(-tokens // most)
-    # As equal as can be: a short last chunk would run at half the speed.
+    # Chunks are as equal as can be: a short last one would run at half the speed.
     size, larger = divmod(tokens, count)
     return +Counter({size + 1: larger, size: count - larger})

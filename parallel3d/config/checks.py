@@ -436,7 +436,7 @@ def nearest_multiple(value: int, unit: int) -> int:
 
 
 class LayerCounts(NamedTuple):
-    """What the keys say of the layers of each stage: all of the model, and how many each computes,
+    """Holds what the keys say of layers: all of the model's, and how many each stage computes,
     recomputes and offloads."""
 
     num_layers: int

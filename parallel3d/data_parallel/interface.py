@@ -1,4 +1,4 @@
-"""What a trainer calls of the engine that shards or replicates its parameters over dp."""
+"""The interface of engines that shard or replicate a trainer's parameters over dp."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DataParallel(Protocol):
         ...
 
     def start_last_microbatch(self) -> None:
-        """Is called before the last backward of a step."""
+        """Prepares for the last backward of a step, which the trainer is about to run."""
         ...
 
     def finish_step(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What attention sends over context-parallel ranks, by style."""
+"""Counts what attention sends over context-parallel ranks, by style."""
 
 from __future__ import annotations
 
