@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel3d import trainer as trainer_module
+from parallel3d import build as build_module
 from parallel3d.blueprint.layout import Layout
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -95,7 +95,7 @@ def made_at_start(stage: int, tied: bool) -> dict[str, float]:
     gc.collect()
     gc.freeze()
     peak = Peak()
-    fill, values, optimizer = Initializer.fill, Initializer.values, trainer_module.Optimizer
+    fill, values, optimizer = Initializer.fill, Initializer.values, build_module.Optimizer
 
     def counted_fill(self: Initializer, piece: ShardSpec, out: torch.Tensor) -> None:
         found["drawn"] += out.numel()
@@ -112,7 +112,7 @@ def made_at_start(stage: int, tied: bool) -> dict[str, float]:
     with (
         patch.object(Initializer, "fill", counted_fill),
         patch.object(Initializer, "values", counted_values),
-        patch.object(trainer_module, "Optimizer", counted_optimizer),
+        patch.object(build_module, "Optimizer", counted_optimizer),
         peak,
     ):
         case = Case(problem, microbatches=1, keys=(("zero", stage),))
