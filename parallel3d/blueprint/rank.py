@@ -69,9 +69,12 @@ class PipelineRank:
     def loss_chunks(self) -> Mapping[int, int]:
         """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
         return loss_chunks(
-            self.tokens, self.columns, self.blueprint.loss.chunk_tokens, item=self.item,
+            self.tokens,
+            self.columns,
+            self.blueprint.loss.chunk_tokens,
+            item=self.item,
             on_accelerator=self.on_accelerator,
-        )  # fmt: skip
+        )
 
     @cached_property
     def head_groups(self) -> int:

@@ -201,7 +201,10 @@ class Checkpoints:
     def __init__(
         self, config: Config, run_dir: Path, groups: ProcessGroups, say: Callable[[str], None]
     ) -> None:
-        self.config, self.run_dir, self.groups, self.say = config, run_dir, groups, say
+        self.config = config
+        self.run_dir = run_dir
+        self.groups = groups
+        self.say = say
         self.saver: Saver | None = None
         self.step_in_flight: int | None = None
         self.saved_step = 0  # the newest that is written or in flight

@@ -1,4 +1,4 @@
-"""What a rank steps, as runs of elements with their optimizer state, for checkpoints."""
+"""Lists what a rank steps as runs of elements with their optimizer state, for checkpoints."""
 
 from __future__ import annotations
 

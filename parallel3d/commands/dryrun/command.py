@@ -157,9 +157,13 @@ def print_report(facts: Facts, stream: TextIO) -> None:
     console.print(Text(said))
     for title, head, rows in _tables(facts):
         table = Table(
-            title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            pad_edge=False,
             padding=(0, 2, 0, 0),
-        )  # fmt: skip
+        )
         for i, column in enumerate(head):
             table.add_column(column, justify="right" if i else "left", no_wrap=True)
         for row in rows:

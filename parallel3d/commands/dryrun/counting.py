@@ -305,6 +305,7 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     (_LOSS, None, LOSS, "logits", "head and loss"),
     ("/parallel3d/tensor_parallel/embedding.py", None, OTHER, "activations", None),
     ("/parallel3d/tensor_parallel/mappings.py", None, None, "activations", None),
+    ("/parallel3d/tensor_parallel/partial_gradients.py", None, OPTIMIZER, "buffers", "optimizer"),
     ("/parallel3d/tensor_parallel/", None, BLOCKS, "activations", None),
     ("/parallel3d/parameters/gradients.py", None, None, "buffers", None),  # matmuls to be added
     ("/parallel3d/models/embedding_and_head.py", None, OTHER, "activations", None),
@@ -324,8 +325,9 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     (_EXECUTOR, "_communicate", OTHER, "activations", "messages between stages"),
     ("/parallel3d/pipeline/", None, OTHER, "activations", None),
     ("/parallel3d/data/", None, OTHER, None, None),
+    ("/parallel3d/build.py", None, OTHER, "buffers", None),
     ("/parallel3d/trainer.py", None, OTHER, "buffers", None),
-)  # fmt: skip
+)
 
 
 @cache

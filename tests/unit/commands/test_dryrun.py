@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1": ONE | {"dp": 4, "zero": 1, "global_batch_size": 16},
     "zero3": ONE | {"dp": 4, "zero": 3, "global_batch_size": 16},
     "3d": ONE | {"tp": 2, "pp": 2, "dp": 2, "sp": True, "global_batch_size": 16},
+    "whole": ONE | {"tp": 2, "pp": 2, "dp": 2, "global_batch_size": 16},
     "gpipe": ONE | {"pp": 2, "schedule": "gpipe", "global_batch_size": 16},
     "1f1b": ONE | {"pp": 2, "global_batch_size": 16},
     "loops": ONE
@@ -229,6 +230,12 @@ def test_the_time_is_the_sum_of_its_parts(facts) -> None:
         for part in found["parts"].values():
             most = part["bytes"] / 2.5e12
             assert part["seconds"] <= most + part["flops"] / (peak * 0.3) + 1e-12
+
+
+def test_sums_of_partial_gradients_over_tp_are_part_of_the_update(facts) -> None:
+    """Under sequence parallelism the gradients of norms are summed over tp before the update."""
+    update, whole = (facts[name]["parts"]["optimizer"]["launches"] for name in ("3d", "whole"))
+    assert update > whole
 
 
 def test_gpipe_keeps_all_micro_batches_and_1f1b_those_in_flight(facts) -> None:
