@@ -19,7 +19,7 @@ from rich.text import Text
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
-from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
@@ -48,8 +48,8 @@ def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
     wanted = config.dryrun.json
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
     own = with_own_gpus(config.cluster, os.environ, run_command)
-    config, assumed = assume_cluster(dataclasses.replace(config, cluster=own), typed)
-    facts = find_facts(config) | {"assumed": assumed}
+    cluster, assumed = assumed_cluster(own, typed)
+    facts = find_facts(dataclasses.replace(config, cluster=cluster)) | {"assumed": assumed}
     if wanted:
         text = json.dumps({"made_by": MADE_BY} | facts, indent=1, allow_nan=False)
         write("dryrun.json", wanted, text + "\n")
@@ -57,33 +57,35 @@ def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
     return 0
 
 
-def assume_cluster(config: Config, typed: Sequence[str] | None) -> tuple[Config, list[str]]:
-    """Returns the configuration with a cluster of GPUs if none was chosen, and the assumption."""
+def assumed_cluster(
+    own: ClusterConfig, typed: Sequence[str] | None
+) -> tuple[ClusterConfig, list[str]]:
+    """Returns a cluster of GPUs in place of `own` if none was chosen, and the assumption."""
     keys = {"cluster"} if typed is None else chosen_keys(typed)
     chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
-    if chosen or config.cluster.gpu is not None:
-        return config, []
-    cluster = ClusterConfig(**preset("cluster", ASSUMED_CLUSTER))
-    return dataclasses.replace(config, cluster=cluster), [f"cluster={ASSUMED_CLUSTER}"]
+    if chosen or own.gpu is not None:
+        return own, []
+    return ClusterConfig(**preset("cluster", ASSUMED_CLUSTER)), [f"cluster={ASSUMED_CLUSTER}"]
 
 
 def find_facts(config: Config) -> Facts:
     """Returns `facts_of` the ranks asked for. Raises UserError for what cannot work."""
     config, placement = _settled(config)
-    ranks = _ranks(config)
+    ranks = _ranks(layout_of(config), config.dryrun.rank)
     from parallel3d.commands.dryrun.facts import facts_of  # imports torch
 
     return facts_of(config, ranks, placement)
 
 
 def find_memory(config: Config, stage: int) -> Facts:
-    """Returns `memory_of` the first rank with index `stage` along pp. Raises UserError for what
-    cannot work."""
+    """Returns the facts of memory alone of the first rank with index `stage` along pp. Raises
+    UserError for what cannot work."""
     config, placement = _settled(config)
     rank = layout_of(config).group_of(0, "pp")[stage]
-    from parallel3d.commands.dryrun.facts import memory_of  # imports torch
+    from parallel3d.commands.dryrun.counting import dry_step, gpu_of  # imports torch
 
-    return memory_of(config, rank, placement)
+    gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
+    return dry_step(config, rank, gpu, placement, memory_only=True)
 
 
 def _settled(config: Config) -> tuple[Config, RankMapping | None]:
@@ -100,12 +102,11 @@ def _settled(config: Config) -> tuple[Config, RankMapping | None]:
     return with_style(config), placement
 
 
-def _ranks(config: Config) -> list[int]:
+def _ranks(layout: Layout, rank: int | None) -> list[int]:
     """Returns the rank asked for, or the first ranks of the first, a middle and the last stage."""
-    world, pp = layout_of(config).world_size, config.pp
-    rank = config.dryrun.rank
+    world, pp = layout.world_size, layout.pp
     if rank is None:
-        first_pipeline = layout_of(config).groups("pp")[0]
+        first_pipeline = layout.groups("pp")[0]
         return [first_pipeline[stage] for stage in sorted({0, pp // 2, pp - 1})]
     if rank >= world:
         raise UserError(

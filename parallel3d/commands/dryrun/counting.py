@@ -32,7 +32,7 @@ from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 from parallel3d.device.datasheets import DEVICES
@@ -85,9 +85,12 @@ class Gpu:
         return max(moving, flops / (self.peaks.get(dtype, self.peak.flops) * share))
 
 
-def gpu_of(config: Config) -> Gpu:
-    """Returns the cluster's GPU. Raises UserError if it is not configured or has no datasheet."""
-    cluster, precision = config.cluster, config.precision.name
+def gpu_of(cluster: ClusterConfig, precision: str, own_tflops: float | None) -> Gpu:
+    """Returns the cluster's GPU. Raises UserError if it is not configured or has no datasheet.
+
+    Args:
+        precision: of the run. own_tflops: its dense peak there, in place of the datasheet's.
+    """
     name, memory, bandwidth = cluster.gpu, cluster.gpu_memory_gb, cluster.gpu_memory_gb_per_s
     if name is None or memory is None or bandwidth is None:
         keys = {"gpu": name, "gpu_memory_gb": memory, "gpu_memory_gb_per_s": bandwidth}
@@ -96,9 +99,8 @@ def gpu_of(config: Config) -> Gpu:
             f"cluster={cluster.name} does not say what its GPUs are; the nearest is "
             f"cluster=dgx_h100, or {missing}."
         )
-    own = config.launch.peak_tflops
     known = {t: datasheet_peak(name, t) for t in COMPUTE}
-    peak = known[precision] if own is None else Peak(own * TERA, "launch.peak_tflops")
+    peak = known[precision] if own_tflops is None else Peak(own_tflops * TERA, "launch.peak_tflops")
     if peak is None:
         raise UserError(
             f"cluster.gpu={show(name)} has no {precision} in the datasheets known here; "
@@ -416,8 +418,17 @@ def dry_step(
     counter = StepCounter(machine, gpu, config.precision.name == "tf32")
     machine.observers.append(counter)
     try:
-        with _groups(config, rank, placement) as groups:
-            return _step(dataclasses.replace(config, compile=False), groups, counter, memory_only)
+        with _world_of(rank, layout_of(config).world_size) as is_made:
+            groups = ProcessGroups.single()
+            if is_made:
+                groups = ProcessGroups.of_run(config, TYPE, placement)
+            # The last batch of a schedule counts.
+            train = dataclasses.replace(config.train, batch_schedule=None)
+            config = dataclasses.replace(config, train=train, compile=False)
+            zeros = Zeros(config.model.seq_length)
+            device = torch.device(TYPE, 0)
+            # No name here keeps the trainer beyond its step.
+            return _step(Trainer(config, groups, device, train_source=zeros), counter, memory_only)
     finally:
         machine.observers.remove(counter)
         gc.collect()
@@ -426,30 +437,25 @@ def dry_step(
 
 
 @contextmanager
-def _groups(config: Config, rank: int, placement: RankMapping | None) -> Iterator[ProcessGroups]:
+def _world_of(rank: int, size: int) -> Iterator[bool]:
+    """Makes this process a rank of a world without its other ranks; yields False for one alone."""
     device = torch.device(TYPE, 0)  # torch knows its name once it is enabled
     accelerator.make_current(device)
-    world = layout_of(config).world_size
-    if world == 1:
-        yield ProcessGroups.single()
+    if size == 1:
+        yield False
         return
-    ranks: dict[str, Any] = {"rank": rank, "world_size": world}
+    ranks: dict[str, Any] = {"rank": rank, "world_size": size}
     dist.init_process_group(BACKEND, store=dist.HashStore(), device_id=device, **ranks)
     try:
-        yield ProcessGroups.of_run(config, device.type, placement)
+        yield True
     finally:
         dist.destroy_process_group()
 
 
-def _step(
-    config: Config, groups: ProcessGroups, counter: StepCounter, memory_only: bool
-) -> dict[str, Any]:
+def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str, Any]:
     """Of many micro-batches only as many run as fill the pipeline; the others cost the difference
     of steps with one and with two."""
-    device = torch.device(TYPE, 0)
-    train = dataclasses.replace(config.train, batch_schedule=None)  # its last size counts
-    config = dataclasses.replace(config, train=train)
-    trainer = Trainer(config, groups, device, train_source=Zeros(config.model.seq_length))
+    blueprint, groups = trainer.blueprint, trainer.groups
     counter.machine.collect()
     start_peak, counter.building = counter.peak, False
     kinds = ("world", "embedding", "pp", "dp_cp", "dp", "dp_inner", "dp_outer", "cp", "tp")
@@ -457,11 +463,11 @@ def _step(
     of_kinds = (getattr(groups, kind) for kind in kinds)
     counter.names |= {group.handle: group.name for group in of_kinds}  # dp_cp may be dp
     stage = groups.coordinates.pp
-    few = _fewest(trainer.blueprint, stage)
-    more = config.num_microbatches - few
+    few = _fewest(blueprint, stage)
+    more = blueprint.microbatches - few
 
     def counted(count: int) -> Counts:
-        trainer.use(trainer.blueprint.pipeline.schedule(count))
+        trainer.use(blueprint.pipeline.schedule(count))
         counter.label_state(trainer)
         counter.start()
         trainer.train_step()
@@ -470,9 +476,9 @@ def _step(
     counted(1 if more else few)
     if memory_only:
         counted(few)
-        return _memory(trainer, groups, counter, start_peak)
+        return _memory(trainer, counter, start_peak)
     # Where FSDP2 accumulates gradients a step of several micro-batches casts them to fp32 once.
-    accumulates = config.zero > 1 and not config.ddp.reduces_every_microbatch(config.zero)
+    accumulates = blueprint.data.zero > 1 and not blueprint.data.every_microbatch
     first = 1 + accumulates
     one, two = (counted(first), counted(first + 1)) if more else (Counts(), Counts())
     counts = counted(few)
@@ -481,7 +487,7 @@ def _step(
         part: {what: counts[what, part] for what in OF_KERNELS} for part in (*PARTS, COMMUNICATION)
     }
     return {
-        **_memory(trainer, groups, counter, start_peak),
+        **_memory(trainer, counter, start_peak),
         "offloaded": counts.of("copied"),
         **{what: counts.sum(what) for what in OF_KERNELS},
         "bytes": counts.sum("bytes") - parts[COMMUNICATION]["bytes"],
@@ -495,15 +501,13 @@ def _step(
     }
 
 
-def _memory(
-    trainer: Trainer, groups: ProcessGroups, counter: StepCounter, start_peak: int
-) -> dict[str, Any]:
+def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str, Any]:
     """Returns the rank with its stages, and its memory at the peak of the last step and after."""
     counter.machine.collect()
     assignment, offload = trainer.schedule.assignment, trainer.executor.offload
-    stage = groups.coordinates.pp
+    stage = trainer.groups.coordinates.pp
     return {
-        "rank": groups.rank,
+        "rank": trainer.groups.rank,
         "stage": stage,
         "stages": [assignment.stage(stage, chunk) for chunk in range(assignment.chunks)],
         **{f"{kind}_bytes": counter.at_peak[kind] for kind in KINDS},

@@ -39,12 +39,13 @@ def facts_of(config: Config, ranks: list[int], placement: RankMapping | None = N
         config: checked, with a style of context parallelism.
         placement: the rank mapping, for two levels of dp.
     """
-    gpu, layout = gpu_of(config), layout_of(config)
+    gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
+    layout = layout_of(config)
     rows = [dry_step(config, rank, gpu, placement) for rank in ranks]
     reserve = 1e9 * config.dryrun.reserve_gb
     for row in rows:
         row["fits"] = row["peak_bytes"] <= gpu.memory - reserve
-    times = stretch(config)
+    times = stretch(Blueprint.of(config))
     step = max(step_seconds(row, times) for row in rows)
     tokens = config.global_batch_size * config.model.seq_length
     model_flops = tokens * flops_per_token(config.model, config.model.seq_length)
@@ -77,11 +78,6 @@ def facts_of(config: Config, ranks: list[int], placement: RankMapping | None = N
     }
 
 
-def memory_of(config: Config, rank: int, placement: RankMapping | None = None) -> Facts:
-    """Returns the facts of one rank's memory alone; see `facts_of`."""
-    return dry_step(config, rank, gpu_of(config), placement, memory_only=True)
-
-
 def step_seconds(row: Facts, times: float) -> float:
     """Returns the seconds of a step of a pipeline of ranks like this one: compute and bubble.
 
@@ -91,17 +87,16 @@ def step_seconds(row: Facts, times: float) -> float:
     return once + (row["seconds"] - once) * times
 
 
-def stretch(config: Config) -> float:
+def stretch(blueprint: Blueprint) -> float:
     """Returns the time of a pipeline of equal ranks over the compute of one.
 
     The bubble of 1F1B and GPipe is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1); other
     schedules are simulated with `schedule.costs`, average recomputation and no message latency.
     """
-    count = config.num_microbatches
-    if config.schedule.name in IN_ORDER:
-        return (count + config.pp - 1) / count
-    forward, gradient, weight = config.schedule.costs
-    blueprint = Blueprint.of(config)
-    again = forward * fmean(blueprint.recompute_forwards())
-    work = RankWork(forward, gradient + again, weight)
-    return 1 + measure(blueprint.pipeline.schedule(), work).overhead
+    pipeline, count = blueprint.pipeline, blueprint.microbatches
+    if pipeline.name in IN_ORDER:
+        return (count + pipeline.ranks - 1) / count
+    costs = pipeline.work
+    again = costs.forward * fmean(blueprint.recompute_forwards())
+    work = RankWork(costs.forward, costs.input + again, costs.weight)
+    return 1 + measure(pipeline.schedule(), work).overhead
