@@ -45,14 +45,11 @@ def assume_model(config: Config, typed: Sequence[str]) -> tuple[Config, list[str
     return config, told
 
 
-def assume_batch(config: Config, dp: int, typed: Sequence[str]) -> tuple[Config, list[str]]:
-    """Returns the configuration with a global batch that fills the pipeline, and assumptions."""
-    if {"experiment", "global_batch_size"} & chosen_keys(typed):
-        return config, []
-    microbatches = MICROBATCHES_PER_STAGE * config.pp
-    batch = config.micro_batch_size * dp * microbatches
-    told = [f"global_batch_size={batch} ({microbatches} micro-batches a replica)"]
-    return dataclasses.replace(config, global_batch_size=batch), told
+def full_batch(micro_batch_size: int, pp: int, dp: int) -> tuple[int, str]:
+    """Returns a global batch that fills the pipeline, and the assumption."""
+    microbatches = MICROBATCHES_PER_STAGE * pp
+    batch = micro_batch_size * dp * microbatches
+    return batch, f"global_batch_size={batch} ({microbatches} micro-batches a replica)"
 
 
 def read_given(key: str, name: str) -> str:

@@ -27,7 +27,7 @@ from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, TopologyConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import StepPrice, price_step
 from parallel3d.estimate.traffic import transfers
@@ -40,7 +40,13 @@ from parallel3d.text import (
     percent,
     wrap,
 )
-from parallel3d.topology.assumptions import assume_batch, assume_model, check_free, write
+from parallel3d.topology.assumptions import (
+    assume_model,
+    check_free,
+    chosen_keys,
+    full_batch,
+    write,
+)
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.links import (
     DimLinks,
@@ -73,7 +79,8 @@ class BetweenRails(NamedTuple):
 class TopologyReport:
     """Results of the command, shown as text, JSON and picture."""
 
-    config: Config
+    blueprint: Blueprint
+    settings: TopologyConfig
     assumed: list[str]
     placement: RankMapping
     transfers: list[Transfer]
@@ -107,7 +114,7 @@ class TopologyReport:
     @property
     def shown_candidates(self) -> list[Candidate]:
         """The first `topology.search` candidates, and the default order in any case."""
-        rows = self.config.topology.search
+        rows = self.settings.search
         return self.candidates[:rows] + [c for c in self.candidates[rows:] if c.is_default]
 
     @property
@@ -135,12 +142,15 @@ def make_report(
     world = None if config.dp is None else config.world_size
     cluster = discover(config.cluster, environ, run_command, world)
     dp = _data_parallel(layout_of(config), config.dp, cluster)
-    config, more = assume_batch(config, dp, typed)
+    if not {"experiment", "global_batch_size"} & chosen_keys(typed):
+        batch, told = full_batch(config.micro_batch_size, config.pp, dp)
+        config, assumed = dataclasses.replace(config, global_batch_size=batch), [*assumed, told]
     config = check_config(config, config.replica_size * dp, own_samples=True)
-    layout = Blueprint.of(config).looped_layout
-    if config.topology.rank >= layout.world_size:
+    blueprint, settings = Blueprint.of(config), config.topology
+    layout = blueprint.looped_layout
+    if settings.rank >= layout.world_size:
         raise UserError(
-            f"topology.rank={config.topology.rank} must be below the {layout.world_size} ranks of "
+            f"topology.rank={settings.rank} must be below the {layout.world_size} ranks of "
             f"this layout; the nearest is topology.rank={layout.world_size - 1}."
         )
     sent = transfers(config, layout)
@@ -148,8 +158,8 @@ def make_report(
         placement = _from_file(str(config.rank_file), cluster, layout)
     else:
         placement = place(config.placement, cluster, layout, sent)
-    found = search(cluster, layout, sent) if config.topology.search else []
-    report = TopologyReport(config, [*assumed, *more], placement, sent, found)
+    found = search(cluster, layout, sent) if settings.search else []
+    report = TopologyReport(blueprint, settings, assumed, placement, sent, found)
     _ = report.warnings  # refuses what has no wire
     return report
 
@@ -204,7 +214,7 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
 
 def facts_of(report: TopologyReport) -> dict[str, Any]:
     """Returns the content of topology.json: what is shown, as the report's objects hold it."""
-    price, rank = report.price, report.config.topology.rank
+    price, rank = report.price, report.settings.rank
     return {
         "made_by": MADE_BY,
         "version": parallel3d.__version__,
@@ -251,7 +261,7 @@ def picture_of(report: TopologyReport) -> str:
     sizes, _, job = job_line(report).partition("; ")
     title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
     words = f"{cluster_line(report.cluster)}. {job}"
-    return cluster_svg(report.placement, report.config.topology.rank, report.loads, title, words)
+    return cluster_svg(report.placement, report.settings.rank, report.loads, title, words)
 
 
 def write_report(report: TopologyReport, written: Sequence[str], stream: TextIO) -> None:
@@ -278,21 +288,21 @@ def cluster_line(c: Cluster) -> str:
 
 def job_line(report: TopologyReport) -> str:
     """Formats `tp=8 pp=4 dp=4; llama3_70b in fp32; 64 sequences a step ...; placement: ...`"""
-    config, layout = report.config, report.layout
-    numbers = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vpp": config.vpp}
+    blueprint, pipeline, layout = report.blueprint, report.blueprint.pipeline, report.layout
+    numbers = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vpp": pipeline.chunks}
     numbers["dp"] = layout.dp
     sizes = " ".join(f"{d}={n}" for d, n in numbers.items() if n > 1 or d not in ("cp", "vpp"))
-    sizes += f" schedule={config.schedule.name}" * (config.vpp > 1)
+    sizes += f" schedule={pipeline.name}" * (pipeline.chunks > 1)
     return (
-        f"{sizes}; {config.model.name} in {config.precision.name}; {config.global_batch_size:,} "
-        f"sequences a step = {config.micro_batch_size} × {config.num_microbatches} micro-batches × "
-        f"dp; placement: {report.placement.how}"
+        f"{sizes}; {blueprint.model.name} in {blueprint.precision.name}; "
+        f"{blueprint.global_batch_size:,} sequences a step = {blueprint.micro_batch_size} × "
+        f"{blueprint.microbatches} micro-batches × dp; placement: {report.placement.how}"
     )
 
 
 def heading(report: TopologyReport, width: int) -> list[str]:
     """Returns cluster, wires, job, assumptions, and the chosen rank's groups."""
-    c, layout, rank = report.cluster, report.layout, report.config.topology.rank
+    c, layout, rank = report.cluster, report.layout, report.settings.rank
     origin = f" ({c.origin})" if c.origin != "the configuration" else ""
     wires = {c.intra: c.nvlink, "rail": c.rail}
     if c.oversubscription is not None:

@@ -21,7 +21,7 @@ from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, Topolog
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import messages
 from parallel3d.text import byte_text, percent
-from parallel3d.topology.assumptions import assume_batch, assume_model, chosen_keys
+from parallel3d.topology.assumptions import assume_model, chosen_keys, full_batch
 from parallel3d.topology.assumptions import preset as model_preset
 from parallel3d.topology.report import (
     TopologyReport,
@@ -166,7 +166,7 @@ def test_table_of_groups_shows_the_price(name: str) -> None:
 
 def test_search_rows_are_the_candidates_and_the_default() -> None:
     report = made("nvl72")
-    shown, wanted = report.shown_candidates, report.config.topology.search
+    shown, wanted = report.shown_candidates, report.settings.search
     assert shown[:wanted] == report.candidates[:wanted]
     (default,) = [c for c in shown if c.is_default]
     assert shown[0].seconds < default.seconds
@@ -244,12 +244,13 @@ def test_warnings_are_said() -> None:
 
 def test_the_assumed_model_and_batch_fill_the_pipeline() -> None:
     case, told = assume_model(Config(tp=8, pp=8), ())
-    case, more = assume_batch(case, 3, ())
-    checked = check_config(case, 8 * 8 * 3, own_samples=True)
+    batch, more = full_batch(case.micro_batch_size, case.pp, 3)
+    filled = dataclasses.replace(case, global_batch_size=batch)
+    checked = check_config(filled, 8 * 8 * 3, own_samples=True)
     assert checked.num_microbatches == 4 * 8
     assert case.model == ModelConfig(**model_preset("model", "llama3_70b"))
     assert told == ["model=llama3_70b", "micro_batch_size=1"]
-    assert more == ["global_batch_size=96 (32 micro-batches a replica)"]
+    assert more == "global_batch_size=96 (32 micro-batches a replica)"
 
 
 def test_what_the_user_chose_stays() -> None:
@@ -257,7 +258,6 @@ def test_what_the_user_chose_stays() -> None:
     words = ("micro_batch_size=2", "global_batch_size=6")
     kept, told = assume_model(own, words)
     assert (kept.micro_batch_size, told) == (2, ["model=llama3_70b"])
-    assert assume_batch(own, 3, words) == (own, [])
     for word in ("model=gpt_tiny", "model.num_layers=3", "+experiment=llama_3d", "++model.bias=0"):
         assert assume_model(own, (word,)) == (own, [])
     assert chosen_keys(["+model=a", "~tp", "cluster@x=b"]) == {"model", "tp", "cluster"}
@@ -267,7 +267,7 @@ def test_a_caller_with_a_configuration_of_its_own_gets_that() -> None:
     case = config(preset("dgx_h100"), tp=8, global_batch_size=8)
     report = make_report(case, None, {})
     assert report.assumed == []
-    assert report.config.model.name == case.model.name
+    assert report.blueprint.model.name == case.model.name
 
 
 # --- what is refused -------------------------------------------------------------------------
