@@ -292,9 +292,10 @@ def report_hang(worker: Worker, error: Exception) -> None:
         worker.watchdog.timed_out()
 
 
-def report_failure(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:
+def report_failure(
+    failed: RankFailure, worker: Worker, error: Exception, store: Store | None
+) -> None:
     """Logs this rank's failure; a UserError that several ranks share is logged by one."""
-    failed = from_exception(config, worker, error)
     if worker.run_dir != Path() and failed.kind != "user":
         # Rank 0 removes the directory of a run that never began, which makes its peers fail.
         if os.path.isdir(worker.run_dir):

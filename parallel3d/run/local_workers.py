@@ -292,7 +292,10 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
             _take_threads(wanted)
             return local_worker_main(app, config, run_dir, launcher, kind)
 
-        ranks = _local_ranks(app, config, run_dir, live)
+        ranks = LocalRanks(world_size, live)
+        if has_steps(app, config.train):
+            again = _starts_again(layout_of(config), run_dir, config.recovery.max_restarts)
+            ranks = LocalRanks(world_size, live, config.launch.grace_s, again)
         try:
             exits = ranks.run(lambda: stores.append(serve(LOCALHOST, listening)))
         except Stopped as stop:
@@ -330,20 +333,19 @@ def _take_threads(wanted: dict[str, str]) -> None:
         torch.set_num_threads(threads)
 
 
-def _local_ranks(
-    app: str, config: Config, run_dir: Path, live: Callable[[int, int], int]
-) -> LocalRanks:
-    if not has_steps(app, config.train):
-        return LocalRanks(config.world_size, live)
-    restarts = Restarts(run_dir, config.recovery.max_restarts, print_line)
+def _starts_again(
+    layout: Layout, run_dir: Path, max_restarts: int
+) -> Callable[[dict[int, int]], bool]:
+    """Returns what decides, of the exit codes by launch rank, whether the ranks start again."""
+    restarts = Restarts(run_dir, max_restarts, print_line)
 
-    def starts_again(exits: dict[int, int]) -> bool:
+    def decide(exits: dict[int, int]) -> bool:
         is_over = any(_is_answer(code) or code == EXIT_ALREADY_REPORTED for code in exits.values())
         if is_over or not _disk_answers(run_dir):
             return False
-        return restarts.decide(_cause(layout_of(config), run_dir, exits))
+        return restarts.decide(_cause(layout, run_dir, exits))
 
-    return LocalRanks(config.world_size, live, config.launch.grace_s, starts_again)
+    return decide
 
 
 def _report(layout: Layout, run_dir: Path, exits: dict[int, int]) -> int:

@@ -147,7 +147,8 @@ def run_joined(
         return _after(worker, _work(app, config, worker))
     except Exception as error:
         report_hang(worker, error)
-        report_failure(config, worker, error, store)
+        failed = failure.from_exception(config, worker, error)
+        report_failure(failed, worker, error, store)
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 

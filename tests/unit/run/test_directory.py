@@ -29,7 +29,7 @@ from parallel3d.run.directory import (
     status,
     take_run,
 )
-from parallel3d.run.failure import report_failure
+from parallel3d.run.failure import from_exception, report_failure
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run.rendezvous import RUN_KEY, agree_on_run, seen_key
@@ -314,7 +314,8 @@ def test_what_rank_0_refuses_it_says_alone_and_no_other_asks_its_store_again(
         worker, store = Worker(rank, rank, 2, 2, Path(), "slurm"), PrefixStore("0", inner)
         with pytest.raises(UserError, match="is not a run directory") as refused:
             agree_on_run("train", mine, place, worker, store, "cpu")
-        report_failure(mine, worker, refused.value, Gone() if rank else store)
+        failed = from_exception(mine, worker, refused.value)
+        report_failure(failed, worker, refused.value, Gone() if rank else store)
         assert capsys.readouterr().err.count("is not a run directory") == says
 
 

@@ -235,7 +235,8 @@ def test_a_folder_that_was_removed_is_not_made_again(
     """Rank 0 removes the folder of a run that never began; what its peers die of is no run."""
     peer = worker(5)
     peer.run_dir = tmp_path / "gone"
-    failure.report_failure(CONFIG, peer, RuntimeError("Connection closed by peer"), None)
+    error = RuntimeError("Connection closed by peer")
+    failure.report_failure(from_exception(CONFIG, peer, error), peer, error, None)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "Connection closed by peer" in said[0]
     failure.write(from_exception(CONFIG, peer, ValueError()), ValueError(), peer.run_dir)

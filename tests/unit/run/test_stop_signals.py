@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import TrainConfig
+from parallel3d.run.failure import has_steps
 from parallel3d.run.launch import StopSignals, kept_handlers
-from parallel3d.run.local_workers import LocalRanks, Stopped, _local_ranks
+from parallel3d.run.local_workers import LocalRanks, Stopped
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -75,7 +75,5 @@ def test_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
 
 
 def test_an_evaluation_alone_ends_at_once() -> None:
-    config = Config()
-    assert _local_ranks("train", config, Path(), lambda *_: 0).grace_s == config.launch.grace_s
-    config.train.eval_only = True  # no step ends there
-    assert _local_ranks("train", config, Path(), lambda *_: 0).grace_s is None
+    assert has_steps("train", TrainConfig())
+    assert not has_steps("train", TrainConfig(eval_only=True))
