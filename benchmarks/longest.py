@@ -14,6 +14,7 @@ from benchmarks.plan_dryrun import Keys, configured, off
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.schema import Config
 from parallel3d.estimate.memory import host_memory, peak_stage
+from parallel3d.estimate.search import planned
 
 GIB = 1 << 30
 STEP = 8192  # tokens
@@ -44,11 +45,11 @@ def of_length(keys: Keys, tokens: int) -> Config:
 def longest(keys: Keys, memory: float) -> int:
     """The most tokens, a multiple of STEP, whose fullest rank needs at most `memory` bytes."""
     few, many = 0, 1
-    while peak_stage(of_length(keys, many * STEP))[1].total <= memory:
+    while peak_stage(planned(of_length(keys, many * STEP)))[1].total <= memory:
         few, many = many, 2 * many
     while many - few > 1:
         middle = (few + many) // 2
-        fits = peak_stage(of_length(keys, middle * STEP))[1].total <= memory
+        fits = peak_stage(planned(of_length(keys, middle * STEP)))[1].total <= memory
         few, many = (middle, many) if fits else (few, middle)
     return few * STEP
 
@@ -57,11 +58,11 @@ def row(keys: Keys, memory: float, plays: bool) -> str:
     tokens = longest(keys, memory)
     config = of_length(keys, max(tokens, STEP))
     more = of_length(keys, 2 * max(tokens, STEP))
-    slope = peak_stage(more)[1].total - peak_stage(config)[1].total
+    slope = peak_stage(planned(more))[1].total - peak_stage(planned(config))[1].total
     host = max(host_memory(config, index) for index in range(config.pp))
     cells = [f"{tokens:,}", f"{max(tokens, STEP) / slope * GIB:,.0f}", f"{host / GIB:.0f}"]
     if plays:
-        index, said = peak_stage(config)
+        index, said = peak_stage(planned(config))
         rank = index * config.tp * (config.dp or 1) * config.cp
         found = find_facts(replace(config, dryrun=replace(config.dryrun, rank=rank)))
         cells.append(f"{off(found['peak_bytes'], said.total):+.1f}")

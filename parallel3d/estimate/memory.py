@@ -57,24 +57,23 @@ class RankMemory(NamedTuple):
 NEAR = 0.9  # of the fullest rank's bound: any of these may be the fullest
 
 
-def peak_stage(config: Config) -> tuple[int, RankMemory]:
+def peak_stage(blueprint: Blueprint) -> tuple[int, RankMemory]:
     """Returns (index along pp, peak memory) of the rank that needs most."""
-    return max(_fullest(config), key=lambda pair: pair[1].total)
+    return max(_fullest(blueprint), key=lambda pair: pair[1].total)
 
 
 def nearly_fullest(config: Config) -> list[int]:
     """Returns the indices along pp of the ranks that may need most, the fullest first."""
-    found = sorted(_fullest(config), key=lambda pair: -pair[1].total)
+    found = sorted(_fullest(planned(config)), key=lambda pair: -pair[1].total)
     return [index for index, peak in found if peak.total >= NEAR * found[0][1].total]
 
 
-def _fullest(config: Config) -> list[tuple[int, RankMemory]]:
+def _fullest(blueprint: Blueprint) -> list[tuple[int, RankMemory]]:
     """Returns (index along pp, peak memory) of the ranks among which the fullest one is.
 
     Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
     have more: only the ends, the middle, and the first rank of most layers are looked at.
     """
-    blueprint = planned(config)
     pp = blueprint.layout.pp
     counts = [0] * pp
     for (index, _), layers in zip(
@@ -98,7 +97,7 @@ def memories(
     for done, choice in enumerate(choices):
         if tell is not None:
             tell(f"layout {done} of {len(choices)}")
-        totals.append(peak_stage(configure(config, choice))[1].total)
+        totals.append(peak_stage(planned(configure(config, choice)))[1].total)
     return np.array(totals) + reserve
 
 

@@ -21,6 +21,7 @@ from parallel3d.config.overrides import composed, left_open, presets
 from parallel3d.config.schema import conf_dir
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import peak_stage
+from parallel3d.estimate.search import planned
 from tests.unit.dry_runs import dry_runs
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ def test_a_recipe_composes_and_passes_the_checks_for_the_gpus_that_it_names(name
 def test_a_recipe_for_gpus_fits_and_sets_what_a_large_model_needs(name: str) -> None:
     config = config_of(name)
     memory = 1e9 * (config.cluster.gpu_memory_gb or 0) - 1e9 * config.dryrun.reserve_gb
-    assert peak_stage(config)[1].total < memory
+    assert peak_stage(planned(config))[1].total < memory
     assert toy_defaults(config) is None
     assert config.precision.name == "bf16"
     assert config.optim.lr_warmup_steps or config.optim.lr_warmup_fraction

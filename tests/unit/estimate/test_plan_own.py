@@ -154,7 +154,7 @@ def test_zero_cuts_what_it_says() -> None:
 def test_the_fullest_rank_is_the_fullest_of_all() -> None:
     for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
         config = configured(PIPELINE | {"schedule": schedule, "vpp": vpp})
-        index, most = peak_stage(config)
+        index, most = peak_stage(planned(config))
         everyone = [peak_memory(config, i).total for i in range(4)]
         assert most.total == max(everyone) == everyone[index]
 
