@@ -5,6 +5,7 @@ Imports no torch. Under torchrun and srun each rank reads the same file, so all 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.commands.plan import Plan, held, searched, typed_keys
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.estimate.profiled_cost import check_device, read
 from parallel3d.estimate.search import best, configure, reason
@@ -32,11 +33,12 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     """
     check_fields(config)
     keys = chosen_keys(overrides)
-    ranks = place.world_size if place else config.launch.ranks or _ranks_here(config, keys)
+    typed = math.prod(getattr(config, key) or 1 for key in DIMENSIONS if key in keys)
+    ranks = place.world_size if place else config.launch.ranks or _ranks_here(config.device, typed)
     config = replace(config, layout="given", launch=replace(config.launch, ranks=None))
     here = place.local_world_size if place else ranks
     kind = choose_device(config.device, here, launched=place is not None).kind
-    _check_known(config, kind, several=here < ranks)
+    _check_known(config.cluster, kind, several=here < ranks)
     own = with_own_gpus(config.cluster, os.environ, run_command)
     plan = searched(replace(config, cluster=own), held(config, keys), ranks)
     first, found = _first_allowed(plan, keys)
@@ -45,19 +47,17 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     return found
 
 
-def _ranks_here(config: Config, keys: set[str]) -> int:
-    """Returns as many ranks as this host has GPUs or cores, in multiples of the typed sizes."""
-    least = 1
-    for key in DIMENSIONS:
-        least *= (getattr(config, key) or 1) if key in keys else 1
-    device = choose_device(config.device, 1)
+def _ranks_here(asked: str, least: int) -> int:
+    """Returns as many ranks as this host has GPUs or cores, in multiples of `least`, on the device
+    that is `asked` for."""
+    device = choose_device(asked, 1)
     most = available_cores() if device.kind == CPU else len(device.gpus)
     return least * max(1, most // least)
 
 
-def _check_known(config: Config, kind: str, several: bool) -> None:
-    """Raises UserError unless `cluster` describes the devices of the ranks; `several` hosts."""
-    file = config.cluster.file
+def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
+    """Raises UserError unless it describes the devices of the ranks; `several` hosts."""
+    file = cluster.file
     if file is not None:
         machine = read(file)
         # This rank may be bound to some of the host's cores; a quota is not of this rank alone.
@@ -72,13 +72,13 @@ def _check_known(config: Config, kind: str, several: bool) -> None:
             )
     elif kind == CPU:
         raise UserError(
-            f"layout=auto needs to know how fast this machine is: cluster={config.cluster.name} "
+            f"layout=auto needs to know how fast this machine is: cluster={cluster.name} "
             "must be a file of parallel3d calibrate; the nearest is cluster=calibrated.yaml, which "
             "parallel3d calibrate makes here"
         )
-    elif config.cluster.gpu is None and config.cluster.source != "local":
+    elif cluster.gpu is None and cluster.source != "local":
         raise UserError(
-            f"layout=auto needs to know the GPUs: cluster={config.cluster.name} names none; the "
+            f"layout=auto needs to know the GPUs: cluster={cluster.name} names none; the "
             "nearest is cluster=local, this machine as nvidia-smi tells it"
         )
 

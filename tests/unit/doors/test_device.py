@@ -245,7 +245,7 @@ def asked(caller: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
         return "cuda" if calibrate_config(config, [], None).dp in (1, 2) else "cpu"
     elif caller == "layout=auto":
         monkeypatch.setattr(best_layout, "available_cores", lambda: 64)
-        return "cpu" if best_layout._ranks_here(config, set()) == 64 else "cuda"
+        return "cpu" if best_layout._ranks_here(config.device, 1) == 64 else "cuda"
     else:
         monkeypatch.setattr(dist, "init_process_group", join)
         monkeypatch.setattr(groups, "begin_on", kinds.append)
