@@ -86,33 +86,38 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
 
 def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | None) -> Compared:
     """Returns whether a run can resume from this checkpoint, and what to log of its files."""
-    refusal = refusal_of(manifest, config, corpus)
-    if refusal is not None or corpus is None or config.train.eval_only:
+    refusal = identity.refusal(config.run, identity.changes(manifest.config, config))
+    reads = not config.train.eval_only
+    if refusal is None and corpus is not None and manifest.data:
+        here = facts_of(corpus)
+        refusal = _other_text(manifest, here, config.run, config.model.seq_length, reads=reads)
+    if refusal is not None or corpus is None or not reads:
         return Compared(refusal)
     return compare(corpus.watched, manifest.data.get("files", ""))
 
 
-def refusal_of(manifest: Manifest, config: Config, corpus: TrainingText | None) -> str | None:
-    """Returns why a run cannot resume from this checkpoint with this config and text, or None."""
-    sentence = identity.refusal(config.run, identity.changes(manifest.config, config))
-    if sentence is not None or corpus is None or not manifest.data:
-        return sentence
-    here = facts_of(corpus)
+def _other_text(
+    manifest: Manifest, here: DataFacts, run: str | None, seq_length: int, *, reads: bool
+) -> str | None:
+    """Returns why a run cannot resume from this checkpoint with the text `here`, or None.
+
+    `reads`: samples of it are trained on.
+    """
     if {**manifest.data, "files": here["files"]} == here:  # times and inodes may change
         return None
     there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
     if there[0] != there[1]:
         return (
-            f"run={config.run} cannot resume with another tokenizer: its digest is "
+            f"run={run} cannot resume with another tokenizer: its digest is "
             f"{plain(there[0][:12])} there, now {there[1][:12]}; leave data.tokenizer to the run, "
             "or choose another run="
         )
-    if config.train.eval_only:
-        return None  # no sample is trained on
+    if not reads:
+        return None
     if "blend" in manifest.data and "blend" in here:
-        return _other_blend(manifest, config.run, config.model.seq_length, here["blend"])
+        return _other_blend(manifest, run, seq_length, here["blend"])
     return (
-        f"run={config.run} cannot resume with another text: its fingerprint is "
+        f"run={run} cannot resume with another text: its fingerprint is "
         f"{plain(manifest.data['fingerprint'][:12])} there, now {here['fingerprint'][:12]} "
         f"({manifest.data['train_tokens']} and {here['train_tokens']} tokens to train on); "
         f"give the data.path of the first start, or choose another run="

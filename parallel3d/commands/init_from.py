@@ -6,7 +6,7 @@ Its source gives the model and the tokenizer, so that neither is typed again. No
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.commands.checkpoint.listing import damage_refused, find_checkpoint, run_names
 from parallel3d.config.fields import check_fields, spell
-from parallel3d.config.identity import changes
+from parallel3d.config.identity import ConfigChange, changes
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import (
     BYTE,
@@ -235,7 +235,7 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
     where = f"init_from={source.name}"
     model = model_from(source.model, config.model, is_given, where, source.positions)
     if config.init_optimizer:
-        _check_optimizer(config, source)
+        _check_optimizer(source.title, changes(_trained_with(source), config))
     data = config.data
     words = ""
     if data.tokenizer is None:  # of data=chat too, which names no tokenizer
@@ -249,18 +249,23 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
     return config, f"{where} gives model {model.name}, {model.num_layers} layers{words}"
 
 
-def _check_optimizer(config: Config, source: Source) -> None:
-    """Raises UserError unless the source has the state of this optimizer."""
+def _trained_with(source: Source) -> Mapping[str, Any]:
+    """Returns the configuration of the source. Raises UserError if it has no optimizer's state."""
     if source.manifest is None or source.manifest.has_weights_alone:
         raise UserError(
             f"init_optimizer=true: {source.title} has no state of an optimizer; the nearest is "
             "init_optimizer=false, or init_from a run"
         )
-    for change in changes(source.manifest.config, config):
+    return source.manifest.config
+
+
+def _check_optimizer(title: str, found: Sequence[ConfigChange]) -> None:
+    """Raises UserError unless the source has the state of this optimizer."""
+    for change in found:
         if change.key.startswith("optim.") and change.kind == "refused":
             there = spell(change.key, change.there)
             raise UserError(
-                f"init_optimizer=true: {spell(change.key, change.here)}, but {source.title} has "
+                f"init_optimizer=true: {spell(change.key, change.here)}, but {title} has "
                 f"the state of {there}; the nearest is {there}, or init_optimizer=false"
             )
 

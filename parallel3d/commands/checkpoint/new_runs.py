@@ -46,7 +46,7 @@ from parallel3d.commands.checkpoint.listing import (
     title,
 )
 from parallel3d.config.checks import check_run_name
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.device.precision import LossScale, master_dtype
 from parallel3d.errors import UserError, print_line
@@ -90,7 +90,9 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
     folder = folder_of(runs_dir, source)
     old = folder.parents[1]
     manifest, config = read_with_config(folder)
-    with new_run(_with_tokenizer(config, old, runs_dir, run)) as fresh:
+    data = _with_tokenizer(config.data, old, runs_dir / run)
+    config = dataclasses.replace(config, run=run, runs_dir=str(runs_dir), data=data)
+    with new_run(config) as fresh:
         _copy_tokenizer(old, fresh)
         if (old / METRICS).is_file():
             rows = [row for row in rows_of(old / METRICS) if row.get("step", 0) <= manifest.step]
@@ -110,13 +112,11 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
     return 0
 
 
-def _with_tokenizer(config: Config, old: Path, runs_dir: Path, run: str) -> Config:
-    """Returns the configuration of the run in `old` for the run `run`, which has its tokenizer."""
-    config = dataclasses.replace(config, run=run, runs_dir=str(runs_dir))
+def _with_tokenizer(data: DataConfig, old: Path, new: Path) -> DataConfig:
+    """Returns the keys of the run in `old` for the one in `new`, which has its tokenizer."""
     if not (old / FOLDER).is_dir():
-        return config
-    data = dataclasses.replace(config.data, tokenizer=str(runs_dir / run / FOLDER))
-    return dataclasses.replace(config, data=data)
+        return data
+    return dataclasses.replace(data, tokenizer=str(new / FOLDER))
 
 
 def _copy_tokenizer(old: Path, new: Path) -> None:
@@ -147,7 +147,9 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
         UserError: too few checkpoints, a damaged one, a name that is taken or is none.
     """
     old, folders = find_run(runs_dir, run), _chosen(runs_dir, run, last, steps)
-    config = _with_tokenizer(read_with_config(folders[-1])[1], old, runs_dir, to)
+    _, config = read_with_config(folders[-1])
+    data = _with_tokenizer(config.data, old, runs_dir / to)
+    config = dataclasses.replace(config, run=to, runs_dir=str(runs_dir), data=data)
     with new_run(config) as fresh:
         _copy_tokenizer(old, fresh)
         save_first(config, fresh, _means(folders, master_dtype(config.precision)))

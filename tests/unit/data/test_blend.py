@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.blends import oracle
-from parallel3d.checkpoint.checkpoints import facts_of, refusal_of
+from parallel3d.checkpoint.checkpoints import compared_with, facts_of
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.blend import Blended, WeightPeriod
@@ -149,7 +149,8 @@ def manifest(data: DataConfig, samples: int) -> Manifest:
 
 
 def answer(before: DataConfig, after: DataConfig, samples: int = 100) -> str | None:
-    return refusal_of(manifest(before, samples), config_of(after), open_corpus(after, SEQ))
+    there, text = manifest(before, samples), open_corpus(after, SEQ)
+    return compared_with(there, config_of(after), text).refusal
 
 
 def test_what_was_read_stays_and_what_will_be_may_change(corpora: Path) -> None:
