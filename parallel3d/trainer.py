@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -193,7 +193,8 @@ class Trainer:
         if self.train_source is None:
             raise ValueError("a Trainer needs a corpus or a train_source")
         if self.config.train.epochs is not None:
-            config = with_length(self.config, self.train_source)
+            train = with_length(self.config.train, self.train_source)
+            config = replace(self.config, train=train)
             goes_on = config.run is not None
             self.config = check_config(config, own_samples=self.corpus is None, goes_on=goes_on)
         self.length = Length.of_run(self.config)

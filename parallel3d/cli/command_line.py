@@ -259,7 +259,7 @@ def _run_job(
             if not place.local_world_size:
                 place, store = count_ranks_here(config.launch, config.run, place)
             return run_joined(app, config, place, _checked_here(app, config, place), store)
-        config = numbered(config)
+        config = replace(config, run=numbered(config.run))
         if app == TRAIN or config.init_from is not None:
             check_fields(config)
             with _time_limit(config.launch.timeout_s, config.runs_dir):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from omegaconf import DictConfig, open_dict
 
 from parallel3d.config.overrides import VERSION, check_overrides, compose_tree, register
 from parallel3d.config.paths import at_home, check_path
-from parallel3d.config.schema import Config, conf_dir
+from parallel3d.config.schema import conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments
 
@@ -61,11 +60,11 @@ def without_alias(word: str, app: str = "train") -> str:
     return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
 
 
-def numbered(config: Config) -> Config:
-    """Returns the configuration with a run name of its own in a sweep."""
-    if config.run is None or not is_sweep():
-        return config
-    return dataclasses.replace(config, run=f"{config.run}-{HydraConfig.get().job.num}")
+def numbered(run: str | None) -> str | None:
+    """Returns the run's name, with the number of the job in a sweep."""
+    if run is None or not is_sweep():
+        return run
+    return f"{run}-{HydraConfig.get().job.num}"
 
 
 def check_sweep_words(words: Sequence[str]) -> None:

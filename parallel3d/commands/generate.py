@@ -55,7 +55,8 @@ def generate(config: Config, worker: Worker) -> None:
 
     if speaks:
         write(decoding.begin(prompt))
-    decoder, sampler = Decoder(config, groups, stage), TokenSampler(config.generate, config.seed)
+    decoder = Decoder(config.model, groups, stage)
+    sampler = TokenSampler(config.generate, config.seed)
     tokens = begun(tokenizer.encode_prompt(prompt), tokenizer.begin)
     for _ in range(config.generate.max_tokens):
         logits = decoder.logits(tokens)

@@ -82,7 +82,8 @@ def verify(config: Config, worker: Worker) -> int:
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
     sources = corpus.sources(config.model, config.data, config.seed)
-    config = with_style(with_length(config, sources.train))
+    train = with_length(config.train, sources.train)
+    config = with_style(dataclasses.replace(config, train=train))
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     layout = groups.layout

@@ -36,7 +36,7 @@ from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
     from parallel3d.comm.group import Group
-    from parallel3d.config.schema import Config
+    from parallel3d.config.schema import TrainConfig
 
 
 class MicroBatch(NamedTuple):
@@ -341,14 +341,14 @@ def check_same_text(corpus: TrainingText, world: Group, device: torch.device) ->
     )
 
 
-def with_length(config: Config, source: SampleSource) -> Config:
-    """Returns the configuration with `train.epochs` as `train.tokens`: epochs of this source.
+def with_length(train: TrainConfig, source: SampleSource) -> TrainConfig:
+    """Returns the keys with `train.epochs` as `train.tokens`: epochs of this source.
 
     Raises UserError for a source without `windows`, its number of samples.
     """
-    epochs = config.train.epochs
+    epochs = train.epochs
     if epochs is None:
-        return config
+        return train
     if not isinstance(source, Finite):
         raise UserError(
             f"train.epochs={epochs:g} must be of samples whose source has `windows`, their number; "
@@ -356,5 +356,4 @@ def with_length(config: Config, source: SampleSource) -> Config:
         )
     samples = math.ceil(Fraction(repr(epochs)) * source.windows)
     tokens = float(samples * source.seq_length)
-    train = dataclasses.replace(config.train, epochs=None, tokens=tokens)
-    return dataclasses.replace(config, train=train)
+    return dataclasses.replace(train, epochs=None, tokens=tokens)

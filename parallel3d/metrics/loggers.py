@@ -83,13 +83,13 @@ class TensorBoardLogger:
 
     def __init__(
         self,
-        config: Config,
+        config: Mapping[str, Any],
         run_dir: Path,
         first_step: int,
         say: Callable[[str], None],
         earlier: Iterable[Mapping[str, Any]],
     ) -> None:
-        """`earlier`: rows of metrics.jsonl from earlier sessions."""
+        """`config`: its text is shown; `earlier`: rows of metrics.jsonl from earlier sessions."""
         from torch.utils.tensorboard import SummaryWriter  # an optional package
 
         self._say = say
@@ -101,7 +101,7 @@ class TensorBoardLogger:
             # The first start also repeats an evaluation at step 0.
             purge = first_step if first_step > 1 else 0
             writer = SummaryWriter(str(self._folder), purge_step=purge, flush_secs=FLUSH_S)
-            text = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+            text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
             writer.add_text("config", f"```\n{text}```", purge)
             self._writer = writer
 

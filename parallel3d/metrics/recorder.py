@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -149,7 +149,8 @@ class Recorder:
                     )
                 )
             if name == "tensorboard":
-                self._loggers.append(TensorBoardLogger(config, run_dir, first, self._say, earlier))
+                values = asdict(config)
+                self._loggers.append(TensorBoardLogger(values, run_dir, first, self._say, earlier))
         rows = screen.header_facts(config, self._length, self.peak) | dict(facts)
         rows |= {logger.label: logger.shown() for logger in self._loggers}
         rows["run directory"] = f"{run_dir}/"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.comm.exchange import transfer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import Documents
@@ -442,8 +442,8 @@ def blank_stage(blueprint: Blueprint, groups: ProcessGroups, device: torch.devic
 class Decoder:
     """Computes the logits of the next token with a KV cache; collective over tp × pp."""
 
-    def __init__(self, config: Config, groups: ProcessGroups, stage: Stage) -> None:
-        self.model, self.groups, self.stage = config.model, groups, stage
+    def __init__(self, model: ModelConfig, groups: ProcessGroups, stage: Stage) -> None:
+        self.model, self.groups, self.stage = model, groups, stage
         self.window = self.model.seq_length
         example = next(stage.parameters())
         self.device, self.dtype = example.device, example.dtype

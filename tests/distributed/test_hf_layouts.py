@@ -64,7 +64,7 @@ def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any
                 if name in held:
                     piece, local = held[name]
                     piece.of_local(local).copy_(piece.of_full(full))
-        decoder = Decoder(config, groups, stage)
+        decoder = Decoder(config.model, groups, stage)
         logits = [decoder.logits(tokens[:n]) for n in range(4, len(tokens) + 1)]
         weights = gather_parameters(stage.parameters(), groups)
         found.append((torch.stack(logits) if stage.last else None, weights))

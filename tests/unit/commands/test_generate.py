@@ -50,7 +50,7 @@ def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.normal_(0, 0.3, generator=generator)
-    return Decoder(config, groups, stage), stage
+    return Decoder(model, groups, stage), stage
 
 
 def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:

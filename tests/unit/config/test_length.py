@@ -60,19 +60,20 @@ def run_of(**length: float) -> Config:
     ],
 )
 def test_tokens_and_epochs_round_up_to_whole_steps(length: dict[str, float], steps: int) -> None:
-    config = with_length(check_config(run_of(**length)), Windows())
+    config = check_config(run_of(**length))
+    config = dataclasses.replace(config, train=with_length(config.train, Windows()))
     assert config.train_steps == steps
     assert check_config(config) == config  # a checked configuration passes unchanged
 
 
 def test_epochs_become_the_tokens_of_their_samples() -> None:
-    config = with_length(run_of(epochs=1.1), Windows())
-    assert (config.train.epochs, config.train.tokens) == (None, 11 * 64)
+    train = with_length(run_of(epochs=1.1).train, Windows())
+    assert (train.epochs, train.tokens) == (None, 11 * 64)
 
 
 def test_epochs_of_samples_without_a_number_are_refused() -> None:
     with pytest.raises(UserError, match="must be of samples"):
-        with_length(run_of(epochs=2), object())  # type: ignore[arg-type]
+        with_length(run_of(epochs=2).train, object())  # type: ignore[arg-type]
 
 
 def test_epochs_are_no_number_of_steps_before_the_data_is_open() -> None:

@@ -130,7 +130,7 @@ def test_generation_attends_by_the_kernel_of_its_context() -> None:
     for kernel in ("auto", "math"):
         for block in stage.layers.values():
             block.attention.kernel = kernel
-        fresh = Decoder(Config(model=LLAMA, dp=1), decoder.groups, stage)
+        fresh = Decoder(LLAMA, decoder.groups, stage)
         with Operators() as operators:
             found.append([fresh.logits(tokens), fresh.logits([*tokens, 5])])
         assert any("flash" in name for name in operators.names) == (kernel == "auto")
