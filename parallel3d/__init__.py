@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from parallel3d.data.sampler import Sample
     from parallel3d.data_parallel.ddp import DistributedDataParallel
     from parallel3d.errors import UserError
-    from parallel3d.parallel.context_parallel import SplitSequences, context_parallel_attention
-    from parallel3d.parallel.gradients import (
+    from parallel3d.library.grad_norm import (
         check_replicated,
         clip_grad_norm_,
         sum_gradients_over,
     )
-    from parallel3d.parallel.groups import init
-    from parallel3d.parallel.pipeline import Pipeline
-    from parallel3d.parallel.state_dicts import full_state_dict, sharded_state_dict
-    from parallel3d.parallel.training_state import load, save
+    from parallel3d.library.init import init
+    from parallel3d.library.module_pipeline import Pipeline
+    from parallel3d.library.sequences import SplitSequences, context_parallel_attention
+    from parallel3d.library.state_dicts import full_state_dict, sharded_state_dict
+    from parallel3d.library.training_state import load, save
     from parallel3d.run.launch import Worker
     from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
     from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -72,27 +72,27 @@ _HOME = {
     "Config": "parallel3d.config.schema",
     "DistributedDataParallel": "parallel3d.data_parallel.ddp",
     "Layout": "parallel3d.blueprint.layout",
-    "Pipeline": "parallel3d.parallel.pipeline",
+    "Pipeline": "parallel3d.library.module_pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",
     "RowParallelLinear": "parallel3d.tensor_parallel.layers",
     "Sample": "parallel3d.data.sampler",
-    "SplitSequences": "parallel3d.parallel.context_parallel",
+    "SplitSequences": "parallel3d.library.sequences",
     "Trainer": "parallel3d.trainer",
     "UserError": "parallel3d.errors",
     "VocabParallelEmbedding": "parallel3d.tensor_parallel.embedding",
     "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.config.checks",
-    "check_replicated": "parallel3d.parallel.gradients",
-    "clip_grad_norm_": "parallel3d.parallel.gradients",
+    "check_replicated": "parallel3d.library.grad_norm",
+    "clip_grad_norm_": "parallel3d.library.grad_norm",
     "compose": "parallel3d.config.overrides",
-    "context_parallel_attention": "parallel3d.parallel.context_parallel",
-    "full_state_dict": "parallel3d.parallel.state_dicts",
-    "init": "parallel3d.parallel.groups",
-    "load": "parallel3d.parallel.training_state",
+    "context_parallel_attention": "parallel3d.library.sequences",
+    "full_state_dict": "parallel3d.library.state_dicts",
+    "init": "parallel3d.library.init",
+    "load": "parallel3d.library.training_state",
     "open_corpus": "parallel3d.data.corpus",
-    "save": "parallel3d.parallel.training_state",
-    "sharded_state_dict": "parallel3d.parallel.state_dicts",
-    "sum_gradients_over": "parallel3d.parallel.gradients",
+    "save": "parallel3d.library.training_state",
+    "sharded_state_dict": "parallel3d.library.state_dicts",
+    "sum_gradients_over": "parallel3d.library.grad_norm",
     "verify": "parallel3d.commands.verify",
 }
 

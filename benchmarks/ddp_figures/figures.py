@@ -1,6 +1,6 @@
 """Measures the figures of Li et al. 2020 (PyTorch Distributed) on this machine.
 
-DistributedDataParallel of `parallel3d.parallel` on two small nets, over the backend and through
+DistributedDataParallel of `import parallel3d` on two small nets, over the backend and through
 shared memory: where the time of a step goes, and how it depends on bucket size, number of ranks,
 steps between reductions and number of groups. Needs no data. docs/ddp.md shows what came out.
 """

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import parallel3d as p3d
-from parallel3d.parallel import gradients
+from parallel3d.library import grad_norm
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.parameters.state import state_of
 from tests.distributed.pool import Pool
@@ -183,7 +183,7 @@ PLANTED = {
 
 def with_a_planted_bug(name: str) -> list[tuple[float, float]]:
     attribute, wrong = PLANTED[name]
-    with patch.object(gradients._Norm, attribute, wrong):
+    with patch.object(grad_norm._Norm, attribute, wrong):
         return beside_one_process(pipelined, {"tp": 2, "pp": 2})
 
 

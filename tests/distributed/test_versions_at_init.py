@@ -7,7 +7,7 @@ from unittest.mock import patch
 import parallel3d as p3d
 from parallel3d import versions
 from parallel3d.errors import UserError
-from parallel3d.parallel import groups
+from parallel3d.library import init
 from tests.distributed.pool import Pool
 
 
@@ -15,7 +15,7 @@ def said(torch: str) -> list[str]:
     lines: list[str] = []
     with (
         patch.object(versions, "installed", {"torch": torch}.get),
-        patch.object(groups, "print_line", lines.append),
+        patch.object(init, "print_line", lines.append),
     ):
         try:
             p3d.init(device="cpu")

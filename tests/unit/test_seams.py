@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from parallel3d.library import sequences
 from parallel3d.models import attention
-from parallel3d.parallel import context_parallel
 from tests.distributed import seams
 from tests.distributed.seams import ATTENTION, SHARE_OF_NORM, Seam, found, planted
 
@@ -66,11 +66,11 @@ def test_a_function_is_replaced_wherever_the_package_has_imported_it(
     sound = attention.attend_split
     later = ModuleType("parallel3d.imported_later")
     with ATTENTION.replaced(lambda function, *given: (function is sound, *given)):
-        assert attention.attend_split is context_parallel.attend_split is not sound
-        assert context_parallel.attend_split(1, 2) == (True, 1, 2)
+        assert attention.attend_split is sequences.attend_split is not sound
+        assert sequences.attend_split(1, 2) == (True, 1, 2)
         later.attend_split = attention.attend_split  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, later.__name__, later)
-    assert attention.attend_split is context_parallel.attend_split is sound
+    assert attention.attend_split is sequences.attend_split is sound
     assert later.attend_split is sound
 
 

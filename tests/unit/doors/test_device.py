@@ -27,7 +27,7 @@ from parallel3d.host.devices import (
     shared_gpu,
 )
 from parallel3d.host.gpus import Answer, Gpu
-from parallel3d.parallel import groups
+from parallel3d.library import init
 from parallel3d.run.launch import RankAssignment
 from tests.tools.played_gpus import Card, Driver, Host, cards, played
 
@@ -248,10 +248,10 @@ def asked(caller: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
         return "cpu" if best_layout._ranks_here(config.device, 1) == 64 else "cuda"
     else:
         monkeypatch.setattr(dist, "init_process_group", join)
-        monkeypatch.setattr(groups, "begin_on", kinds.append)
-        monkeypatch.setattr(groups, "device_of_rank", lambda kind, local: "cpu")
+        monkeypatch.setattr(init, "begin_on", kinds.append)
+        monkeypatch.setattr(init, "device_of_rank", lambda kind, local: "cpu")
         with pytest.raises(Begun):
-            groups.init()
+            init.init()
     return kinds[0]
 
 
@@ -462,10 +462,10 @@ def test_init_in_a_world_that_is_there(
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     with played(host, tmp_path):
         if answer in ("cpu", "cuda:0"):
-            assert str(groups._device_in_world(requested)) == answer
+            assert str(init._device_in_world(requested)) == answer
         else:
             with pytest.raises(UserError, match=answer):
-                groups._device_in_world(requested)
+                init._device_in_world(requested)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_the_device_of_a_world_that_is_there(
         device_count=lambda: 8,
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(groups, "accelerator_of_world", lambda: torch.device("cuda"))
+    monkeypatch.setattr(init, "accelerator_of_world", lambda: torch.device("cuda"))
     monkeypatch.setattr(dist, "get_backend", lambda: UNTYPED)
     monkeypatch.setattr(dist, "get_backend_config", lambda: BOTH)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -501,5 +501,5 @@ def test_the_device_of_a_world_that_is_there(
         dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
     )
     with played(Host(driver=Driver(), environ=environ), tmp_path):
-        assert groups._device_in_world("auto") == torch.device("cuda", index)
+        assert init._device_in_world("auto") == torch.device("cuda", index)
     assert made == [torch.device("cuda", index)]

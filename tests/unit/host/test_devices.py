@@ -22,7 +22,7 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.host.devices import DeviceChoice, HostError, device_of_rank, gpu_of_rank
-from parallel3d.parallel.groups import init
+from parallel3d.library.init import init
 from parallel3d.run import local_workers, rendezvous, worker
 from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from parallel3d.errors import UserError
-from parallel3d.parallel.pipeline import stages_of
+from parallel3d.library.module_pipeline import stages_of
 from parallel3d.schedules.orders import StageAssignment
 
 

@@ -40,8 +40,8 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.device.accelerator import device_of_words
 from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder
+from parallel3d.library.state_dicts import sharded_state_dict
 from parallel3d.metrics.provenance import versions
-from parallel3d.parallel.state_dicts import sharded_state_dict
 from parallel3d.parameters.segments import Chunk
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import dtensor_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.errors import UserError
-from parallel3d.parallel.pipeline import Pipeline, in_order_of_modules, of_all_stages
+from parallel3d.library.module_pipeline import Pipeline, in_order_of_modules, of_all_stages
 from parallel3d.tensor_parallel.layers import ShardedModule
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.comm.group import SINGLE
+from parallel3d.library.split_backward import SplitBackward
 from parallel3d.models.recompute import recomputed
-from parallel3d.parallel.split_backward import SplitBackward
 from parallel3d.parameters.state import WeightGradients, state_of
 from parallel3d.tensor_parallel.linear_ops import linear_node
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d as p3d
-from parallel3d.parallel.split_backward import SplitBackward
+from parallel3d.library.split_backward import SplitBackward
 from parallel3d.parameters.state import WeightGradients, state_of
 from tests.distributed.pool import Pool
 

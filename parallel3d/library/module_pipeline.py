@@ -21,7 +21,7 @@ from parallel3d.data_parallel.averager import GradientAverager
 from parallel3d.data_parallel.transport import broadcast_all
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parallel.split_backward import SplitBackward
+from parallel3d.library.split_backward import SplitBackward
 from parallel3d.parameters.state import state_of
 from parallel3d.pipeline.executor import Executor, StageFailure
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs

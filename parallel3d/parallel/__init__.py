@@ -1,1 +1,0 @@
-"""Provides process groups, tensor-parallel layers, pipelines and DDP for any module."""
