@@ -1,72 +1,8 @@
-"""Gives inputs of the outside world, mutated, to each door, and compares with the right answer.
+"""Runs `inputs/doors.py` by its short name: `python -m benchmarks.doors`."""
 
-The other fuzzers ask whether an input is taken or refused in a sentence. Here each input carries
-its right answer: one that is taken for something else is wrong, and so is a refusal of what people
-have every day. Exit code 1 if any is wrong.
-
-    python -m benchmarks.doors [--seed 0] [--count 2000] [--door NAME …] [--json FILE] [--show]
-"""
-
-from __future__ import annotations
-
-import argparse
-import importlib
-import itertools
-import json
-import pkgutil
-import random
-import reprlib
 import sys
-import tempfile
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
-from benchmarks import door_inputs
-from benchmarks.door_inputs.answers import RIGHT, SENTENCE, WRONG, Input, outcome
-
-
-def doors() -> list[str]:
-    """Returns the names of the doors: the modules of `door_inputs` but `answers`."""
-    names = (module.name for module in pkgutil.iter_modules(door_inputs.__path__))
-    return sorted(set(names) - {"answers"})
-
-
-def inputs(door: str, seed: int, folder: Path) -> Iterator[Input]:
-    """Yields inputs of one door without end; files that they need are written into `folder`."""
-    module = importlib.import_module(f"benchmarks.door_inputs.{door}")
-    return module.inputs(random.Random(f"{door}-{seed}"), folder)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=2000, help="inputs in all doors together")
-    parser.add_argument("--door", nargs="*", choices=doors(), default=doors())
-    parser.add_argument("--json", type=Path, help="writes the counts and the wrong inputs here")
-    parser.add_argument("--show", action="store_true", help="prints all inputs")
-    chosen = parser.parse_args()
-    counts: dict[str, Counter[str]] = {}
-    wrong = []
-    for index, door in enumerate(chosen.door):
-        share = chosen.count // len(chosen.door) + (index < chosen.count % len(chosen.door))
-        counts[door] = Counter()
-        with tempfile.TemporaryDirectory(prefix="p3d-doors-") as folder:
-            for given in itertools.islice(inputs(door, chosen.seed, Path(folder)), share):
-                end = outcome(given)
-                counts[door][end.kind] += 1
-                if end.kind == WRONG:
-                    wrong.append({"door": door, "input": given.text, "words": end.words})
-                if end.kind == WRONG or chosen.show:
-                    print(f"{door}: {given.text}\n    {end.kind}: {reprlib.repr(end.words)}")
-    print(f"seed {chosen.seed}")
-    for door, count in counts.items():
-        print(f"{door:12}", *(f"{count[kind]:6} {kind}" for kind in (RIGHT, SENTENCE, WRONG)))
-    if chosen.json:
-        totals = {door: dict(count) for door, count in counts.items()}
-        chosen.json.write_text(json.dumps({"counts": totals, "wrong": wrong}, indent=1))
-    return 1 if wrong else 0
-
+from benchmarks.inputs.doors import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 Parameters, FLOPs, kept activations, launches and collectives are sums over `layer_ops`; seconds are
 sums of its operations' prices. `parallel3d dryrun` runs the model itself and is the test of the
-list (`benchmarks/plan_dryrun.py`). A new kind of layer is described in `models/` and here.
+list (`benchmarks/planner/plan_dryrun.py`). A new kind of layer is described in `models/` and here.
 
 Sizes are numbers or numpy arrays: `Widths` of one configuration, or of a table of layouts.
 """

@@ -127,7 +127,7 @@ SUBCOMMANDS = (
     *(f"{word} {verb}".strip() for word, (_, verbs) in FAMILIES.items() for verb in verbs),
 )
 # Subcommands of earlier versions, with the command of the repository that replaces them.
-MOVED = {"bench ddp": "python -m benchmarks.ddp_figures"}
+MOVED = {"bench ddp": "python -m benchmarks.figures.ddp"}
 # Set where Hydra's submitit launcher runs a sweep's job, far from the user's terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
 

@@ -2,8 +2,8 @@
 on published runs.
 
 Everything is element-wise: one call prices one layout, a table of measured runs, or all candidates
-of a search. `benchmarks/published.py` writes `constants.json`; a device and type without a measured
-run keeps its guess.
+of a search. `benchmarks/planner/published.py` writes `constants.json`; a device and type without a
+measured run keeps its guess.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def from_odds(odds: Number | float) -> Number:
 
 
 class Constants:
-    """Values by name (`benchmarks/published_fit.py` says what they are); those of a family also as
-    an array."""
+    """Values by name (`benchmarks/planner/published_fit.py` says what they are); those of a family
+    also as an array."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self.values = values

@@ -3,7 +3,7 @@
 States, and what the micro-batches in flight keep, are counted. Of the tensors that come and go the
 bound takes the largest set that is there at once, by the widths of the layer's operations and with
 a margin, and no list of the code's own. `parallel3d dryrun` runs that code and is the judge
-(`benchmarks/plan_dryrun.py`); `plan` asks it about its best rows.
+(`benchmarks/planner/plan_dryrun.py`); `plan` asks it about its best rows.
 """
 
 from __future__ import annotations

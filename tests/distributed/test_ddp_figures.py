@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.ddp_figures import figures as ddp
-from benchmarks.ddp_figures import nets as ddp_nets
-from benchmarks.ddp_figures.measures import PARTS, Trial, priced_step
+from benchmarks.figures.ddp import figures as ddp
+from benchmarks.figures.ddp import nets as ddp_nets
+from benchmarks.figures.ddp.measures import PARTS, Trial, priced_step
 from parallel3d.blueprint.cluster import Link
 from parallel3d.config.schema import BenchConfig, Config
 from parallel3d.errors import UserError
@@ -54,7 +54,7 @@ def shrunk() -> Iterator[None]:
     """Smaller nets, and fewer points of each figure."""
     with (
         patch.dict(ddp_nets.NETS, tiny()),
-        patch("benchmarks.ddp_figures.measures.inputs", labels),
+        patch("benchmarks.figures.ddp.measures.inputs", labels),
         patch.object(ddp, "BUCKETS_MB", [0.0, 25.0]),
         patch.object(ddp, "EVERY", [1, 2]),
         patch.object(ddp, "GROUPS", [1, 2]),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.ddp_figures.measures import Trial
+from benchmarks.figures.ddp.measures import Trial
 from parallel3d import DistributedDataParallel
 from parallel3d.comm.group import group_of
 from parallel3d.data_parallel.averager import GradientAverager

@@ -1,4 +1,4 @@
-"""Storage that fails: a sample of benchmarks/storage_faults.py, and a rank that cannot read."""
+"""Storage that fails: a sample of `benchmarks.storage_faults`, and a rank that cannot read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks.storage_cases import SCENARIOS, Run
-from benchmarks.storage_faults import campaign, try_pair, without_pauses
+from benchmarks.failures.storage_cases import SCENARIOS, Run
+from benchmarks.failures.storage_faults import campaign, try_pair, without_pauses
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import CHECKPOINTS, list_checkpoints, list_damaged

@@ -110,14 +110,14 @@ def test_bench_ddp_is_refused_with_the_command_of_the_benchmark(
     shell: Shell, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended = answer(shell, capfd, "bench", "ddp", "dp=4")
-    assert_refused(ended, "run: python -m benchmarks.ddp_figures dp=4.")
+    assert_refused(ended, "run: python -m benchmarks.figures.ddp dp=4.")
 
 
 FIGURES = """
 import runpy
 from tests.distributed.test_ddp_figures import shrunk
 with shrunk():
-    runpy.run_module("benchmarks.ddp_figures", run_name="__main__")
+    runpy.run_module("benchmarks.figures.ddp", run_name="__main__")
 """
 
 

@@ -1,4 +1,4 @@
-"""Files that change under a run, or between its starts: some of benchmarks/changing_files.py.
+"""Files that change under a run, or between its starts: some of `benchmarks.changing_files`.
 
 Each of three kinds of file, each moment, and each outcome that is right.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.changing_files import ENDED, SAID, SAME, TOLD
+from benchmarks.failures.changing_files import ENDED, SAID, SAME, TOLD
 from tests.e2e.ready import run_module
 
 pytestmark = pytest.mark.more

@@ -1,4 +1,4 @@
-"""Whole commands on storage that fails: a sample of benchmarks/command_faults.py."""
+"""Whole commands on storage that fails: a sample of `benchmarks.command_faults`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.power_cuts import can_mount
+from benchmarks.failures.power_cuts import can_mount
 from tests.e2e.ready import run_code, run_module
 
 pytestmark = pytest.mark.more
@@ -19,7 +19,7 @@ SCENARIOS = ("a new run", "goes on, settings changed")
 TRAIN = """
 import sys
 from pathlib import Path
-from benchmarks.command_cases import SETTINGS
+from benchmarks.failures.command_cases import SETTINGS
 from parallel3d.cli.command_line import main
 from tests.tools.failing_files import FailingFiles, Fault
 

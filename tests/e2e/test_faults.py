@@ -1,4 +1,4 @@
-"""The kill test in short: one run and three kills; benchmarks/faults.py does fifty."""
+"""The kill test in short: one run and three kills; `benchmarks.faults` does fifty."""
 
 from __future__ import annotations
 

@@ -109,5 +109,5 @@ def test_its_operations_are_those_of_the_dry_run(copy: Path) -> None:
     common = {"model": "llama3_8b", "norm": "l1norm", "layers": 2, "dp": 1, "micro_batch_size": 1}
     cases = [json.dumps(common | {"global_batch_size": 4} | case) for case in PLAYED]
     words = [word for case in cases for word in ("--case", case)]
-    told = run(copy, "-m", "benchmarks.plan_dryrun", *words)
+    told = run(copy, "-m", "benchmarks.planner.plan_dryrun", *words)
     assert re.search(r"launches: median \+0.00 %, from \+0.00 to \+0.00 %", told), told

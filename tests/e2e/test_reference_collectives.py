@@ -60,7 +60,7 @@ def test_on_rails_with_a_latency_no_form_is_right_sooner_than_its_price(tmp_path
     # How much later is this machine's business: docs/collectives.md says it for a hundred cases.
     rows = tmp_path / "rows.json"
     words = ("--cases", "8", "--repeats", "1", "--latency-us", "2000", "--rail-mbit", "400")
-    done = run_module("benchmarks.textbook", *words, "--json", str(rows))
+    done = run_module("benchmarks.network.textbook", *words, "--json", str(rows))
     assert done.returncode == 0, done.stderr
     ratios = {(*case, form): seconds / priced
               for case, form, seconds, priced in json.loads(rows.read_text())}  # fmt: skip

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.plan_dryrun import configured
+from benchmarks.planner.plan_dryrun import configured
 from parallel3d.blueprint.buckets import homes, is_hidden
 from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.layout import layout_of

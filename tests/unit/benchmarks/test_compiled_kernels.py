@@ -1,4 +1,4 @@
-"""benchmarks/compiled_kernels.py without Triton: its cases, figures, tables and refusals."""
+"""benchmarks/compiled/kernels.py without Triton: its cases, figures, tables and refusals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import parallel3d
-from benchmarks import compiled_calls, compiled_kernels
-from benchmarks.compiled_calls import Call, fused_functions, uncalled
-from benchmarks.compiled_table import compiled_table, faults, interpreted_table, resources
+from benchmarks.compiled import calls as compiled_calls
+from benchmarks.compiled import kernels as compiled_kernels
+from benchmarks.compiled.calls import Call, fused_functions, uncalled
+from benchmarks.compiled.table import compiled_table, faults, interpreted_table, resources
 from tests.e2e.ready import run_module
 
 pytestmark = pytest.mark.more
@@ -66,7 +67,7 @@ def test_training_steps_call_every_function(
 ) -> None:
     """The steps run in another process, which has the simulated device."""
     calls, out = str(tmp_path / "calls.pt"), tmp_path / "uncalled.json"
-    ended = run_module("benchmarks.compiled_calls", kind, calls)
+    ended = run_module("benchmarks.compiled.calls", kind, calls)
     assert ended.returncode == 0, ended.stderr
     monkeypatch.setattr(sys, "argv", ["compiled_calls", "uncalled", str(out), calls])
     compiled_calls.main()

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py at a size for a CPU: every row that needs no GPU, and the files it writes."""
+"""benchmarks/gpu/card.py at a size for a CPU: rows that need no GPU, and the files it writes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from benchmarks import (
-    gpu,
-    gpu_peers,
-    gpu_process,
-    gpu_results,
-    gpu_rows,
-    gpu_shards,
-    gpu_tables,
-    gpu_tasks,
-)
-from benchmarks.gpu_tasks import Task
+from benchmarks.gpu import card
+from benchmarks.gpu import peers as gpu_peers
+from benchmarks.gpu import process as gpu_process
+from benchmarks.gpu import results as gpu_results
+from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu import shards as gpu_shards
+from benchmarks.gpu import tables as gpu_tables
+from benchmarks.gpu import tasks as gpu_tasks
+from benchmarks.gpu.tasks import Task
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.config.schema import conf_dir
@@ -63,7 +61,7 @@ def test_every_row_of_a_cpu_is_measured_and_written(
     )
     rows = ["gemm", "parallel3d 1b", "parallel3d 3b", "transformers 1b", "torchtitan 1b"]
     rows += ["shard llama3_70b", "shard gpt3_175b", "fp8", "1b side by side"]
-    assert gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", *rows]) == 0
+    assert card.main([*TINY, "--in-process", *files(tmp_path), "--only", *rows]) == 0
     (section,) = sections(tmp_path)
     found = section["rows"]
     assert list(found) == rows
@@ -92,27 +90,27 @@ def test_every_row_of_a_cpu_is_measured_and_written(
 
 
 def test_groups_take_less_than_eight_minutes_and_hold_every_row() -> None:
-    for group in gpu.BENCH.groups:
-        names = [name for name, row in gpu.ROWS.items() if row.group == group]
-        assert gpu_tasks.call_seconds(names, gpu.ROWS) <= gpu_tasks.CALL_S, group
-    assert all(row.group and row.limit_s >= 2 * row.seconds for row in gpu.ROWS.values())
-    assert all(name in gpu.BENCH.plan_text() for name in (*gpu.BENCH.groups, *gpu.ROWS))
+    for group in card.BENCH.groups:
+        names = [name for name, row in card.ROWS.items() if row.group == group]
+        assert gpu_tasks.call_seconds(names, card.ROWS) <= gpu_tasks.CALL_S, group
+    assert all(row.group and row.limit_s >= 2 * row.seconds for row in card.ROWS.values())
+    assert all(name in card.BENCH.plan_text() for name in (*card.BENCH.groups, *card.ROWS))
 
 
 def test_rows_join_what_the_file_has_and_failures_replace_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*TINY, "--in-process", *files(tmp_path)]
-    assert gpu.main([*words, "--only", "gemm"]) == 0
-    assert gpu.main([*words, "--only", "fp8"]) == 0
+    assert card.main([*words, "--only", "gemm"]) == 0
+    assert card.main([*words, "--only", "fp8"]) == 0
     (section,) = sections(tmp_path)
     assert list(section["rows"]) == ["gemm", "fp8"]
 
     def fails(*_: object) -> None:
         raise ValueError("no luck\ntoday")
 
-    monkeypatch.setitem(gpu.ROWS, "gemm", Task(fails, 1))
-    assert gpu.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 1  # and went on
+    monkeypatch.setitem(card.ROWS, "gemm", Task(fails, 1))
+    assert card.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 1  # and went on
     (section,) = sections(tmp_path)
     assert section["rows"]["gemm"]["tflops"] > 0.0
     assert section["rows"]["gemm"]["again"] == "ValueError: no luck"
@@ -120,7 +118,7 @@ def test_rows_join_what_the_file_has_and_failures_replace_nothing(
     assert "- gemm, when repeated: ValueError: no luck" in (tmp_path / "gpu.md").read_text()
 
     monkeypatch.setattr(gpu_tasks, "machine", lambda device: {"device": "another", "torch": "9"})
-    assert gpu.main([*words, "--only", "fp8"]) == 0
+    assert card.main([*words, "--only", "fp8"]) == 0
     first, second = sections(tmp_path)
     assert (list(first["rows"]), list(second["rows"])) == (list(section["rows"]), ["fp8"])
     assert "## another, torch 9" in (tmp_path / "gpu.md").read_text()
@@ -130,10 +128,10 @@ def test_missing_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run: list[str] = []
     for name, row in (("gemm", {"tflops": 1.0, "size": 1}), ("fp8", {"skipped": "no"})):
         call = lambda *_, n=name, r=row: run.append(n) or dict(r)  # noqa: E731
-        monkeypatch.setitem(gpu.ROWS, name, Task(call, 1))
+        monkeypatch.setitem(card.ROWS, name, Task(call, 1))
     words = [*TINY, "--in-process", *files(tmp_path), "--only", "gemm", "fp8"]
-    assert gpu.main(words) == 0
-    assert gpu.main([*words, "--missing"]) == 0
+    assert card.main(words) == 0
+    assert card.main([*words, "--missing"]) == 0
     assert run == ["gemm", "fp8", "fp8"]
 
 
@@ -142,7 +140,7 @@ def test_what_a_user_made_is_not_written_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (tmp_path / name).write_text("mine")
-    assert gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", "gemm"]) == 2
+    assert card.main([*TINY, "--in-process", *files(tmp_path), "--only", "gemm"]) == 2
     assert f"{name} was not written by this command" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "mine"
 
@@ -153,19 +151,19 @@ def test_both_files_stand_after_every_row(tmp_path: Path, monkeypatch: pytest.Mo
         assert "GEMM at 64³" in (tmp_path / "gpu.md").read_text()
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(gpu.ROWS, "fp8", Task(second, 1))
+    monkeypatch.setitem(card.ROWS, "fp8", Task(second, 1))
     with pytest.raises(KeyboardInterrupt):
-        gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", "gemm", "fp8"])
+        card.main([*TINY, "--in-process", *files(tmp_path), "--only", "gemm", "fp8"])
 
 
 @pytest.mark.slow
 def test_a_row_in_a_process_of_its_own_and_its_limit(tmp_path: Path) -> None:
     words = [*TINY, *files(tmp_path), "--only", "gemm"]
-    assert gpu.main(words) == 0
+    assert card.main(words) == 0
     assert sections(tmp_path)[0]["rows"]["gemm"]["size"] == 64
-    options = gpu.BENCH.parser().parse_args([*words, "--limit", "0.05"])
+    options = card.BENCH.parser().parse_args([*words, "--limit", "0.05"])
     options.folder = tmp_path
-    failed = gpu.BENCH.ask("fp8", options, {})
+    failed = card.BENCH.ask("fp8", options, {})
     assert failed.pop("took_s") < 5.0 and failed == {"failed": "took longer than 0.05 s"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
 
@@ -182,13 +180,13 @@ def test_at_its_limit_a_process_ends_with_what_it_started(tmp_path: Path) -> Non
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_whoever_is_ended_leaves_no_row_behind(tmp_path: Path, number: int) -> None:
     child = tmp_path / "child"
-    row = "import os, sys, time; from benchmarks import gpu_process\n"
-    row += "gpu_process.die_with_parent(int(sys.argv[1])); open(sys.argv[2], 'w').write(str("
+    row = "import os, sys, time; from benchmarks.gpu import process\n"
+    row += "process.die_with_parent(int(sys.argv[1])); open(sys.argv[2], 'w').write(str("
     row += "os.getpid())); os.rename(sys.argv[2], sys.argv[3]); time.sleep(60)"
-    main = "import os, sys; from benchmarks import gpu_process\n"
-    main += "with gpu_process.stops_on_sigterm():\n"
+    main = "import os, sys; from benchmarks.gpu import process\n"
+    main += "with process.stops_on_sigterm():\n"
     main += "    words = [sys.executable, '-c', sys.argv[1], str(os.getpid()), *sys.argv[2:]]\n"
-    main += "    gpu_process.run_limited(words, 60)"
+    main += "    process.run_limited(words, 60)"
     words = [sys.executable, "-c", main, row, f"{child}.new", str(child)]
     parent = subprocess.Popen(words, cwd=gpu_process.ROOT)
     try:
@@ -259,11 +257,11 @@ sys.meta_path.insert(0, Absent())
 import torch
 import parallel3d.trainer
 from pathlib import Path
-from benchmarks import gpu, gpu_first, gpu_node, gpu_tasks
-given = gpu_tasks.Given(torch.device("cpu"), "tiny", Path("."), {})
-found = gpu.ROWS["parallel3d 1b"].run(given)
+from benchmarks.gpu import card, first, node, tasks
+given = tasks.Given(torch.device("cpu"), "tiny", Path("."), {})
+found = card.ROWS["parallel3d 1b"].run(given)
 assert found["micro_batch"] == 2, found
-for bench in (gpu_first, gpu_node):
+for bench in (first, node):
     for name, line in bench.LINES.items():
         if line.by_command:
             row = line.run(given)
@@ -410,6 +408,6 @@ def test_without_a_gpu_the_command_says_so(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert gpu.main(["--in-process", *files(tmp_path)]) == 2
+    assert card.main(["--in-process", *files(tmp_path)]) == 2
     assert "no CUDA device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

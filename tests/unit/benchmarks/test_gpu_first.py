@@ -1,4 +1,4 @@
-"""benchmarks/gpu_first.py: every line that a CPU or the simulated device can answer, how answers
+"""benchmarks/gpu/first.py: every line that a CPU or the simulated device can answer, how answers
 are judged, and the calls."""
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import (
-    gpu_commands,
-    gpu_first,
-    gpu_first_runs,
-    gpu_first_values,
-    gpu_process,
-    gpu_tasks,
-)
-from benchmarks.gpu_process import ROOT
-from benchmarks.gpu_tasks import Given, Row, Task
+from benchmarks.gpu import commands as gpu_commands
+from benchmarks.gpu import first as gpu_first
+from benchmarks.gpu import first_runs, first_values
+from benchmarks.gpu import process as gpu_process
+from benchmarks.gpu import tasks as gpu_tasks
+from benchmarks.gpu.process import ROOT
+from benchmarks.gpu.tasks import Given, Row, Task
 from parallel3d.config.overrides import compose
 from parallel3d.context_parallel import attention
 from parallel3d.device import accelerator, fused
@@ -123,7 +120,7 @@ def test_a_run_is_saved_goes_on_and_writes_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_commands, "parallel3d", run_command)
-    found = gpu_first_runs.save_and_go_on(given(tmp_path))
+    found = first_runs.save_and_go_on(given(tmp_path))
     assert found["verdict"] == "PASS", found
     assert len(found["whole"]) == 4 and found["whole"] == found["parted"]
     assert found["text"].startswith("the")
@@ -156,8 +153,8 @@ def test_a_resumed_run_must_have_the_bits_of_the_other(
         (folder / "metrics.jsonl").write_text("\n".join(lines))
         return text if command == "generate" else ""
 
-    monkeypatch.setattr(gpu_first_runs, "run", run)
-    assert gpu_first_runs.save_and_go_on(given(tmp_path))["verdict"] == verdict
+    monkeypatch.setattr(first_runs, "run", run)
+    assert first_runs.save_and_go_on(given(tmp_path))["verdict"] == verdict
 
 
 @pytest.mark.parametrize("losses", [[[3.0, 2.0, 1.0]], [[3.0, 2.0]] * 2, [[3.0, 2.0, 1.0]] * 2])
@@ -171,8 +168,8 @@ def test_forked_ranks_must_be_two_with_three_losses_of_their_own(
             lines = [json.dumps({"loss": loss}) for loss in of_run]
             (runs / str(number) / "metrics.jsonl").write_text("\n".join(lines))
 
-    monkeypatch.setattr(gpu_first_runs, "run", run)
-    assert gpu_first_runs.forked_rank(given(tmp_path))["verdict"] == "DIFFERS"
+    monkeypatch.setattr(first_runs, "run", run)
+    assert first_runs.forked_rank(given(tmp_path))["verdict"] == "DIFFERS"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -197,9 +194,9 @@ def test_a_run_that_ends_badly_says_its_own_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = lambda given, compiled: ["micro_batch_size=0"]  # noqa: E731
-    monkeypatch.setattr(gpu_first_runs, "train_words", wrong)
+    monkeypatch.setattr(first_runs, "train_words", wrong)
     with pytest.raises(gpu_commands.RunFailed, match="parallel3d: micro_batch_size=0"):
-        gpu_first_runs.train(given(tmp_path))
+        first_runs.train(given(tmp_path))
 
 
 def test_a_line_that_fails_or_differs_is_the_exit_code(
@@ -251,7 +248,7 @@ def test_a_wrong_kernel_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, name, Planted(getattr(module, name), change))
-    found = gpu_first_values.kernels(given(tmp_path))
+    found = first_values.kernels(given(tmp_path))
     assert found["verdict"] == "DIFFERS"
     assert found["found"].startswith(f"too far off: {named}") and "," not in found["found"]
 
@@ -259,7 +256,7 @@ def test_a_wrong_kernel_is_named(
 def test_what_a_kernel_writes_into_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = gpu_first_values.loss
+    module = first_values.loss
     right = module.logits_to_gradient
 
     class Written(Planted):
@@ -268,7 +265,7 @@ def test_what_a_kernel_writes_into_is_compared(
             logits[:, -1] = 1.0
 
     monkeypatch.setattr(module, "logits_to_gradient", Written(right, lambda y: y))
-    found = gpu_first_values.kernels(given(tmp_path))
+    found = first_values.kernels(given(tmp_path))
     assert found["found"].startswith("too far off: loss's gradient ")
 
 
@@ -280,7 +277,7 @@ def test_a_kernel_that_was_not_compiled_differs(
         return y
 
     monkeypatch.setattr(ops, "swiglu_forward", Planted(ops.swiglu_forward, told))
-    found = gpu_first_values.kernels(given(tmp_path))
+    found = first_values.kernels(given(tmp_path))
     assert found["verdict"] == "DIFFERS"
     assert "not compiled: swiglu_forward runs as separate operations" in found["found"]
     assert logging.getLogger(fused.__name__).handlers == []
@@ -289,9 +286,9 @@ def test_a_kernel_that_was_not_compiled_differs(
 def test_wrong_attention_is_named_with_its_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = gpu_first_values._attend
-    monkeypatch.setattr(gpu_first_values, "_attend", lambda *qkv: 1.03 * right(*qkv))
-    found = gpu_first_values.attention_values(given(tmp_path))
+    right = first_values._attend
+    monkeypatch.setattr(first_values, "_attend", lambda *qkv: 1.03 * right(*qkv))
+    found = first_values.attention_values(given(tmp_path))
     assert found["verdict"] == "DIFFERS"
     assert found["found"].startswith("too far off: heads 4/4, s 64, d 16: default 3.")
 
@@ -299,9 +296,9 @@ def test_wrong_attention_is_named_with_its_kernel(
 def test_attention_that_looks_into_other_documents_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = lambda q, k, v, documents: gpu_first_values._attend(q, k, v)  # noqa: E731
+    whole = lambda q, k, v, documents: first_values._attend(q, k, v)  # noqa: E731
     monkeypatch.setattr(attention, "attend_within", whole)
-    assert gpu_first_values.document_values(given(tmp_path))["verdict"] == "DIFFERS"
+    assert first_values.document_values(given(tmp_path))["verdict"] == "DIFFERS"
 
 
 @pytest.mark.parametrize(
@@ -331,9 +328,9 @@ def test_losses_are_judged_by_precision_with_every_kernel_fused(
         asked.append((device, _[-1]))
         return SimpleNamespace(train_step=step)
 
-    monkeypatch.setattr(gpu_first_values, "trainer_of", trainer_of)
+    monkeypatch.setattr(first_values, "trainer_of", trainer_of)
     before = fused.LEAST_ELEMENTS
-    assert gpu_first_values.losses(given(tmp_path), precision)["verdict"] == verdict
+    assert first_values.losses(given(tmp_path), precision)["verdict"] == verdict
     assert asked == [(torch.device("cpu"), precision)] * 2
     assert fused.LEAST_ELEMENTS == before > 0
 
@@ -367,7 +364,7 @@ def test_host_syncs_are_counted_without_torchs_word_on_the_mode(
 
     module = SimpleNamespace(set_sync_debug_mode=set_mode)
     monkeypatch.setattr(accelerator, "module", lambda device: module)
-    found = gpu_first_runs.host_syncs(given(tmp_path))
+    found = first_runs.host_syncs(given(tmp_path))
     assert (found["verdict"], found["syncs"]) == (verdict, syncs)
     assert list(found["where"].values()) == [syncs]
     assert "test_gpu_first.py" in found["found"]
@@ -375,12 +372,12 @@ def test_host_syncs_are_counted_without_torchs_word_on_the_mode(
 
 
 def test_busy_is_the_union_of_the_kernels_of_all_streams() -> None:
-    assert gpu_first_runs._busy_share([(0, 4), (1, 3), (5, 10)]) == pytest.approx(0.9)
-    assert gpu_first_runs._busy_share([(2, 3)]) == 1.0
+    assert first_runs._busy_share([(0, 4), (1, 3), (5, 10)]) == pytest.approx(0.9)
+    assert first_runs._busy_share([(2, 3)]) == 1.0
 
 
 def test_kernels_of_the_host_are_none_of_the_device() -> None:
-    assert gpu_first_values.device_kernels(lambda: torch.ones(4).sum()) == []
+    assert first_values.device_kernels(lambda: torch.ones(4).sum()) == []
 
 
 def test_the_calls_fit_a_card_that_is_lent_for_half_an_hour() -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_node.py: each kind of line with two ranks of a CPU, and how answers are judged."""
+"""benchmarks/gpu/node.py: each kind of line with two ranks of a CPU, and how answers are judged."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_commands, gpu_node, gpu_tasks
-from benchmarks.gpu_process import ROOT
-from benchmarks.gpu_tasks import Given
+from benchmarks.gpu import commands as gpu_commands
+from benchmarks.gpu import node as gpu_node
+from benchmarks.gpu import tasks as gpu_tasks
+from benchmarks.gpu.process import ROOT
+from benchmarks.gpu.tasks import Given
 from parallel3d.commands.plan import plan
 from parallel3d.config.overrides import compose
 from parallel3d.device import accelerator

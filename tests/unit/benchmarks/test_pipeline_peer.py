@@ -1,5 +1,5 @@
-"""benchmarks/pipeline.py peer: contenders take turns, and one that ends is neither waited for nor
-hidden."""
+"""`benchmarks.speed.pipeline peer`: contenders take turns, and one that ends is neither waited for
+nor hidden."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pipeline_peer
-from benchmarks.pipeline_peer import Contender, Failed, Setting
+from benchmarks.peers import pipelines as pipeline_peer
+from benchmarks.peers.pipelines import Contender, Failed, Setting
 
 pytestmark = pytest.mark.more
 

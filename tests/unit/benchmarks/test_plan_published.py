@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published import Seen, folds
-from benchmarks.published_fit import fit
-from benchmarks.published_newer import READERS
-from benchmarks.published_rows import Run, hardware_seconds
-from benchmarks.published_scores import balanced, choose, errors, null, rank_correlation
+from benchmarks.planner.published import Seen, folds
+from benchmarks.planner.published_fit import fit
+from benchmarks.planner.published_newer import READERS
+from benchmarks.planner.published_rows import Run, hardware_seconds
+from benchmarks.planner.published_scores import balanced, choose, errors, null, rank_correlation
 
 pytestmark = pytest.mark.more
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_files import Failing, RandomFiles
+from benchmarks.failures.random_files import Failing, RandomFiles
 from tests.tools.failing_files import Fault
 
 pytestmark = pytest.mark.more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_dryrun import configured
+from benchmarks.planner.plan_dryrun import configured
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.in_flight import enough_microbatches, states_of
 from parallel3d.schedules.actions import Kind

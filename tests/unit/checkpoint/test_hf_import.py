@@ -18,7 +18,7 @@ from torch import Tensor
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
 import transformers
 
-from benchmarks import fuzz_huggingface as fuzz
+from benchmarks.inputs import fuzz_huggingface as fuzz
 from parallel3d.checkpoint.hf import folder as hf_folder
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.commands.checkpoint import huggingface as proof
@@ -389,7 +389,7 @@ def test_a_header_of_very_many_tensors_is_refused_before_it_is_read(
 
 @pytest.mark.more
 def test_random_folders_are_equal_or_refused() -> None:
-    """A short form of benchmarks/fuzz_huggingface.py."""
+    """A short form of benchmarks/inputs/fuzz_huggingface.py."""
     found = {}
     for number in range(25):
         case = fuzz.random_case(0, number)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fuzz_answers as fuzz
-from benchmarks.fuzz_words import Drawn, by_hand, draw
+from benchmarks.inputs import fuzz_answers as fuzz
+from benchmarks.inputs.fuzz_words import Drawn, by_hand, draw
 from parallel3d.config.fields import all_keys
 from parallel3d.errors import closest, readable
 

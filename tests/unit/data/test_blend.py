@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.blends import oracle
+from benchmarks.data.blends import oracle
 from parallel3d.checkpoint.checkpoints import compared_with, facts_of
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.config.schema import Config, DataConfig, ModelConfig

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from benchmarks.blends import oracle, owners, random_weights, tree
+from benchmarks.data.blends import oracle, owners, random_weights, tree
 from parallel3d.data.blend import Shares, whole_weights
 
 # Beside a heavy one, many equal light ones: what the rule without a tree gets wrong.

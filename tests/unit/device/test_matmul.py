@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import matmul as benchmark
+from benchmarks.speed import matmul as benchmark
 from parallel3d.comm.group import SINGLE
 from parallel3d.device import matmul as matmul_module
 from parallel3d.device.matmul import linear, matmul, onednn_is_faster

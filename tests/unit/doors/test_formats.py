@@ -24,7 +24,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from benchmarks.door_inputs.files import asked, texts_in, tokenized
+from benchmarks.inputs.door_inputs.files import asked, texts_in, tokenized
 from parallel3d.commands.data import _run
 from parallel3d.commands.eval_rows import read_rows
 from parallel3d.config.schema import DataConfig

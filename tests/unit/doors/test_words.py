@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from benchmarks.door_inputs.words import (
+from benchmarks.inputs.door_inputs.words import (
     GUESSED,
     LISTS,
     NAMED,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.published_fit import time_guesses
-from benchmarks.published_rows import FABRICS, recomputed, split_evenly
+from benchmarks.planner.published_fit import time_guesses
+from benchmarks.planner.published_rows import FABRICS, recomputed, split_evenly
 from parallel3d.device.datasheets import DEVICES
 from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, Constants, StepWork
 

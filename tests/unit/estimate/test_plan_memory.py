@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.published_memory import GIB, GUESSES, memory, stalled
+from benchmarks.planner.published_memory import GIB, GUESSES, memory, stalled
 from parallel3d.estimate.fitted_cost import ENGINES, stage_parameters
 from tests.unit.estimate.plan_work import work
 

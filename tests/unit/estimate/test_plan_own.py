@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.launches import launches
-from benchmarks.longest import WAYS, row
-from benchmarks.plan_dryrun import NAMES, configured, off, sample
+from benchmarks.planner.launches import launches
+from benchmarks.planner.longest import WAYS, row
+from benchmarks.planner.plan_dryrun import NAMES, configured, off, sample
 from parallel3d import versions
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import PipelineRank
@@ -100,7 +100,7 @@ def test_dry_runs_play_the_launches_and_bytes_sent_and_no_more_memory_than_the_b
     words = [word for case in cases for word in ("--case", json.dumps(case))]
     for option, value in zip(("--below", "--above", "--launches"), off_by, strict=True):
         words += [option, value]
-    done = run_module("benchmarks.plan_dryrun", *words)
+    done = run_module("benchmarks.planner.plan_dryrun", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^\| \w+ \| ", done.stdout, re.M)) == len(cases) + 1
     assert all(f"{name}: median" in done.stdout for name in NAMES)

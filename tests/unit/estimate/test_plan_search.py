@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.published_memory import memory
+from benchmarks.planner.published_memory import memory
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.config.checks import check_context_parallel
 from parallel3d.config.schema import ClusterConfig, Config, ContextParallelConfig, ModelConfig

@@ -7,8 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published_fit import time_guesses
-from benchmarks.published_rows import recomputed, split_by_cost, split_evenly, stages_by_cost
+from benchmarks.planner.published_fit import time_guesses
+from benchmarks.planner.published_rows import (
+    recomputed,
+    split_by_cost,
+    split_evenly,
+    stages_by_cost,
+)
 from parallel3d.estimate import fitted_cost
 from parallel3d.estimate.fitted_cost import (
     StepWork,

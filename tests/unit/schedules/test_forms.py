@@ -132,7 +132,7 @@ def test_two_ranks_with_chunks_carry_both_flows_on_one_pair() -> None:
 
 @pytest.mark.slow
 def test_random_faults_are_rejected_and_nothing_else() -> None:
-    """The judge runs each program; benchmarks/schedules.py plants ten thousand."""
+    """The judge runs each program; benchmarks/speed/schedules.py plants ten thousand."""
     rng = random.Random(13)
     sizes = ((2, 3), (3, 4), (4, 5))
     cases = [make(n, p, m, c) for n in NAMED_SCHEDULES for c in chunks_of(n)[:3] for p, m in sizes]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.loss_memory import peak_bytes
+from benchmarks.speed.loss_memory import peak_bytes
 from parallel3d.blueprint.sizes import loss_chunks
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective

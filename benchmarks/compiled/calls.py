@@ -1,0 +1,179 @@
+"""What training steps call `fused` functions with, recorded on the simulated device.
+
+    python -m benchmarks.compiled.calls large large.pt
+    python -m benchmarks.compiled.calls uncalled names.json large.pt small.pt
+
+`large`: models as they are trained, but for their number of layers; tensors without values.
+`small`: tiny models with every option that has a fused function, with values. `uncalled`: which
+functions one of the files has no call of.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import parallel3d
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config
+from parallel3d.data.sampler import Sample
+from parallel3d.device import fused
+from parallel3d.simulated_device import enable
+from parallel3d.simulated_device.device import TYPE
+from parallel3d.trainer import Trainer
+
+COMMON = "precision=bf16 model.num_layers=2"
+LARGE = {
+    "llama_1b, 8 × 4,096": "model=llama_1b micro_batch_size=8 global_batch_size=8 "
+    "model.seq_length=4096 optim.state=bf16",
+    "llama3_8b, 1 × 8,192": "model=llama3_8b micro_batch_size=1 global_batch_size=1 "
+    "model.seq_length=8192",
+    "qwen3_8b, 1 × 8,192": "model=qwen3_8b micro_batch_size=1 global_batch_size=1 "
+    "model.seq_length=8192 loss.label_smoothing=0.1",
+    "megatron_345m, 8 × 1,024": "model=megatron_345m model.dropout=0.1 micro_batch_size=8 "
+    "global_batch_size=8",
+}
+TINY = "model=llama_tiny model.seq_length=24 model.vocab_size=300 micro_batch_size=2 "
+SMALL = {
+    "rotary, RMSNorm, SwiGLU": TINY + "global_batch_size=2 optim.state=bf16",
+    "q/k norm, label smoothing": TINY + "global_batch_size=2 model.qk_norm=true "
+    "loss.label_smoothing=0.1",
+    "dropout": TINY + "global_batch_size=2 model.dropout=0.1",
+    "dropout within documents": TINY + "global_batch_size=2 model.dropout=0.1 "
+    "data.document_mask=true",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the `fused` function `name` of `module`; tensors of `large` cases are on meta."""
+
+    case: str
+    module: str
+    name: str
+    arguments: tuple[Any, ...]
+
+    @property
+    def function(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.name)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is large enough that a run would compile it."""
+        least = fused.LEAST_ELEMENTS if self.function.least is None else self.function.least
+        return max(a.numel() for a in self.arguments if isinstance(a, Tensor)) >= least
+
+
+def fused_functions() -> set[str]:
+    """`module.name` of every function under `fused`, found in the code."""
+    found = set()
+    for module in pkgutil.walk_packages(parallel3d.__path__, "parallel3d."):
+        source = importlib.util.find_spec(module.name).origin  # type: ignore[union-attr]
+        if module.ispkg or source is None:
+            continue
+        if "device.fused import" not in Path(source).read_text(encoding="utf-8"):
+            continue
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, fused._Fused):
+                found.add(f"{value.__module__}.{value.__name__}")
+    return found
+
+
+def uncalled(calls: Sequence[Call]) -> list[str]:
+    """Functions under `fused` that no call is of."""
+    return sorted(fused_functions() - {f"{call.module}.{call.name}" for call in calls})
+
+
+class Samples:
+    """Of random tokens, in documents of a few tokens where these are told apart; all unmasked."""
+
+    masks = False
+
+    def __init__(self, config: Config) -> None:
+        self.seq_length, self.vocab_size = config.model.seq_length, config.model.vocab_size
+
+    def sample(self, i: int) -> Sample:
+        tokens = np.random.default_rng(i).integers(self.vocab_size, size=self.seq_length + 1)
+        return Sample(tokens.astype(np.int64), np.ones(self.seq_length, dtype=bool))
+
+
+@contextmanager
+def recorded(case: str, calls: dict[str, Call]) -> Iterator[None]:
+    """Adds the calls inside to `calls`, those of equal shapes once."""
+    plain = fused._Fused.__call__
+
+    def call(self: Any, *arguments: Any) -> Any:
+        shapes = [_shape(a) if isinstance(a, Tensor) else a for a in arguments]
+        key = f"{self.__module__}.{self.__name__}{shapes}"
+        if key not in calls:
+            given = tuple(_copy(a) if isinstance(a, Tensor) else a for a in arguments)
+            calls[key] = Call(case, self.__module__, self.__name__, given)
+        return plain(self, *arguments)
+
+    with patch.object(fused._Fused, "__call__", call):
+        yield
+
+
+def _shape(x: Tensor) -> tuple:
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def _copy(x: Tensor) -> Tensor:
+    """On the CPU or on meta, of the same strides."""
+    if x.device.type != TYPE:
+        raise ValueError(f"a fused function is given a tensor on {x.device}")
+    if torch.get_device_module(x.device).machine.data == "meta":
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach().cpu())
+
+
+def configured(words: str) -> Config:
+    """The checked configuration of a case."""
+    return check_config(parallel3d.compose(*COMMON.split(), *words.split()), own_samples=True)
+
+
+def record(kind: str) -> list[Call]:
+    """`kind`: large or small; this process has the simulated device from here on."""
+    enable(data="meta" if kind == "large" else "cpu", checks_races=False)
+    device = torch.device(TYPE, 0)
+    torch.get_device_module(device).set_device(device)
+    calls: dict[str, Call] = {}
+    for case, words in (LARGE if kind == "large" else SMALL).items():
+        config = configured(words)
+        trainer = Trainer(config, ProcessGroups.single(), device, train_source=Samples(config))
+        with recorded(case, calls):
+            trainer.train_step()
+        del trainer
+    return list(calls.values())
+
+
+def load(path: str | Path) -> list[Call]:
+    """What `main` wrote."""
+    return [Call(*call) for call in torch.load(path, weights_only=False)]
+
+
+def main() -> None:
+    kind, path, *files = sys.argv[1:]
+    if kind == "uncalled":
+        names = {name for file in files for name in uncalled(load(file))}
+        Path(path).write_text(json.dumps(sorted(names)), encoding="utf-8")
+        return
+    calls = record(kind)
+    torch.save([(c.case, c.module, c.name, c.arguments) for c in calls], path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Blends against a slow exact oracle, and what a sample of one costs.
+
+    python -m benchmarks.data.blends [--sets 100] [--samples 1000000]
+
+The oracle shares nothing with the product: fractions, lists that are sorted again for every join,
+counts that go up one by one. It says whose each sample is, and the ideal that all are held against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import islice
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.data.blend import Shares
+
+
+def random_weights(random: Random, most: int = 40) -> list[int]:
+    """Weights of up to `most` sets: alike, spread over many sizes, or equal in part."""
+    count = random.randint(2, most)
+    kind = random.randrange(3)
+    if kind == 0:
+        return [random.randint(1, 1000) for _ in range(count)]
+    if kind == 1:
+        return [1 + int(10 ** random.uniform(0, 9)) for _ in range(count)]
+    return [random.choice((1, 1, 1, 7, count * 10)) for _ in range(count)]
+
+
+class Node:
+    """A joint of the oracle's tree: a weight, whose it is or which two it joins, and its counts."""
+
+    def __init__(self, weight: Fraction, order: int, owner: int | None, two: Sequence[Node] = ()):
+        self.weight, self.order, self.owner, self.two = weight, order, owner, two
+        self.slots = self.lefts = 0
+
+    def take(self) -> int:
+        """Whose the next slot is."""
+        if self.owner is not None:
+            return self.owner
+        right, left = self.two
+        self.slots += 1
+        due = left.weight / self.weight * self.slots  # of the left one, rounded: halves go up
+        if self.lefts < (due + Fraction(1, 2)).__floor__():
+            self.lefts += 1
+            return left.take()
+        return right.take()
+
+
+def tree(weights: Sequence[int]) -> Node:
+    nodes = [Node(Fraction(weight), k, k) for k, weight in enumerate(weights)]
+    order = len(nodes)
+    while len(nodes) > 1:
+        nodes.sort(key=lambda node: (node.weight, node.order))
+        small, large, *rest = nodes
+        nodes = [*rest, Node(small.weight + large.weight, order, None, (small, large))]
+        order += 1
+    return nodes[0]
+
+
+def oracle(weights: Sequence[int]) -> Iterator[int]:
+    """Whose each slot is, one after the other."""
+    root = tree(weights)
+    while True:
+        yield root.take()
+
+
+def owners(node: Node, slots: int) -> npt.NDArray[np.int64]:
+    """The same of the first `slots`, all at once; exact while 2 · weights · slots < 2^63."""
+    if node.owner is not None:
+        return np.full(slots, node.owner)
+    right, left = node.two
+    whole, twice = int(node.weight), 2 * int(left.weight)
+    lefts = (twice * np.arange(slots + 1) + whole) // (2 * whole)
+    is_left = np.diff(lefts) > 0
+    found = np.empty(slots, np.int64)
+    found[is_left] = owners(left, int(lefts[-1]))
+    found[~is_left] = owners(right, slots - int(lefts[-1]))
+    return found
+
+
+def compare(weights: Sequence[int], samples: int, slowly: int) -> float:
+    """The largest |count - ideal| over all prefixes and sets; SystemExit where the oracle differs.
+
+    Looked at for the set that a sample was given to, before and after: a set's count is off the
+    most just there, as between its samples the ideal alone moves. The first `slowly` samples are
+    held against fractions, all of them against whole numbers.
+    """
+    shares, total = Shares(weights), sum(weights)
+    expected = owners(tree(weights), samples).tolist()
+    if list(islice(oracle(weights), slowly)) != expected[:slowly]:
+        raise SystemExit(f"the oracle does not agree with itself on {weights}")
+    had, worst = [0] * len(weights), 0
+    for slot, owner in enumerate(expected):
+        if shares.at(slot) != (owner, had[owner]):
+            raise SystemExit(f"slot {slot} of {weights}: {shares.at(slot)}, oracle {owner}")
+        worst = max(worst, abs(had[owner] * total - weights[owner] * slot))
+        had[owner] += 1
+        worst = max(worst, abs(had[owner] * total - weights[owner] * (slot + 1)))
+    if shares.counts(samples) != had:
+        raise SystemExit(f"counts of {samples} of {weights} differ")
+    return worst / total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sets", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--slowly", type=int, default=20_000)
+    args = parser.parse_args()
+    worst = 0.0
+    for seed in range(args.sets):
+        weights = random_weights(Random(seed))
+        off = compare(weights, args.samples, args.slowly)
+        worst = max(worst, off)
+        if seed % 10 == 9:
+            print(f"{seed + 1} of {args.sets}: prefixes off by {worst:.3f} at most", flush=True)
+    print(f"{args.sets} sets of weights x {args.samples:,} samples equal; worst prefix {worst:.3f}")
+    shares, random = Shares(random_weights(Random(5), 4000)[:2000]), Random(6)
+    slots = [random.randrange(10**12) for _ in range(20_000)]
+    start = time.thread_time()
+    for slot in slots:
+        shares.at(slot)
+    each = (time.thread_time() - start) / len(slots)
+    print(f"whose a sample is, among {shares.owners:,} sets: {each * 1e6:.2f} us")
+
+
+if __name__ == "__main__":
+    main()

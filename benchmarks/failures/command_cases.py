@@ -1,0 +1,281 @@
+"""The commands that command_faults.py disturbs: forked, each in a folder of its own.
+
+A command is a process that is forked of one which has run it before, so it pays for no import; its
+words are composed by Hydra once (but for the scenario that is about that). What it writes lies
+below its folder, and so does what fails; what it says does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
+from parallel3d.cli import command_line
+from parallel3d.metrics import recorder
+from parallel3d.metrics.provenance import provenance
+from tests.tools.failing_files import FailingFiles, Fault, Point
+
+STEPS, EVERY, KEEP, KILLED_AFTER = 6, 2, 2, 5
+RUN = Path("runs/run")
+HERE = provenance()  # which asks git: once is enough
+LIMIT_S = 60.0  # without a fault that blocks: then the watchdog's
+SETTINGS = (
+    *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2"),
+    *("model.seq_length=16", "micro_batch_size=2", "global_batch_size=2", "device=cpu"),
+    *(f"train.steps={STEPS}", "train.eval_every=3", "train.eval_batches=1"),
+    *("train.save_weights=true", "launch.peak_tflops=0.1", "logger=none"),
+    *(f"checkpoint.every={EVERY}", f"checkpoint.keep={KEEP}"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, and the folder that it finds: a template, perhaps with something done to it."""
+
+    words: tuple[str, ...]
+    template: str
+    prepare: Callable[[Path], None] = lambda folder: None
+    through_hydra: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return self.words[0] == "train"
+
+
+@dataclass
+class Ended:
+    """How a command ended; `code` is None if it had to be killed after its limit."""
+
+    code: int | None
+    out: str
+    err: str
+    failed: int
+    points: list[Point]
+    seconds: float
+
+
+def train_words(text: str, *more: str) -> tuple[str, ...]:
+    where = ("run=run", "runs_dir=runs", "data=text", f"data.path={text}", "data.cache_dir=cache")
+    return ("train", *where, *SETTINGS, *more)
+
+
+class Calls(FailingFiles):
+    """Tells at once, through a pipe, that the fault was met: a command that blocks cannot later."""
+
+    def __init__(self, folder: Path, fault: Fault | None, point: Point | None, pipe: int) -> None:
+        super().__init__(folder, fault, point)
+        self.pipe = pipe
+
+    def meets(self, kind: str) -> Fault | None:
+        found = super().meets(kind)
+        if found is not None and self.failed == 1:
+            os.write(self.pipe, b"met\n")
+        return found
+
+
+@functools.cache
+def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
+    """What Hydra makes of a command line: the configuration, and its own."""
+    got: list[tuple[Any, Any]] = []
+
+    def take(app: str, config: Any, *_: Any) -> int:
+        got.append((config, HydraConfig.instance().cfg))
+        return 0
+
+    real, command_line._run_job = command_line._run_job, take
+    try:
+        code = command_line.main(words)
+    finally:
+        command_line._run_job = real
+    assert code == 0 and got, words
+    return got[0]
+
+
+def without_hydra(found: tuple[Any, Any]) -> Callable[[str, list[str]], None]:
+    """`command_line._run_hydra` behind the composing."""
+
+    def run(app: str, words: list[str]) -> None:
+        config, HydraConfig.instance().cfg = found
+        prompt = next((w[7:] for w in words if w.startswith("prompt=")), None)
+        if code := command_line._run_job(app, config, prompt):
+            raise SystemExit(code)
+
+    return run
+
+
+@dataclass
+class Stage:
+    """Where commands are given: one folder at a time, and what they said beside it."""
+
+    home: Path
+    limit_s: float = LIMIT_S
+    before: Callable[[], None] = lambda: None  # in the command's process, first
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "disk"
+
+    def give(
+        self,
+        case: Case,
+        fault: Fault | None = None,
+        point: Point | None = None,
+        calls: type[Calls] = Calls,
+        when_met: Callable[[int], None] = lambda pid: None,
+    ) -> Ended:
+        """One command to its end, or to the limit. `when_met` gets its process at the fault."""
+        if not case.through_hydra and case.words[0] != "checkpoint":
+            composed(tuple(w for w in case.words if not w.startswith("prompt=")))
+        started, (reading, writing) = time.monotonic(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            self._live(case, calls(self.folder, fault, point, writing))
+        os.close(writing)
+        told, in_time = _all_of(reading, started + self.limit_s, lambda: when_met(pid))
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        lines = told.decode().splitlines()
+        report = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+        return Ended(
+            os.waitstatus_to_exitcode(status) if in_time else None,
+            (self.home / "out").read_text(errors="replace"),
+            (self.home / "err").read_text(errors="replace"),
+            report.get("failed", lines.count("met")),
+            [(kind, n) for kind, n in report.get("points", [])],
+            time.monotonic() - started,
+        )
+
+    def _live(self, case: Case, files: Calls) -> None:
+        """The command's process; does not return."""
+        code = 1
+        try:
+            for name, number in (("out", 1), ("err", 2)):
+                with open(self.home / name, "w") as file:
+                    os.dup2(file.fileno(), number)
+            os.chdir(self.folder)
+            recorder.provenance = lambda: HERE
+            tempfile.tempdir = str(self.home)
+            self.before()
+            if case.words[0] != "checkpoint" and not case.through_hydra:
+                words = tuple(w for w in case.words if not w.startswith("prompt="))
+                command_line._run_hydra = without_hydra(composed(words))
+            with files:
+                code = command_line.main(case.words)
+        except BaseException:  # as the interpreter does
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            report = {"failed": files.failed, "points": files.points()}
+            os.write(files.pipe, f"{json.dumps(report)}\n".encode())
+            os._exit(code)
+
+    def lay(self, template: Path) -> None:
+        """A fresh copy of a template is the folder; times and owners as they were."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(template, self.folder, symlinks=True)
+
+
+def _all_of(pipe: int, deadline: float, when_met: Callable[[], None]) -> tuple[bytes, bool]:
+    """What a process says until it ends, and whether it does so in time."""
+    said = b""
+    with os.fdopen(pipe, "rb", buffering=0) as file:
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([file], [], [], left)[0]:
+                piece = file.read(1 << 16)
+                if not piece:
+                    return said, True
+                if piece.startswith(b"met"):
+                    when_met()
+                said += piece
+    return said, False
+
+
+def kill_after(step: int) -> Callable[[], None]:
+    """What makes a command's process die after a step, in the midst of the run."""
+
+    def prepare() -> None:
+        from parallel3d.faults import health
+
+        real = health.Health.after_step
+
+        def after_step(self: Any, result: Any) -> None:
+            real(self, result)
+            if result.step == step:
+                newest = RUN / CHECKPOINTS / step_folder(step - 1)
+                while not newest.is_dir():  # which is written beside the steps
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        health.Health.after_step = after_step
+
+    return prepare
+
+
+def flip(path: Path, at: int) -> None:
+    """Damage one byte of a file, in place."""
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+def damage_newest(folder: Path) -> None:
+    flip(folder / RUN / CHECKPOINTS / step_folder(KILLED_AFTER - 1) / "rank-00000.safetensors", -5)
+
+
+def tear_cache(folder: Path) -> None:
+    (tokens,) = (folder / "cache").glob("*.bin")
+    os.truncate(tokens, tokens.stat().st_size // 2)
+    (folder / "cache" / f"{tokens.stem}.left.tmp").write_bytes(b"half")
+
+
+def leave_litter(folder: Path) -> None:
+    """What killed starts leave, and a torn configuration."""
+    (folder / RUN / "config-2.yaml").write_bytes(b"")
+    kept = folder / RUN / CHECKPOINTS
+    for name in (".saving-00000009-old", ".removed-step-00000001-old"):
+        (kept / name).mkdir()
+        (kept / name / "rank-00000.safetensors").write_bytes(b"half")
+    with (folder / RUN / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "lo')
+
+
+def cases(text: str) -> dict[str, Case]:
+    """The scenarios; `text` is what is trained on, outside of what fails."""
+    words = train_words(text)
+    inside = train_words("book.txt")
+    generate = ("generate", "run=run", "runs_dir=runs", "generate.max_tokens=4", "device=cpu")
+    return {
+        "a new run": Case(inside, "text"),
+        "a new run, from Hydra on": Case(inside, "text", through_hydra=True),
+        "a new run, the cache is there": Case(words, "cache"),
+        "a new run, the cache is torn": Case(words, "cache", tear_cache),
+        "goes on": Case(words, "killed"),
+        "goes on, settings changed": Case((*words, "launch.timeout_s=120"), "killed"),
+        "goes on, saving at once": Case((*words, "checkpoint.async=false"), "killed"),
+        "goes on, the newest damaged": Case(words, "killed", damage_newest),
+        "goes on, things left lying": Case(words, "killed", leave_litter),
+        "goes on, a finished run": Case(words, "finished"),
+        "generate": Case((*generate, "prompt=9 bottles"), "finished"),
+        "checkpoint verify": Case(("checkpoint", "verify", "run=run", "runs_dir=runs"), "finished"),
+        "checkpoint ls": Case(("checkpoint", "ls", "runs_dir=runs"), "finished"),
+    }

@@ -1,0 +1,218 @@
+"""Whole commands on storage that fails: `train` from a new run on and going on, `generate`, ….
+
+Each pair is a call to the system (the n-th of its kind, of run folder, metrics, configurations,
+checkpoints, token cache and text) and a fault, in one command of one rank, start to end. After it:
+its exit code is 0, 1 or 2, its last words a sentence, no traceback, all within a limit, and a code
+of 0 only for what is right or was said. Then the disk is well and the same command is given again:
+it ends with the undisturbed run's weights, bit for bit, each step once in metrics.jsonl, and no
+checkpoint that was whole is gone or set aside. (If the first left everything as it was found, that
+was seen when the undisturbed command was given.)
+
+    python -m benchmarks.command_faults --pairs 2100 --blocks 100 --cuts 60 --seed 0 --jobs 3
+
+From the repository's root. Calls are those that tests/tools/failing_files.py reaches; pauses
+between tries to read are cut short. Power cuts are those of power_cuts.py, and need root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+from benchmarks.failures import power_cuts
+from benchmarks.failures.command_cases import RUN
+from benchmarks.failures.command_checks import (
+    given_again,
+    lost,
+    said_well,
+    silent,
+    tree,
+    whole_ones,
+)
+from benchmarks.failures.command_world import World
+from benchmarks.failures.storage_faults import ERRORS, LASTING
+from parallel3d.checkpoint import manifest
+from tests.tools.failing_files import BLOCK, LOST, SHORT, SLOW, Fault, Point
+
+# A command that meets a call which never returns ends after launch.timeout_s in its start, after
+# recovery.watchdog_s in a step, elsewhere after the longer of the first and thrice the second
+# (docs/recovery.md), and the thirty seconds that the watchdog takes at most to say so; on a busy
+# host it begins late.
+SHORT_LIMITS = ("launch.timeout_s=8", "recovery.watchdog_s=2")
+BLOCKED_S = 8 + 30 + 22
+
+Pair = tuple[str, Fault, Point]
+
+
+@dataclass
+class Result:
+    """How a pair ended, and what it did that it may not."""
+
+    pair: Pair
+    code: int | None
+    met: bool
+    wrong: list[str]
+    said: str
+    unchanged: bool = False
+    seconds: float = 0.0
+
+
+def try_pair(world: World, pair: Pair) -> Result:
+    name, fault, point = pair
+    case, stage = world.cases[name], world.stage(f"slot-{os.getpid()}")
+    if fault.what == BLOCK:
+        stage.limit_s = BLOCKED_S
+    if fault.what == BLOCK:
+        case = replace(case, words=(*case.words, *SHORT_LIMITS))
+    world.lay(stage, case)
+    before, found = tree(stage.folder), whole_ones(stage.folder / RUN)
+    ended = stage.give(case, fault, point)
+    wrong = list(said_well(ended))
+    if ended.code == 0:
+        wrong += silent(case, name, stage.folder, ended, world.reference)
+    wrong += [f"{step} is gone" for step in lost(found, stage.folder / RUN)]
+    unchanged = tree(stage.folder) == before
+    if not unchanged and not wrong:
+        wrong += given_again(case, name, stage, world.reference)
+    said = "\n".join((ended.out + ended.err).splitlines()[-3:])
+    return Result(pair, ended.code, ended.failed > 0, wrong, said, unchanged, ended.seconds)
+
+
+def faults_of(point: Point) -> Iterator[Fault]:
+    yield from (Fault(error, lasts) for error in ERRORS for lasts in LASTING)
+    yield from (Fault(LOST), Fault(SLOW))
+    if point[0] in ("read", "write"):
+        yield from (Fault(SHORT), Fault(SHORT, "kind"))
+
+
+def drawn(world: World, count: int, seed: int) -> list[Pair]:
+    """So many pairs, alike of each scenario as far as there are."""
+    random_ = random.Random(seed)
+    columns = []
+    for name, points in world.found.items():
+        column = [(name, fault, point) for point in points for fault in faults_of(point)]
+        columns.append(random_.sample(column, len(column)))
+    rows = itertools.zip_longest(*columns)
+    return [pair for row in rows for pair in row if pair is not None][:count]
+
+
+def blocking(world: World, count: int, seed: int) -> list[Pair]:
+    """So many calls that never return, once or like all that follow, of what runs unattended."""
+    pairs = [
+        (name, Fault(BLOCK, lasts), point)
+        for name, points in world.found.items()
+        for point in points
+        for lasts in ("once", "all")
+        if world.cases[name].trains and not world.cases[name].through_hydra
+    ]
+    return random.Random(seed).sample(pairs, min(count, len(pairs)))
+
+
+def work(world: World, pairs: list[Pair], results: SimpleQueue[Result | None]) -> None:
+    """One of the processes that share the pairs."""
+    for pair in pairs:
+        results.put(try_pair(world, pair))
+    results.put(None)
+
+
+def each(world: World, pairs: list[Pair], jobs: int) -> Iterator[Result]:
+    """The results, as they come."""
+    context = multiprocessing.get_context("fork")
+    results: SimpleQueue[Result | None] = context.SimpleQueue()
+    workers = [
+        context.Process(target=work, args=(world, pairs[i::jobs], results)) for i in range(jobs)
+    ]
+    for worker in workers:
+        worker.start()
+    left = jobs
+    while left:
+        result = results.get()
+        if result is None:
+            left -= 1
+        else:
+            yield result
+    for worker in workers:
+        worker.join()
+
+
+def campaign(world: World, pairs: list[Pair], jobs: int, say: Callable[[str], None]) -> dict:
+    """Try the pairs. Returns the counts and what was wrong."""
+    start, wrong = time.monotonic(), []
+    ended: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    scenarios: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    slowest = 0.0
+    for result in each(world, pairs, jobs):
+        name, fault, point = result.pair
+        scenarios[name] += 1
+        faults[fault.what] += 1
+        ended[f"{name}: code {result.code}"] += 1
+        counts["met"] += result.met
+        counts["nothing had changed"] += result.unchanged
+        slowest = max(slowest, result.seconds)
+        if (done := ended.total()) % 100 == 0:
+            say(f"{done} of {len(pairs)}, {len(wrong)} wrong")
+        for sentence in result.wrong:
+            wrong.append(f"{name}, {fault} at {point[0]} {point[1]}: {sentence} | {result.said}")
+            say(wrong[-1])
+    return {
+        "tried": len(pairs),
+        **counts,
+        "calls": {name: len(points) for name, points in world.found.items()},
+        "scenarios": dict(scenarios),
+        "faults": dict(faults),
+        "ended": dict(sorted(ended.items())),
+        "wrong": wrong,
+        "slowest_s": round(slowest, 1),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=2000)
+    parser.add_argument("--blocks", type=int, default=100, help="pairs whose call never returns")
+    parser.add_argument("--cuts", type=int, default=0, help="power cuts, as root")
+    parser.add_argument("--only", nargs="*", default=(), help="scenarios; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=3, help="pairs at once")
+    parser.add_argument("--block-jobs", type=int, default=8, help="of those that block, which wait")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    manifest.PAUSES_S = (0.001,) * len(manifest.PAUSES_S)
+    found = {}
+    if args.cuts:
+        power_cuts.alone_with_mounts()
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), tuple(args.only))
+        say = functools.partial(print, flush=True)
+        for name, pairs, jobs in (
+            ("pairs", drawn(world, args.pairs, args.seed), args.jobs),
+            ("blocks", blocking(world, args.blocks, args.seed), args.block_jobs),
+        ):
+            if pairs:
+                found[name] = campaign(world, pairs, jobs, say)
+        if args.cuts:
+            found["power cuts"] = power_cuts.campaign(world, args.cuts, args.seed, say)
+    for name, part in found.items():
+        print(name, json.dumps(part | {"wrong": len(part["wrong"])}, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(part["wrong"] for part in found.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

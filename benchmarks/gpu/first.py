@@ -1,0 +1,127 @@
+"""The first half hour on a card: what to ask it, in order, and the answer that it should give.
+
+    python -m benchmarks.gpu_first
+
+Each line runs in a process of its own with a time limit and ends in PASS, DIFFERS (from the answer
+below), FAILED, SKIPPED, or NOTED where there is nothing to compare with; results are written to
+--json after each. Exit code 1 if a line differs or fails.
+
+On a machine that is lent for minutes, and whose commands are cut after ten: `--plan` prints the
+calls, `--call 1` runs the first of them. A call starts nothing that would not end in time and says
+what remains; `--call 1 --missing` goes on with it, from the same --json.
+
+`--device cpu --size tiny` enters every line that a CPU has, `--device simulated` those of an
+accelerator; the suite does. Times and shares are estimates from bytes and FLOPs; docs/gpu.md has
+what an H100 and an H200 answered.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from benchmarks.gpu import card
+from benchmarks.gpu import first_kernels as kernels
+from benchmarks.gpu import first_runs as runs
+from benchmarks.gpu import first_values as values
+from benchmarks.gpu.tasks import Bench, Task
+
+LINES = {
+    "versions": Task(
+        kernels.versions, 5, "torch ≥ 2.11 built for CUDA, and the names of driver and card"
+    ),
+    "forked rank": Task(
+        runs.forked_rank,
+        45,
+        "a sweep's two runs of llama_tiny, each of a forked rank: three losses, others by seed",
+        by_command=True,
+    ),
+    "losses": Task(
+        partial(values.losses, precision="fp32"),
+        20,
+        "llama_tiny, fp32, 5 steps: losses as on the CPU to 1e-4, gradient norms to 1e-3",
+    ),
+    "kernels": Task(
+        values.kernels,
+        100,
+        "every fused function at the 1B's shapes as in float64: to 1e-2 where it gives bf16, 1e-5 "
+        "where fp32, equal bits of dropout's hash; none left uncompiled",
+    ),
+    "attention values": Task(
+        values.attention_values,
+        30,
+        "by each kernel of SDPA, strides of the trainer, with and without GQA, also of 2,112 "
+        "tokens: output and gradients as the formula in fp32 to 1.5e-2",
+    ),
+    "document attention": Task(
+        values.document_values,
+        15,
+        "the kernel for sequences of any length is taken; output and gradients to 1.5e-2",
+    ),
+    "losses bf16": Task(
+        partial(values.losses, precision="bf16"),
+        60,
+        "the same in bf16 with every kernel fused: losses and gradient norms to 1e-2",
+    ),
+    "train": Task(
+        runs.train,
+        60,
+        "1B, bf16, micro-batch 8: MFU ≥ 50 % of the datasheet, a peak of about 65 GB",
+        by_command=True,
+    ),
+    "dryrun": Task(
+        runs.dryrun,
+        15,
+        "as `train` measured: peak memory within 5 %, seconds within 20 %",
+        by_command=True,
+    ),
+    "communicators": Task(runs.communicators, 10, "made, split, summed and destroyed, no hang"),
+    "save and go on": Task(
+        runs.save_and_go_on,
+        130,
+        "two layers of the 1B, 20 steps, saved, then to 30: every loss and gradient norm equal to "
+        "a run of 30; `generate` writes text of it",
+        by_command=True,
+    ),
+    "trace": Task(runs.trace, 45, "a step of the 1B: the card is busy 90 % of it, GEMMs lead"),
+    "host syncs": Task(runs.host_syncs, 10, "one a step: the host reads loss and norm together"),
+    "gemm": card.ROWS["gemm"],
+    "addmm": Task(
+        values.weight_gradient,
+        10,
+        "a weight's gradient is added in fp32 by the GEMM: an error below 1e-4, and less time "
+        "than a product and a sum",
+    ),
+    "attention": Task(
+        kernels.attention,
+        25,
+        "flash or cuDNN is chosen, also with 8 key-value heads, and is within 10 % of the fastest",
+    ),
+    "adamw": Task(
+        kernels.fused_adamw, 8, "fused AdamW divides by grad_scale and leaves the gradient divided"
+    ),
+    "train compile": Task(
+        partial(runs.train, compiled=True),
+        150,
+        "`train` with compile=true: MFU ≥ 50 %",
+        by_command=True,
+    ),
+}
+# In order of worth: whether it runs and is right, how fast and why, then beside others.
+CALLS = (
+    (
+        *("versions", "forked rank", "losses", "kernels", "attention values"),
+        *("document attention", "losses bf16", "train", "dryrun"),
+    ),
+    (
+        *("communicators", "save and go on", "trace", "host syncs", "gemm", "addmm"),
+        *("attention", "adamw", "fp8"),
+    ),
+    ("train compile", "1b side by side", "shard llama3_70b", "shard gpt3_175b"),
+    ("1b side by side compile",),
+)
+BENCH = Bench("benchmarks.gpu_first", __doc__, LINES | card.ROWS, CALLS, tuple(LINES))
+main = BENCH.main
+
+if __name__ == "__main__":
+    sys.exit(main())

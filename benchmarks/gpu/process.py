@@ -1,0 +1,134 @@
+"""A command in a process of its own, with a time limit; and why it failed, in one line."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name from torch 2.9, before
+LINUX_SET_PARENT_DEATH_SIGNAL = 1
+DYING = "Exception ignored"  # in a destructor, while the interpreter ends
+LONGEST_REASON = 300  # characters: a row of a table, not a log
+TRACEBACK = "Traceback (most recent call last):"
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts it before each line
+
+
+class Ended(NamedTuple):
+    """A process that has ended. `code` None: it ran into its limit and was ended."""
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+
+
+def run_limited(words: Sequence[str], limit_s: float) -> Ended:
+    """Runs a command in the checkout's root; after `limit_s` seconds it is ended.
+
+    It leads a process group of its own, which is all that is ever ended: when the limit is reached,
+    or when an exception (Ctrl-C) leaves this function.
+    """
+    started = time.perf_counter()
+    # Files, no pipes: a grandchild that outlives the command would hold a pipe open for ever.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if process.poll() is None:  # not waited for yet: its number cannot be another's
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        seconds = time.perf_counter() - started
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read().decode(errors="replace"))
+    return Ended(code, said[0], said[1], seconds)
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which the allocator grows its segments, as in `parallel3d train`, unless
+    the user has set it."""
+    if any(name in os.environ for name in ALLOCATOR):
+        return dict(os.environ)
+    return {**os.environ, ALLOCATOR[0]: "expandable_segments:True"}
+
+
+def reason(ended: Ended, limit_s: float) -> str:
+    """Why a process failed: its limit, its signal, or the line that names its exception."""
+    if ended.code is None:
+        return f"took longer than {limit_s:g} s"
+    if ended.code < 0:
+        name = signal.Signals(-ended.code).name
+        return f"ended by {name}" + (" (no memory left on the host?)" if name == "SIGKILL" else "")
+    return _shortened(_said(ended.err) or f"exit code {ended.code}")
+
+
+def sentence_of(error: BaseException) -> str:
+    """An exception as the first line of what it says, after its type."""
+    lines = str(error).strip().splitlines()
+    name = type(error).__name__
+    return _shortened(f"{name}: {lines[0]}" if lines else name)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the system to end this process when its parent ends, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextmanager
+def stops_on_sigterm() -> Iterator[None]:
+    """SIGTERM (a scheduler's, `timeout`'s) leaves as Ctrl-C does, past every `finally`."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _said(err: str) -> str | None:
+    """The exception's line of the last traceback, else parallel3d's last sentence, else the last
+    line. Warnings of dying objects after the traceback are none of them."""
+    lines = [RANK_PREFIX.sub("", line) for line in err.splitlines()]
+    found = None
+    for i, line in enumerate(lines):
+        if line.strip() == TRACEBACK and not "".join(lines[:i][-1:]).startswith(DYING):
+            after = lines[i + 1 :]
+            found = next((said for said in after if said and not said[0].isspace()), found)
+    sentences = [line for line in lines if line.startswith("parallel3d: ")]
+    rest = [line for line in lines if line.strip()]
+    return found or (sentences or rest or [None])[-1]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 1] + "…"

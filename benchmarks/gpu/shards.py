@@ -1,0 +1,124 @@
+"""One rank's share of a model that needs many cards, on one: without its communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.rows import RandomTokens, Size, model_of, peak_memory_gb, seconds_of
+from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.ops import layer_flops
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.device import accelerator
+from parallel3d.trainer import Trainer
+
+SHARDS = {"llama3_70b": Layout(tp=8, pp=10), "gpt3_175b": Layout(tp=8, pp=16)}
+
+
+def shard_row(name: str, size: Size, device: torch.device) -> dict[str, Any]:
+    """A middle stage of one rank: forward and backward of one micro-batch, by layer."""
+    model, layout = model_of(name, size), SHARDS[name]
+    if size.shard_layers is not None:
+        model.num_layers = size.shard_layers * layout.pp
+    config = Config(tp=layout.tp, pp=layout.pp, sp=True, micro_batch_size=1)
+    config.global_batch_size, config.model = layout.pp, model
+    config.precision.name, config.device = size.precision, device.type
+    config.launch.shared_memory = False
+    with fake_groups(layout, layout.pp // 2 * layout.tp, device) as groups:
+        trainer = Trainer(config, groups, device, train_source=RandomTokens(model))
+        return {"layout": f"tp {layout.tp}, pp {layout.pp}"} | _time_layers(trainer, size)
+
+
+def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
+    model, device, layers = trainer.config.model, trainer.device, len(trainer.stages[0].layers)
+    state_gb = None
+    if accelerator.is_accelerator(device):
+        state_gb = accelerator.module(device).memory_allocated(device) / 1e9
+    shape = trainer.executor.links[0].shape
+    x = torch.randn(shape, device=device, dtype=trainer.dtype, requires_grad=True)
+    grad = torch.randn_like(x)
+
+    def forward() -> torch.Tensor:
+        return trainer.stages[0](x, None, None, None)
+
+    with torch.no_grad():
+        forward_s = seconds_of(forward, device, size)
+    both_s = seconds_of(lambda: forward().backward(grad), device, size)
+    # Model FLOPs of a layer on this rank: those of all layers, without the head, by tp.
+    attention = 2 * model.num_attention_heads * model.head_size * model.seq_length
+    tokens = model.seq_length * trainer.config.micro_batch_size
+    # In full, as an MFU counts it: `layer_flops` has the causal half.
+    flops = 3 * (layer_flops(model) + attention) * tokens / trainer.config.tp
+    return {
+        "layers": layers,
+        "parameters": sum(p.numel() for p in trainer.parameters.values()),
+        "layer_forward_ms": 1e3 * forward_s / layers,
+        "layer_backward_ms": 1e3 * (both_s - forward_s) / layers,
+        "model_tflops": 1e-12 * flops * layers / both_s,
+        "state_gb": state_gb,
+        "peak_memory_gb": peak_memory_gb(device),
+    }
+
+
+@contextmanager
+def fake_groups(layout: Layout, rank: int, device: torch.device) -> Iterator[ProcessGroups]:
+    """One rank of a world in which nobody else is, by PyTorch's `fake` backend.
+
+    Nothing is summed and nobody is waited for. What still takes a device's time: an all-gather
+    copies this rank's part to every place of its output, a reduce-scatter its own part to the
+    output (see `_own_part_of_reductions`).
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # By name, as the backend does not list every device that there is.
+    backend = ",".join(f"{kind}:fake" for kind in dict.fromkeys(("cpu", device.type)))
+    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        with _own_part_of_reductions():
+            # As a CPU's: made one by one, for there is no communicator that could be split.
+            groups = ProcessGroups.create(layout, "cpu", launch=LaunchConfig(shared_memory=False))
+            yield groups
+            groups.close()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _own_part_of_reductions() -> Iterator[None]:
+    """Sees that the output of each reduce-scatter is this rank's part of the input.
+
+    The backend of torch 2.13 copies it; where an older one leaves the output as it was allocated,
+    it is copied here. That memory may be zeros or NaN, and a GEMM that reads those toggles fewer
+    bits, draws less power and clocks higher: its time would be too short.
+    """
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # since torch 2.13, and before
+    given = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    out = torch.full((1,), torch.nan)
+    next(iter(given.values()))(out, torch.ones(dist.get_world_size()))
+    if not out.isnan().any():
+        yield
+        return
+
+    def filled(call: Callable[..., object]) -> Callable[..., object]:
+        def reduce_scatter(
+            out: torch.Tensor, tensor: torch.Tensor, *rest: Any, **more: Any
+        ) -> object:
+            group = more.get("group")
+            parts = tensor.reshape(dist.get_world_size(group), *out.shape)
+            out.copy_(parts[dist.get_rank(group)])
+            return call(out, tensor, *rest, **more)
+
+        return reduce_scatter
+
+    for name, call in given.items():
+        setattr(dist, name, filled(call))
+    try:
+        yield
+    finally:
+        for name, call in given.items():
+            setattr(dist, name, call)

@@ -1,0 +1,419 @@
+"""Random Hugging Face folders beside transformers: each is imported equal, or refused.
+
+    python -m benchmarks.fuzz_huggingface --count 300 --seed 1
+
+A folder is a tiny model of one of the four families whose config.json, tensors and files are
+changed at random: keys renamed, moved, doubled, contradicting, unknown or absurd. What
+`checkpoint import` reads of it, without its proof, is compared with transformers' logits. Exit
+code 1 if any folder is read as another model, or if reading it breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel3d.checkpoint.hf.config import FIXED, HARMLESS
+from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
+from parallel3d.commands.checkpoint import huggingface
+from parallel3d.config.schema import ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.parameters.state import spec_of
+
+KINDS = ("llama", "qwen2", "qwen3", "gpt2")
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 48,
+}
+GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# Names that other families, other versions or other programs give something to.
+FOREIGN = """
+    logit_scale embedding_multiplier attention_multiplier residual_multiplier logits_scaling
+    final_logit_softcapping query_pre_attn_scalar attention_chunk_size sliding_window
+    use_sliding_window max_window_layers layer_types partial_rotary_factor rope_theta
+    rope_scaling rope_parameters original_max_position_embeddings rope_interleaved head_dim
+    mlp_bias attention_bias attention_out_bias clip_qkv n_embd n_head n_layer n_inner
+    n_positions n_ctx hidden_size num_attention_heads num_hidden_layers hidden_act
+    activation_function hidden_activation layer_norm_epsilon rms_norm_eps per_layer_config
+    text_config auto_map configuration_files transformers_weights model_type fusion_config
+    distributed_config use_qk_norm qk_norm scale_attn_weights scale_attn_by_inverse_layer_idx
+    tie_word_embeddings tie_encoder_decoder parallel_attn num_local_experts
+"""
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 3, 4, 8, 16, 48, 96, 1000, 0.5, 1.0, 2.0, -2.0, 1e-5, 1e30),
+    *(
+        "4",
+        "",
+        "silu",
+        "swish",
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "relu",
+        "llama3",
+        "default",
+        "eager",
+    ),
+    *([], [4], ["full_attention"] * 2, ["sliding_attention", "full_attention"], {}, {"a": 1}),
+    *({"rope_theta": 700.0}, {"type": "linear", "factor": 2.0}, dict(LLAMA3)),
+)
+PLAUSIBLE = (True, False, 0, 1, 2, 0.1, 0.9, None, "x")
+
+
+@dataclass
+class Case:
+    """A folder in the making. `doubled`: keys that come once more in the text, before the others;
+    `files`: name → its tensors."""
+
+    kind: str
+    rng: random.Random
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    doubled: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps(self.config)
+        for key, value in self.doubled.items():
+            text = f"{{{json.dumps(key)}: {json.dumps(value)}, {text[1:]}"
+        (folder / "config.json").write_text(text)
+        for name, content in self.texts.items():
+            (folder / name).write_text(content)
+        for name, tensors in (self.files or {"model.safetensors": self.tensors}).items():
+            copies = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
+            save_file(copies, folder / name, metadata={"format": "pt"})
+
+    @property
+    def embedding(self) -> str:
+        return next(
+            key for key in self.tensors if key.endswith(("embed_tokens.weight", "wte.weight"))
+        )
+
+
+def base(rng: random.Random) -> Case:
+    """A folder without a fault, of a random family, sizes and options."""
+    kind = rng.choice(KINDS)
+    sizes: dict[str, Any] = dict(SIZES)
+    sizes["hidden_size"] = rng.choice((32, 48, 64))
+    sizes["num_hidden_layers"] = rng.choice((1, 2))
+    sizes["num_key_value_heads"] = rng.choice((1, 2, 4))
+    options: dict[str, Any] = {"tie_word_embeddings": rng.random() < 0.5}
+    if kind == "gpt2":
+        sizes = {key: value for key, value in sizes.items() if key not in list(SIZES)[2:6:3]}
+        options["activation_function"] = rng.choice(("gelu", "gelu_new", "relu", "gelu_fast"))
+        options["n_inner"] = rng.choice((None, 40))
+    else:
+        rope: dict[str, Any] = {"rope_theta": rng.choice((500.0, 10000.0, 12345.0))}
+        rope |= rng.choice(({"rope_type": "default"}, LLAMA3))
+        options["rope_parameters"] = rope
+        options["rms_norm_eps"] = rng.choice((1e-6, 1e-4))
+    if kind == "qwen3" or (kind == "llama" and rng.random() < 0.3):
+        options["head_dim"] = rng.choice((8, 12))
+    if kind in ("llama", "qwen3"):
+        options["attention_bias"] = rng.random() < 0.3
+    if kind == "llama":
+        options["mlp_bias"] = rng.random() < 0.3
+    given = transformers.AutoConfig.for_model(kind, **sizes, **options, initializer_range=0.2)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    model = transformers.AutoModelForCausalLM.from_config(given)
+    tensors = {
+        key: torch.randn(value.shape, generator=generator) * 0.3 + ("norm" in key or ".ln_" in key)
+        for key, value in model.state_dict().items()
+    }
+    if options["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    config = {"model_type": kind, **sizes, **options}
+    if kind == "gpt2":
+        config = {GPT2_NAMES.get(key, key): value for key, value in config.items()}
+    return Case(kind, rng, config, tensors)
+
+
+def aliases(case: Case) -> None:
+    """Sizes of GPT-2 by the general names, alone or beside its own; elsewhere unknown."""
+    for general, own in GPT2_NAMES.items():
+        where = case.rng.choice(("left", "renamed", "both", "contradicting"))
+        if where == "left":
+            continue
+        here, other = (own, general) if case.kind == "gpt2" else (general, own)
+        value = case.config.get(here)
+        if value is None:
+            continue
+        case.config[other] = value
+        if where == "renamed":
+            del case.config[here]
+        if where == "contradicting":
+            case.config[case.rng.choice((here, other))] = value + case.rng.choice((-2, 2, 4))
+
+
+def rope_moved(case: Case) -> None:
+    """The base and the scaling in the other spelling, in both, contradicting."""
+    rope = case.config.pop("rope_parameters", None)
+    if rope is None:
+        case.config["rope_theta"] = 500.0
+        return
+    rng, rope = case.rng, dict(rope)
+    for _ in range(rng.choice((1, 2, 3))):
+        move = rng.randrange(8)
+        if move == 0 and "rope_theta" in rope:
+            case.config["rope_theta"] = rope.pop("rope_theta")
+        elif move == 1:
+            case.config["rope_theta"] = rng.choice((777.0, 500, 1e6))
+        elif move == 2 and "rope_type" in rope:
+            rope["type"] = rope.pop("rope_type")
+        elif move == 3:
+            rope["type"] = rng.choice(("default", "llama3", "linear"))
+        elif move == 4:
+            case.config["original_max_position_embeddings"] = rng.choice((4, 16, 64, 1024))
+        elif move == 5:
+            rope.pop("original_max_position_embeddings", None)
+        elif move == 6:
+            rope[rng.choice(list(LLAMA3)[1:])] = rng.choice(
+                (0.5, 1.0, 4.0, 8.0, 16, 32, None, "8", 2.5)
+            )
+        else:
+            rope["rope_theta"] = rng.choice((700, 700.0, 0.5, None, "700"))
+    key = rng.choice(("rope_scaling", "rope_parameters", "both"))
+    if key != "both":
+        case.config[key] = rope
+        return
+    other = rng.choice(({}, None, {"rope_theta": 900.0}, dict(LLAMA3), {"rope_type": "default"}))
+    pair = [rope, other]
+    rng.shuffle(pair)
+    case.config["rope_scaling"], case.config["rope_parameters"] = pair
+
+
+def absurd(case: Case) -> None:
+    """One of its keys has a value of any kind, or is gone."""
+    key = case.rng.choice(list(case.config))
+    if case.rng.random() < 0.3:
+        case.config.pop(key)
+    else:
+        case.config[key] = case.rng.choice(VALUES)
+
+
+def unknown(case: Case) -> None:
+    """A key that is not its own."""
+    case.config[case.rng.choice((*FOREIGN.split(), *FIXED))] = case.rng.choice(VALUES)
+
+
+def harmless(case: Case) -> None:
+    """Keys that are passed over have any value."""
+    for key in case.rng.sample(sorted(HARMLESS), 4):
+        case.config[key] = case.rng.choice((*PLAUSIBLE, case.rng.choice(VALUES)))
+
+
+def doubled(case: Case) -> None:
+    """The text has a key twice; of both, every reader takes the last."""
+    case.doubled[case.rng.choice(list(case.config))] = case.rng.choice(VALUES)
+
+
+def head(case: Case) -> None:
+    """The head beside a tied embedding, in its place, or of another shape; or none."""
+    name, table = "lm_head.weight", case.tensors[case.embedding]
+    what = case.rng.choice(("equal", "other", "nearly", "alone", "wide", "missing"))
+    case.tensors.pop(name, None)
+    if what == "equal":
+        case.tensors[name] = table
+    elif what == "other":
+        case.tensors[name] = table.flip(0)
+    elif what == "nearly":
+        case.tensors[name] = table.clone()
+        case.tensors[name][-1, -1] += 1
+    elif what == "alone":
+        case.tensors[name] = case.tensors.pop(case.embedding)
+    elif what == "wide":
+        case.tensors[name] = torch.zeros(table.shape[0] + 1, table.shape[1])
+
+
+def prefixes(case: Case) -> None:
+    """Names as a bare model has them: all, or some; or one of them twice."""
+    bare = {key: key.split(".", 1)[1] for key in case.tensors if not key.startswith("lm_head")}
+    some = list(bare) if case.rng.random() < 0.5 else case.rng.sample(list(bare), 3)
+    for key in some:
+        case.tensors[bare[key]] = case.tensors.pop(key)
+    if case.rng.random() < 0.3:
+        case.tensors[some[0]] = case.tensors[bare[some[0]]].clone()
+
+
+def more_tensors(case: Case) -> None:
+    """Masks and tables of old checkpoints; or a tensor that nobody knows."""
+    names = {
+        "gpt2": ("transformer.h.0.attn.bias", "h.0.attn.masked_bias"),
+        "other": ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+    }["gpt2" if case.kind == "gpt2" else "other"]
+    case.tensors[case.rng.choice((*names, "model.layers.0.self_attn.sinks"))] = torch.ones(4)
+
+
+def types(case: Case) -> None:
+    """Tensors in other types, in one of them NaN or too large a number."""
+    kinds = (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.float8_e4m3fn)
+    for key in case.rng.sample(list(case.tensors), min(3, len(case.tensors))):
+        case.tensors[key] = case.tensors[key].to(case.rng.choice(kinds[:3]))
+    if case.rng.random() < 0.5:
+        key = case.rng.choice(list(case.tensors))
+        tensor = case.tensors[key].double()
+        tensor.view(-1)[0] = case.rng.choice((float("nan"), float("inf"), 1e300, 1e30))
+        case.tensors[key] = tensor.to(case.rng.choice((torch.float64, *kinds)))
+
+
+def files(case: Case) -> None:
+    """Several files and an index; two readings side by side; a name of their own in config.json."""
+    rng, names = case.rng, sorted(case.tensors)
+    middle = rng.randrange(1, len(names))
+    parts = {"model-1.safetensors": names[:middle], "model-2.safetensors": names[middle:]}
+    split = {file: {key: case.tensors[key] for key in keys} for file, keys in parts.items()}
+    index = {key: file for file, keys in parts.items() for key in keys}
+    stale = {key: t.double().flip(0).to(t.dtype) for key, t in case.tensors.items()}
+    what = rng.randrange(6)
+    case.files = split if what else {"model.safetensors": case.tensors}
+    case.texts["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": index})
+    if what == 0:
+        del case.texts["model.safetensors.index.json"]
+        case.files["consolidated.safetensors"] = stale
+    elif what == 1:  # saved anew over an old download
+        case.files = {"model.safetensors": case.tensors} | {
+            file: {key: stale[key] for key in keys} for file, keys in parts.items()
+        }
+    elif what == 2:  # a key in both files
+        case.files["model-2.safetensors"][names[0]] = stale[names[0]]
+    elif what == 3:
+        named = rng.choice(("other.safetensors", "../x.safetensors", "other.bin", 7, None, ""))
+        case.config["transformers_weights"] = named
+        case.files = {"model.safetensors": stale, "other.safetensors": case.tensors}
+        del case.texts["model.safetensors.index.json"]
+    elif what == 4:
+        case.files["model.safetensors"] = stale
+        case.config["transformers_weights"] = "model.safetensors.index.json"
+
+
+def beside(case: Case) -> None:
+    """Files that are none of the model's, some of which are read all the same."""
+    name = case.rng.choice(
+        ("adapter_config.json", "pytorch_model.bin", "generation_config.json", "config.5.0.0.json")
+    )
+    case.texts[name] = "{}"
+    if name.startswith("config."):
+        case.texts[name] = json.dumps(case.config | {"rms_norm_eps": 0.5})
+        case.config["configuration_files"] = [name]
+    if case.rng.random() < 0.2:
+        case.files = {"model.safetensors": case.tensors}
+        case.files["shard-00000-model-00001-of-00001.safetensors"] = case.tensors
+
+
+CHANGES: tuple[Callable[[Case], None], ...] = (
+    *(aliases, rope_moved, absurd, unknown, harmless, doubled, head, prefixes),
+    *(more_tensors, types, files, beside),
+)
+
+
+def random_case(seed: int, number: int) -> Case:
+    """The folder `number` of a seed: up to three changes of a sound one."""
+    rng = random.Random(f"{seed} {number}")
+    case = base(rng)
+    chosen = rng.sample(CHANGES, rng.choice((0, 1, 1, 1, 2, 2, 3)))
+    for change in sorted(
+        chosen, key=CHANGES.index
+    ):  # files last: they are of what there is by then
+        change(case)
+        case.changes.append(change.__name__)
+    return case
+
+
+def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
+    """Tokens, and the logits of the model that `checkpoint import` reads. Raises UserError."""
+    found = read_hf_config(folder)
+    model = replace(ModelConfig(), **found.keys)
+    stage, held = huggingface.blank_model(model), {}
+    for parameter in stage.parameters():
+        held |= {piece.name: (piece, parameter.detach()) for piece in spec_of(parameter).shards}
+    tensors = tensors_of(folder, model, found.kind, dtype=torch.float32)
+    for name, tensor in tensors:
+        piece, local = held.pop(name)
+        piece.of_local(local).copy_(piece.of_full(tensor))
+    if held:
+        raise ValueError(f"nothing fills {', '.join(held)}")
+    tokens = huggingface.some_tokens(model)
+    return tokens, huggingface.our_logits(stage, model, tokens)
+
+
+def outcome(case: Case) -> tuple[str, str]:
+    """How a folder was taken: "equal", "refused", "unproven", "DIFFERENT", "CRASH"; and the words.
+
+    Unproven: transformers does not load or run it, so that the proof refuses what was read.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        case.write(folder)
+        try:
+            tokens, ours = logits_of_import(folder)
+        except UserError as error:
+            return "refused", str(error).replace(name, "…")
+        except Exception:
+            return "CRASH", traceback.format_exc()
+        try:
+            theirs = huggingface.their_logits(folder, tokens)
+        except UserError as error:
+            return "unproven", str(error).replace(name, "…")
+        try:
+            return "equal", huggingface.compare(folder, ours, theirs)
+        except UserError as error:
+            return "DIFFERENT", str(error).replace(name, "…")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--show", nargs="*", default=["DIFFERENT", "CRASH"], help="outcomes to tell"
+    )
+    given = parser.parse_args()
+    found: Counter[str] = Counter()
+    for number in range(given.count):
+        case = random_case(given.seed, number)
+        how, words = outcome(case)
+        found[how] += 1
+        if how in given.show:
+            print(f"{number} {case.kind} {'+'.join(case.changes)}: {how}: {words}\n{case.config}")
+    print(f"seed {given.seed}: {given.count} folders, {dict(found.most_common())}")
+    return int(bool(found["DIFFERENT"] or found["CRASH"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

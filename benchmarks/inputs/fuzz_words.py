@@ -1,0 +1,155 @@
+"""Configurations to try: the words of a command line, over all keys, many of them hostile.
+
+A seed and a number name a configuration.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.inputs.fuzz_values import HUGE, NUMBERS, OBJECTS, ODD, REFERENCES, TEXTS
+from parallel3d.config.fields import Key, all_keys
+from parallel3d.config.overrides import groups, presets
+from parallel3d.config.schema import SECTIONS
+
+# Keys of the machine, of where files go and of other subcommands; and the length of the run.
+NOT_THE_ENGINES = ("tp", "pp", "dp", "cp", "vpp", "run", "device", "compile", "placement", "prompt")
+NOT_THE_ENGINES += ("rank_file", "cluster.", "data.", "logger.", "launch.", "verify.", "topology.")
+NOT_THE_ENGINES += ("bench.", "generate.", "train.steps", "model.num_layers", "model.vocab_")
+NOT_THE_ENGINES += ("model.hidden_size", "recovery.watchdog_s")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One configuration: overrides as they are typed, and the ranks that a launcher would have."""
+
+    words: tuple[str, ...]
+    world_size: int | None
+
+
+def draw(seed: object, number: int) -> Drawn:
+    """The configuration `number`: its first key is number `number` of all keys, round and round."""
+    rng = random.Random(f"{seed} {number}")
+    keys = list(all_keys().values())
+    first = keys[number % len(keys)]
+    kind = rng.choices((hostile, sensible, large, odd), weights=(4, 3, 2, 1))[0]
+    words = kind(first, rng)
+    rng.shuffle(words)
+    if rng.random() < 0.98:  # else a key may be there twice, which is refused
+        words = list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
+    world_size = rng.choice((None, None, 1, 2, 3, 4, 64, 10**6, 2**61 - 1, 0, -1))
+    return Drawn(tuple(words), world_size)
+
+
+def trainable(rng: random.Random) -> Drawn:
+    """A tiny model on up to four ranks, with some settings of the engines drawn."""
+    tp, pp, dp = rng.choice(
+        [(t, p, d) for t in (1, 2, 4) for p in (1, 2, 4) for d in (1, 2, 4) if t * p * d <= 4]
+    )
+    keys = [key for key in all_keys().values() if not key.name.startswith(NOT_THE_ENGINES)]
+    words = [f"tp={tp}", f"pp={pp}", f"dp={dp}"]
+    for key in rng.sample(keys, rng.randint(2, 7)):
+        value = sensible_value(key, rng)
+        if not (value.isdecimal() and int(value) > 16):
+            words.append(_assign(key, value, rng, quotes=False))
+    return Drawn(tuple(words), tp * pp * dp)
+
+
+def by_hand(seed: object, number: int) -> tuple[dict[str, Any], Any]:
+    """Values by key of a `Config` that somebody fills in in Python, and a world size."""
+    rng = random.Random(f"{seed} {number}")
+    keys = list(all_keys().values())
+    values = {
+        key.name: _object(key, rng) for key in (keys[number % len(keys)], *_more(rng, (0, 2)))
+    }
+    if rng.random() < 0.05:
+        values[rng.choice((*SECTIONS, "nope", "model.nope"))] = rng.choice(OBJECTS)
+    return values, rng.choice((None, None, 1, 4, *OBJECTS))
+
+
+def _object(key: Key, rng: random.Random) -> Any:
+    if rng.random() < 0.3:
+        return key.default
+    number = rng.choice(HUGE) * rng.choice((1, -1))
+    return rng.choice((*OBJECTS, number, rng.uniform(-1, 1) * 10 ** rng.randrange(300)))
+
+
+def hostile(first: Key, rng: random.Random) -> list[str]:
+    """A value that cannot be, or hardly, for one key or two, and what could be for others."""
+    words = [_assign(key, _any_value(rng), rng) for key in (first, *_more(rng, (0, 0, 1)))]
+    return words + [_assign(key, sensible_value(key, rng), rng) for key in _more(rng, (0, 1, 3))]
+
+
+def sensible(first: Key, rng: random.Random) -> list[str]:
+    """Each value could be; together they may contradict each other."""
+    chosen = (first, *_more(rng, (0, 1, 2, 4, 8)))
+    words = [_assign(key, sensible_value(key, rng), rng) for key in chosen]
+    if rng.random() < 0.3:
+        group = rng.choice(groups())
+        words.append(f"{group}={rng.choice(presets(group))}")
+    return words
+
+
+def large(first: Key, rng: random.Random) -> list[str]:
+    """Sizes far beyond any machine, that divide each other or do not."""
+    numeric = [key for key in all_keys().values() if key.kind in (int, float)]
+    sizes = [key for key in numeric if "." not in key.name or key.name.startswith("model.")]
+    unit = rng.choice(HUGE)
+    words = [_assign(first, _any_value(rng) if rng.random() < 0.1 else str(unit), rng)]
+    for key in rng.sample(sizes, rng.randint(1, 5)) + rng.sample(numeric, rng.randint(0, 2)):
+        value = rng.choice((unit, unit, unit - 1, 2 * unit, rng.choice(HUGE), 1, 2, 6))
+        words.append(_assign(key, str(value), rng))
+    return words
+
+
+def odd(first: Key, rng: random.Random) -> list[str]:
+    """A word that is not KEY=VALUE, or no key's, or a misspelled one's."""
+    if rng.random() < 0.5:
+        return [rng.choice(ODD), _assign(first, sensible_value(first, rng), rng)]
+    letters = list(first.name)
+    letters[rng.randrange(len(letters))] = rng.choice(("", "_", ".", "x", "-", "é", "\x1b"))
+    return ["".join(letters) + "=" + rng.choice(("1", "true", "x", "null", "[1]"))]
+
+
+def sensible_value(key: Key, rng: random.Random) -> str:
+    """A value of the right type and mostly in range, as it is typed."""
+    if key.optional and rng.random() < 0.2:
+        return "null"
+    if key.meta["choices"]:
+        return rng.choice(key.meta["choices"])
+    makers: dict[type, Callable[[], Any]] = {
+        bool: lambda: rng.choice(("true", "false")),
+        int: lambda: _whole(key, rng),
+        float: lambda: rng.choice((0, 0.1, 0.5, 0.99, 1, 1.5, 3, 100, 65536, 1e-8)),
+        str: lambda: rng.choice(("a", "book.txt", "file", "tp-cp-pp-dp", "tp2-dp2", "/tmp/x", "7")),
+        list: lambda: rng.choice(("[]", "[1,1]", "[2,2]", "[4]", "[tp]", "[a]", "[dp.max_ctas:8]")),
+        dict: lambda: rng.choice(
+            ("{}", "{a:1}", "{a:.5,b/c:tokens}", "{a:-1}", "{9:{a:1}}", "{a:}")
+        ),
+    }
+    return str(makers[key.kind]())
+
+
+def _whole(key: Key, rng: random.Random) -> int:
+    number = rng.choice((0, 1, 2, 2, 3, 4, 4, 8, 12, 16, 64, 512))
+    return max(int(key.meta["minimum"] or 0), number)
+
+
+def _more(rng: random.Random, counts: tuple[int, ...]) -> list[Key]:
+    return rng.sample(list(all_keys().values()), rng.choice(counts))
+
+
+def _any_value(rng: random.Random) -> str:
+    return rng.choice(rng.choice((NUMBERS, TEXTS, REFERENCES)))
+
+
+def _assign(key: Key, value: str, rng: random.Random, *, quotes: bool = True) -> str:
+    """KEY=VALUE, the value now and then in quotes, as who knows Hydra would type it."""
+    name = key.name.removesuffix(".name") if key.meta["choices"] else key.name
+    name = key.name if name in SECTIONS and rng.random() < 0.5 else name
+    if quotes and rng.random() < 0.25:
+        value = rng.choice((f"'{value}'", '"' + value.replace('"', '\\"') + '"'))
+    return f"{name}={value}"

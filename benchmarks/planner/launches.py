@@ -1,0 +1,254 @@
+"""Kernel launches of a rank in a step, counted line by line in the code.
+
+`benchmarks/planner/plan_dryrun.py` compares them with `parallel3d dryrun`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.buckets import PIECE
+from parallel3d.blueprint.ops import NORMS, Op, widths
+from parallel3d.blueprint.parameters import TABLES, LocalParameter
+from parallel3d.blueprint.rank import (
+    FlatShard,
+    PipelineRank,
+    buckets_of,
+    flat_shards,
+)
+from parallel3d.config.schema import Config
+from parallel3d.estimate.search import planned
+from parallel3d.estimate.traffic import transfers
+
+_CHUNK, _CHUNKS = 65536, 320  # elements of a chunk, and chunks of one multi-tensor launch
+_LISTS = {"norm": 110, "adamw": 36, "sgd": 48, "ema": 64}  # tensors of one multi-tensor launch
+
+
+def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]:
+    """Returns launches of rank `index` along pp, with tp and cp rank 0, by the parts of `dryrun`.
+
+    `config` is checked. Launches of dropout, label smoothing and z-loss are not counted.
+    """
+    blueprint = planned(config)
+    layout = blueprint.layout
+    rank = PipelineRank(blueprint, index, data_rank)
+    count, copies, sharded = blueprint.microbatches, int(rank.copies), rank.fully_sharded
+    calls = _calls(rank)
+    found = {
+        "gemm_layers": count * _of_layers(rank, "gemm", forward=1, backward=2),
+        "attention": count * _of_layers(rank, "attention", forward=calls, backward=calls),
+        "blocks": count * (_blocks(rank, copies) + _split_attention(rank)),
+        "other": _other(rank, copies),
+        "optimizer": _optimizer(rank),
+        "communication": sum(
+            x.count * (1 + (x.op == "send_recv"))
+            for x in transfers(config, layout, index, data_rank)
+        ),
+    }
+    if rank.last:
+        chunks = sum(rank.loss_chunks.values())
+        found["loss"] = count * (5 + 21 * chunks + 4 * copies + 2 * sharded)
+        found["gemm_head"] = count * 3 * chunks
+    if sharded:
+        found["sharding"] = _sharding(rank)
+    return {name: float(value) for name, value in found.items()}
+
+
+def _calls(rank: PipelineRank) -> int:
+    """Counts calls of the kernel in one forward of a layer's attention.
+
+    Of consecutive queries whose keys do not overlap: those of a sequence's second part, and of the
+    next one's first.
+    """
+    blueprint = rank.blueprint
+    style = blueprint.layer.cp_style
+    if blueprint.layout.cp == 1 or style == "heads":
+        return 1
+    first = blueprint.micro_batch_size + 1
+    if style == "ring":
+        return first + (blueprint.layout.cp - 1) * blueprint.micro_batch_size
+    return first * rank.head_groups
+
+
+def _split_attention(rank: PipelineRank) -> int:
+    """Counts launches around these calls of one micro-batch: copies for the other ranks and into
+    the order of positions, results that are merged, and positions."""
+    blueprint, style, calls = rank.blueprint, rank.blueprint.layer.cp_style, _calls(rank)
+    if blueprint.layout.cp == 1:
+        return 0
+    repeats, kept = any(op.kind == "attention" for op in rank.layer.repeated), 0
+    if style == "gather":
+        forward = 3 * rank.head_groups + 2 * calls + 1
+        backward = 7 * rank.head_groups + 5 * calls + 2
+        kept = 3 * rank.head_groups
+    elif style == "ring":
+        more = (blueprint.layout.cp - 1) * blueprint.micro_batch_size  # merged
+        forward, backward = 2 * calls + 7 * more + 2, 5 * calls + 2 * blueprint.layout.cp + 4
+    else:
+        w, several = widths(blueprint.model, blueprint.layout.tp), blueprint.micro_batch_size > 1
+        repeats_heads = w.key_heads < blueprint.layout.cp
+        forward = 5 + 2 * repeats_heads
+        backward = 7 + 2 * (w.key_heads > blueprint.layout.cp) + several
+        if repeats_heads:  # the gradients of a head's copies are summed
+            backward = 8 + (w.heads > blueprint.layout.cp) + several
+    again = rank.recomputed_layers * repeats * (forward - kept)
+    # Positions of the shard and their cos and sin; learned ones are looked up by the embedding.
+    positions = 3 * len(rank.stages) * (blueprint.model.position_embedding == "rope")
+    return rank.layer_count * (forward + backward) + again + positions
+
+
+def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> int:
+    """Counts launches of GEMMs or attention of one micro-batch, given those of one operation."""
+    every, again = (
+        sum(op.kind == kind for op in ops) for ops in (rank.layer.ops, rank.layer.repeated)
+    )
+    repeated = rank.recomputed_layers * again * forward
+    return rank.layer_count * every * (forward + backward) + repeated
+
+
+def _blocks(rank: PipelineRank, copies: int) -> int:
+    """Counts launches of one micro-batch between GEMMs, with contiguous copies around them."""
+    model, layer, more = rank.blueprint.model, rank.layer, rank.recomputed_layers
+    again = _forward(layer.repeated, copies)
+    found = more * (_forward(layer.ops, copies) + _backward(layer.ops, copies) + again)
+    plain = _forward(layer.plain, copies) + _backward(layer.plain, copies)
+    found += (rank.layer_count - more) * plain
+    learned, norm = _adds_positions(rank.blueprint), NORMS[model.norm]
+    last = norm.forward + norm.backward + rank.fully_sharded  # the head's norm
+    return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
+
+
+def _forward(ops: Sequence[Op], copies: int) -> int:
+    return sum(op.forward + 2 * copies * (op.kind == "gemm") for op in ops)
+
+
+def _backward(ops: Sequence[Op], copies: int) -> int:
+    return sum(op.backward + 3 * copies * (op.kind == "gemm") for op in ops)
+
+
+def _other(rank: PipelineRank, copies: int) -> int:
+    """Counts launches of batch, embedding, executor and trainer."""
+    blueprint, learned = rank.blueprint, rank.blueprint.model.position_embedding == "learned"
+    each = 3 * len(rank.stages) + 2 * rank.last + (4 if rank.first or rank.last else 1)
+    each += (7 + 10 * learned * rank.first) * (blueprint.layout.cp > 1)
+    if rank.first:
+        each += 10 + learned + 2 * copies
+    if rank.sends_slices:
+        each += rank.neighbours(1) + rank.neighbours(-1)  # each message's slice is copied
+    return blueprint.microbatches * each + 10 + rank.last
+
+
+def _sharding(rank: PipelineRank) -> int:
+    """Counts FSDP2's copies of parameters into flat buffers and out of them, and of gradients."""
+    blueprint, layers, count = rank.blueprint, rank.layer_count, rank.blueprint.microbatches
+    all_of, ends = len(rank.parameters), len(rank.ends)
+    of_layers = all_of - ends + 2 * layers
+    root = ends + 2 if ends else 0
+    every = blueprint.data.every_microbatch
+    units = layers + (ends > 0)
+    gathers = 2 * count * of_layers + root if blueprint.data.zero == 3 else of_layers + root
+    widened = 0 if every or count == 1 else all_of
+    # Of a V the two ends have a backward each: a tied table two gradients, and where each backward
+    # reduces there are two reductions.
+    apart = rank.first and rank.last and len(rank.stages) > 1
+    gradients = all_of + (apart and rank.table.tied)
+    reductions = count * (units + apart) if every or count == 1 else units
+    return gathers + count * gradients + widened + reductions
+
+
+def _optimizer(rank: PipelineRank) -> int:
+    """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
+    blueprint, segments = rank.blueprint, flat_shards(rank)
+    groups = len({segment.decays for segment in segments})  # AdamW's numbers of steps
+    found = 8 + groups * (blueprint.optim.name == "adamw") + rank.is_tied_to_another
+    found += _steps(rank, segments)
+    shared = sum(s.shared > 0 for s in segments)
+    found += 2 + shared if shared else 0
+    replicated = sum(s.replicated for s in segments)
+    if rank.fully_sharded:
+        return found + 1 + rank.sp * (1 + replicated)
+    in_place = (p.columns > 1 for p in rank.parameters)  # by its matmul or look-up
+    by_autograd = len(rank.parameters) - sum(in_place) + rank.first * _adds_positions(blueprint)
+    copies = len(segments) if rank.item < rank.grad_item else 0
+    found += len(buckets_of(rank)) + copies + blueprint.microbatches * by_autograd
+    return found + (1 + replicated if rank.sp and replicated else 0)
+
+
+def _steps(rank: PipelineRank, segments: Sequence[FlatShard]) -> int:
+    """Counts launches of the norm and of the update over lists of tensors."""
+    blueprint, found = rank.blueprint, 0
+    for counts in (True, False):
+        mine = [s.numel for s in segments if s.tied != counts]
+        # A list's norms, their stack and its sum of squares; the sum of none is a fill.
+        found += (_over(mine, _LISTS["norm"]) + 1 + 3 * (not counts)) if mine else 0
+    for decays in (True, False):
+        mine = [s.numel for s in segments if s.decays == decays]
+        if mine and blueprint.optim.state == "bf16":
+            # Pieces are widened, stepped and rounded, by random bits of each tensor in them.
+            each = 6 if blueprint.optim.name == "adamw" else 4
+            cut = (_pieces(rank, segment) for segment in segments if segment.decays == decays)
+            found += sum(each * pieces + chunks for pieces, chunks in cut)
+        elif mine:
+            found += _over(mine, _LISTS[blueprint.optim.name])
+        if mine and blueprint.optim.ema_decay is not None:
+            found += _over(mine, _LISTS["ema"])
+    return found
+
+
+def _pieces(rank: PipelineRank, segment: FlatShard) -> tuple[int, int]:
+    """Counts the pieces of a segment and the chunks of full tensors in them, as
+    `parameters/rounding.py` cuts them."""
+    pieces, chunks, offset = 1, 0, 0
+    start: int | None = None  # of the last piece's first chunk
+    for p, first, count in segment.parts:
+        for at, rows, columns in _chunks(p, _full_rows(rank, p), first, count):
+            step = max(1, PIECE // columns)
+            for row in range(0, rows, step):
+                begin = offset + at + row * columns
+                end = begin + min(step, rows - row) * columns
+                start = begin if start is None else start
+                if end - start > PIECE and begin > start:
+                    pieces, start = pieces + 1, begin
+                chunks += 1
+        offset += count
+    return pieces, chunks
+
+
+def _full_rows(rank: PipelineRank, p: LocalParameter) -> Sequence[int]:
+    """Returns the rows of each full tensor in a parameter of tp rank 0."""
+    model, w = rank.blueprint.model, widths(rank.blueprint.model, rank.layout.tp)
+    if ".attention.qkv." in p.name:
+        return w.queries, w.keys, w.keys
+    if ".mlp.up." in p.name:
+        return (w.ffn,) * (1 + w.gated)
+    rows = p.numel // p.columns
+    return (min(rows, model.vocab_size) if p.name in TABLES else rows,)
+
+
+def _chunks(
+    p: LocalParameter, full_rows: Sequence[int], first: int, count: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields (first element, rows, columns) of what lies in a range of a parameter: the rest of a
+    row, whole rows, and the beginning of a row."""
+    begin, width = 0, p.columns
+    for rows in full_rows:
+        low, high = max(first, begin), min(first + count, begin + rows * width)
+        begin += rows * width
+        if low < high:
+            whole = min(high, -(-low // width) * width), max(low, high // width * width)
+            for a, b in pairwise(sorted((low, *whole, high))):
+                if a < b:
+                    yield a - first, max((b - a) // width, 1), min(b - a, width)
+
+
+def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
+    kept = list(sizes)
+    chunks = sum(-(-size // _CHUNK) for size in kept)
+    return max(-(-len(kept) // tensors_a_launch), -(-chunks // _CHUNKS))
+
+
+def _adds_positions(blueprint: Blueprint) -> bool:
+    """Whether learned positions are added as they are, which with cp are looked up."""
+    return blueprint.model.position_embedding == "learned" and blueprint.layout.cp == 1

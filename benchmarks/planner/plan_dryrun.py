@@ -1,0 +1,178 @@
+"""`python -m benchmarks.planner.plan_dryrun`: the planner's figures beside those of `dryrun`.
+
+Samples presets × layouts × schedules × zero × recompute, plays one rank of each on tensors without
+values, and prints a row each: what was played, and by how much the planner's figures differ. Its
+memory (`estimate/memory.py`) is a bound, hardly ever below what is played. Models keep their widths
+and get `--layers` layers a stage, since a dry run takes as long as it launches. No GPU is needed; a
+row takes about a second of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.planner.launches import launches
+from parallel3d.blueprint.collectives import wire_bytes
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.sizes import STYLES
+from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.estimate.memory import host_memory, peak_memory
+from parallel3d.estimate.traffic import group_size, transfers
+from parallel3d.schedules.schedule import LOOPED, V_SHAPED
+from parallel3d.topology.assumptions import preset
+
+PRESETS = ("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b", "qwen3_8b")
+PRESETS += ("qwen2_5_0_5b", "megatron_1t")
+LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp, pp
+SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
+RECOMPUTE = ("none", "selective", "full", "[norm,activation]", "[mlp]", "[norm,attention,mlp]")
+NAMES = ("memory", "launches", "bytes sent", "pinned memory")
+ROUNDED = 1e-9  # per cent, of sums of floats
+Keys = dict[str, Any]
+
+
+def configured(keys: Keys) -> Config:
+    """The checked configuration of a case. Raises UserError for what cannot run."""
+    keys = dict(keys)
+    model = preset("model", keys.pop("model"))
+    model["num_layers"] = keys.pop("layers", model["num_layers"])
+    for key in {"norm", "seq_length"} & {*keys}:
+        model[key] = keys.pop(key)
+    config = Config(
+        cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
+        model=ModelConfig(**model),
+        dryrun=DryrunConfig(rank=keys.pop("rank", 0)),
+    )
+    config.precision.name = "bf16"
+    config.schedule.name = keys.pop("schedule", "1f1b")
+    config.context_parallel.style = keys.pop("style", "gather")
+    config.optim.state = keys.pop("state", "fp32")
+    config.optim.ema_decay = keys.pop("ema_decay", None)
+    config.ddp.reduce_every_microbatch = keys.pop("every", None)
+    return check_config(dataclasses.replace(config, **keys), own_samples=True)
+
+
+def sample(seed: int, layers: int) -> Iterator[Keys]:
+    """Cases without end, each of which can run; equal seeds give equal ones."""
+    chance = random.Random(seed)
+    while True:
+        tp, pp = chance.choice(LAYOUTS)
+        schedule = chance.choice(SCHEDULES if pp > 1 else ("1f1b",))
+        vpp = 2 if schedule in (*V_SHAPED, *LOOPED) else 1
+        dp, batch, cp = (
+            chance.choice((1, 2, 8)),
+            chance.choice((1, 1, 2)),
+            chance.choice((1, 1, 2, 4)),
+        )
+        count = pp * chance.choice((1, 2, 3))
+        keys = {
+            "model": chance.choice(PRESETS), "layers": layers * pp * vpp, "tp": tp, "pp": pp,
+            "vpp": vpp, "dp": dp, "cp": cp,
+            "style": chance.choice(STYLES if cp > 1 else STYLES[:1]),
+            "sp": chance.random() < 0.6 and tp > 1, "schedule": schedule,
+            "zero": chance.choice((0, 1, 2, 3)) if dp * cp > 1 else 0,
+            "recompute": chance.choice(RECOMPUTE), "micro_batch_size": batch,
+            "global_batch_size": batch * dp * count,
+            "rank": chance.choice((0, pp // 2, pp - 1)) * tp * cp * dp,
+        }  # fmt: skip
+        if keys["zero"] > 1:
+            keys["every"] = chance.choice((None, True, False))  # ddp.reduce_every_microbatch
+        try:
+            configured(keys)
+        except UserError:
+            continue
+        yield keys
+
+
+def compare(keys: Keys) -> dict[str, tuple[float, float]]:
+    """By `NAMES`, what was played and what the planner says: bytes, launches, bytes."""
+    config = configured(keys)
+    facts, layout = find_facts(config), layout_of(config)
+    where = layout.coordinates(facts["rank"])
+    shard = where.dp * layout.cp + where.cp
+    played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]), facts["host_bytes"])
+    sent = sum(
+        wire_bytes(t, group_size(t.dim, layout)) for t in transfers(config, layout, where.pp, shard)
+    )
+    said = (
+        peak_memory(config, where.pp).total,
+        sum(launches(config, where.pp, shard).values()),
+        sent,
+        host_memory(config, where.pp),
+    )
+    return dict(zip(NAMES, zip(played, said, strict=True), strict=True))
+
+
+def _sum(groups: dict[str, dict[str, float]]) -> float:
+    return sum(group["bytes_sent"] for group in groups.values())
+
+
+def off(played: float, said: float) -> float:
+    """Per cent that the planner is off."""
+    return 100 * (said / played - 1) if played else 0.0 if not said else float("inf")
+
+
+def _row(keys: Keys) -> tuple[str, list[float]]:
+    found = compare(keys)
+    errors = [off(*found[name]) for name in NAMES]
+    plain = {"sp": False, "vpp": 1, "zero": 0, "recompute": "none", "dp": 1, "rank": 0}
+    plain |= {"cp": 1, "style": "gather", "every": None}
+    words = [f"{k}={v}" for k, v in keys.items() if plain.get(k) != v and k != "model"]
+    played = f"{found['memory'][0] / 1e9:.2f} | {found['launches'][0]:,.0f}"
+    cells = " | ".join(f"{error:+.2f}" for error in errors)
+    return f"| {keys['model']} | {' '.join(words)} | {played} | {cells} |", errors
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Prints the table. Returns 0 if in all cases memory is at most `--below` per cent below and
+    `--above` above, launches are within `--launches`, and bytes sent are equal, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=2, help="layers a stage")
+    parser.add_argument("--below", type=float, default=3.0, help="limit of memory, per cent")
+    parser.add_argument("--above", type=float, default=12.0, help="limit of memory, per cent")
+    parser.add_argument("--launches", type=float, default=0.0, help="limit of these, per cent")
+    parser.add_argument("--case", action="append", default=[], help="JSON of one case instead")
+    options = parser.parse_args(words)
+    began = time.monotonic()
+    found = sample(options.seed, options.layers)
+    cases = [json.loads(case) for case in options.case]
+    cases = cases or [next(found) for _ in range(options.cases)]
+    print("| model | layout | GB | launches | memory % | launches % | bytes sent % | pinned % |")
+    print("|---|---|---|---|---|---|---|---|")
+    errors = []
+    for keys in cases:
+        row, off_by = _row(keys)
+        errors.append(off_by)
+        print(row, flush=True)
+    table = np.array(errors)
+    print()
+    even = [options.launches, 0.0, 3.0]  # of the names but memory
+    limits = np.array([[-options.below, options.above], *([-n, n] for n in even)])
+    least, most = (limits + np.array([-ROUNDED, ROUNDED])).T
+    within = (least <= table) & (table <= most)
+    for name, (low, high), column, inside in zip(NAMES, limits, table.T, within.T, strict=True):
+        print(
+            f"{name}: median {np.median(column):+.2f} %, from {column.min():+.2f} to "
+            f"{column.max():+.2f} %, {int(inside.sum())} of {len(column)} from {low:+g} to "
+            f"{high:+g} %"
+        )
+    print(f"{time.monotonic() - began:.0f} s")
+    return int(not within.all())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

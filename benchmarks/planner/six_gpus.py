@@ -1,0 +1,120 @@
+"""Six GPUs in three servers, tp=2 pp=3: three assignments of ranks to GPUs in one table.
+
+    python -m benchmarks.planner.six_gpus        # 20 s of CPU; Markdown for docs/topology.md
+
+Compute and memory of each stage are those of `parallel3d dryrun`, times of messages and bytes of
+wires those of `parallel3d topology` (`price_step`, `loads_of`), and both meet in the clock of the
+schedules: a micro-batch's forward takes a third of its stage's time and, in front of the next one,
+half of its tensor group's; a message to the next stage takes a hop. Nothing hides what a tensor
+group waits. The gradient of the tied table comes at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import parallel3d
+from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
+from parallel3d.estimate.network import price_step
+from parallel3d.estimate.traffic import transfers
+from parallel3d.schedules.orders import StageAssignment as Stages
+from parallel3d.schedules.walk import Costs, time_orders
+from parallel3d.topology.links import Loads, loads_of
+from parallel3d.topology.report import make_report
+
+JOB = (
+    *("cluster=rails_3x2", "tp=2", "pp=3", "sp=true", "model=llama_3b", "precision=bf16"),
+    *("micro_batch_size=1", "global_batch_size=24"),
+)
+THIN = "cluster.oversubscription=4"  # of the spine
+GPUS = ("A1", "B1", "A2", "B2", "A3", "B3")  # by slot
+
+
+class Row(NamedTuple):
+    """An assignment: who sits where, seconds of a step, and what its wires carry in it."""
+
+    name: str
+    stages: str
+    step: float
+    idle: float
+    loads: Loads
+    communication: float
+
+
+def dry_run() -> list[dict]:
+    """Of each stage: seconds of compute in a step, bytes at the peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "six.json"
+        words = [sys.executable, "-m", "parallel3d", "dryrun", *JOB, f"dryrun.json={file}"]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        return json.loads(file.read_text())["rows"]
+
+
+def assignments(*more: str) -> tuple[parallel3d.Config, list[tuple[str, RankMapping]]]:
+    """The configuration, and the three placements, ours first."""
+    report = make_report(parallel3d.compose(*JOB, *more, world_size=6), JOB, {})
+    cluster, layout = report.cluster, report.layout
+    crossed = np.array([0, 1, 3, 2, 4, 5])  # the second server's GPUs change places
+    return report.config, [
+        ("tensor groups inside, stages along rails", report.placement),
+        ("the second server turned round", RankMapping(cluster, layout, crossed, "crossed")),
+        ("pipelines inside", RankMapping.tiled(cluster, layout, Tiling.parse("pp-tp", layout))),
+    ]
+
+
+def measure(
+    name: str, placement: RankMapping, config: parallel3d.Config, compute: list[float]
+) -> Row:
+    layout, count = placement.layout, config.num_microbatches
+    waits = []  # seconds that a tensor group of each stage takes a micro-batch
+    for stage in range(layout.pp):
+        sent = transfers(config, layout, stage)
+        waits.append(price_step(placement, sent).dims["tp"].seconds / count)
+    price = price_step(placement, transfers(config, layout))
+    messages = price.dims["pp"].transfers
+    hop = max(message.seconds / message.transfer.count for message in messages)
+    third = [seconds / count / 3 for seconds in compute]
+    forward = tuple(c + w / 2 for c, w in zip(third, waits, strict=True))
+    half = tuple(c + w / 4 for c, w in zip(third, waits, strict=True))
+    orders = Blueprint.of(config).pipeline.schedule().orders
+    line = time_orders(orders, Stages(layout.pp), Costs(forward, half, half, hop))
+    ends = sum(price.dims[dim].seconds for dim in ("embedding", "world") if dim in price.dims)
+    step = line.makespan + ends
+    pairs = [placement.slots[rank : rank + 2] for rank in range(0, 6, 2)]
+    stages = " → ".join("".join(GPUS[slot] for slot in pair) for pair in pairs)
+    idle = 1 - sum(compute) / (layout.pp * step)
+    return Row(name, stages, step, idle, loads_of(placement, price), price.seconds)
+
+
+def main() -> None:
+    rows = dry_run()
+    compute = [row["seconds"] for row in rows]
+    config, placements = assignments()
+    found = [measure(*row, config, compute) for row in placements]
+    config, placements = assignments(THIN)
+    thin = [measure(*row, config, compute) for row in placements]
+    head = "assignment | stages | NVLink of a GPU | NIC, busiest | rail 1 | rail 2 | spine"
+    head += " | communication ms | step ms | idle | thin spine: step ms | idle"
+    print(f"`{' '.join(JOB)}`; GB sent in a step, one way; thin: {THIN}\n")
+    print(f"| {head} |\n|{'---|' * (head.count('|') + 1)}")
+    for row, other in zip(found, thin, strict=True):
+        nic, loads = row.loads.nic, row.loads
+        wires = (loads.nvlink.max(), nic.max(), nic[0::2].sum(), nic[1::2].sum())
+        gigabytes = " | ".join(f"{b / 1e9:.2f}" for b in (*wires, loads.uplink.sum()))
+        times = f"{1000 * row.communication:,.0f} | {1000 * row.step:,.0f} | {row.idle:.1%}"
+        times += f" | {1000 * other.step:,.0f} | {other.idle:.1%}"
+        print(f"| {row.name} | {row.stages} | {gigabytes} | {times} |")
+    peaks = ", ".join(f"{row['peak_bytes'] / 1e9:.1f}" for row in rows)
+    print(f"\nmemory of a GPU of each stage: {peaks} GB, under every assignment")
+
+
+if __name__ == "__main__":
+    main()
