@@ -10,10 +10,10 @@ functions one of the files has no call of.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import pkgutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,13 +166,17 @@ def load(path: str | Path) -> list[Call]:
 
 
 def main() -> None:
-    kind, path, *files = sys.argv[1:]
-    if kind == "uncalled":
-        names = {name for file in files for name in uncalled(load(file))}
-        Path(path).write_text(json.dumps(sorted(names)), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=("large", "small", "uncalled"))
+    parser.add_argument("path", type=Path, help="the file to write")
+    parser.add_argument("files", nargs="*", help="of uncalled: files of calls")
+    given = parser.parse_args()
+    if given.kind == "uncalled":
+        names = {name for file in given.files for name in uncalled(load(file))}
+        given.path.write_text(json.dumps(sorted(names)), encoding="utf-8")
         return
-    calls = record(kind)
-    torch.save([(c.case, c.module, c.name, c.arguments) for c in calls], path)
+    calls = record(given.kind)
+    torch.save([(c.case, c.module, c.name, c.arguments) for c in calls], given.path)
 
 
 if __name__ == "__main__":

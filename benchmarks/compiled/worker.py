@@ -6,10 +6,10 @@ TRITON_INTERPRET=1 python -m benchmarks.compiled.worker interpret H100 calls.pt 
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
@@ -31,12 +31,18 @@ TOLERANCES = {"torch.bfloat16": 2.0**-8, "torch.float32": 2.0**-18}
 
 
 def main() -> None:
-    role, card, path, out = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("role", choices=("compile", "interpret"))
+    parser.add_argument("card", choices=CARDS)
+    parser.add_argument("calls", help="a file of `benchmarks.compiled.calls`")
+    parser.add_argument("out", type=Path, help="the file to write")
+    given = parser.parse_args()
     load_guard()  # before torch
     from benchmarks.compiled.calls import load
 
-    rows = {"compile": compiled, "interpret": interpreted}[role](CARDS[card], load(path))
-    Path(out).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    play = {"compile": compiled, "interpret": interpreted}[given.role]
+    rows = play(CARDS[given.card], load(given.calls))
+    given.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def compiled(card: Card, calls: Iterable[Call]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ group waits. The gradient of the tied table comes at the end.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -95,6 +96,7 @@ def measure(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     rows = dry_run()
     compute = [row["seconds"] for row in rows]
     config, placements = assignments()

@@ -8,6 +8,7 @@ seconds; prints at the end the largest sum, and what each process held then. Lin
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -42,10 +43,13 @@ def pss(pid: int) -> int:
 
 
 def main() -> int:
-    if len(sys.argv) == 1:
-        print(__doc__, file=sys.stderr)
-        return 2
-    process, most = subprocess.Popen(sys.argv[1:]), {}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its words")
+    command = parser.parse_args().command
+    if not command:
+        parser.error("no command is given")
+    process = subprocess.Popen(command)
+    most: dict[int, int] = {}
     while process.poll() is None:
         now = {pid: pss(pid) for pid in tree(process.pid)}
         if sum(now.values()) > sum(most.values()):
