@@ -19,7 +19,7 @@ from parallel3d.device.precision import compute_dtype
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
 from parallel3d.muon import Muon
-from parallel3d.optim import Optimizer, trained_parts
+from parallel3d.optim import Optimizer, trained_spans
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.offload import ActivationOffload
@@ -85,13 +85,13 @@ def build_optimizer(
     """Creates the optimizer of the shards that this rank steps."""
     optim, muon = blueprint.optim, None
     if optim.name == "muon":
-        held = [engine.parts_of(i) for i in range(groups.dp_cp.size)]
-        parts = [trained_parts(each, optim) for each in held]
+        held = [engine.spans_of(i) for i in range(groups.dp_cp.size)]
+        spans = [trained_spans(each, optim) for each in held]
         computed = compute_dtype(blueprint.precision)
         half = computed.itemsize < 4 and optim.muon_dtype == "auto"
         wide = torch.promote_types(computed, torch.float32)
         dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide
-        muon = Muon(parts, optim.muon_scale, dtype, groups.tp, groups.dp_cp, device)
+        muon = Muon(spans, optim.muon_scale, dtype, groups.tp, groups.dp_cp, device)
     return Optimizer(optim, engine.segments, blueprint.seed, muon)
 
 

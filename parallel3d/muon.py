@@ -20,7 +20,7 @@ from parallel3d.blueprint.buckets import homes, is_hidden
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.parameters.copies import CopyGroups
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
@@ -92,16 +92,16 @@ class MatrixRange(NamedTuple):
 
 
 def ranges_of(
-    parts: Iterable[SegmentPart],
+    spans: Iterable[ParameterSpan],
 ) -> list[tuple[MatrixRange, int, ParameterSpec, ShardSpec]]:
-    """Returns the ranges of hidden matrices in these parts, with their first element there."""
+    """Returns the ranges of hidden matrices in these spans, with their first element there."""
     found = []
     offset = 0
-    for part in parts:
-        for shard, first, end, at in part.spec.shards_in(part.start, part.numel):
+    for span in spans:
+        for shard, first, end, at in span.spec.shards_in(span.start, span.numel):
             if is_hidden_shard(shard):
-                found.append((MatrixRange(shard.name, first, end), offset + at, part.spec, shard))
-        offset += part.numel
+                found.append((MatrixRange(shard.name, first, end), offset + at, span.spec, shard))
+        offset += span.numel
     return found
 
 
@@ -109,14 +109,14 @@ class Muon:
     """Makes the updates of a stage's hidden matrices orthogonal, each on its home rank.
 
     Args:
-        parts: of each dp rank, what it steps, in order (`BucketedDataParallel.parts_of`).
+        spans: of each dp rank, what it steps, in order (`BucketedDataParallel.spans_of`).
         dtype: in which matrices are sent and made orthogonal.
         tp, dp: this rank's groups. Ranks of dp may hold the same elements with equal bits.
     """
 
     def __init__(
         self,
-        parts: Sequence[Sequence[SegmentPart]],
+        spans: Sequence[Sequence[ParameterSpan]],
         mode: str,
         dtype: torch.dtype,
         tp: Group,
@@ -125,7 +125,7 @@ class Muon:
     ) -> None:
         self.mode, self.tp, self.dp = mode, tp, dp
         self.empty = torch.empty(0, dtype=dtype, device=device)
-        found = [ranges_of(each) for each in parts]
+        found = [ranges_of(each) for each in spans]
         self.pieces = [[piece for piece, *_ in each] for each in found]
         self.matrices = {
             shard.name: HiddenMatrix.of(spec, shard, tp)
@@ -152,7 +152,7 @@ class Muon:
         """
         views: dict[MatrixRange, Tensor] = {}
         for segment in segments:
-            for piece, first, *_ in ranges_of(segment.parts):
+            for piece, first, *_ in ranges_of(segment.spans):
                 views[piece] = segment.grad[first : first + piece.end - piece.first]
         whole = self.gather_over_tp(self._gather_over_dp(views))
         for name, matrix in whole.items():
@@ -220,10 +220,10 @@ class Muon:
             pieces = self.pieces[target]
             return {p: p.end - p.first for p in pieces if self.homes[p.matrix].dp == source}
 
-        def part(piece: MatrixRange, _: int) -> Tensor:
+        def values(piece: MatrixRange, _: int) -> Tensor:
             return shards[piece.matrix][piece.first : piece.end]
 
-        for piece, tensor in _exchange(moved, part, self.empty, self.dp):
+        for piece, tensor in _exchange(moved, values, self.empty, self.dp):
             views[piece].copy_(tensor)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel3d.config.schema import OptimConfig, Treatment
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parameters.rounding import pieces_of, store_rounded
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import Kind, ShardSpec
 from parallel3d.private_names import (
     foreach_add_,
@@ -293,21 +293,21 @@ def _split(
     """Returns the segments by kind, cut where it changes."""
     found: dict[Kind, list[Segment]] = {}
     for segment in segments:
-        for kind, piece in segment.split(kind_of):
-            found.setdefault(kind, []).append(piece)
+        for kind, run in segment.by_kind(kind_of):
+            found.setdefault(kind, []).append(run)
     return found
 
 
-def trained_parts(parts: list[SegmentPart], optim: OptimConfig) -> list[SegmentPart]:
-    """Returns the parts without what is frozen."""
+def trained_spans(spans: list[ParameterSpan], optim: OptimConfig) -> list[ParameterSpan]:
+    """Returns the spans without what is frozen."""
     if not optim.freeze:
-        return parts
+        return spans
 
     def is_frozen(shard: ShardSpec) -> bool:
         return optim.treatment(shard.name).frozen
 
-    pieces = [piece for part in parts for piece in part.split(is_frozen)]
-    return [part for frozen, part in pieces if not frozen]
+    apart = [pair for span in spans for pair in span.by_kind(is_frozen)]
+    return [span for frozen, span in apart if not frozen]
 
 
 def norm_share(

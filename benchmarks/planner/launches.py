@@ -202,7 +202,7 @@ def _pieces(rank: PipelineRank, segment: FlatShard) -> tuple[int, int]:
     `parameters/rounding.py` cuts them."""
     pieces, chunks, offset = 1, 0, 0
     start: int | None = None  # of the last piece's first chunk
-    for p, first, count in segment.parts:
+    for p, first, count in segment.spans:
         for at, rows, columns in _chunks(p, _full_rows(rank, p), first, count):
             step = max(1, PIECE // columns)
             for row in range(0, rows, step):

@@ -68,10 +68,10 @@ def main() -> None:
             config, groups, torch.device("cpu"), train_source=RandomTokens()
         )
         if kind in alone:
-            parts, own = [trainer.data_parallel.parts_of(0)], trainer.optimizer.muon
+            spans, own = [trainer.data_parallel.spans_of(0)], trainer.optimizer.muon
             assert own is not None
             trainer.optimizer.muon = Muon(
-                parts, own.mode, torch.float32, groups.tp, SINGLE, own.empty.device
+                spans, own.mode, torch.float32, groups.tp, SINGLE, own.empty.device
             )
     steps: dict[str, list[float]] = {kind: [] for kind in trainers}
     updates: dict[str, list[float]] = {kind: [] for kind in trainers}

@@ -12,7 +12,7 @@ import torch
 
 from parallel3d.config.schema import OptimConfig
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 WAYS = {
@@ -26,8 +26,8 @@ def optimizer_of(rows: int, columns: int, **keys: object) -> Optimizer:
     shape = (rows, columns)
     spec = ParameterSpec(shape, (ShardSpec("w", shape, (0, 0), shape),), replicated=False)
     flat = torch.randn(rows * columns)
-    part = SegmentPart("w", spec, 0, flat.numel())
-    segment = Segment(flat, torch.randn_like(flat), flat, [part])
+    span = ParameterSpan("w", spec, 0, flat.numel())
+    segment = Segment(flat, torch.randn_like(flat), flat, [span])
     return Optimizer(OptimConfig(clip_grad=0.0, **keys), [segment])
 
 

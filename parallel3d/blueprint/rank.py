@@ -162,31 +162,31 @@ class FlatShard(NamedTuple):
     """A part of the gradients that a rank steps.
 
     Attributes:
-        parts: parameters of one kind, each with the first of its elements and their number.
+        spans: parameters of one kind, each with the first of its elements and their number.
         tied: a copy that the norm does not count.
         shared: elements that tp ranks sum (see `LocalParameter`), for all owners.
     """
 
-    parts: list[tuple[LocalParameter, int, int]]
+    spans: list[tuple[LocalParameter, int, int]]
     tied: bool
     shared: int
 
     @property
     def numel(self) -> int:
-        return sum(count for _, _, count in self.parts)
+        return sum(count for _, _, count in self.spans)
 
     @property
     def decays(self) -> bool:
-        return self.parts[0][0].columns > 1
+        return self.spans[0][0].columns > 1
 
     @property
     def replicated(self) -> bool:
-        return self.parts[0][0].replicated
+        return self.spans[0][0].replicated
 
     @property
     def hidden(self) -> int:
         """Elements of matrices that Muon steps."""
-        return sum(n for p, _, n in self.parts if is_hidden(p.name, 1 + (p.columns > 1)))
+        return sum(n for p, _, n in self.spans if is_hidden(p.name, 1 + (p.columns > 1)))
 
 
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
@@ -213,9 +213,9 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
                 by_kind[p.columns > 1, p.replicated].append((p, first, end - first))
             offset += p.numel
         copy = tied and bucket[0].name == TABLE  # it has its own bucket
-        for parts in by_kind.values():
-            last = [p.owners * min(n, first + n - p.numel + p.shared) for p, first, n in parts]
-            found.append(FlatShard(parts, copy, sum(n for n in last if n > 0)))
+        for spans in by_kind.values():
+            last = [p.owners * min(n, first + n - p.numel + p.shared) for p, first, n in spans]
+            found.append(FlatShard(spans, copy, sum(n for n in last if n > 0)))
     return found
 
 

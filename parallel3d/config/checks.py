@@ -96,10 +96,10 @@ def check_config(
     _check_given(config.layout, config.launch.ranks)
     model, schedule, train, optim = config.model, config.schedule, config.train, config.optim
     tp, cp, pp, vpp, zero = config.tp, config.cp, config.pp, config.vpp, config.zero
-    split, batch = config.tensor_parallel, config.global_batch_size
+    tensor, batch = config.tensor_parallel, config.global_batch_size
     check_model(model)
-    check_tensor_parallel(model, split.chunks, tp=tp, cp=cp, sp=config.sp)
-    _check_mlp_chunks(config.mlp_chunk_tokens, config.recompute, split.chunks, config.compile)
+    check_tensor_parallel(model, tensor.chunks, tp=tp, cp=cp, sp=config.sp)
+    _check_mlp_chunks(config.mlp_chunk_tokens, config.recompute, tensor.chunks, config.compile)
     dp = _data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
     replica = Replicas(config.micro_batch_size, dp)
     _check_no_count(schedule.num_microbatches, replica)
@@ -117,7 +117,7 @@ def check_config(
         check_batch_schedule(train.batch_schedule, batch, replica)
         _check_schedule_of_batches(train.batch_schedule, schedule.name, pp, vpp, replica)
     style = config.context_parallel.style
-    check_context_parallel(model, style, split.attention, tp=tp, cp=cp)
+    check_context_parallel(model, style, tensor.attention, tp=tp, cp=cp)
     if not own_samples:
         check_samples(config.data, model.vocab_size)
         check_validation(config.data, train, optim.ema_decay, config.run)
@@ -127,7 +127,7 @@ def check_config(
     steps = None if is_open else config.train_steps
     check_learning_rate(optim, steps)
     check_treatment(optim, model)
-    _check_gather_qk(split.attention, config.compile)
+    _check_gather_qk(tensor.attention, config.compile)
     precision, device = config.precision, config.device
     check_attention(config.attention_kernel, precision.name, device, config.data.document_mask)
     check_precision(precision, device)

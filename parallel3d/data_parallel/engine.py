@@ -24,7 +24,7 @@ from parallel3d.data_parallel.reducer import (
 )
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parameters.copies import CopyGroups, GroupsOf
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.state import spec_of, state_of
 
 T = TypeVar("T")
@@ -130,11 +130,11 @@ def _build(
             master = flat[first:last]
             if dtype != wide:
                 master = torch.empty(last - first, dtype=wide, device=device)
-            parts = _parts(alike, offset, first, last)
-            groups = groups_of(parts[0].spec)
+            spans = _spans(alike, offset, first, last)
+            groups = groups_of(spans[0].spec)
             if sharded:
                 groups = replace(groups, data=SINGLE)
-            segment = Segment(flat[first:last], grad[first:last], master, parts, groups)
+            segment = Segment(flat[first:last], grad[first:last], master, spans, groups)
             bucket.segments.append(segment)
         bucket.params |= alike
         for p in alike.values():
@@ -151,15 +151,15 @@ def _build(
     return bucket
 
 
-def _parts(
+def _spans(
     params: dict[str, nn.Parameter], offset: int, first: int, last: int
-) -> list[SegmentPart]:
-    """Returns the parts in [first, last) of parameters that are contiguous from `offset` on."""
+) -> list[ParameterSpan]:
+    """Returns the spans in [first, last) of parameters that are contiguous from `offset` on."""
     found = []
     for name, p in params.items():
         start, end = max(offset, first), min(offset + p.numel(), last)
         if start < end:
-            found.append(SegmentPart(name, spec_of(p), start - offset, end - start))
+            found.append(ParameterSpan(name, spec_of(p), start - offset, end - start))
         offset += p.numel()
     return found
 
@@ -266,13 +266,13 @@ class BucketedDataParallel:
         state_of(parameter).register_grad_ready = register_grad_ready
         parameter.register_post_accumulate_grad_hook(accumulate)
 
-    def parts_of(self, index: int) -> list[SegmentPart]:
+    def spans_of(self, index: int) -> list[ParameterSpan]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
         found = []
         for bucket in self.buckets:
             shard = bucket.param.numel() // bucket.shards.size
             first = shard * (index % bucket.shards.size)
-            found += _parts(bucket.params, 0, first, first + shard)
+            found += _spans(bucket.params, 0, first, first + shard)
         return found
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:

@@ -29,7 +29,7 @@ from parallel3d.comm.group import SINGLE, Group, mesh_of_group
 from parallel3d.device import accelerator
 from parallel3d.parameters.copies import GroupsOf
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.state import spec_of, state_of
 
 T = TypeVar("T")
@@ -136,10 +136,10 @@ class FullyShardedDataParallel:
             grad = self.gradients[held][used[held] : used[held] + flat.numel()]
             used[held] += flat.numel()
             self._keep_gradient(name, parameter, grad)
-            part = self._part(name, held.shards.index)
-            if part.numel:  # with fewer rows than ranks some shards are empty
+            span = self._span(name, held.shards.index)
+            if span.numel:  # with fewer rows than ranks some shards are empty
                 copies = replace(groups_of(specs[name]), data=held.replicas)
-                self.segments.append(Segment(flat, grad, flat, [part], copies))
+                self.segments.append(Segment(flat, grad, flat, [span], copies))
 
     def _keep_gradient(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
         """Makes `parameter.grad`, to which FSDP2 adds reduced gradients, a view of the buffer."""
@@ -156,18 +156,18 @@ class FullyShardedDataParallel:
         self.gradient_of[name] = grad
         parameter.register_post_accumulate_grad_hook(lambda _: self.without_gradient.discard(name))
 
-    def parts_of(self, index: int) -> list[SegmentPart]:
+    def spans_of(self, index: int) -> list[ParameterSpan]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
         sizes = {name: held.shards.size for name, held in self.held.items()}
-        parts = (self._part(name, index % size) for name, size in sizes.items())
-        return [part for part in parts if part.numel]
+        spans = (self._span(name, index % size) for name, size in sizes.items())
+        return [span for span in spans if span.numel]
 
-    def _part(self, name: str, shard: int) -> SegmentPart:
+    def _span(self, name: str, shard: int) -> ParameterSpan:
         rows, *row = self.whole[name]
         ranks = self.held[name].shards.size
         first, end = (first_row(rows, ranks, i) for i in (shard, shard + 1))
         width, spec = math.prod(row), spec_of(self.parameters[name])
-        return SegmentPart(name, spec, first * width, (end - first) * width)
+        return ParameterSpan(name, spec, first * width, (end - first) * width)
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
         """Returns what the pipeline calls for these stages: through the root where that is none."""

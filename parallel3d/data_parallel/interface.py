@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class DataParallel(Protocol):
     parameters: dict[str, nn.Parameter]
     segments: list[Segment]
 
-    def parts_of(self, index: int) -> list[SegmentPart]:
+    def spans_of(self, index: int) -> list[ParameterSpan]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
         ...
 

@@ -23,7 +23,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.engine import Bucket
 from parallel3d.optim import sum_of_powers
 from parallel3d.parameters.copies import CopyGroups
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import spec_of, state_of
 from parallel3d.tensor_parallel.partial_gradients import is_partial
@@ -80,9 +80,9 @@ class PartialNorms:
         """Returns this rank's shares of both squared norms, after the reduction: (2,), float64."""
         counted = []
         for segment in segments:
-            grads = segment.grad.split([part.numel for part in segment.parts])
-            for part, grad in zip(segment.parts, grads, strict=True):
-                counted += self._counted(part, grad, segment.groups)
+            grads = segment.grad.split([span.numel for span in segment.spans])
+            for span, grad in zip(segment.spans, grads, strict=True):
+                counted += self._counted(span, grad, segment.groups)
         return torch.stack((self.part, sum_of_powers(counted, self.part.device)))
 
     def _squares_of(self, name: str, parameter: nn.Parameter) -> Tensor:
@@ -93,19 +93,19 @@ class PartialNorms:
             grad = collectives.all_reduce(grad.clone(), self.cp)
             if self.cp.index > 0:
                 return self.part.new_zeros(())
-        part = SegmentPart(name, spec_of(parameter), 0, grad.numel())
-        return sum_of_powers(self._counted(part, grad, CopyGroups(tp=self.tp)), self.part.device)
+        span = ParameterSpan(name, spec_of(parameter), 0, grad.numel())
+        return sum_of_powers(self._counted(span, grad, CopyGroups(tp=self.tp)), self.part.device)
 
-    def _counted(self, part: SegmentPart, grad: Tensor, groups: CopyGroups) -> list[Tensor]:
-        """Returns what this rank counts of the flat gradient of a part, copied over `groups`."""
-        spec = part.spec
-        if not self.by_replicas and (spec.uses > 1 or part.name == HEAD_TABLE):
+    def _counted(self, span: ParameterSpan, grad: Tensor, groups: CopyGroups) -> list[Tensor]:
+        """Returns what this rank counts of the flat gradient of a span, copied over `groups`."""
+        spec = span.spec
+        if not self.by_replicas and (spec.uses > 1 or span.name == HEAD_TABLE):
             return []
 
         def counts(shard: ShardSpec) -> bool:
             return groups.of(spec, shard).is_first and not is_partial(spec, shard, self.sp)
 
-        runs = spec.split(counts, part.start, part.numel)
+        runs = spec.by_kind(counts, span.start, span.numel)
         return [grad[first:end] for is_counted, first, end in runs if is_counted]
 
 

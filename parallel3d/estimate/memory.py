@@ -170,11 +170,11 @@ class LayerBytes:
     def __init__(self, rank: PipelineRank) -> None:
         self.rank, ops = rank, rank.layer
         self.again = {op.name for op in ops.repeated}
-        self.split = context_bytes(rank, "attention" in self.again)
-        self.plain = bytes_kept(rank, ops.plain) + self.split.kept
+        self.over_cp = context_bytes(rank, "attention" in self.again)
+        self.plain = bytes_kept(rank, ops.plain) + self.over_cp.kept
         self.kept = bytes_kept(rank, ops.kept)
         if "attention" not in self.again:
-            self.kept += self.split.kept
+            self.kept += self.over_cp.kept
         self.moved, self.moved_plain = bytes_moved(rank, ops.kept), bytes_moved(rank, ops.plain)
         self.forward = max(self._forward())
         self.deferred = sum(self._operands(op) for op in ops.ops)
@@ -236,10 +236,10 @@ class LayerBytes:
             if self._part(op) != part:
                 part = self._part(op)
                 more += bytes_kept(rank, [o for o in ops.repeated if self._part(o) == part])
-                more += self.split.again if part != "mlp" else 0.0
+                more += self.over_cp.again if part != "mlp" else 0.0
             if op.kind == "gemm" and rank.fully_sharded:  # elsewhere it is added in place
                 more += rank.item * op.inputs * op.outputs
-            attends = self.split.backward if op.kind == "attention" else 0.0
+            attends = self.over_cp.backward if op.kind == "attention" else 0.0
             results = self._row(op) * (op.inputs + op.outputs)
             if op.kind != "attention":
                 more -= bytes_kept(rank, [op])

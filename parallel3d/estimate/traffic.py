@@ -74,11 +74,11 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     yield Transfer("tp", "reduce_scatter", whole, columns * layers - apart, what)
     # The others are split into chunks that overlap with the GEMM.
     chunks = rank.blueprint.layer.chunks
-    split = whole // chunks
+    each = whole // chunks
     gathers = (columns + rows) * layers + columns_again * recomputed - 3 * apart
     scatters = rows * layers + rows_again * recomputed - apart
-    yield Transfer("tp", "all_gather", split, chunks * gathers, what)
-    yield Transfer("tp", "reduce_scatter", split, chunks * scatters, what)
+    yield Transfer("tp", "all_gather", each, chunks * gathers, what)
+    yield Transfer("tp", "reduce_scatter", each, chunks * scatters, what)
 
 
 # The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real

@@ -146,10 +146,10 @@ def bit_sum(parameter: Tensor) -> Tensor:
 def _bad_gradients(trainer: Trainer) -> Iterator[str]:
     for segment in trainer.optimizer.segments:
         offset = 0
-        for part in segment.parts:
-            if not bool(segment.grad[offset : offset + part.numel].isfinite().all()):
-                yield part.name
-            offset += part.numel
+        for span in segment.spans:
+            if not bool(segment.grad[offset : offset + span.numel].isfinite().all()):
+                yield span.name
+            offset += span.numel
 
 
 def first_bad_gradient(trainer: Trainer) -> str:

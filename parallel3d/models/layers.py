@@ -65,7 +65,7 @@ class BuildContext:
         return self.sp and self.tp.size > 1
 
     @property
-    def split(self) -> dict[str, Any]:
+    def linear_arguments(self) -> dict[str, Any]:
         """Arguments common to all linear layers; the trainer sums partial gradients."""
         return {
             "group": self.tp,

@@ -64,16 +64,16 @@ class MLP(nn.Module):
         self.chunks = ctx.mlp_chunks if "mlp" in ctx.recompute else 1
         prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
         names = ("gate", "up") if self.activation == "swiglu" else ("up",)
-        split = ctx.split | {"bias": model.bias}
+        common = ctx.linear_arguments | {"bias": model.bias}
         self.up = ColumnParallelLinear(
-            model.hidden_size, dict.fromkeys(names, ffn), name=prefix, std=model.init_std, **split
+            model.hidden_size, dict.fromkeys(names, ffn), name=prefix, std=model.init_std, **common
         )
         self.down = RowParallelLinear(
             ffn,
             model.hidden_size,
             name=f"{prefix}.down",
             std=output_std(model),
-            **split,
+            **common,
         )
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
@@ -90,11 +90,11 @@ class MLP(nn.Module):
         """Returns down(function(x)), recomputed in the backward, for chunks of tokens."""
         if self.chunks == 1:
             return checkpoint_up_to_linear(self.down, function, x, recompute=True)
-        parts = x.chunk(self.chunks, dim=1)
+        chunks = x.chunk(self.chunks, dim=1)
         for linear in (self.up, self.down):
-            state_of(linear.weight).parts = len(parts)
+            state_of(linear.weight).additions = len(chunks)
         run = partial(checkpoint_up_to_linear, self.down, function, recompute=True)
-        return torch.cat([run(part) for part in parts], dim=1)
+        return torch.cat([run(chunk) for chunk in chunks], dim=1)
 
     def inner(self, x: Tensor) -> Tensor:
         return self.activate(self.up(x))
@@ -136,7 +136,7 @@ class Attention(nn.Module):
             std=model.init_std,
             tp_replicas={"k": replicas, "v": replicas},
             bias=model.qkv_bias,
-            **ctx.split,
+            **ctx.linear_arguments,
         )
         heads = (self.heads, self.kv_heads)
         self.qk_norm = QKNorm(prefix, model, heads, ctx) if model.qk_norm else None
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             name=f"{prefix}.out",
             std=output_std(model),
             bias=model.out_bias,
-            **ctx.split,
+            **ctx.linear_arguments,
         )
 
     def forward(

@@ -64,7 +64,7 @@ class CopyGroups:
 
         Together they are elements [start, start + numel) of the flattened local parameter.
         """
-        return spec.split(lambda shard: self.of(spec, shard), start, numel)
+        return spec.by_kind(lambda shard: self.of(spec, shard), start, numel)
 
     def of_whole(self, spec: ParameterSpec) -> list[Group]:
         """Returns the groups all of whose ranks hold all of the local parameter."""

@@ -41,7 +41,7 @@ def add_weight_gradient(
             add_gradient(weight, matmul(grad.t(), rows))
         else:
             add_matmul(main_grad, grad, rows)
-            state.added = (state.added + 1) % state.parts
+            state.added = (state.added + 1) % state.additions
             if state.added == 0:
                 state.register_grad_ready()
 

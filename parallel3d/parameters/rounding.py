@@ -60,15 +60,15 @@ def pieces_of(segment: Segment, seed: int) -> list[Piece]:
     most = AT_ONCE_ON_ACCELERATOR if is_accelerator(device) else AT_ONCE
     chunks: list[list[tuple[int, int, Chunk]]] = [[]]  # by piece: first element, site, chunk
     offset = 0
-    for part in segment.parts:
-        for shard, chunk, at in chunks_of_range(part.spec, part.start, part.numel):
+    for span in segment.spans:
+        for shard, chunk, at in chunks_of_range(span.spec, span.start, span.numel):
             site = site_key(f"{seed}/rounding/{shard.name}")
             for inner, first in _cut(chunk, most):
                 begin = offset + at + first
                 if chunks[-1] and begin + inner.elements - chunks[-1][0][0] > most:
                     chunks.append([])
                 chunks[-1].append((begin, site, inner))
-        offset += part.numel
+        offset += span.numel
     # Padding goes with the piece before it.
     starts = [0, *(some[0][0] for some in chunks[1:]), segment.master.numel()]
     pieces = []

@@ -16,7 +16,7 @@ from parallel3d.parameters.copies import Copies, CopyGroups
 from parallel3d.parameters.spec import Kind, ParameterSpec, ShardSpec
 
 
-class SegmentPart(NamedTuple):
+class ParameterSpan(NamedTuple):
     """Holds elements [start, start + numel) of a flattened local parameter, inside a segment."""
 
     name: str
@@ -24,14 +24,14 @@ class SegmentPart(NamedTuple):
     start: int
     numel: int
 
-    def split(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, SegmentPart]]:
-        """Yields the part in runs of shards of one kind, as q, k and v lie in one parameter."""
-        for kind, first, end in self.spec.split(kind_of, self.start, self.numel):
+    def by_kind(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, ParameterSpan]]:
+        """Yields the span in runs of shards of one kind, as q, k and v lie in one parameter."""
+        for kind, first, end in self.spec.by_kind(kind_of, self.start, self.numel):
             yield kind, self._replace(start=self.start + first, numel=end - first)
 
-    def by_copies(self, groups: CopyGroups) -> Iterator[tuple[Copies, SegmentPart]]:
-        """Yields the part in runs with equal copies."""
-        return self.split(partial(groups.of, self.spec))
+    def by_copies(self, groups: CopyGroups) -> Iterator[tuple[Copies, ParameterSpan]]:
+        """Yields the span in runs with equal copies."""
+        return self.by_kind(partial(groups.of, self.spec))
 
 
 @dataclass
@@ -47,31 +47,31 @@ class Segment:
     param: Tensor
     grad: Tensor
     master: Tensor
-    parts: list[SegmentPart]
+    spans: list[ParameterSpan]
     groups: CopyGroups = field(default_factory=CopyGroups)
 
     @property
     def spec(self) -> ParameterSpec:
         """The spec of its first parameter: all decay, and are replicated and tied, alike."""
-        return self.parts[0].spec
+        return self.spans[0].spec
 
-    def split(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
+    def by_kind(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
         """Yields the segment in runs of one kind, as views; whole if there is one kind alone."""
-        pieces = [pair for part in self.parts for pair in part.split(kind_of)]
-        runs = [(kind, [part for _, part in run]) for kind, run in groupby(pieces, itemgetter(0))]
+        apart = [pair for span in self.spans for pair in span.by_kind(kind_of)]
+        runs = [(kind, [span for _, span in run]) for kind, run in groupby(apart, itemgetter(0))]
         if len(runs) == 1:
             yield runs[0][0], self
             return
         first = 0
-        for kind, parts in runs:
-            own = slice(first, first + sum(part.numel for part in parts))
+        for kind, spans in runs:
+            own = slice(first, first + sum(span.numel for span in spans))
             first = own.stop
             param, grad, master = (t[own] for t in (self.param, self.grad, self.master))
-            yield kind, replace(self, param=param, grad=grad, master=master, parts=parts)
+            yield kind, replace(self, param=param, grad=grad, master=master, spans=spans)
 
     def by_copies(self) -> Iterator[tuple[Copies, Segment]]:
         """Yields the segment in runs with equal copies."""
-        return self.split(partial(self.groups.of, self.spec))
+        return self.by_kind(partial(self.groups.of, self.spec))
 
 
 @dataclass(frozen=True)

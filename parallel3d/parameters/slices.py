@@ -37,8 +37,8 @@ def parameter_slices(groups: Iterable[FlatGroup]) -> list[ParameterSlice]:
             values = {"parameter": segment.master}
             values |= {name: moments[i] for name, moments in group.state.items()}
             offset = 0
-            for part in segment.parts:
-                for copies, run in part.by_copies(segment.groups):
+            for span in segment.spans:
+                for copies, run in span.by_copies(segment.groups):
                     views = {k: v[offset : offset + run.numel] for k, v in values.items()}
                     found.append(ParameterSlice(run.name, run.spec, run.start, views, copies))
                     offset += run.numel

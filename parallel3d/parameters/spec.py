@@ -80,7 +80,7 @@ class ParameterSpec:
     tied: bool = False
     uses: int = 1
 
-    def split(
+    def by_kind(
         self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int
     ) -> Iterator[tuple[Kind, int, int]]:
         """Yields (kind, first, end), counted from `start`, of runs of shards of one kind.
@@ -99,8 +99,8 @@ class ParameterSpec:
                 yield kind, first, last
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (tp_replicas, first, end) of equally replicated elements, as `split`."""
-        return self.split(tp_replicas_of, start, numel)
+        """Yields (tp_replicas, first, end) of equally replicated elements, as `by_kind`."""
+        return self.by_kind(tp_replicas_of, start, numel)
 
     def shards_in(self, start: int, numel: int) -> Iterator[tuple[ShardSpec, int, int, int]]:
         """Yields (shard, first, end, at) of the shards in a range of the flattened parameter.

@@ -49,7 +49,7 @@ class ParameterState:
         tp: the group of the tensor-parallel layer of `import parallel3d` that it belongs to.
         pp: the group of the `Pipeline` that it belongs to, whose other ranks do not hold it.
         main_grad: view of a gradient bucket to which its gradients are added; None: to `.grad`.
-        parts: additions to `main_grad` that are one gradient; added: so many since the last one.
+        additions: to `main_grad` that are one gradient; added: so many since the last one.
         register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
         weight_gradients: queue of its pipeline stage; None: its gradients are never deferred.
         compute_dtype: type in which FSDP2 gathers it for the model; None: FSDP2 does not shard it.
@@ -59,7 +59,7 @@ class ParameterState:
     tp: Group = SINGLE
     pp: Group = SINGLE
     main_grad: Tensor | None = None
-    parts: int = 1
+    additions: int = 1
     added: int = 0
     register_grad_ready: Callable[[], None] = lambda: None
     weight_gradients: WeightGradients | None = None

@@ -438,8 +438,8 @@ class RowParallelLinear(ShardedModule):
         if self.sp is not None:
             self.check_sequence(x, 3, self.group.size * self.sp)
         if self.handle is not None and torch.compiler.is_compiling():
-            split = 1 if self.sp is None else self.group.size
-            y = linear_ops.compiled_linear(x, self.handle, self.out_features, 1, split)
+            scatter = 1 if self.sp is None else self.group.size
+            y = linear_ops.compiled_linear(x, self.handle, self.out_features, 1, scatter)
             bias: Tensor | None = self.bias
         else:
             x, weight, bias = _cast(x, self.weight, self.bias)

@@ -33,13 +33,13 @@ class LinearLayer(Protocol):
     sp: int | None
 
 
-def _forward(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
+def _forward(x: Tensor, handle: Tensor, outputs: int, gather: int, scatter: int) -> Tensor:
     layer: LinearLayer = registered(handle)
     return run_forward(layer.split, x, layer.weight, layer.bias, layer.group, layer.sp)
 
 
-def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] * gather // split, outputs)
+def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, scatter: int) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] * gather // scatter, outputs)
 
 
 def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
@@ -55,12 +55,12 @@ def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
     return grad_x
 
 
-# Runs the layer's forward: (b, s, in) → (b, s · gather / split, outputs), where `gather` and
-# `split` are tp if sequence parallelism gathers (column) or splits (row) the sequence.
+# Runs the layer's forward: (b, s, in) → (b, s · gather / scatter, outputs), where `gather` and
+# `scatter` are tp if sequence parallelism gathers (column) or scatters (row) the sequence.
 compiled_linear = operator(
     "linear",
     "Tensor x",
-    "Tensor handle, int outputs, int gather, int split",
+    "Tensor handle, int outputs, int gather, int scatter",
     _forward,
     _forward_shape,
     _backward,

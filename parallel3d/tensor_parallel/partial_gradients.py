@@ -43,7 +43,7 @@ def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
     """
     shared: dict[int, list[Tensor]] = {}
     for segment in segments:
-        for tp_replicas, run in segment.split(tp_replicas_of):
+        for tp_replicas, run in segment.by_kind(tp_replicas_of):
             shared.setdefault(tp_replicas, []).append(run.grad)
     sum_over_replicas(shared, tp)
 

@@ -112,7 +112,7 @@ UPDATE = Seam("optim:Optimizer.step")
 INITIAL_VALUES = Seam("parameters.initializer:Initializer.fill")
 PARAMETER = Seam("parameters.initializer:Initializer.parameter")
 ROUNDED_PIECES = Seam("parameters.rounding:pieces_of")
-SPLIT_SEGMENT = Seam("parameters.segments:Segment.split")
+SEGMENT_BY_KIND = Seam("parameters.segments:Segment.by_kind")
 TREATMENT = Seam("config.schema:OptimConfig.treatment")
 
 # Samples

@@ -19,8 +19,8 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
 from tests.distributed.seams import (
+    SEGMENT_BY_KIND,
     SHARE_OF_NORM,
-    SPLIT_SEGMENT,
     TREATMENT,
     UPDATE,
     Mutation,
@@ -64,7 +64,7 @@ def the_norm_counts_what_is_frozen(sound: Any, trainer: Trainer, *how: Any) -> T
     return share
 
 
-@planted(SPLIT_SEGMENT)
+@planted(SEGMENT_BY_KIND)
 def a_matrix_is_treated_as_the_one_before_it(
     sound: Any, segment: Segment, kind_of: Callable[[ShardSpec], Any]
 ) -> Any:

@@ -20,7 +20,7 @@ from parallel3d import muon
 from parallel3d.comm.group import Group
 from parallel3d.muon import HiddenMatrix, Muon
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.segments import SegmentPart
+from parallel3d.parameters.segments import ParameterSpan
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_cases, check_caught
@@ -64,14 +64,14 @@ def fused_matrices(inside: str) -> Iterator[None]:
     """q, k and v, or gate and up, are one matrix, as they are stored."""
     sound = muon.ranges_of
 
-    def fuse(part: SegmentPart) -> SegmentPart:
-        if inside not in part.name or len(part.spec.shards) == 1:
-            return part
-        shape = part.spec.shape
-        whole = ShardSpec(f"layers.{part.name}", shape, (0, 0), shape)
-        return part._replace(spec=dataclasses.replace(part.spec, shards=(whole,)))
+    def fuse(span: ParameterSpan) -> ParameterSpan:
+        if inside not in span.name or len(span.spec.shards) == 1:
+            return span
+        shape = span.spec.shape
+        whole = ShardSpec(f"layers.{span.name}", shape, (0, 0), shape)
+        return span._replace(spec=dataclasses.replace(span.spec, shards=(whole,)))
 
-    with patch.object(muon, "ranges_of", lambda parts: sound([fuse(part) for part in parts])):
+    with patch.object(muon, "ranges_of", lambda spans: sound([fuse(span) for span in spans])):
         yield
 
 
@@ -118,7 +118,7 @@ def momentum_of_another_matrix() -> Iterator[None]:
         for group in self.groups:
             for segment, flat in zip(group.segments, group.state.get("momentum", []), strict=False):
                 outs = [
-                    (p, at) for p, at, *_ in muon.ranges_of(segment.parts) if ".out." in p.matrix
+                    (p, at) for p, at, *_ in muon.ranges_of(segment.spans) if ".out." in p.matrix
                 ]
                 (one, a), (_, b) = outs[:2]
                 size = one.end - one.first

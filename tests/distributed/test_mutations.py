@@ -169,11 +169,11 @@ def average_of_another_rank(sound: Any, optimizer: Optimizer, *args: Any) -> Non
 @planted(ROUNDED_PIECES)
 def rounding_counts_local_elements(sound: Any, segment: Segment, seed: int) -> list[Piece]:
     """The random bits of a shard are those of its first element on, not of the full tensor's."""
-    parts = []
-    for part in segment.parts:
-        shards = tuple(map(at_zero, part.spec.shards))
-        parts.append(part._replace(spec=dataclasses.replace(part.spec, shards=shards)))
-    return sound(dataclasses.replace(segment, parts=parts), seed)
+    spans = []
+    for span in segment.spans:
+        shards = tuple(map(at_zero, span.spec.shards))
+        spans.append(span._replace(spec=dataclasses.replace(span.spec, shards=shards)))
+    return sound(dataclasses.replace(segment, spans=spans), seed)
 
 
 @planted(SHARED_HEADS)
@@ -184,7 +184,7 @@ def shared_heads_apart(*_: Any) -> None:
 @planted(SHARE_OF_NORM)
 def shared_heads_counted_twice(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
     """Every copy of a key-value head enters the gradient norm."""
-    runs = [run for s in trainer.optimizer.segments for run in s.split(tp_replicas_of)]
+    runs = [run for s in trainer.optimizer.segments for run in s.by_kind(tp_replicas_of)]
     copies = [run.grad for replicas, run in runs if trainer.groups.tp.index % replicas]
     return sound(trainer, *how) + sum_of_powers(copies, trainer.device)
 

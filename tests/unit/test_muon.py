@@ -22,7 +22,7 @@ from parallel3d.errors import UserError
 from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.muon import Muon, newton_schulz
 from parallel3d.optim import Optimizer
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.trainer import Trainer
 from tests.unit.dry_runs import dry_runs
@@ -67,14 +67,14 @@ def test_a_step_is_that_of_the_dense_oracle() -> None:
     first = ShardSpec("layers.0.q.weight", (6, 4), (0, 0), (6, 4))
     second = ShardSpec("layers.0.k.weight", (3, 4), (0, 0), (3, 4), row=6)
     table = ShardSpec("head.weight", (5, 4), (0, 0), (5, 4))
-    parts = [
-        SegmentPart("head", ParameterSpec((5, 4), (table,), True), 0, 20),
-        SegmentPart("qk", ParameterSpec((9, 4), (first, second), True), 0, 36),
+    spans = [
+        ParameterSpan("head", ParameterSpec((5, 4), (table,), True), 0, 20),
+        ParameterSpan("qk", ParameterSpec((9, 4), (first, second), True), 0, 36),
     ]
     param, grad = torch.randn(56, dtype=torch.float64), torch.randn(56, dtype=torch.float64)
-    segment = Segment(param, grad, param, parts)
+    segment = Segment(param, grad, param, spans)
     optim = OptimConfig(name="muon", momentum=0.9, weight_decay=0.1, clip_grad=0.0)
-    muon = Muon([parts], optim.muon_scale, torch.float64, SINGLE, SINGLE, grad.device)
+    muon = Muon([spans], optim.muon_scale, torch.float64, SINGLE, SINGLE, grad.device)
     before, given = param.clone(), grad.clone()
     optimizer = Optimizer(optim, [segment], muon=muon)
     optimizer.step(0.01, grad_norm=1.0)

@@ -18,7 +18,7 @@ from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import Optimizer, norm_share, sum_of_powers
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.distributed.cases import preset
 
@@ -28,7 +28,9 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
     torch.manual_seed(0)
     params, grads = [torch.randn(100), torch.randn(50)], [torch.zeros(100), torch.zeros(50)]
     segments = [
-        Segment(param, grad, param, [SegmentPart("p", ParameterSpec(shape, (), True), 0, shape[0])])
+        Segment(
+            param, grad, param, [ParameterSpan("p", ParameterSpec(shape, (), True), 0, shape[0])]
+        )
         for param, grad, shape in zip(params, grads, ((100, 1), (50,)), strict=True)
     ]
     optim = OptimConfig(name=name, momentum=momentum, clip_grad=0.0, weight_decay=0.1)
@@ -57,8 +59,8 @@ def test_a_stage_that_is_frozen_wholly_keeps_its_bits_and_has_no_norm(name: str)
     shard = ShardSpec("layers.0.mlp.up.weight", (4, 5), (0, 0), (4, 5))
     spec = ParameterSpec((4, 5), (shard,), replicated=False)
     param, grad = torch.randn(20), torch.randn(20)
-    before, parts = param.clone(), [SegmentPart("up", spec, 0, 20)]
-    segment = Segment(param, grad, param, parts)
+    before, spans = param.clone(), [ParameterSpan("up", spec, 0, 20)]
+    segment = Segment(param, grad, param, spans)
     optim = OptimConfig(name=name, weight_decay=0.5, clip_grad=0.1, freeze=["layers.0.*"])
     optimizer = Optimizer(optim, [segment])
     assert optimizer.squared_norm() == 0
@@ -81,8 +83,8 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
 
 def one_segment(grad: torch.Tensor, **changes: object) -> tuple[torch.Tensor, Optimizer]:
     param, spec = torch.ones_like(grad), ParameterSpec((grad.numel(), 1), (), replicated=True)
-    parts = [SegmentPart("p", spec, 0, grad.numel())]
-    segment = Segment(param, grad, param, parts)
+    spans = [ParameterSpan("p", spec, 0, grad.numel())]
+    segment = Segment(param, grad, param, spans)
     return param, Optimizer(OptimConfig(**changes), [segment])
 
 

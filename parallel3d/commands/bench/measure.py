@@ -377,13 +377,13 @@ def groups_of(layout: Layout, dim: str) -> list[list[int]]:
 
 def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
     """Returns (dimensions to measure, reason why each of the others is left out)."""
-    split = ("cp", "dp_cp") if layout.cp > 1 else ("dp",)
+    data = ("cp", "dp_cp") if layout.cp > 1 else ("dp",)
     left_out = {dim: f"{dim}=1: no groups" for dim in ("tp", "dp", "pp") if layout.size(dim) == 1}
     if layout.cp > 1 == layout.dp:
         left_out["dp_cp"] = "the same ranks as cp"
     elif layout.cp > 1:
         left_out["dp"] = "it sends a token count, and dp_cp the gradients"
-    dims = [dim for dim in ("tp", *split, "pp") if dim not in left_out]
+    dims = [dim for dim in ("tp", *data, "pp") if dim not in left_out]
     same = next((dim for dim in dims if layout.size(dim) == layout.world_size), None)
     if same is None:
         return [*dims, WORLD], left_out

@@ -108,7 +108,7 @@ def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, shards: Gr
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.param, theirs.param)
         for a, b in zip(ours.segments, theirs.segments, strict=True):
-            assert torch.equal(a.master, b.master) and a.parts == b.parts
+            assert torch.equal(a.master, b.master) and a.spans == b.spans
 
 
 def clone_of(p: nn.Parameter) -> nn.Parameter:

@@ -7,7 +7,7 @@ import torch
 from parallel3d.config.schema import OptimConfig
 from parallel3d.optim import Optimizer
 from parallel3d.parameters.rounding import AT_ONCE, pieces_of, store_rounded
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.reference.rounding import chances, rounded
 
@@ -24,9 +24,9 @@ def matrix(rows: int, width: int, start: tuple[int, int], name: str = "w") -> Pa
     return ParameterSpec((rows + 1, width), (shard,), replicated=False)
 
 
-def segment_of(*parts: SegmentPart, dtype: torch.dtype = torch.float32) -> Segment:
-    flat = torch.zeros(sum(p.numel for p in parts), dtype=dtype)
-    return Segment(flat, flat.clone(), flat, list(parts))
+def segment_of(*spans: ParameterSpan, dtype: torch.dtype = torch.float32) -> Segment:
+    flat = torch.zeros(sum(p.numel for p in spans), dtype=dtype)
+    return Segment(flat, flat.clone(), flat, list(spans))
 
 
 def bits_of(segment: Segment, seed: int, update: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def bits_of(segment: Segment, seed: int, update: int) -> torch.Tensor:
 
 def test_rounding_has_no_bias_and_leaves_bf16_as_it_is() -> None:
     spec = matrix(31, 4000, (9, 4000))
-    bits = bits_of(segment_of(SegmentPart("w", spec, 0, 31 * 4000)), seed=3, update=5)
+    bits = bits_of(segment_of(ParameterSpan("w", spec, 0, 31 * 4000)), seed=3, update=5)
     assert bits.unique().numel() > 0.99 * bits.numel()
     low, step = 1.0, 2.0**-7  # bf16's distance of numbers in [1, 2)
     for half in (0, 1):
@@ -65,9 +65,9 @@ def test_bits_and_rounding_are_those_of_the_reference() -> None:
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     values *= 10.0 ** torch.randint(-40, 5, shape, generator=generator)
     spec = matrix(40, 30, (0, 0))
-    whole = segment_of(SegmentPart("w", spec, 0, 40 * 30))
+    whole = segment_of(ParameterSpan("w", spec, 0, 40 * 30))
     whole_spec = ShardSpec("w", shape, (0, 0), shape)
-    whole.parts = [SegmentPart("w", ParameterSpec(shape, (whole_spec,), False), 0, 1200)]
+    whole.spans = [ParameterSpan("w", ParameterSpec(shape, (whole_spec,), False), 0, 1200)]
     bits = bits_of(whole, seed=7, update=2).view(shape)
     for half in (0, 1):
         theirs = rounded(values, chances(shape, 7, 2, "w", half))
@@ -77,16 +77,16 @@ def test_bits_and_rounding_are_those_of_the_reference() -> None:
 def test_bits_follow_the_element_wherever_a_shard_begins() -> None:
     spec, seed, update = matrix(20, 10, (20, 10)), 7, 11
     whole = matrix(40, 30, (0, 0))
-    everything = bits_of(segment_of(SegmentPart("w", whole, 0, 40 * 30)), seed, update)
+    everything = bits_of(segment_of(ParameterSpan("w", whole, 0, 40 * 30)), seed, update)
     mine = everything.view(40, 30)[20:, 10:20]
     vector = ParameterSpec((50,), (ShardSpec("v", (100,), (50,), (50,)),), replicated=False)
     full = ParameterSpec((100,), (ShardSpec("v", (100,), (0,), (100,)),), replicated=False)
-    of_vector = bits_of(segment_of(SegmentPart("v", full, 0, 100)), seed, update)[50:]
-    parts = SegmentPart("w", spec, 13, 150), SegmentPart("v", vector, 7, 40)
+    of_vector = bits_of(segment_of(ParameterSpan("v", full, 0, 100)), seed, update)[50:]
+    parts = ParameterSpan("w", spec, 13, 150), ParameterSpan("v", vector, 7, 40)
     found = bits_of(segment_of(*parts), seed, update)
     assert torch.equal(found[:150], mine.flatten()[13:163])
     assert torch.equal(found[150:], of_vector[7:47])
-    padding = bits_of(segment_of(SegmentPart("w", spec, 190, 20)), seed, update)
+    padding = bits_of(segment_of(ParameterSpan("w", spec, 190, 20)), seed, update)
     assert torch.equal(padding[:10], mine.flatten()[190:])
     assert not stored(torch.zeros(20), padding).any()
 
@@ -95,11 +95,11 @@ def test_large_matrices_are_cut_into_pieces_of_equal_bits() -> None:
     rows = 3 * AT_ONCE // 64
     shard = ShardSpec("w", (rows, 64), (0, 0), (rows, 64))
     spec = ParameterSpec((rows, 64), (shard,), replicated=False)
-    segment = segment_of(SegmentPart("w", spec, 5, rows * 64 - 5))
+    segment = segment_of(ParameterSpan("w", spec, 5, rows * 64 - 5))
     pieces = pieces_of(segment, 0)
     assert len(pieces) >= 3 and max(p.end - p.start for p in pieces) <= AT_ONCE
     first = bits_of(segment, 0, 1)
-    last = bits_of(segment_of(SegmentPart("w", spec, 64 * (rows - 1), 64)), 0, 1)
+    last = bits_of(segment_of(ParameterSpan("w", spec, 64 * (rows - 1), 64)), 0, 1)
     assert torch.equal(first[-64:], last)
     assert not torch.equal(first, bits_of(segment, 0, 2))
     assert not torch.equal(first, bits_of(segment, 1, 1))
@@ -111,7 +111,7 @@ def test_a_small_second_moment_still_grows_and_the_update_is_of_unrounded_states
     spec = ParameterSpec(shape, (ShardSpec("w", shape, (0, 0), shape),), replicated=False)
     means = {}
     for state in ("fp32", "bf16"):
-        segment = segment_of(SegmentPart("w", spec, 0, 6400))
+        segment = segment_of(ParameterSpan("w", spec, 0, 6400))
         optim = OptimConfig(state=state, beta2=0.999, weight_decay=0.0, clip_grad=0.0)
         optimizer = Optimizer(optim, [segment])
         segment.grad.fill_(1.0)

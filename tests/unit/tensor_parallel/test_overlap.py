@@ -191,7 +191,7 @@ def test_pieces_are_of_a_sequence_that_is_split(sp: bool, group: Group, pieces: 
     init = Initializer(1, torch.float32, CPU)
     blueprint = Blueprint.of(config(sp=sp, chunks=3))
     ctx = BuildContext.of_run(blueprint, init, group)
-    made = ColumnParallelLinear(6, {"up": 8}, bias=False, **ctx.split)
+    made = ColumnParallelLinear(6, {"up": 8}, bias=False, **ctx.linear_arguments)
     assert made.sp == pieces
 
 
