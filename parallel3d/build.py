@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
@@ -25,6 +24,10 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs, measure_baseline_latency
 from parallel3d.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
+    from parallel3d.data_parallel.interface import DataParallel
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import blocking
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks import check_config
 from parallel3d.config.length import Length, clock_of
@@ -45,6 +44,9 @@ from parallel3d.tensor_parallel.partial_gradients import (
     all_reduce_layernorm_grads,
     all_reduce_shared_kv_grads,
 )
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
 
 log = logging.getLogger(__name__)
 

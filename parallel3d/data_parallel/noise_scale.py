@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.engine import Bucket
 from parallel3d.optim import sum_of_powers
 from parallel3d.parameters.copies import CopyGroups
@@ -27,6 +26,9 @@ from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import spec_of, state_of
 from parallel3d.tensor_parallel.partial_gradients import is_partial
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
 
 HEAD_TABLE = "head.table"  # of an output head that is not tied
 KEEP = 0.98  # decay of the running means per step: they average over about 50 steps

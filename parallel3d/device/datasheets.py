@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+BLACKWELL = 10  # NVIDIA's compute capability
+
 
 @dataclass(frozen=True)
 class Device:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from parallel3d.config.nccl import parse_nccl_env
 from parallel3d.config.schema import ClusterConfig
+from parallel3d.device.datasheets import BLACKWELL
 from parallel3d.errors import UserError
 from parallel3d.host.gpus import Found, Gpu, find, is_nvidia_build
 from parallel3d.host.quotas import available_cores
@@ -27,7 +28,6 @@ RECORDED = 20_000
 # parallel3d's groups, diagnosis of hangs and ends of runs were tried with the old class alone.
 NEW_NCCL = "TORCH_DIST_USE_NCCL2"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-BLACKWELL = 10  # compute capability
 TF32 = "NVIDIA_TF32_OVERRIDE"
 
 

@@ -24,10 +24,10 @@ from parallel3d.context_parallel.document_attention import NOT_CUDNN, allowed, r
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.device.datasheets import BLACKWELL
 from parallel3d.device.matmul import is_widened
 from parallel3d.device.precision import compute_dtype
 from parallel3d.errors import UserError, first_line
-from parallel3d.host.devices import BLACKWELL
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.ops import Rotary, split_heads
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, SideStream
 from parallel3d.data_parallel.engine import BucketedDataParallel, GradientObserver
-from parallel3d.data_parallel.interface import DataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.copies import GroupsOf, copy_groups
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.state import spec_of
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
+    from parallel3d.data_parallel.interface import DataParallel
 
 
 def data_parallel_engine(

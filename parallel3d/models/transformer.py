@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.comm.exchange import transfer
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.document_attention import repeated
@@ -49,6 +48,9 @@ from parallel3d.parameters.state import state_of
 from parallel3d.pipeline.offload import ActivationOffload
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_heads
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
 
 # Blocks of one compiled graph: enough that the cost of entering a graph (0.4 ms measured) is
 # negligible, few enough that a deep stage compiles in seconds.

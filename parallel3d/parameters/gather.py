@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm.exchange import all_gather_json, dtype_of, messages, transfer
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import spec_of, state_of
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
 
 MESSAGE_BYTES = 1 << 26  # small shards are sent together, up to this size
 FIELDS = tuple(field.name for field in fields(ShardSpec))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.exchange import transfer
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.operation_log import logged
-from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.device import accelerator
@@ -29,6 +28,9 @@ from parallel3d.schedules.actions import Action, Kind, PipelineProgram
 from parallel3d.schedules.messages import peak_unread
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import peer_of
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
 
 Values = tuple[Tensor, ...]
 
