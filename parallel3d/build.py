@@ -17,8 +17,8 @@ from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
-from parallel3d.muon import Muon
-from parallel3d.optim import Optimizer, trained_spans
+from parallel3d.optim.muon import Muon
+from parallel3d.optim.optimizer import Optimizer, trained_spans
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.offload import ActivationOffload

@@ -74,3 +74,9 @@ def closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:
             if 1 <= candidate <= limit and fits(candidate):
                 return candidate
     return None
+
+
+def nearest_multiple(value: int, unit: int) -> int:
+    """Returns the multiple of `unit`, at least one, closest to `value` (ties: the smaller)."""
+    below = value // unit * unit
+    return max(unit, below if value - below <= below + unit - value else below + unit)

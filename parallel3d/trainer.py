@@ -34,7 +34,7 @@ from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import Score
-from parallel3d.optim import learning_rate
+from parallel3d.optim.optimizer import learning_rate
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.slices import ParameterSlice, parameter_slices
 from parallel3d.schedules.check import check

@@ -25,7 +25,7 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
-from parallel3d.muon import Muon
+from parallel3d.optim.muon import Muon
 from parallel3d.topology.assumptions import preset
 from parallel3d.trainer import Trainer
 

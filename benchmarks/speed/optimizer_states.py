@@ -11,7 +11,7 @@ import time
 import torch
 
 from parallel3d.config.schema import OptimConfig
-from parallel3d.optim import Optimizer
+from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 

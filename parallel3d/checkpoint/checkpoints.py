@@ -54,7 +54,7 @@ from parallel3d.data.tokens import Compared, compare, marks_of
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
-from parallel3d.optim import EMA
+from parallel3d.optim.optimizer import EMA
 from parallel3d.trainer import Trainer
 
 

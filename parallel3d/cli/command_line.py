@@ -33,6 +33,7 @@ from parallel3d.cli.hydra_run import (
     without_alias,
 )
 from parallel3d.commands import data as data_command
+from parallel3d.commands.bench.checks import check_communication
 from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.checkpoint import command as checkpoint_command
 from parallel3d.commands.from_run import (
@@ -48,13 +49,7 @@ from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
 from parallel3d.commands.report import KEYS as REPORT_KEYS
 from parallel3d.commands.report import report
 from parallel3d.commands.verbs import HELP, Verb
-from parallel3d.config.checks import (
-    check_communication,
-    check_config,
-    check_loggers,
-    check_precision_of,
-    single_process,
-)
+from parallel3d.config.checks import check_config, single_process
 from parallel3d.config.fields import check_fields
 from parallel3d.config.overrides import (
     check_filled,
@@ -66,6 +61,7 @@ from parallel3d.config.schema import Config, LaunchConfig, LoggerConfig
 from parallel3d.config.words import check_twice
 from parallel3d.data.corpus import check_data, check_sets
 from parallel3d.data.tokenizer import FOLDER, with_own_tokenizer
+from parallel3d.device.checks import check_precision_of
 from parallel3d.errors import USER_ERROR, UserError, nearest_hint, print_line, readable
 from parallel3d.host.devices import (
     HostError,
@@ -74,6 +70,7 @@ from parallel3d.host.devices import (
     gpu_environment,
 )
 from parallel3d.host.processes import prepare_streams
+from parallel3d.metrics.checks import check_loggers
 from parallel3d.run.directory import (
     CONFIG_FILE,
     check_run,

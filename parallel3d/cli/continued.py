@@ -14,11 +14,11 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from parallel3d.config.checks import ALTERNATIVES, with_derived_keys
+from parallel3d.config.checks import with_derived_keys
 from parallel3d.config.fields import check_value, show, values_of, with_values
 from parallel3d.config.identity import OF_COMMANDS, flat
 from parallel3d.config.overrides import experiment_files, groups
-from parallel3d.config.schema import SECTIONS, Config
+from parallel3d.config.schema import ALTERNATIVES, SECTIONS, Config
 from parallel3d.config.words import option
 from parallel3d.errors import UserError
 

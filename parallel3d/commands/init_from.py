@@ -279,7 +279,7 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
     """
     from parallel3d.checkpoint.storage import chunks_by_name, read_state
     from parallel3d.comm.exchange import all_gather_json
-    from parallel3d.optim import EMA
+    from parallel3d.optim.optimizer import EMA
 
     config, slices = trainer.config, trainer.parameter_slices()
     kinds = {kind for s in slices for kind in s.values} - {EMA} if config.init_optimizer else set()

@@ -22,9 +22,9 @@ import numpy as np
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
-from parallel3d.config.checks import check_context_parallel, check_model, check_tensor_parallel
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
+from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import (
     OWN_RATES,
@@ -60,9 +60,11 @@ from parallel3d.estimate.search import (
     sizes_of,
     works,
 )
+from parallel3d.models.checks import check_model
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 from parallel3d.schedules.walk import RankWork, time_orders
+from parallel3d.tensor_parallel.checks import check_tensor_parallel
 from parallel3d.text import aligned, si
 from parallel3d.topology.assumptions import (
     MICROBATCHES_PER_STAGE,

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel3d.blueprint.stages import StageWeights
-from parallel3d.config.checks import Replicas, check_batch, check_work
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ScheduleConfig
+from parallel3d.config.values import Replicas
 from parallel3d.errors import UserError
+from parallel3d.loop.checks import check_batch
 from parallel3d.schedules.check import check
+from parallel3d.schedules.checks import check_work
 from parallel3d.schedules.choose import (
     LARGEST,
     ScheduleChoice,

@@ -24,7 +24,6 @@ from parallel3d.commands.bench.probe import preflight
 from parallel3d.commands.init_from import load_initial
 from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
-from parallel3d.config.checks import check_schedule_of_rate
 from parallel3d.config.fields import all_keys, spell
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.blend import Blended
@@ -46,7 +45,8 @@ from parallel3d.metrics.peak import device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder, evaluation_row, layout_row
 from parallel3d.metrics.screen import evaluation_lines, length_words
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
-from parallel3d.optim import EMA
+from parallel3d.optim.checks import check_schedule_of_rate
+from parallel3d.optim.optimizer import EMA
 from parallel3d.run.directory import config_files, status
 from parallel3d.run.launch import Worker
 from parallel3d.text import si

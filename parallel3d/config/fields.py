@@ -7,11 +7,12 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from parallel3d.config.conflicts import Conflict
 from parallel3d.config.paths import check_path, paths_in
 from parallel3d.config.schema import SECTIONS, Config
 from parallel3d.config.values import RANKS, words_of
@@ -310,3 +311,18 @@ def check_fields(config: Config) -> None:
                 raise UserError(unknown_key(f"{section}.{name}".lstrip("."), getattr(found, name)))
     for name, value in values_of(config).items():
         check_value(name, value)
+
+
+def check_at_most(name: str, value: float, limit: str, most: float) -> None:
+    if value > most:
+        raise UserError(
+            f"{spell(name, value)} must be at most {spell(limit, most)}; the nearest is "
+            f"{spell(name, most)}."
+        )
+
+
+def check_conflicts(rows: Iterable[Conflict], value: Callable[[str], Any]) -> None:
+    """Raises UserError for the first row that holds; `value` returns a key's value."""
+    for row in rows:
+        if row.holds(value):
+            raise UserError(row.sentence(value, spell))

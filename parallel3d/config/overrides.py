@@ -21,7 +21,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from yaml.error import MarkedYAMLError
 
-from parallel3d.config.checks import ALTERNATIVES, check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.fields import (
     Key,
     all_keys,
@@ -34,7 +34,7 @@ from parallel3d.config.fields import (
     with_values,
 )
 from parallel3d.config.identity import flat
-from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
+from parallel3d.config.schema import ALTERNATIVES, SECTIONS, Config, conf_dir, register_schema
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.config.words import as_typed, braces, check_twice, option, quoted_twice
 from parallel3d.errors import UserError, nearest_hint, readable

@@ -171,3 +171,29 @@ class BatchSizes(NamedTuple):
         """Returns each entry with the number of samples at which the next one begins."""
         after = [first for first, _ in self.entries[1:]]
         return list(zip(self.entries, [*after, None], strict=True))
+
+
+class Replicas(NamedTuple):
+    """The data-parallel ranks of a run.
+
+    Attributes:
+        micro_batch_size: sequences of a micro-batch.
+        dp: how many ranks there are.
+    """
+
+    micro_batch_size: int
+    dp: int
+
+    @property
+    def multiple(self) -> int:
+        """Divides every global batch."""
+        return self.micro_batch_size * self.dp
+
+
+def number_of_tokens(typed: Any) -> int:
+    """Returns a number of tokens, typed as 1000000000 or 1e9; -1 for other text."""
+    try:
+        number = Fraction(str(typed))
+    except (ValueError, ZeroDivisionError):
+        return -1
+    return int(number) if number.denominator == 1 and number < 2**63 else -1

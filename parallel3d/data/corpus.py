@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.config.checks import Weights, blend_weights
 from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.blend import Blended, StagedShares, WeightPeriod, whole_weights
@@ -36,6 +35,7 @@ from parallel3d.data.chat import (
     nothing_said,
     write_chat,
 )
+from parallel3d.data.checks import Weights, blend_weights
 from parallel3d.data.foreign import Taught, look_at_pair, look_at_turns
 from parallel3d.data.formats import Form, NotTaken, endings, file_name, named
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.data_parallel.engine import Bucket
-from parallel3d.optim import sum_of_powers
+from parallel3d.optim.optimizer import sum_of_powers
 from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ShardSpec

@@ -18,10 +18,10 @@ from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.blueprint.stages import balance_chunks
-from parallel3d.config.checks import check_context_parallel
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.config.values import PARTS, parts_of, spelled
+from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.device.datasheets import DEVICES, Device
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.attention_traffic import sends

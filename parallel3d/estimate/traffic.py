@@ -139,7 +139,7 @@ def _of_rank(rank: PipelineRank) -> list[Transfer]:
 
 
 def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the layers, the embedding, the head; gradient all-reduces of optim.py."""
+    """Yields the layers, the embedding, the head; sums of tensor_parallel/partial_gradients.py."""
     microbatches, whole = rank.blueprint.microbatches, rank.hidden
     yield from layer_transfers(rank)
     if rank.first and rank.blueprint.model.embedding == "vocab_parallel":
@@ -232,7 +232,7 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the exchanges around Newton-Schulz (muon.py) of tp rank 0; with HSDP or frozen
+    """Yields the exchanges around Newton-Schulz (optim/muon.py) of tp rank 0; with HSDP or frozen
     matrices a bound."""
     blueprint, tp, dp, here = rank.blueprint, rank.layout.tp, rank.replicas, rank.data_rank
     if blueprint.optim.name != "muon":
@@ -300,7 +300,7 @@ def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
 
 
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the all-reduce of a tied weight between first and last stage (optim.py)."""
+    """Yields the all-reduce of a tied weight of the first and last stage."""
     if rank.is_tied_to_another:
         numel = bucket_numel([rank.table], rank.shards) // rank.shards
         if rank.blueprint.data.zero > 1:

@@ -15,7 +15,7 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import SINGLE, Group, GroupLike, group_of
 from parallel3d.device.accelerator import device_of_world
 from parallel3d.errors import UserError
-from parallel3d.optim import norm_share
+from parallel3d.optim.optimizer import norm_share
 from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.state import ParameterState, state_of
 from parallel3d.private_names import backward_hooks, foreach_mul_, is_of_fsdp1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel3d.optim import FlatGroup
+from parallel3d.optim.optimizer import FlatGroup
 from parallel3d.parameters.copies import Copies
 from parallel3d.parameters.spec import ParameterSpec
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.config.schema import OptimConfig, Treatment
-from parallel3d.optim import Optimizer
+from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import Segment
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.trainer import Trainer

@@ -16,10 +16,10 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from parallel3d import muon
 from parallel3d.comm.group import Group
-from parallel3d.muon import HiddenMatrix, Muon
-from parallel3d.optim import Optimizer
+from parallel3d.optim import muon
+from parallel3d.optim.muon import HiddenMatrix, Muon
+from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import ParameterSpan
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from tests.distributed.cases import Case, Problem

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.collectives import CompletedWork
 from parallel3d.models.dropout import Dropout
-from parallel3d.optim import EMA, Optimizer, sum_of_powers
+from parallel3d.optim.optimizer import EMA, Optimizer, sum_of_powers
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.rounding import Piece
 from parallel3d.parameters.segments import Segment

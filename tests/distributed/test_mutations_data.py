@@ -20,7 +20,7 @@ from parallel3d.data.sampler import FirstSamples, Sample
 from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.metrics.jsonl import Score
-from parallel3d.optim import Optimizer
+from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.trainer import EvaluatedSet, StepResult, Trainer

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from parallel3d.config.schema import OptimConfig
-from parallel3d.optim import learning_rate
+from parallel3d.optim.optimizer import learning_rate
 
 
 def rates(steps: int, **keys: object) -> list[float]:

@@ -20,8 +20,8 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.schema import OptimConfig, full_shapes_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.traffic import group_size, transfers
-from parallel3d.muon import Muon, newton_schulz
-from parallel3d.optim import Optimizer
+from parallel3d.optim.muon import Muon, newton_schulz
+from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.trainer import Trainer

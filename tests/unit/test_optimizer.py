@@ -9,14 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel3d import optim as optimizer_module
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, OptimConfig
 from parallel3d.data_parallel import engine
 from parallel3d.data_parallel.engine import build_buckets
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
-from parallel3d.optim import Optimizer, norm_share, sum_of_powers
+from parallel3d.optim import optimizer as optimizer_module
+from parallel3d.optim.optimizer import Optimizer, norm_share, sum_of_powers
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -72,7 +72,7 @@ def test_a_stage_that_is_frozen_wholly_keeps_its_bits_and_has_no_norm(name: str)
 @pytest.mark.slow
 def test_an_eager_trainer_leaves_the_compiler_out() -> None:
     program = (
-        "import sys, parallel3d.trainer; from parallel3d.optim import Optimizer;"
+        "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"
         "from parallel3d.config.schema import OptimConfig;"
         "from parallel3d.comm.group import SINGLE;"
         "Optimizer(OptimConfig(), []);"

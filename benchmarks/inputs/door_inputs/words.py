@@ -24,11 +24,11 @@ from omegaconf import OmegaConf
 
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
 from parallel3d.commands.verbs import Verb, parse
-from parallel3d.config.checks import check_run_name
 from parallel3d.config.fields import Key, all_keys, check_value
 from parallel3d.config.overrides import check_overrides, config_of
 from parallel3d.config.schema import Config
 from parallel3d.config.text import read_yaml
+from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import load_config, save_config
 
 TEXT = [key for key in all_keys().values() if key.kind is str and not key.meta["choices"]]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
-from parallel3d.config.checks import check_groups, check_plain, check_run_name
-from parallel3d.config.fields import check_fields, show
+from parallel3d.blueprint.checks import check_groups
+from parallel3d.blueprint.keys import CONFLICTS
+from parallel3d.config.checks import check_plain
+from parallel3d.config.fields import check_conflicts, check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.host.devices import CPU, DeviceChoice, choose_device
 from parallel3d.host.quotas import available_cores
+from parallel3d.run.checks import check_run_name
 from parallel3d.topology.assumptions import chosen_keys
 
 CALIBRATE = "calibrate"
@@ -29,7 +33,8 @@ def calibrate_config(config: Config, typed: Sequence[str], world_size: int | Non
     check_fields(config)
     check_plain(config)
     check_run_name(config.run, config.runs_dir)
-    check_groups(config.launch, config.cluster, config.placement, config.rank_file)
+    check_conflicts(CONFLICTS, lambda name: attrgetter(name)(config))
+    check_groups(config.launch, config.cluster)
     for key in ("tp", "pp", "dp", "cp"):
         if key in chosen_keys(typed):
             raise UserError(

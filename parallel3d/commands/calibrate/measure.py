@@ -50,7 +50,7 @@ from parallel3d.metrics.provenance import version_of
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.parallelize import data_parallel_engine
 from parallel3d.models.transformer import Stage
-from parallel3d.optim import Optimizer
+from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.executor import ActionTimes, Executor
 from parallel3d.pipeline.p2p import P2PRoute, SharedP2P, StageOutputs

@@ -45,7 +45,6 @@ from parallel3d.commands.checkpoint.listing import (
     read_with_config,
     title,
 )
-from parallel3d.config.checks import check_run_name
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.device.precision import LossScale, master_dtype
@@ -53,6 +52,7 @@ from parallel3d.errors import UserError, print_line
 from parallel3d.files import flush_folder, write_durably
 from parallel3d.metrics.jsonl import rows_of
 from parallel3d.metrics.provenance import versions
+from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import check_run, filled_directory
 
 METRICS = "metrics.jsonl"

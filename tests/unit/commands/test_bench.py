@@ -13,6 +13,7 @@ from rich.console import Console
 from parallel3d.blueprint.cluster import Cluster, Link, LinkClass
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
+from parallel3d.commands.bench.checks import check_communication
 from parallel3d.commands.bench.comm import (
     FITTED,
     MeasuredOperation,
@@ -39,7 +40,7 @@ from parallel3d.commands.bench.probe import (
     pairs_to_probe,
     turns,
 )
-from parallel3d.config.checks import check_communication, check_config
+from parallel3d.config.checks import check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import ring_time

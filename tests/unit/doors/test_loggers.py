@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-from parallel3d.config.checks import check_loggers
 from parallel3d.config.identity import decisive
 from parallel3d.config.schema import Config, LoggerConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics import wandb_ledger
+from parallel3d.metrics.checks import check_loggers
 from parallel3d.metrics.loggers import resolve_mode, sync_command
 from parallel3d.metrics.wandb_ledger import (
     Ledger,

@@ -18,7 +18,7 @@ from parallel3d.config.fields import with_values
 from parallel3d.config.length import Length, clock_of
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.optim import learning_rate
+from parallel3d.optim.optimizer import learning_rate
 from parallel3d.run.directory import (
     check_run,
     last_config,

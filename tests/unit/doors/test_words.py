@@ -23,11 +23,11 @@ from benchmarks.inputs.door_inputs.words import (
 )
 from parallel3d.cli import hydra_run
 from parallel3d.commands.verbs import Verb, parse
-from parallel3d.config.checks import check_run_name
 from parallel3d.config.fields import all_keys, check_fields, check_value
 from parallel3d.config.overrides import check_overrides, compose_tree, composed, config_of
 from parallel3d.config.paths import at_home
 from parallel3d.errors import UserError
+from parallel3d.run.checks import check_run_name
 
 HOME = "/home/somebody"
 WORDS = [word for word in GUESSED if "," not in word]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from benchmarks.planner.published_memory import memory
 from parallel3d.blueprint.sizes import STYLES
-from parallel3d.config.checks import check_context_parallel
 from parallel3d.config.schema import ClusterConfig, Config, ContextParallelConfig, ModelConfig
+from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.estimate.fitted_cost import StepWork, context_parallel, load, step
 from parallel3d.estimate.search import (
     TIGHT,

@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 
 from parallel3d.cli.hydra_run import without_alias
-from parallel3d.config.checks import check_loggers
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.metrics.checks import check_loggers
 from parallel3d.metrics.loggers import figures_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder

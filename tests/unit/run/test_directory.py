@@ -16,11 +16,12 @@ from torch.distributed import HashStore, PrefixStore
 from parallel3d import files
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
 from parallel3d.commands.checkpoint.listing import run_names
-from parallel3d.config.checks import check_plain, check_run_name
+from parallel3d.config.checks import check_plain
 from parallel3d.config.schema import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably
 from parallel3d.run import directory as run_directory
+from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import (
     check_run,
     discard_unused,

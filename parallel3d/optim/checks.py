@@ -1,4 +1,4 @@
-"""Checks of how the optimizer treats each parameter by its name (`OptimConfig.treatment`)."""
+"""Checks of learning rate, warm-up and decay, and of what a parameter's name decides."""
 
 from __future__ import annotations
 
@@ -7,9 +7,52 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from parallel3d.config.fields import show
-from parallel3d.config.schema import MULTIPLIERS, ModelConfig, OptimConfig, full_shapes_of
+from parallel3d.config.fields import (
+    check_at_most,
+    show,
+)
+from parallel3d.config.schema import (
+    MULTIPLIERS,
+    ModelConfig,
+    OptimConfig,
+    full_shapes_of,
+)
 from parallel3d.errors import UserError, nearest, nearest_hint
+
+
+def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:
+    """Checks rate, warm-up and decay against each other; raises UserError.
+
+    `steps`: of the run; None until the data is open, or the run's place is known.
+    """
+    check_at_most("optim.min_lr", optim.min_lr, "optim.lr", optim.lr)
+    if (span := optim.lr_decay_steps or steps) is not None:  # else it is checked then
+        check_schedule_of_rate(optim, span)
+
+
+def check_schedule_of_rate(optim: OptimConfig, steps: int) -> None:
+    """Checks warm-up and decay against the `steps` of the learning rate's schedule; raises
+    UserError."""
+    span = "optim.lr_decay_steps" if optim.lr_decay_steps else "train.steps"
+    if optim.lr_warmup_steps >= steps:
+        raise UserError(
+            f"optim.lr_warmup_steps={optim.lr_warmup_steps} must be below {span}={steps}; the "
+            f"nearest is optim.lr_warmup_steps={steps - 1}."
+        )
+    if optim.lr_decay_style != "wsd":
+        return
+    warmup = optim.lr_warmup_fraction or optim.lr_warmup_steps / steps
+    name, decay, near = "wsd_decay_fraction", optim.wsd_decay_fraction, round(1 - warmup, 9)
+    if optim.wsd_decay_steps is not None:
+        name, decay = "wsd_decay_steps", optim.wsd_decay_steps / steps
+        near = steps - (optim.lr_warmup_steps or round(optim.lr_warmup_fraction * steps))
+    # The margin lets 1/3 and 0.666666667, which the sentence below proposes, add up to 1.
+    if warmup + decay > 1 + 1e-9 and getattr(optim, name) > near:
+        raise UserError(
+            f"optim.{name}={show(getattr(optim, name))} must be at most {show(near)}, what a "
+            f"warm-up over {warmup:g} of {span}={steps} leaves; the nearest is "
+            f"optim.{name}={show(near)}."
+        )
 
 
 def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:

@@ -1,0 +1,63 @@
+"""Checks that the ranks add up, and of placement and NCCL settings."""
+
+from __future__ import annotations
+
+from parallel3d.config.fields import (
+    fits_64_bits,
+    show,
+)
+from parallel3d.config.nccl import GROUP_KINDS, parse_nccl_env, parse_nccl_settings
+from parallel3d.config.schema import (
+    ClusterConfig,
+    LaunchConfig,
+)
+from parallel3d.errors import UserError, nearest
+
+
+def data_parallel_size(world_size: int | None, *, tp: int, pp: int, cp: int, dp: int | None) -> int:
+    """Returns dp, given or derived; raises UserError if the ranks do not add up."""
+    if world_size is None:
+        return dp or 1
+    if type(world_size) is not int or world_size < 1 or not fits_64_bits(world_size):
+        raise UserError(
+            f"a world size of {show(world_size)} must be a whole number, at least 1 and of 64 "
+            "bits; the nearest is 1."
+        )
+    replica = tp * pp * cp
+    if world_size == replica * (dp or max(1, world_size // replica)):
+        return world_size // replica
+    factors = f"tp={tp}, pp={pp}, cp={cp}"
+    if dp is None:
+        wrong = f"must be a multiple of {replica}, the product of {factors}"
+        fewer = max(replica, world_size // replica * replica)
+    else:
+        fewer = replica * dp
+        wrong = f"must be {fewer}, the product of {factors} and dp={dp}"
+    near = f"dp={world_size // replica} or " if dp and world_size % replica == 0 else ""
+    raise UserError(f"a world size of {world_size} {wrong}; what fits is {near}{fewer} ranks.")
+
+
+def check_groups(launch: LaunchConfig, cluster: ClusterConfig) -> None:
+    """Checks NCCL settings; raises UserError."""
+    for kind in launch.nccl_high_priority:
+        if kind not in GROUP_KINDS:
+            raise UserError(
+                f"launch.nccl_high_priority={show(kind)} must name a kind of group, one of "
+                f"{', '.join(GROUP_KINDS)}; the nearest is {nearest(kind, GROUP_KINDS) or 'dp'}."
+            )
+    parse_nccl_settings(launch.nccl_settings)
+    parse_nccl_env(cluster.nccl_env)
+
+
+def check_given(layout: str, ranks: int | None) -> None:
+    """Raises UserError for layout=auto, which `parallel3d train` replaces before its check."""
+    if layout != "given":
+        raise UserError(
+            f"layout={layout} must be given but for parallel3d train, which asks the "
+            "planner; the nearest is parallel3d plan, which lists the best layouts."
+        )
+    if ranks is not None:
+        raise UserError(
+            f"launch.ranks={ranks} must be left out but with layout=auto: tp, pp and "
+            f"dp say how many ranks there are; the nearest is dp={ranks}."
+        )

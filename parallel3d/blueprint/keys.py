@@ -1,0 +1,153 @@
+"""Keys of the layout, of the machines and of their network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.values import (
+    key,
+)
+
+
+@dataclass
+class LayoutKeys:
+    """Sizes of the dimensions: world size = tp × pp × cp × dp."""
+
+    tp: int = key(1, "tensor-parallel size", minimum=1, megatron="--tensor-model-parallel-size")
+    pp: int = key(1, "pipeline-parallel size", minimum=1, megatron="--pipeline-model-parallel-size")
+    dp: int | None = key(
+        None, "data-parallel size; null: what is left of the world size", minimum=1
+    )
+    cp: int = key(1, "context-parallel size", minimum=1, megatron="--context-parallel-size")
+    sp: bool = key(
+        False,
+        "sequence parallelism inside the tensor group; with tp=1 there is nothing to split",
+        megatron="--sequence-parallel",
+    )
+    vpp: int = key(
+        1,
+        "model chunks per pipeline rank",
+        minimum=1,
+        megatron="--num-virtual-stages-per-pipeline-rank",
+    )
+
+
+@dataclass
+class PlacementKeys:
+    """The choice of a layout, and which GPU holds which rank."""
+
+    layout: str = key(
+        "given",
+        "train: auto takes the planner's best layout that fits, by what cluster= tells of the "
+        "machine; what is typed of tp, cp, pp, dp, vpp, micro_batch_size, schedule, recompute and "
+        "zero holds",
+        choices=("given", "auto"),
+    )
+    placement: str = key(
+        "default",
+        "which GPU holds which rank: default (the launcher's order), auto (searched), an order "
+        "such as tp-cp-pp-dp, a tiling such as tp4-dp2-pp2-dp4, or file (rank_file)",
+    )
+    rank_file: str | None = key(
+        None, "for placement=file: a line `rank host local_index` for each rank", holds=Path
+    )
+
+
+@dataclass
+class ClusterConfig:
+    """The machines and their network. Choose a preset: `cluster=dgx_h100`."""
+
+    name: str = key("custom", "name of the preset, for logs")
+    source: str = key(
+        "config",
+        "where nodes, domains and switches come from: these keys, or discovered and laid over them",
+        choices=("config", "slurm", "local"),
+    )
+    nodes: int | None = key(
+        None,
+        "nodes; null: as many as the ranks need, or one NVLink domain where they are unknown",
+        minimum=1,
+    )
+    gpus_per_node: int | None = key(
+        8, "GPUs of a node; null: the ranks shared out evenly (8 where they are unknown)", minimum=1
+    )
+    intra: str = key(
+        "nvlink", "what joins the GPUs of a domain, by nvlink_gb_per_s", choices=("nvlink", "pcie")
+    )
+    network: str = key(
+        "infiniband",
+        "what the NICs speak: infiniband (or RoCE: RDMA), or socket (TCP over Ethernet); only "
+        "between infiniband and nvlink does NCCL forward to another rail (PXN)",
+        choices=("infiniband", "socket"),
+    )
+    domain_gpus: int | None = key(
+        None,
+        "GPUs joined by NVLink or PCIe: part of a node, a node or several; null: a node",
+        minimum=1,
+    )
+    rails: int | None = key(
+        None,
+        "NICs of a node, each on its own rail; GPU g has rail g mod rails; null: one a GPU",
+        minimum=1,
+    )
+    unit_nodes: int | None = key(
+        None, "nodes under one set of leaf switches (a scalable unit); null: all", minimum=1
+    )
+    spine: bool = key(True, "whether anything joins the rails; false: rail-only")
+    oversubscription: float = key(
+        1.0, "what the NICs could send over what the spine carries", minimum=1
+    )
+    nvlink_gb_per_s: float = key(
+        50.0, "of one GPU to its domain, one way, 1e9 B/s, as the datasheet has it", above=0
+    )
+    nvlink_latency_us: float = key(2.0, "of one message inside the domain", minimum=0)
+    rail_gb_per_s: float = key(
+        10.0, "of one GPU's NIC, one way, 1e9 B/s, as the datasheet has it", above=0
+    )
+    rail_latency_us: float = key(5.0, "of one message through a leaf switch", minimum=0)
+    spine_latency_us: float = key(8.0, "of one message over the spine", minimum=0)
+    gpu: str | None = key(
+        None, "dryrun: name of the GPU, as its driver tells it, by which its peaks are known"
+    )
+    gpu_memory_gb: float | None = key(
+        None, "dryrun: memory of a GPU, 1e9 B, as its driver counts it", above=0
+    )
+    gpu_memory_gb_per_s: float | None = key(
+        None, "dryrun: of a GPU to its memory, 1e9 B/s, as the datasheet has it", above=0
+    )
+    file: str | None = key(
+        None,
+        "plan and layout=auto: a machine that parallel3d calibrate measured; may be typed "
+        "cluster=FILE.yaml",
+        holds=Path,
+    )
+    topology_file: str | None = key(
+        None,
+        "with source=slurm: a topology.conf, or what `scontrol show topology` printed",
+        holds=Path,
+    )
+    nvlink_interface: str | None = key(
+        None, "on CPU: network interface for groups inside one domain; null: the system's choice"
+    )
+    rail_interface: str | None = key(
+        None, "on CPU: interface for groups that leave the domain, a glob such as 'rail*'"
+    )
+    nccl_env: list[str] = key(
+        [],
+        "variables that NCCL gets on every rank unless the environment has them, as in "
+        "NCCL_IB_HCA:mlx5 or NCCL_SOCKET_IFNAME:bond0",
+    )
+
+
+_LINES = (
+    "placement=file reads rank_file=…, which has a line `rank host local_index` for each rank, but "
+    "{placement} and {rank_file}"
+)
+CONFLICTS = (
+    Conflict({"placement": Is("file"), "rank_file": Is(None)}, _LINES, (("placement", "default"),)),
+    Conflict(
+        {"placement": Other("file"), "rank_file": Other(None)}, _LINES, (("placement", "file"),)
+    ),
+)

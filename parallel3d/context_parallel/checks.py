@@ -1,0 +1,35 @@
+"""Checks that a style of context parallelism fits the model."""
+
+from __future__ import annotations
+
+from parallel3d.config.fields import check_conflicts
+from parallel3d.config.schema import (
+    ModelConfig,
+)
+from parallel3d.context_parallel.keys import CONFLICTS
+from parallel3d.errors import UserError
+
+
+def check_context_parallel(
+    model: ModelConfig, style: str, attention: str, *, tp: int, cp: int
+) -> None:
+    """Raises UserError for a style of context parallelism that does not fit the model.
+
+    `attention`: how tensor parallelism splits it (`tensor_parallel.attention`).
+    """
+    if cp == 1:
+        return
+    values = {
+        "context_parallel.style": style,
+        "tensor_parallel.attention": attention,
+        "model.dropout": model.dropout,
+        "cp": cp,
+    }
+    check_conflicts(CONFLICTS, values.__getitem__)
+    heads, kv_heads = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
+    if style == "heads" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        raise UserError(
+            f"context_parallel.style=heads needs cp={cp} to divide the {heads} query heads and "
+            f"{kv_heads} key-value heads of a tensor-parallel rank; the nearest is "
+            "context_parallel.style=gather, for any heads."
+        )

@@ -1,0 +1,47 @@
+"""Keys of context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.values import (
+    key,
+)
+
+
+@dataclass
+class ContextParallelConfig:
+    """Splitting of sequences over cp ranks; does not change results."""
+
+    style: str = key(
+        "gather",
+        "how attention reads the other ranks' tokens: gather all-gathers keys and values (Llama 3 "
+        "report, §3.3.2); heads gives each rank all tokens of a part of the heads by all-to-all "
+        "(Ulysses, Jacobs et al. 2023); ring passes keys and values from rank to rank (Liu et al. "
+        "2023); auto takes the one that the planner prices lowest on cluster=",
+        choices=("gather", "heads", "ring", "auto"),
+        megatron="--cp-comm-type",
+        differs="--cp-comm-type is context_parallel.style: p2p is ring, a2a heads, allgather "
+        "gather",
+    )
+    balance: bool = key(
+        True,
+        "with data.document_mask: where documents make the attention of equal halves uneven, give "
+        "each rank as many blocks of a sequence, by their work; not for style heads, which is even",
+    )
+
+
+CONFLICTS = (
+    Conflict(
+        {"tensor_parallel.attention": Is("gather_qk"), "cp": Other(1)},
+        "{tensor_parallel.attention} reads whole sequences, and {cp} splits them",
+        (("tensor_parallel.attention", "heads"), ("cp", 1)),
+    ),
+    Conflict(
+        {"context_parallel.style": Is("ring"), "model.dropout": Other(0.0), "cp": Other(1)},
+        "{context_parallel.style} merges parts of the softmax, and {model.dropout} would drop "
+        "probabilities of each part",
+        (("context_parallel.style", "gather"), ("model.dropout", 0.0)),
+    ),
+)

@@ -1,0 +1,129 @@
+"""Keys of the training and held-out text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config.values import (
+    key,
+)
+
+
+@dataclass
+class DataConfig:
+    """Source of tokens: Python's sources (`data=stdlib`), text, a corpus, a blend, a chat."""
+
+    name: str = key(
+        "stdlib", "kind of source", choices=("stdlib", "text", "corpus", "blend", "chat")
+    )
+    path: str | None = key(
+        None,
+        "text, chat: file, folder or glob, several joined by commas; corpus: prefix of a .bin/.idx "
+        "pair",
+        holds=Path,
+        megatron="--data-path",
+    )
+    blend: Any = key(
+        None,
+        "blend: weights by prefix, {web:0.7,code:0.3}; or the word tokens: as many as it has",
+        holds=dict[Path, float],
+    )
+    blend_stages: Any = key(
+        None,
+        "blend: other weights from a number of tokens on, {1000000000:{web:0.5,math:0.5}}",
+        holds=dict[float, dict[Path, float]],
+    )
+    most_epochs: float | None = key(
+        None,
+        "refuse a blend of which a part would be read more often; null: one read more than 4 times "
+        "is logged",
+        above=0,
+    )
+    held_out_sets: int = key(
+        32,
+        "blend: parts, the heaviest, that have a held-out loss of their own",
+        minimum=0,
+    )
+    block_cache_gb: float = key(
+        20.0,
+        "gigabytes that blocks of corpora at an address (s3://…) take in the cache folder",
+        above=0,
+    )
+    packing: str = key(
+        "concat",
+        "samples: concat, windows of the documents one after another; best_fit, whole documents "
+        "that fit together, by a plan that is made once; padded, a document each",
+        choices=("concat", "best_fit", "padded"),
+    )
+    cut_documents: bool = key(
+        False, "best_fit, padded: cut documents longer than a sample; false: refuse them"
+    )
+    skip_bad_rows: float = key(
+        0.0,
+        "chat: the largest share of rows that are left out as they are no conversations, such as "
+        "0.01; 0: the first such row ends the start",
+        minimum=0,
+        maximum=1,
+    )
+    tokenizer: str | None = key(
+        None,
+        "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: the "
+        "run's own or the corpus's, else byte",
+        holds=Path,
+        megatron="--tokenizer-type",
+        differs="there a kind of tokenizer, here the tokenizer itself",
+    )
+    add_bos: bool = key(
+        True,
+        "data=text: begin documents with the tokens that the tokenizer puts before every text, as "
+        "Llama's <|begin_of_text|>; data tokenize has the key, too",
+    )
+    valid: Any = key(
+        None,
+        "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or what "
+        "data.path takes for text; each has a loss of its own",
+        holds=dict[str, Path],
+        megatron="--valid-data-path",
+        differs="there a blend, or with --multiple-validation-sets several; here sets by name",
+    )
+    valid_fraction: float | None = key(
+        None,
+        "share of the training text held out for evaluation; null: 0.05, or 0 beside data.valid",
+        minimum=0,
+        maximum=0.5,
+        megatron="--split",
+        differs="there the shares of train, validation and test, here the share held out",
+    )
+    eod_mask_loss: bool = key(
+        False,
+        "do not train on predicting the first token of the next document",
+        megatron="--eod-mask-loss",
+    )
+    document_mask: bool = key(
+        False,
+        "attention within documents, and positions that count from each one's first token",
+        megatron="--reset-attention-mask",
+        differs="there positions restart by --reset-position-ids",
+    )
+    cache_dir: str | None = key(
+        None,
+        "folder of the token cache; null: the user's cache folder",
+        holds=Path,
+        megatron="--data-cache-path",
+    )
+
+    @property
+    def held_out(self) -> float:
+        """The share of the text that is not trained on; 1 for a validation set."""
+        if self.valid_fraction is None:
+            return 0.0 if self.valid else 0.05
+        return self.valid_fraction
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Returns whether tokens are bytes, as far as the keys determine it."""
+        return self.tokenizer == "byte" or (
+            self.tokenizer is None and self.name in ("stdlib", "text")
+        )

@@ -1,0 +1,105 @@
+"""Keys of data parallelism: ZeRO, gradient buckets and their reduction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.values import (
+    key,
+)
+
+
+@dataclass
+class ZeroKeys:
+    """The sharding of states, gradients and parameters over dp."""
+
+    zero: int = key(
+        0,
+        "ZeRO stage (Rajbhandari et al. 2020): 1 shards the optimizer's state over dp, 2 the "
+        "gradients too, 3 the parameters too",
+        minimum=0,
+        maximum=3,
+        megatron="--use-distributed-optimizer",
+        differs="--use-distributed-optimizer is zero=1",
+    )
+
+
+@dataclass
+class DataParallelConfig:
+    """Gradient buckets and their reduction."""
+
+    bucket_cap_mb: float | None = key(
+        None,
+        "MiB at which a gradient bucket closes, as in PyTorch's DDP; null: first 1, then 25, or "
+        "128 on a GPU",
+        above=0,
+        megatron="--ddp-bucket-size",
+        differs="there a number of parameters, here MiB of gradients",
+    )
+    overlap: bool = key(
+        True,
+        "reduce each bucket during the last backward",
+        megatron="--overlap-grad-reduce",
+        differs="off unless given there, on by default here",
+    )
+    hierarchical: bool = key(
+        False,
+        "where data-parallel groups straddle NVLink domains, reduce inside each domain first and "
+        "then between domains; sums in another order, so not bit for bit what one level gives",
+    )
+    comm_hook: str = key(
+        "none",
+        "what travels for a gradient bucket: none (fp32 sums) or bf16 (half the bytes, rounded)",
+        choices=("none", "bf16"),
+    )
+    shard_size: int | None = key(
+        None,
+        "zero=2 and 3: ranks of dp that a copy of the model is sharded over, the rest are "
+        "replicas (HSDP); null: all of dp",
+        minimum=1,
+    )
+    reduce_every_microbatch: bool | None = key(
+        None,
+        "zero=2 and 3: reduce-scatter the gradients in every backward, so that none are held "
+        "whole, or (false) add them up whole and reduce-scatter once a step; null: true under "
+        "zero=3, false under zero=2",
+    )
+
+    def reduces_every_microbatch(self, zero: int) -> bool:
+        """`reduce_every_microbatch` under a stage of ZeRO, 2 or 3, decided where it is null.
+
+        Whoever takes stage 3 is short of memory, and whole gradients in fp32 take twice that of
+        the bf16 parameters which it frees. Stage 2 keeps the parameters, and sends less.
+        """
+        if self.reduce_every_microbatch is None:
+            return zero == 3
+        return self.reduce_every_microbatch
+
+
+CONFLICTS = (
+    *(
+        Conflict(
+            {key: Other(off), "zero": Other(0)},
+            f"{{{key}}} is about sums of whole gradients, and {{zero}} scatters them",
+            (("zero", 0), (key, off)),
+        )
+        for key, off in (("ddp.hierarchical", False), ("ddp.comm_hook", "none"))
+    ),
+    Conflict(
+        {"ddp.comm_hook": Other("none"), "ddp.hierarchical": Is(True)},
+        "{ddp.comm_hook} and {ddp.hierarchical} are two ways to sum a bucket",
+        (("ddp.hierarchical", False), ("ddp.comm_hook", "none")),
+    ),
+    *(
+        Conflict(
+            {key: given, "zero": Is(0, 1)},
+            f"{{{key}}} is read by zero=2 and zero=3 alone, but {{zero}}",
+            ((key, None),),
+        )
+        for key, given in (
+            ("ddp.reduce_every_microbatch", Is(True)),
+            ("ddp.shard_size", Other(None)),
+        )
+    ),
+)

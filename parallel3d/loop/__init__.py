@@ -1,0 +1,1 @@
+"""The training loop of a run, and what happens around its steps."""

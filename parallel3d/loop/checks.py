@@ -1,0 +1,109 @@
+"""Checks of batch, length and profiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from parallel3d.config.fields import (
+    show,
+)
+from parallel3d.config.schema import (
+    ProfileConfig,
+)
+from parallel3d.config.values import (
+    BatchSizes,
+    Replicas,
+    number_of_tokens,
+)
+from parallel3d.errors import UserError, closest, nearest_multiple
+
+LAST_STEP = 2**63 - 1  # of train.epochs, until the data is open
+
+
+def check_batch(batch: int, replica: Replicas) -> None:
+    """Raises UserError unless the global batch is whole micro-batches of every rank."""
+    micro, dp = replica
+    if batch % (micro * dp) == 0:
+        return
+    choices = [f"global_batch_size={nearest_multiple(batch, micro * dp)}"]
+    if batch % dp == 0:
+        share = batch // dp
+        close = closest(micro, lambda n: share % n == 0, share) or 1
+        choices.append(f"micro_batch_size={close}")
+    raise UserError(
+        f"global_batch_size={batch} must be a multiple of {micro * dp}, the product of "
+        f"micro_batch_size={micro} and dp={dp}; the nearest is {' or '.join(choices)}."
+    )
+
+
+def check_batch_schedule(given: Mapping[Any, Any], batch: int, replica: Replicas) -> None:
+    """Checks form and sizes of `train.batch_schedule`, whose end is the global batch; raises
+    UserError."""
+    name, multiple = f"train.batch_schedule={show(given)}", replica.multiple
+    firsts = [number_of_tokens(first) for first in given]
+    if not given or firsts[0] != 0 or any(a >= b for a, b in pairwise(firsts)):
+        raise UserError(
+            f"{name} must give global batches by numbers of samples that grow from 0; the nearest "
+            f"is train.batch_schedule={{0:{batch}}}."
+        )
+    for size in given.values():
+        if type(size) is not int or size < 1 or size % multiple:
+            near = nearest_multiple(size, multiple) if type(size) is int else multiple
+            raise UserError(
+                f"{name}: the global batch {show(size)} must be a multiple of {multiple}, the "
+                f"product of micro_batch_size={replica.micro_batch_size} and dp={replica.dp}; the "
+                f"nearest is {max(near, multiple)}."
+            )
+    if size != batch:
+        raise UserError(
+            f"{name} must end with global_batch_size={batch}, which memory, "
+            f"time and evaluations go by; the nearest is global_batch_size={size}."
+        )
+
+
+def check_noise_scale(sizes: BatchSizes, schedule: Any, micro_batch_size: int) -> None:
+    """Raises UserError unless a batch has two micro-batches, or ranks, whose gradients differ.
+
+    `schedule`: of global batches, by which they have `sizes`.
+    """
+    least = min(sizes.sizes)
+    if least != micro_batch_size:
+        return
+    batch, near = f"global_batch_size={least}", f"global_batch_size={2 * least}"
+    if schedule is not None:
+        batch, near = f"a batch of {least} in train.batch_schedule", f"one of {2 * least} there"
+    raise UserError(
+        f"train.noise_scale=true compares two parts of a batch, and with dp=1 {batch} is one "
+        f"micro-batch; the nearest is {near}."
+    )
+
+
+def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | None) -> None:
+    """Checks steps and ranks to profile, ranks only if `world_size` is known; `steps` as in
+    `check_learning_rate`; raises UserError."""
+    last_step = LAST_STEP if steps is None else steps
+    if not profile.steps:
+        if profile.memory:
+            raise UserError(
+                "profile.memory=true must stand beside profile.steps, which says when; the nearest "
+                f"is profile.steps=[{min(10, last_step)},{min(12, last_step)}]."
+            )
+        return
+    first, *_, last = [profile.steps[0], *profile.steps]
+    if len(profile.steps) != 2 or not 1 <= first <= last <= last_step:
+        near = sorted(
+            min(max(1, step), last_step) for step in (min(profile.steps), max(profile.steps))
+        )
+        raise UserError(
+            f"profile.steps={show(profile.steps)} must be two numbers, the first and the last step "
+            f"to profile, from 1 to train.steps={last_step}; the nearest is "
+            f"profile.steps={show(near)}."
+        )
+    if profile.ranks != "all" and world_size is not None and max(profile.ranks) >= world_size:
+        near = [rank for rank in profile.ranks if rank < world_size] or [world_size - 1]
+        raise UserError(
+            f"profile.ranks={show(profile.ranks)} must be ranks of this run, from 0 to "
+            f"{world_size - 1}; the nearest is profile.ranks={show(near)}."
+        )

@@ -1,0 +1,156 @@
+"""Keys of the training loop: batch, length, evaluation, profiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from parallel3d.config.conflicts import Conflict, Is, Other, exclusive
+from parallel3d.config.values import (
+    RANKS,
+    key,
+)
+
+
+@dataclass
+class StepKeys:
+    """Sequences of a step, and the seed of their order."""
+
+    micro_batch_size: int = key(
+        4, "sequences per forward pass", minimum=1, megatron="--micro-batch-size"
+    )
+    global_batch_size: int = key(
+        16,
+        "sequences per optimizer step, over all ranks",
+        minimum=1,
+        megatron="--global-batch-size",
+    )
+    seed: int = key(
+        1234, "weights and sample order are functions of it", minimum=0, megatron="--seed"
+    )
+
+
+DEFAULT_STEPS = 600
+
+
+@dataclass
+class TrainConfig:
+    """Length of the run, evaluation and logging."""
+
+    steps: int | None = key(
+        None,
+        f"optimizer steps; null: as tokens or epochs says, else {DEFAULT_STEPS}",
+        minimum=1,
+        megatron="--train-iters",
+    )
+    tokens: float | None = key(
+        None,
+        "tokens to train on instead of a number of steps, masked ones too, rounded up to whole "
+        "steps, as in 9.8e6 or 2e12",
+        minimum=1,
+        maximum=1e18,
+        megatron="--train-samples",
+        differs="there a number of samples, of model.seq_length tokens each",
+    )
+    epochs: float | None = key(
+        None,
+        "passes over the training part of the corpus instead of a number of steps, rounded up to "
+        "whole steps; not for a blend",
+        above=0,
+    )
+    batch_schedule: Any = key(
+        None,
+        "global batch by the samples read before a step, {0:16,1000:32}: 16, and 32 from 1000 "
+        "samples on; it ends with global_batch_size; null: that one always",
+        holds=dict[float, float],
+        megatron="--rampup-batch-size",
+        differs="there start, increment and samples; here any sizes",
+    )
+    eval_every: int = key(
+        100,
+        "evaluate every so many steps; 0: only at the end",
+        minimum=0,
+        megatron="--eval-interval",
+    )
+    eval_batches: int | None = key(
+        4,
+        "global batches of each validation set per evaluation, at most all of it; null: all; 0: "
+        "no evaluation",
+        minimum=0,
+        megatron="--eval-iters",
+        differs="the same, in global batches",
+    )
+    eval_only: bool = key(
+        False,
+        "evaluate the newest checkpoint of run=, append the figures to its evaluations.jsonl, and "
+        "train nothing",
+    )
+    log_every: int = key(
+        10,
+        "without a terminal, print a line every so many steps",
+        minimum=1,
+        megatron="--log-interval",
+    )
+    progress: bool = key(True, "progress bar (on a terminal)")
+    noise_scale: bool = key(
+        False,
+        "measure the gradient noise scale (McCandlish et al. 2018), the batch beyond which a "
+        "larger one saves few steps: from the gradients of replicas, with dp=1 of micro-batches",
+    )
+    save_weights: bool = key(
+        False, "write the first and the last weights, unsharded, as safetensors (small models)"
+    )
+
+
+@dataclass
+class ProfileConfig:
+    """Steps under `torch.profiler`: `profile.steps=[10,12] profile.ranks=[0]`."""
+
+    steps: list[int] | None = key(
+        None,
+        "first and last step to profile, both included; each rank of profile.ranks writes a Chrome "
+        "trace into profile/ of the run directory; null or []: none",
+        megatron="--profile --profile-step-start --profile-step-end",
+        differs="--profile-step-start=10 --profile-step-end=12 is profile.steps=[11,12]: there "
+        "steps count from 0 and the end is left out",
+    )
+    ranks: Any = key(
+        [0],
+        "whose steps",
+        choices=("all",),
+        list_of=RANKS,
+        megatron="--profile-ranks",
+    )
+    memory: bool = key(
+        False,
+        "on GPUs, also a snapshot of the allocator and what it did in these steps, for "
+        "pytorch.org/memory_viz",
+        megatron="--record-memory-history",
+        differs="there of the whole run",
+    )
+
+
+LENGTHS = ("train.steps", "train.tokens", "train.epochs")  # at most one is given
+CONFLICTS = (
+    *exclusive(*LENGTHS),
+    Conflict(
+        {"train.epochs": Other(None), "data.name": Is("blend")},
+        "{train.epochs} must be of one corpus, and a part of {data.name} is read as often as its "
+        "weight says: give train.tokens instead",
+        (("train.epochs", None),),
+    ),
+    *(
+        Conflict(
+            {"train.noise_scale": Is(True), "zero": Is(2, 3), replicas: Other(1)},
+            "{train.noise_scale} compares the gradients of one replica before they are summed, "
+            "which {zero} hides",
+            (("zero", 1), ("train.noise_scale", False)),
+        )
+        for replicas in ("dp", "cp")
+    ),
+    Conflict(
+        {"train.noise_scale": Is(True), "optim.freeze": Other(None, [])},
+        "{train.noise_scale} compares no gradients of {optim.freeze}, which the buckets hold too",
+        (("train.noise_scale", False), ("optim.freeze", None)),
+    ),
+)

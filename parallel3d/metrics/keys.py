@@ -1,0 +1,47 @@
+"""Keys of the loggers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from parallel3d.config.values import (
+    LOGGERS,
+    key,
+    words_of,
+)
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides `metrics.jsonl`: `logger=wandb`, `logger=[wandb,tensorboard]`."""
+
+    name: Any = key(
+        "none",
+        "logger or loggers; in a file, name: [wandb, tensorboard]",
+        choices=("none", *LOGGERS),
+        list_of=LOGGERS,
+    )
+    project: str | None = key(
+        None, "W&B project; null: WANDB_PROJECT, or parallel3d", megatron="--wandb-project"
+    )
+    entity: str | None = key(
+        None, "W&B user or team; null: WANDB_ENTITY, or the key's own", megatron="--wandb-entity"
+    )
+    group: str | None = key(None, "W&B group")
+    job_type: str | None = key(None, "W&B job type, as train; null: WANDB_JOB_TYPE")
+    notes: str | None = key(None, "W&B notes: a sentence on the run; null: WANDB_NOTES")
+    tags: list[str] = key([], "W&B tags")
+    mode: str = key(
+        "auto",
+        "auto: as WANDB_MODE says (offline, disabled); else online if a key is at hand",
+        choices=("auto", "online", "offline"),
+    )
+    system_metrics: bool = key(
+        False, "W&B also samples CPU, memory and GPUs of rank 0's host, every 15 s"
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The loggers that `name` asks for."""
+        return tuple(word for word in dict.fromkeys(words_of(self.name)) if word != "none")

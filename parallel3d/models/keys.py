@@ -1,0 +1,343 @@
+"""Keys of the transformer, and of what its layers recompute and offload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from parallel3d.config.conflicts import Conflict, Is, Other, Where
+from parallel3d.config.values import (
+    AUTO,
+    CUDNN,
+    FLASH,
+    HALF_PRECISION,
+    KERNELS,
+    NARROW,
+    PACKAGES,
+    PARTS,
+    WORDS,
+    key,
+    parts_of,
+)
+
+
+@dataclass
+class ModelConfig:
+    """The transformer, as GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
+
+    name: str = key("custom", "name of the preset, for logs")
+    num_layers: int = key(4, "transformer layers", minimum=1, maximum=4096, megatron="--num-layers")
+    hidden_size: int = key(128, "width of the residual stream", minimum=1, megatron="--hidden-size")
+    num_attention_heads: int = key(8, "query heads", minimum=1, megatron="--num-attention-heads")
+    num_query_groups: int | None = key(
+        None,
+        "key/value heads (GQA); null: as many as query heads",
+        minimum=1,
+        megatron="--num-query-groups",
+    )
+    head_dim: int | None = key(
+        None,
+        "width of an attention head; null: hidden_size / num_attention_heads",
+        minimum=1,
+        megatron="--kv-channels",
+    )
+    ffn_hidden_size: int | None = key(
+        None,
+        "width of the MLP; null: 4 × hidden_size, swiglu too",
+        minimum=1,
+        megatron="--ffn-hidden-size",
+    )
+    seq_length: int = key(256, "tokens in a training sample", minimum=1, megatron="--seq-length")
+    max_position_embeddings: int | None = key(
+        None,
+        "rows of the learned position table; null: seq_length",
+        minimum=1,
+        megatron="--max-position-embeddings",
+    )
+    vocab_size: int = key(
+        257, "tokens that exist (the byte tokenizer has 257)", minimum=2, megatron="--vocab-size"
+    )
+    vocab_multiple: int = key(
+        128,
+        "the tables are padded to a multiple of this, whatever tp is; padded logits never count",
+        minimum=1,
+        megatron="--make-vocab-size-divisible-by",
+        differs="there times the tensor-parallel size; here the padding never depends on tp",
+    )
+    norm: str = key(
+        "layernorm",
+        "normalisation",
+        choices=("layernorm", "rmsnorm"),
+        megatron="--normalization",
+        differs="spelled LayerNorm and RMSNorm there",
+    )
+    norm_eps: float = key(1e-5, "epsilon inside the norms", above=0, megatron="--norm-epsilon")
+    position_embedding: str = key(
+        "learned",
+        "positions",
+        choices=("learned", "rope", "none"),
+        megatron="--position-embedding-type",
+        differs="learned_absolute is learned",
+    )
+    rotary_percent: float = key(
+        1.0, "share of each head that RoPE rotates", above=0, maximum=1, megatron="--rotary-percent"
+    )
+    rotary_base: float = key(10000.0, "RoPE base θ", above=1, megatron="--rotary-base")
+    rope_scaling_factor: float = key(
+        1.0,
+        "Llama 3.1's scaled RoPE: slow turns are this much slower; 1: as they are",
+        minimum=1,
+        megatron="--rope-scaling-factor",
+        differs="there with --use-rope-scaling; here 1 is without",
+    )
+    rope_low_freq_factor: float = key(
+        1.0, "scaled RoPE: fewer turns than this in rope_original_length are slowed", above=0
+    )
+    rope_high_freq_factor: float = key(
+        4.0, "scaled RoPE: more turns than this in rope_original_length stay", above=0
+    )
+    rope_original_length: int = key(
+        8192, "scaled RoPE: seq_length that the model was first trained with", minimum=1
+    )
+    qk_norm: bool = key(
+        False,
+        "RMSNorm of each head of q and k before RoPE (Qwen3)",
+        megatron="--qk-layernorm",
+        differs="there the norm of --normalization",
+    )
+    activation: str = key(
+        "gelu",
+        "the MLP's non-linearity; gelu_tanh: the approximation that GPT-2's weights were made with",
+        choices=("gelu", "gelu_tanh", "relu", "swiglu"),
+        megatron="--swiglu",
+        differs="--swiglu is model.activation=swiglu",
+    )
+    bias: bool = key(
+        True,
+        "biases in the linear layers",
+        megatron="--disable-bias-linear",
+        differs="the opposite: --disable-bias-linear is model.bias=false",
+    )
+    attention_bias: str | None = key(
+        None,
+        "biases in attention: of q, k and v alone (qkv, as Qwen2), of the output too (all); "
+        "null: all or none, as bias says",
+        choices=("none", "qkv", "all"),
+        megatron="--add-qkv-bias",
+        differs="--add-qkv-bias is model.attention_bias=qkv",
+    )
+    tie_embeddings: bool = key(
+        True,
+        "one table for the word embedding and the output head",
+        megatron="--untie-embeddings-and-output-weights",
+        differs="the opposite: --untie-embeddings-and-output-weights is model.tie_embeddings=false",
+    )
+    embedding: str = key(
+        "vocab_parallel",
+        "word embedding over tp: rows split, or the whole table on every rank",
+        choices=("vocab_parallel", "replicated"),
+    )
+    parallel_output: bool = key(
+        True,
+        "keep the logits split over tp up to the loss; false gathers them (slower, equal)",
+        megatron="--parallel-output",
+        differs="the same sense; on unless set to false",
+    )
+    dropout: float = key(
+        0.0,
+        "probability of dropping an element of the embedding's, an attention's or an MLP's output, "
+        "or of attention's probabilities; the same elements under every layout",
+        minimum=0,
+        below=1,
+        megatron="--hidden-dropout",
+        differs="--hidden-dropout and --attention-dropout are one key here",
+    )
+    init_std: float = key(
+        0.02, "standard deviation of the initial weights", above=0, megatron="--init-method-std"
+    )
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head, also where `head_dim` is null."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Returns whether q, k and v have biases."""
+        return self.bias if self.attention_bias is None else self.attention_bias != "none"
+
+    @property
+    def out_bias(self) -> bool:
+        """Returns whether attention's output projection has a bias."""
+        return self.bias if self.attention_bias is None else self.attention_bias == "all"
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads, also where `num_query_groups` is null."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP, also where `ffn_hidden_size` is null."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def max_positions(self) -> int:
+        """Rows of the learned position table, also where `max_position_embeddings` is null."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def in_effect(self) -> dict[str, int | str]:
+        """The keys that may be null, with the values that hold."""
+        return {
+            "num_query_groups": self.kv_heads,
+            "head_dim": self.head_size,
+            "ffn_hidden_size": self.ffn_size,
+            "attention_bias": self.attention_bias or ("all" if self.bias else "none"),
+            "max_position_embeddings": self.max_positions,
+        }
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the tables: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns our tensors with their full shapes, without padding of the vocabulary."""
+    hidden, ffn = model.hidden_size, model.ffn_size
+    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    linears = {
+        "attention.q": (queries, hidden),
+        "attention.k": (keys, hidden),
+        "attention.v": (keys, hidden),
+        "attention.out": (hidden, queries),
+        "mlp.up": (ffn, hidden),
+        "mlp.down": (hidden, ffn),
+    }
+    if model.activation == "swiglu":
+        linears["mlp.gate"] = (ffn, hidden)
+    has_bias = dict.fromkeys(linears, model.bias)
+    has_bias |= dict.fromkeys(("attention.q", "attention.k", "attention.v"), model.qkv_bias)
+    has_bias["attention.out"] = model.out_bias
+    vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
+    if model.position_embedding == "learned":
+        shapes["embedding.position.weight"] = (model.max_positions, hidden)
+    for layer in range(model.num_layers):
+        for norm in ("input_norm", "mlp_norm"):
+            shapes |= {f"layers.{layer}.{norm}.{part}": (hidden,) for part in vectors}
+        for name, shape in linears.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+            if has_bias[name]:
+                shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
+        if model.qk_norm:
+            for part in ("q", "k"):
+                shapes[f"layers.{layer}.attention.{part}_norm.weight"] = (model.head_size,)
+    shapes |= {f"final_norm.{part}": (hidden,) for part in vectors}
+    if not model.tie_embeddings:
+        shapes["head.weight"] = (model.vocab_size, hidden)
+    return shapes
+
+
+@dataclass
+class LayerKeys:
+    """What a layer keeps for its backward."""
+
+    recompute: Any = key(
+        "none",
+        "parts of a layer that the backward makes again, as [norm,activation]: norms' results, "
+        "the MLP's non-linearity (mlp: the GEMM before it too), attention between its projections, "
+        "the whole layer; selective is [attention] (Korthikanti et al. 2022 §5), full is [layer]",
+        choices=tuple(WORDS),
+        list_of=PARTS,
+        megatron="--recompute-granularity",
+    )
+    recompute_layers: list[int] | None = key(
+        None,
+        "how many layers of a stage do so, its first ones: [2] on every stage, or a number for "
+        "each, as the first stages hold most activations: [3,1,0,0]; null: all",
+        megatron="--recompute-num-layers",
+        differs="one number there, with --recompute-method=block",
+    )
+    mlp_chunk_tokens: int | None = key(
+        None,
+        "where the MLP is recomputed: tokens of a micro-batch whose MLP runs at a time, so that "
+        "its inner activations never exist for all; null: all",
+        minimum=1,
+    )
+    offload_layers: list[int] | None = key(
+        None,
+        "how many layers of a stage move what they keep for the backward to pinned host memory, "
+        "its first ones: [8] on every stage, or a number for each; null: none",
+        megatron="--cpu-offloading-num-layers",
+        differs="one number there, with pp=1 alone",
+    )
+
+
+@dataclass
+class AttentionKeys:
+    """The kernel of attention."""
+
+    attention_kernel: str = key(
+        AUTO,
+        "kernel of attention; auto: PyTorch's choice, but not cuDNN on a B200 where a rank has "
+        "fewer than 8 key-value heads (tp divides them), as PyTorch issue 193893 reports wrong "
+        "results; math writes the scores out; fa3, fa4: FlashAttention 3 or 4 where it is "
+        "installed; training with model.dropout has a formula of its own",
+        choices=KERNELS,
+        megatron="--attention-backend",
+        differs="there flash, fused, unfused, local or auto, of Transformer Engine",
+    )
+
+
+def _leaves_mlp(recompute: Any) -> bool:
+    return "mlp" not in parts_of(recompute)
+
+
+def _is_none(recompute: Any) -> bool:
+    return not parts_of(recompute)
+
+
+CONFLICTS = (
+    Conflict(
+        {"mlp_chunk_tokens": Other(None), "recompute": Where(_leaves_mlp, "none")},
+        "{mlp_chunk_tokens} cuts an MLP that the backward computes again, and needs mlp in "
+        "recompute, not {recompute}",
+        (("recompute", "[norm,attention,mlp]"), ("mlp_chunk_tokens", None)),
+    ),
+    *(
+        Conflict(
+            {"mlp_chunk_tokens": Other(None), other: Other(off)},
+            f"{{mlp_chunk_tokens}} cuts the sequence of a whole MLP, which {{{other}}} does not "
+            "allow",
+            ((other, off), ("mlp_chunk_tokens", None)),
+        )
+        for other, off in (("tensor_parallel.chunks", 1), ("compile", False))
+    ),
+    Conflict(
+        {"recompute_layers": Other(None), "recompute": Where(_is_none, "none")},
+        "{recompute_layers} says how many layers recompute, but {recompute}",
+        (("recompute_layers", None), ("recompute", "full")),
+    ),
+    Conflict(
+        {"attention_kernel": Is(CUDNN, *PACKAGES), "device": Is("cpu")},
+        "{attention_kernel} is a kernel of GPUs, but {device} has flash and math",
+        (("attention_kernel", FLASH),),
+    ),
+    Conflict(
+        {
+            "attention_kernel": Is(*NARROW),
+            "device": Other("auto", "cpu"),
+            "precision.name": Other(*HALF_PRECISION),
+        },
+        "{attention_kernel} takes bf16 and fp16 alone on GPUs, but {precision.name}",
+        (("attention_kernel", AUTO), ("precision.name", "bf16")),
+    ),
+    Conflict(
+        {"attention_kernel": Is(CUDNN), "data.document_mask": Is(True)},
+        "{attention_kernel} has no kernel for documents of any length, but {data.document_mask}",
+        (("attention_kernel", FLASH), ("data.document_mask", False)),
+    ),
+)

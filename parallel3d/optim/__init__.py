@@ -1,0 +1,1 @@
+"""Optimizers: AdamW and SGD on flat segments, Muon on whole matrices."""

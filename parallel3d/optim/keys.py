@@ -1,0 +1,165 @@
+"""Keys of the optimizer and of its learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from parallel3d.config.conflicts import Conflict, Is, exclusive
+from parallel3d.config.values import (
+    key,
+)
+
+MULTIPLIERS = ("lr_mult", "wd_mult")  # the names in Megatron-LM's parameter groups
+
+
+class Treatment(NamedTuple):
+    """How the optimizer treats a parameter: factors of learning rate and decay, or not at all."""
+
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
+    frozen: bool = False
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning-rate schedule: `optim=adamw`, `optim=sgd` or `optim=muon`."""
+
+    name: str = key(
+        "adamw",
+        "optimizer; muon steps the matrices of the layers, and AdamW the rest",
+        choices=("adamw", "sgd", "muon"),
+        megatron="--optimizer",
+    )
+    lr: float = key(1e-3, "peak learning rate", above=0, megatron="--lr")
+    min_lr: float = key(0.0, "floor of the schedule", minimum=0, megatron="--min-lr")
+    lr_decay_style: str = key(
+        "cosine",
+        "shape after the warm-up",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
+        megatron="--lr-decay-style",
+        differs="WSD is wsd",
+    )
+    lr_decay_steps: int | None = key(
+        None,
+        "step at which min_lr is reached; null: train.steps",
+        minimum=1,
+        megatron="--lr-decay-iters",
+    )
+    lr_warmup_fraction: float = key(
+        0.0,
+        "share of lr_decay_steps spent warming up",
+        minimum=0,
+        below=1,
+        megatron="--lr-warmup-fraction",
+    )
+    lr_warmup_steps: int = key(
+        0,
+        "steps spent warming up, instead of the fraction",
+        minimum=0,
+        megatron="--lr-warmup-iters",
+    )
+    wsd_decay_fraction: float = key(
+        0.2,
+        "wsd: share of lr_decay_steps spent in the final decay",
+        above=0,
+        maximum=1,
+    )
+    wsd_decay_steps: int | None = key(
+        None,
+        "wsd: steps of the final decay, instead of the share",
+        minimum=1,
+        megatron="--lr-wsd-decay-iters",
+    )
+    wsd_decay_style: str = key(
+        "linear",
+        "wsd: shape of the final decay; minus_sqrt is 1-sqrt (Hägele et al. 2024)",
+        choices=("linear", "cosine", "exponential", "minus_sqrt"),
+        megatron="--lr-wsd-decay-style",
+        differs="the default there is exponential",
+    )
+    weight_decay: float = key(
+        0.1,
+        "decoupled for adamw and muon, L2 for sgd; never on biases and norms",
+        minimum=0,
+        megatron="--weight-decay",
+        differs="the same, on matrices only",
+    )
+    beta1: float = key(0.9, "adamw: first moment", minimum=0, below=1, megatron="--adam-beta1")
+    beta2: float = key(0.95, "adamw: second moment", minimum=0, below=1, megatron="--adam-beta2")
+    eps: float = key(1e-8, "adamw: epsilon", above=0, megatron="--adam-eps")
+    momentum: float = key(
+        0.0,
+        "sgd, muon: momentum, for muon Nesterov's",
+        minimum=0,
+        below=1,
+        megatron="--sgd-momentum",
+        differs="for muon --muon-momentum",
+    )
+    muon_scale: str = key(
+        "match_rms_adamw",
+        "muon: factor of an orthogonal update (m, n): match_rms_adamw 0.2·sqrt(max(m, n)), for "
+        "AdamW's learning rate and decay (Liu et al. 2025); original sqrt(max(1, m / n))",
+        choices=("match_rms_adamw", "original"),
+        megatron="--muon-scale-mode",
+        differs="its factors are others; match_rms_adamw is spectral with an extra factor of 0.2",
+    )
+    muon_dtype: str = key(
+        "auto",
+        "muon: type of Newton-Schulz and of what is sent for it; auto is bf16 with half precision, "
+        "else the masters' (fp64 in fp64 runs), as fp32 always is",
+        choices=("auto", "bf16", "fp32"),
+    )
+    state: str = key(
+        "fp32",
+        "type of moments and momentum: that of the master weights, or bf16, rounded stochastically",
+        choices=("fp32", "bf16"),
+        megatron="--exp-avg-dtype, --exp-avg-sq-dtype",
+        differs="there rounded to the nearest",
+    )
+    ema_decay: float | None = key(
+        None,
+        "decay a step of an average of the weights, 0.999 say, which is evaluated too; null: none",
+        above=0,
+        below=1,
+    )
+    freeze: list[str] | None = key(
+        None,
+        "parameters that are not trained, by patterns of their names in safetensors: "
+        "[embedding.*,layers.0.*]",
+        megatron="--freeze-LM",
+        differs="there the whole language model",
+    )
+    groups: Any = key(
+        None,
+        "factors of learning rate and weight decay by patterns of names, of which the first that "
+        "matches counts: {embedding.*:{lr_mult:0.1,wd_mult:0}}",
+        holds=dict[str, dict[str, float]],
+    )
+    clip_grad: float = key(
+        1.0,
+        "largest global gradient norm; 0 does not clip (the norm is still logged)",
+        minimum=0,
+        megatron="--clip-grad",
+    )
+
+    def treatment(self, name: str) -> Treatment:
+        """Returns the treatment of a full tensor: of the first of `groups` that matches."""
+        frozen = any(fnmatchcase(name, pattern) for pattern in self.freeze or ())
+        for pattern, factors in (self.groups or {}).items():
+            if fnmatchcase(name, str(pattern)):
+                lr_mult, wd_mult = (float(factors.get(key, 1.0)) for key in MULTIPLIERS)
+                return Treatment(lr_mult, wd_mult, frozen)
+        return Treatment(frozen=frozen)
+
+
+WARM_UPS = ("optim.lr_warmup_fraction", "optim.lr_warmup_steps")  # at most one is given
+CONFLICTS = (
+    *exclusive(*WARM_UPS, unset=0),
+    Conflict(
+        {"optim.name": Is("muon"), "optim.momentum": Is(0.0)},
+        "{optim.name} needs a momentum above 0, but {optim.momentum}",
+        (("optim.momentum", 0.95),),
+    ),
+)

@@ -1,0 +1,32 @@
+"""Checks of a run's name."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from parallel3d.config.fields import (
+    show,
+)
+from parallel3d.errors import UserError
+
+LONGEST_RUN_NAME = 200  # bytes; file systems allow 255, and a sweep adds the job's number
+
+
+def check_run_name(run: str | None, runs_dir: str) -> None:
+    """Raises UserError unless `run` is a plain folder name."""
+    if run is None:
+        return
+    is_plain = run.isprintable() and not re.search(r"[/\\]|^~|^\s|\s$", run)
+    if run in ("", ".", "..") or not is_plain or len(os.fsencode(run)) > LONGEST_RUN_NAME:
+        raise UserError(
+            f"run={show(run)} must be the plain name of a folder inside runs_dir="
+            f"{show(runs_dir)}, with no blank around it and no ~ before it, of at most "
+            f"{LONGEST_RUN_NAME} bytes; null makes a name, and runs_dir moves the place."
+        )
+    if (variable := re.search(r"\$\{?(\w+)", run)) is not None:
+        raise UserError(
+            f"run={show(run)} has {variable[0]}, which nothing here expands, so that others would "
+            f"have the same name; let the shell do it, or type ${{oc.env:{variable[1]}}} in its "
+            "place."
+        )

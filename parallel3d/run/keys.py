@@ -1,0 +1,84 @@
+"""Keys of a run: its name, and how its ranks start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel3d.config.values import (
+    key,
+)
+
+
+@dataclass
+class RunKeys:
+    """The name of a run, and the folder of all runs."""
+
+    run: str | None = key(
+        None,
+        "name of the run; null makes one",
+        megatron="--save",
+        differs="there a folder; here the name of a folder inside runs_dir",
+    )
+    runs_dir: str = key("runs", "folder of all runs", holds=Path)
+
+
+@dataclass
+class LaunchConfig:
+    """Start and failure of local workers."""
+
+    master_port: int = key(
+        0,
+        "port of the rendezvous; 0 picks a free one, under Slurm one by the job's number",
+        minimum=0,
+        maximum=65535,
+    )
+    master_addr: str | None = key(
+        None,
+        "address of the host of rank 0, for ranks of srun or mpirun; null: as the launcher says",
+    )
+    ranks: int | None = key(
+        None,
+        "layout=auto: ranks to start on this host; null: one a GPU or core",
+        minimum=1,
+    )
+    timeout_s: float = key(
+        600.0,
+        "seconds after which a stuck collective fails",
+        above=0,
+        megatron="--distributed-timeout-minutes",
+        differs="minutes there, seconds here",
+    )
+    grace_s: float = key(
+        60.0,
+        "seconds that a signal (SIGTERM, SIGUSR1, Ctrl-C) leaves the ranks to end their step and "
+        "save, before they are killed",
+        above=0,
+    )
+    shared_memory: bool = key(
+        True, "CPU ranks of one host exchange through shared memory; false: through the network"
+    )
+    nccl_high_priority: list[str] = key(
+        ["tp", "cp", "pp"],
+        "kinds of groups whose kernels get high-priority streams",
+        megatron="--high-priority-stream-groups",
+    )
+    nccl_settings: list[str] = key(
+        [],
+        "of the groups of a kind: min_ctas, max_ctas or cga_cluster_size, as in dp.max_ctas:8",
+        megatron="--nccl-communicator-config-path",
+        differs="there the path of a YAML file that holds the same",
+    )
+    huge_pages: bool = key(
+        True,
+        "CPU ranks keep the memory that they free, in huge pages where the system offers them "
+        "(Linux with glibc); false: they give large blocks back, slower and with less memory",
+    )
+    numa_binding: bool = key(
+        True,
+        "keep each rank on the CPUs of its GPU's NUMA node, unless whoever started it has chosen "
+        "its CPUs already",
+    )
+    peak_tflops: float | None = key(
+        None, "peak of one device for MFU; null: the datasheet's, or measured on CPU", above=0
+    )

@@ -1,0 +1,89 @@
+"""Keys of the pipeline schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.values import (
+    key,
+)
+
+
+@dataclass
+class ScheduleConfig:
+    """The pipeline schedule, `schedule=1f1b`, and the output of `parallel3d schedule`."""
+
+    name: str = key(
+        "1f1b",
+        "pipeline schedule; auto: the fastest on the clock, file: a table of one's own",
+        choices=(
+            *("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
+            *("auto", "file"),
+        ),
+    )
+    file: str | None = key(
+        None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2", holds=Path
+    )
+    layers_per_stage: list[int] | None = key(
+        None,
+        "layers of each stage, pp · vpp of them in the order of the model, e.g. [3,5]; null "
+        "balances them by cost",
+    )
+    slices: bool | None = key(
+        None,
+        "with tp > 1 and no sp: each tensor-parallel rank sends its part of the sequence to the "
+        "next stage, whose ranks gather the parts; null: on accelerators",
+        megatron="--no-scatter-gather-tensors-in-pipeline",
+        differs="--no-scatter-gather-tensors-in-pipeline is schedule.slices=false",
+    )
+    num_microbatches: int | None = key(
+        None,
+        "parallel3d schedule: micro-batches of a step, typed num_microbatches; null: what "
+        "global_batch_size makes",
+        minimum=1,
+    )
+    costs: list[float] = key(
+        [1.0, 1.0, 1.0],
+        "for auto and parallel3d schedule: time of a micro-batch in all layers of one rank: "
+        "forward, gradient of the input, gradient of the weights",
+    )
+    hop: float = key(
+        0.0, "for auto and parallel3d schedule: time of a message, in the unit of costs", minimum=0
+    )
+    of_model: bool = key(
+        False,
+        "parallel3d schedule: stages cost what those of `model` do, as they always do for auto in "
+        "training: layers as they are split, and the head with its loss; an average rank's layers "
+        "then take schedule.costs",
+    )
+    memory: float | None = key(
+        None,
+        "activations that auto may hold, of 1F1B's peak; null: 1, and the table of parallel3d "
+        "schedule shows what more would give",
+        above=0,
+    )
+    timeline: bool = key(
+        False,
+        "draw the third step of a start: when each pipeline rank computed what, measured and on "
+        "the clock, as timeline.svg and, for Perfetto, timeline.json in the run directory",
+    )
+    svg: str | None = key(None, "parallel3d schedule: file for the timeline as SVG", holds=Path)
+    csv: str | None = key(
+        None, "parallel3d schedule: file for the schedule as a table of actions", holds=Path
+    )
+    json: str | None = key(
+        None, "parallel3d schedule: file for the table of all schedules as JSON", holds=Path
+    )
+
+
+CONFLICTS = tuple(
+    Conflict(
+        {"schedule.name": Is("auto"), "zero": Is(2, 3), replicas: Other(1)},
+        "{zero} reduces gradients within whole backwards, and {schedule.name} must split them to "
+        "be what it is chosen for",
+        (("zero", 1), ("schedule.name", "1f1b")),
+    )
+    for replicas in ("dp", "cp")
+)

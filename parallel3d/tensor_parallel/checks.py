@@ -1,0 +1,75 @@
+"""Checks that tensor parallelism splits the model evenly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+from parallel3d.config.fields import check_conflicts
+from parallel3d.config.schema import (
+    ModelConfig,
+)
+from parallel3d.errors import UserError, closest, nearest_multiple
+from parallel3d.tensor_parallel.keys import NEEDS_SP
+
+PADDED = "the rows of the padded vocabulary"
+
+
+WITH_SP = "(as sp=true) model.seq_length"
+
+
+def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
+    """Returns the sizes that tp must divide, by what they are called in a sentence.
+
+    Context parallelism pads the sequence (`Config.padded_seq_length`).
+    """
+    sizes = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_size,
+        PADDED: model.padded_vocab_size,
+    }
+    if sp and cp == 1:
+        sizes[WITH_SP] = model.seq_length
+    return sizes
+
+
+def _tp_splits(model: ModelConfig, sizes: Collection[int]) -> Callable[[int], bool]:
+    """Returns the function that tells whether a tensor-parallel size splits this model, with the
+    `sizes` that it must divide."""
+    common = math.gcd(*sizes)
+    return lambda tp: common % tp == 0 and _splits_key_value_heads(model, tp)
+
+
+def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
+    """Returns whether each rank has whole key-value heads, or each head equally many ranks."""
+    return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+
+
+def check_tensor_parallel(model: ModelConfig, chunks: int, *, tp: int, cp: int, sp: bool) -> None:
+    """Raises UserError unless tp, sp and the chunks of sp split the model evenly."""
+    sizes = _tp_dividends(model, cp=cp, sp=sp)
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
+    if not _splits_key_value_heads(model, tp):
+        wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
+    if wrong:
+        fits = _tp_splits(model, sizes.values())
+        close = closest(tp, fits, min(sizes.values())) or 1  # 1 splits everything
+        other = {
+            WITH_SP: f", or model.seq_length={nearest_multiple(model.seq_length, tp)}",
+            PADDED: f", or model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}",
+        }
+        near = other.get(wrong[0].rpartition("=")[0], "") if len(wrong) == 1 else ""
+        raise UserError(
+            f"tp={tp} must divide {' and '.join(wrong)}; the nearest that fits this model is "
+            f"tp={close}{near}."
+        )
+    values = {"tensor_parallel.chunks": chunks, "sp": sp}
+    check_conflicts((NEEDS_SP,), values.__getitem__)
+    local = model.seq_length // tp
+    if sp and cp == 1 and local % chunks:
+        near = f"tensor_parallel.chunks={closest(chunks, lambda n: local % n == 0, local) or 1}"
+        raise UserError(
+            f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "
+            f"nearest is {near}."
+        )

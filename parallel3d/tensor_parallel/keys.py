@@ -1,0 +1,70 @@
+"""Keys of tensor-parallel layers and of the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.config.conflicts import Conflict, Is, Other
+from parallel3d.config.values import (
+    key,
+)
+
+
+@dataclass
+class TensorParallelConfig:
+    """Computation and communication of tensor-parallel layers; does not change results."""
+
+    attention: str = key(
+        "heads",
+        "heads: each rank attends with its own heads; gather_qk: q and k are all-gathered first "
+        "and v stays local (equal results, more bytes: for comparison)",
+        choices=("heads", "gather_qk"),
+    )
+    chunks: int = key(
+        1,
+        "pieces in which sp gathers and scatters the sequence, each while the GEMM of the piece "
+        "beside it runs (asynchronous tensor parallelism); 1: in one",
+        minimum=1,
+        megatron="--tp-comm-overlap",
+        differs="there on or off, here the number of pieces",
+    )
+
+
+@dataclass
+class LossConfig:
+    """The training loss. Held-out losses are always plain cross-entropies."""
+
+    label_smoothing: float = key(
+        0.0,
+        "share of each target spread evenly over the vocabulary (Szegedy et al. 2016 §7)",
+        minimum=0,
+        below=1,
+        megatron="--label-smoothing",
+    )
+    z_loss: float = key(
+        0.0,
+        "weight of the squared log of the softmax's sum (PaLM, Chowdhery et al. 2022 §5)",
+        minimum=0,
+    )
+    chunk_tokens: int | None = key(
+        None,
+        "tokens whose logits exist at a time; null: as many as take 2 GiB on one GPU, or on a CPU "
+        "64 MiB in fp32, but at least 1024",
+        minimum=1,
+    )
+
+
+NEEDS_SP = Conflict(
+    {"tensor_parallel.chunks": Other(1), "sp": Is(False)},
+    "{tensor_parallel.chunks} needs sp=true, as it cuts what sequence parallelism gathers and "
+    "scatters",
+    (("tensor_parallel.chunks", 1), ("sp", True)),
+)
+CONFLICTS = (
+    NEEDS_SP,
+    Conflict(
+        {"tensor_parallel.attention": Is("gather_qk"), "compile": Is(True)},
+        "{tensor_parallel.attention} is for comparison and is not compiled",
+        (("tensor_parallel.attention", "heads"), ("compile", False)),
+    ),
+)
