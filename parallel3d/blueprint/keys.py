@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from parallel3d.config.conflicts import Conflict, Is, Other
 from parallel3d.config.values import (
+    FREE,
+    LAYOUT,
     key,
 )
 
@@ -15,22 +18,49 @@ from parallel3d.config.values import (
 class LayoutKeys:
     """Sizes of the dimensions: world size = tp × pp × cp × dp."""
 
-    tp: int = key(1, "tensor-parallel size", minimum=1, megatron="--tensor-model-parallel-size")
-    pp: int = key(1, "pipeline-parallel size", minimum=1, megatron="--pipeline-model-parallel-size")
-    dp: int | None = key(
-        None, "data-parallel size; null: what is left of the world size", minimum=1
+    tp: int = key(
+        1,
+        "tensor-parallel size",
+        minimum=1,
+        megatron="--tensor-model-parallel-size",
+        resume=LAYOUT,
+        tried=(2,),
     )
-    cp: int = key(1, "context-parallel size", minimum=1, megatron="--context-parallel-size")
+    pp: int = key(
+        1,
+        "pipeline-parallel size",
+        minimum=1,
+        megatron="--pipeline-model-parallel-size",
+        resume=LAYOUT,
+        tried=(2,),
+    )
+    dp: int | None = key(
+        None,
+        "data-parallel size; null: what is left of the world size",
+        minimum=1,
+        resume=LAYOUT,
+        tried=(2,),
+    )
+    cp: int = key(
+        1,
+        "context-parallel size",
+        minimum=1,
+        megatron="--context-parallel-size",
+        resume=LAYOUT,
+        tried=(2,),
+    )
     sp: bool = key(
         False,
         "sequence parallelism inside the tensor group; with tp=1 there is nothing to split",
         megatron="--sequence-parallel",
+        resume=LAYOUT,
     )
     vpp: int = key(
         1,
         "model chunks per pipeline rank",
         minimum=1,
         megatron="--num-virtual-stages-per-pipeline-rank",
+        resume=LAYOUT,
     )
 
 
@@ -44,14 +74,21 @@ class PlacementKeys:
         "machine; what is typed of tp, cp, pp, dp, vpp, micro_batch_size, schedule, recompute and "
         "zero holds",
         choices=("given", "auto"),
+        resume=FREE,
+        once=True,
     )
     placement: str = key(
         "default",
         "which GPU holds which rank: default (the launcher's order), auto (searched), an order "
         "such as tp-cp-pp-dp, a tiling such as tp4-dp2-pp2-dp4, or file (rank_file)",
+        resume=FREE,
     )
     rank_file: str | None = key(
-        None, "for placement=file: a line `rank host local_index` for each rank", holds=Path
+        None,
+        "for placement=file: a line `rank host local_index` for each rank",
+        holds=Path,
+        resume=FREE,
+        tried=("ranks.txt",),
     )
 
 
@@ -59,6 +96,7 @@ class PlacementKeys:
 class ClusterConfig:
     """The machines and their network. Choose a preset: `cluster=dgx_h100`."""
 
+    RESUME: ClassVar[str] = FREE
     name: str = key("custom", "name of the preset, for logs")
     source: str = key(
         "config",

@@ -414,7 +414,7 @@ class Checkpoints:
         found = identity.changes(manifest.config, self.config)
         parts = [f"resumes at step {manifest.step + 1}"]
         groups = {
-            "layout": [change for change in found if change.key in identity.LAYOUT],
+            "layout": [change for change in found if change.is_layout],
             "changed": changed_keys(found),
         }
         for title, some in groups.items():

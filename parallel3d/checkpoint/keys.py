@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from parallel3d.config.conflicts import Conflict, Is
 from parallel3d.config.values import (
+    FREE,
+    REFUSED,
     key,
 )
 
@@ -23,12 +26,16 @@ class StartKeys:
         holds=Path,
         megatron="--finetune",
         differs="there of --load, beside all sizes of its model",
+        resume=REFUSED,
+        tried=("old",),
     )
     init_optimizer: bool = key(
         False,
         "init_from a run: the optimizer's state, the number of updates and the loss scale too",
         megatron="--no-load-optim",
         differs="the opposite; there --finetune never reads it",
+        resume=REFUSED,
+        alike=True,
     )
 
 
@@ -36,6 +43,7 @@ class StartKeys:
 class CheckpointConfig:
     """Saving of checkpoints: `checkpoint.every=500 checkpoint.keep=3`."""
 
+    RESUME: ClassVar[str] = FREE
     every: int = key(
         500,
         "save every so many steps and at the end; 0: never",
@@ -55,7 +63,9 @@ class CheckpointConfig:
         megatron="--async-save",
     )
     load: bool = key(
-        True, "resume from the run's newest good checkpoint; false refuses a run that exists"
+        True,
+        "resume from the run's newest good checkpoint; false refuses a run that exists",
+        once=True,
     )
 
 

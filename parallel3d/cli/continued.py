@@ -15,20 +15,15 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from parallel3d.config.checks import with_derived_keys
-from parallel3d.config.fields import check_value, show, values_of, with_values
-from parallel3d.config.identity import OF_COMMANDS, flat
+from parallel3d.config.fields import all_keys, check_value, show, values_of, with_values
+from parallel3d.config.identity import flat
 from parallel3d.config.overrides import experiment_files, groups
-from parallel3d.config.schema import ALTERNATIVES, SECTIONS, Config
+from parallel3d.config.schema import ALTERNATIVES, OPTIONS, SECTIONS, Config
 from parallel3d.config.words import option
 from parallel3d.errors import UserError
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
-# Keys of a single start. A section ends with a dot.
-OF_A_START = (
-    *("run", "runs_dir", "prompt", "layout", "checkpoint.load", "train.eval_only", "profile."),
-    *("launch.ranks", "launch.master_addr", *OF_COMMANDS),
-)
 OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # of the same pp alone
 OF_RANKS = ("placement", "rank_file")  # of the same sizes alone
 OF_THE_PLANNER = (*SIZES, *OF_STAGES, "dp", "micro_batch_size", "zero", "recompute")
@@ -89,7 +84,10 @@ def continued(
     Raises UserError for a value that this version does not know.
     """
     old, new = values_of(with_derived_keys(there)), values_of(with_derived_keys(config))
-    left = {*OF_A_START, *OF_THE_PLANNER} if "layout" in given else {*OF_A_START}
+    left = {name for name, key in all_keys().items() if key.meta["once"]}
+    left |= {"prompt", *(f"{name}." for name in OPTIONS)}
+    if "layout" in given:
+        left |= {*OF_THE_PLANNER}
     # Another preset than that of the last start replaces its whole section; the same one nothing.
     left |= {f"{s}." for s in given.presets if new[f"{s}.name"] != old[f"{s}.name"]}
     given = replace(given, presets=set())

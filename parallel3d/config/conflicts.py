@@ -42,8 +42,8 @@ class Other:
         return value not in self.values
 
     def example(self, usual: Any, tried: Sequence[Any]) -> Any:
-        """Returns a value for which the condition holds: the default, or one that is tried."""
-        return next(value for value in (usual, *tried) if self(value))
+        """Returns a value for which the condition holds: one that is tried, or the default."""
+        return next(value for value in (*tried, usual) if self(value))
 
 
 @dataclass(frozen=True)

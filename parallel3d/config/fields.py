@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from parallel3d.config.conflicts import Conflict
 from parallel3d.config.paths import check_path, paths_in
 from parallel3d.config.schema import SECTIONS, Config
-from parallel3d.config.values import RANKS, words_of
+from parallel3d.config.values import RANKS, REPORTED, words_of
 from parallel3d.errors import UserError, nearest
 
 
@@ -34,6 +34,20 @@ class Key:
     def holds(self) -> Any:
         """Path for text that is a path; of values in braces the types of names and values."""
         return self.meta["holds"]
+
+    @property
+    def resume(self) -> str:
+        """FREE, LAYOUT, REPORTED or REFUSED: what a change means for a run that resumes."""
+        return str(self.meta["resume"])
+
+    @property
+    def tried(self) -> tuple[Any, ...]:
+        """Values other than the default: those to try, the choices, or the other of true and
+        false."""
+        if self.meta["tried"]:
+            return tuple(self.meta["tried"])
+        others = self.meta["choices"] or ((not self.default,) if self.kind is bool else ())
+        return tuple(value for value in others if value != self.default)
 
     @property
     def leaf(self) -> str:
@@ -127,13 +141,19 @@ def _keys_of(section: str, cls: type) -> Iterator[Key]:
         hint = braces if hint is Any else hint
         arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         kind = arms[0]
+        # A class that declares keys may say once what holds for all of them.
+        owner = vars(next(c for c in cls.__mro__ if f.name in vars(c).get("__annotations__", ())))
+        meta = dict(f.metadata)
+        meta["resume"] = meta["resume"] or owner.get("RESUME", REPORTED)
+        meta["alike"] = meta["alike"] or owner.get("ALIKE", False)
+        meta["once"] = meta["once"] or owner.get("ONCE", False)
         yield Key(
             name=f"{section}.{f.name}" if section else f.name,
             default=getattr(cls(), f.name),
             kind=typing.get_origin(kind) or kind,
             item=(typing.get_args(kind) or (None,))[0],
             optional=type(None) in arms,
-            meta=dict(f.metadata),
+            meta=meta,
         )
 
 

@@ -15,34 +15,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.config.fields import all_keys, show, values_of
 from parallel3d.config.schema import Config, ModelConfig
-
-# Sections of other commands than train.
-OF_COMMANDS = (
-    *("verify.", "topology.", "bench.", "calibrate.", "generate.", "eval.", "dryrun.", "plan."),
-)
-# Keys, or sections with a trailing dot. The longest match decides; unmatched keys are reported.
-REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum", "init_from", "init_optimizer")
-FREE = (
-    *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
-    *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
-    *("attention_kernel", "recompute", "recompute_layers", "offload_layers", "mlp_chunk_tokens"),
-    *("train.progress", "train.log_every", "train.save_weights", "train.noise_scale"),
-    "loss.chunk_tokens",
-    *("schedule.", "tensor_parallel.", "context_parallel.", "ddp.", "cluster.", "launch."),
-    *("logger.", "profile."),
-    *("checkpoint.", "recovery.", *OF_COMMANDS),
-    # Of the model its name and the layout of its tables. Of the data the fingerprint of the text
-    # decides, not its location.
-    *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),
-    # The tokenizer's digest decides too.
-    *("model.init_std", "data.path", "data.name", "data.cache_dir", "data.tokenizer"),
-    *("data.most_epochs", "data.held_out_sets", "data.block_cache_gb"),
-    *("data.valid", "train.eval_only"),
-)
-# Reported although their section is refused or free: weights of a blend take effect from where the
-# run is; a hook that rounds gradients changes them.
-REPORTED = ("model.dropout", "data.blend", "data.blend_stages", "ddp.comm_hook")
-LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "schedule.name")
+from parallel3d.config.values import FREE, LAYOUT, REFUSED, REPORTED
 
 
 class ConfigChange(NamedTuple):
@@ -59,8 +32,13 @@ class ConfigChange(NamedTuple):
         Momentum may change but not switch on or off: its state exists or not.
         """
         if self.key == "optim.momentum" and bool(self.there) == bool(self.here):
-            return "reported"
-        return _kind(self.key)
+            return REPORTED
+        return FREE if self.is_layout else all_keys()[self.key].resume
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether the key is part of the layout."""
+        return all_keys()[self.key].resume == LAYOUT
 
     def __str__(self) -> str:
         return f"{self.key} is {self.there!r} there, now {self.here!r}"
@@ -89,20 +67,24 @@ def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
     """Returns the keys that all ranks must have alike; paths may differ between hosts."""
-    decisive = (*LAYOUT, "recompute", "init_optimizer")
+    keys = all_keys()
     return {
-        key: value
-        for key, value in _in_effect(values_of(config), config.model).items()
-        if key in decisive
-        or key.startswith("schedule.")
-        or (_kind(key) != "free" and not key.startswith("data."))
+        name: value
+        for name, value in _in_effect(values_of(config), config.model).items()
+        if keys[name].meta["alike"]
+        or keys[name].resume == LAYOUT
+        or (keys[name].resume != FREE and not name.startswith("data."))
     }
 
 
 def decisive(config: Config) -> dict[str, str]:
     """Returns the keys that decide on the figures of a run's steps, with their values as typed."""
     values = _in_effect(values_of(config), config.model)
-    return {key: show(value) for key, value in values.items() if _kind(key) != "free"}
+    return {
+        key: show(value)
+        for key, value in values.items()
+        if all_keys()[key].resume not in (FREE, LAYOUT)
+    }
 
 
 def first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> ConfigChange | None:
@@ -113,7 +95,7 @@ def first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Conf
 
 def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
     """Returns the sentence that refuses to continue, with the changed keys; None if none is."""
-    bad = [change for change in found if change.kind == "refused"]
+    bad = [change for change in found if change.kind == REFUSED]
     if not bad:
         return None
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
@@ -121,17 +103,6 @@ def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
         f"run={run} cannot resume with another configuration: "
         f"{', '.join(map(str, bad[:3]))}{more}; choose another run="
     )
-
-
-def _kind(key: str) -> str:
-    tables = {"refused": REFUSED, "free": FREE, "reported": REPORTED}
-    fitting = [
-        (len(rule), kind)
-        for kind, rules in tables.items()
-        for rule in rules
-        if (key.startswith(rule) if rule.endswith(".") else key == rule)
-    ]
-    return max(fitting, default=(0, "reported"))[1]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -11,12 +11,14 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from parallel3d.blueprint.keys import CONFLICTS as BLUEPRINT
 from parallel3d.blueprint.keys import ClusterConfig, LayoutKeys, PlacementKeys
 from parallel3d.checkpoint.keys import CONFLICTS as CHECKPOINT
 from parallel3d.checkpoint.keys import CheckpointConfig, StartKeys
 from parallel3d.config.values import (
+    FREE,
     BatchSizes,
     key,
     padded_length,
@@ -46,6 +48,7 @@ __all__ = [
     "ALTERNATIVES",
     "CONFLICTS",
     "MULTIPLIERS",
+    "OPTIONS",
     "SECTIONS",
     "CheckpointConfig",
     "ClusterConfig",
@@ -78,6 +81,7 @@ WEIGHTS = "those of the steps, or ema: their average (optim.ema_decay)"
 class VerifyConfig:
     """Options of `parallel3d verify`."""
 
+    RESUME: ClassVar[str] = FREE
     steps: int = key(5, "steps of each comparison", minimum=1)
 
 
@@ -85,6 +89,7 @@ class VerifyConfig:
 class TopologyConfig:
     """Options of `parallel3d topology`."""
 
+    RESUME: ClassVar[str] = FREE
     rank: int = key(0, "the rank whose groups are highlighted", minimum=0)
     svg: str | None = key(None, "file for a picture of the cluster, as SVG", holds=Path)
     json: str | None = key(None, "file for everything shown, as JSON", holds=Path)
@@ -95,6 +100,7 @@ class TopologyConfig:
 class BenchConfig:
     """Options of `parallel3d bench comm`."""
 
+    RESUME: ClassVar[str] = FREE
     sizes: list[int] = key([4096, 262144, 4194304], "bytes of each message")
     iterations: int = key(5, "timed calls of each row; the median counts", minimum=1)
     warmup: int = key(2, "calls before", minimum=0)
@@ -111,6 +117,7 @@ class BenchConfig:
 class CalibrateConfig:
     """Options of `parallel3d calibrate`, which measures in the type of `precision`."""
 
+    RESUME: ClassVar[str] = FREE
     file: str = key("calibrated.yaml", "the cluster file that it writes", holds=Path)
     replace: bool = key(False, "whether a file of that name may be written anew")
     ranks: int | None = key(
@@ -127,6 +134,7 @@ class CalibrateConfig:
 class GenerateConfig:
     """Options of `parallel3d generate`."""
 
+    RESUME: ClassVar[str] = FREE
     max_tokens: int = key(200, "tokens to write", minimum=1)
     temperature: float = key(
         0.8, "of the softmax that tokens are drawn from; 0 takes the likeliest", minimum=0
@@ -142,6 +150,7 @@ class GenerateConfig:
 class EvalConfig:
     """Options of `parallel3d eval`."""
 
+    RESUME: ClassVar[str] = FREE
     tasks: str | None = key(
         None,
         "jsonl, a row a context with choices and answer, or with a continuation; typed tasks=",
@@ -161,6 +170,7 @@ class EvalConfig:
 class DryrunConfig:
     """Options of `parallel3d dryrun`."""
 
+    RESUME: ClassVar[str] = FREE
     rank: int | None = key(
         None,
         "the rank that is played; null: the first of the first, a middle and the last pipeline "
@@ -180,6 +190,7 @@ class DryrunConfig:
 class PlanConfig:
     """Options of `parallel3d plan`."""
 
+    RESUME: ClassVar[str] = FREE
     html: str | None = key(
         None, "plan: file for the whole plan as one page, with pictures", holds=Path
     )
@@ -205,9 +216,9 @@ class Config(
     ZeroKeys,
     LayoutKeys,
 ):
-    """A whole run."""
+    """A whole run. Sizes of the dimensions: world size = tp × pp × cp × dp."""
 
-    prompt: str = key("\n", "generate: the text to continue, taken as it is typed")
+    prompt: str = key("\n", "generate: the text to continue, taken as it is typed", resume=FREE)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -298,6 +309,8 @@ class Config(
         return self.train.steps or DEFAULT_STEPS
 
 
+# Sections of subcommands: no run is another by them.
+OPTIONS = ("verify", "topology", "bench", "calibrate", "generate", "eval", "dryrun", "plan")
 # Settings that exclude each other, in the order in which they are told.
 CONFLICTS = (
     *MODELS,

@@ -9,6 +9,10 @@ from dataclasses import field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+# Whether a resumed run may change a key. FREE and LAYOUT change nothing but rounding, and LAYOUT is
+# told as one; REPORTED changes the next steps; REFUSED defines the weights or the order of samples.
+FREE, LAYOUT, REPORTED, REFUSED = "free", "layout", "reported", "refused"
+
 
 def key(
     default: Any,
@@ -23,6 +27,10 @@ def key(
     below: float | None = None,
     megatron: str | None = None,
     differs: str | None = None,
+    resume: str | None = None,
+    alike: bool = False,
+    once: bool = False,
+    tried: tuple[Any, ...] = (),
 ) -> Any:
     """Declares a key with default, range and help.
 
@@ -30,7 +38,11 @@ def key(
     (exclusive). With `list_of`, one or a list of such words may stand for a choice, as a list or
     as text; of RANKS, a list of numbers. `holds` is Path for text that is a path; for values in
     braces it gives the types of names and values, as dict[str, float]. `megatron` names
-    Megatron-LM's flags of the same meaning, `differs` in which way they differ.
+    Megatron-LM's flags of the same meaning, `differs` in which way they differ. `resume` says
+    whether a resumed run may change the key; None: as `RESUME` of its class says, else REPORTED.
+    `alike`: all ranks must have the same value, although it may change. `once`: the key is of a
+    single start, and a resumed run does not take it over. `tried`: values, other
+    than the default, that the page of refusals, the fuzzer and tests try.
     """
     meta = {
         "help": help,
@@ -43,6 +55,10 @@ def key(
         "below": below,
         "megatron": megatron,
         "differs": differs,
+        "resume": resume,
+        "alike": alike,
+        "once": once,
+        "tried": tried,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from parallel3d.config.conflicts import Conflict, Is, Other
 from parallel3d.config.values import (
+    FREE,
     key,
 )
 
@@ -14,6 +16,7 @@ from parallel3d.config.values import (
 class ContextParallelConfig:
     """Splitting of sequences over cp ranks; does not change results."""
 
+    RESUME: ClassVar[str] = FREE
     style: str = key(
         "gather",
         "how attention reads the other ranks' tokens: gather all-gathers keys and values (Llama 3 "

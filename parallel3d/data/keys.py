@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from parallel3d.config.values import (
+    FREE,
+    REFUSED,
+    REPORTED,
     key,
 )
 
@@ -15,6 +18,7 @@ from parallel3d.config.values import (
 class DataConfig:
     """Source of tokens: Python's sources (`data=stdlib`), text, a corpus, a blend, a chat."""
 
+    RESUME: ClassVar[str] = FREE
     name: str = key(
         "stdlib", "kind of source", choices=("stdlib", "text", "corpus", "blend", "chat")
     )
@@ -29,11 +33,13 @@ class DataConfig:
         None,
         "blend: weights by prefix, {web:0.7,code:0.3}; or the word tokens: as many as it has",
         holds=dict[Path, float],
+        resume=REPORTED,
     )
     blend_stages: Any = key(
         None,
         "blend: other weights from a number of tokens on, {1000000000:{web:0.5,math:0.5}}",
         holds=dict[float, dict[Path, float]],
+        resume=REPORTED,
     )
     most_epochs: float | None = key(
         None,
@@ -56,9 +62,12 @@ class DataConfig:
         "samples: concat, windows of the documents one after another; best_fit, whole documents "
         "that fit together, by a plan that is made once; padded, a document each",
         choices=("concat", "best_fit", "padded"),
+        resume=REFUSED,
     )
     cut_documents: bool = key(
-        False, "best_fit, padded: cut documents longer than a sample; false: refuse them"
+        False,
+        "best_fit, padded: cut documents longer than a sample; false: refuse them",
+        resume=REFUSED,
     )
     skip_bad_rows: float = key(
         0.0,
@@ -66,6 +75,7 @@ class DataConfig:
         "0.01; 0: the first such row ends the start",
         minimum=0,
         maximum=1,
+        resume=REFUSED,
     )
     tokenizer: str | None = key(
         None,
@@ -79,6 +89,7 @@ class DataConfig:
         True,
         "data=text: begin documents with the tokens that the tokenizer puts before every text, as "
         "Llama's <|begin_of_text|>; data tokenize has the key, too",
+        resume=REFUSED,
     )
     valid: Any = key(
         None,
@@ -87,6 +98,7 @@ class DataConfig:
         holds=dict[str, Path],
         megatron="--valid-data-path",
         differs="there a blend, or with --multiple-validation-sets several; here sets by name",
+        tried=({"web": "corpora/web"},),
     )
     valid_fraction: float | None = key(
         None,
@@ -95,17 +107,20 @@ class DataConfig:
         maximum=0.5,
         megatron="--split",
         differs="there the shares of train, validation and test, here the share held out",
+        resume=REFUSED,
     )
     eod_mask_loss: bool = key(
         False,
         "do not train on predicting the first token of the next document",
         megatron="--eod-mask-loss",
+        resume=REFUSED,
     )
     document_mask: bool = key(
         False,
         "attention within documents, and positions that count from each one's first token",
         megatron="--reset-attention-mask",
         differs="there positions restart by --reset-position-ids",
+        resume=REFUSED,
     )
     cache_dir: str | None = key(
         None,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from parallel3d.config.conflicts import Conflict, Is, Other
 from parallel3d.config.values import (
+    FREE,
+    LAYOUT,
+    REPORTED,
     key,
 )
 
@@ -22,6 +26,8 @@ class ZeroKeys:
         maximum=3,
         megatron="--use-distributed-optimizer",
         differs="--use-distributed-optimizer is zero=1",
+        resume=LAYOUT,
+        tried=(1, 2, 3),
     )
 
 
@@ -29,6 +35,7 @@ class ZeroKeys:
 class DataParallelConfig:
     """Gradient buckets and their reduction."""
 
+    RESUME: ClassVar[str] = FREE
     bucket_cap_mb: float | None = key(
         None,
         "MiB at which a gradient bucket closes, as in PyTorch's DDP; null: first 1, then 25, or "
@@ -52,12 +59,14 @@ class DataParallelConfig:
         "none",
         "what travels for a gradient bucket: none (fp32 sums) or bf16 (half the bytes, rounded)",
         choices=("none", "bf16"),
+        resume=REPORTED,
     )
     shard_size: int | None = key(
         None,
         "zero=2 and 3: ranks of dp that a copy of the model is sharded over, the rest are "
         "replicas (HSDP); null: all of dp",
         minimum=1,
+        tried=(2,),
     )
     reduce_every_microbatch: bool | None = key(
         None,

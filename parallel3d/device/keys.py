@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from parallel3d.config.conflicts import Conflict, Is, Other
 from parallel3d.config.values import (
+    FREE,
     key,
 )
 
@@ -21,11 +22,13 @@ class DeviceKeys:
         "simulated: an accelerator simulated on the CPU, which finds races and host waits: for "
         "tests, slow",
         choices=("auto", "cpu", "cuda", "simulated"),
+        resume=FREE,
     )
     compile: bool = key(
         False,
         "blocks through TorchInductor: a faster step after a slower first one; needs a C++ "
         "compiler on CPU, Triton on CUDA",
+        resume=FREE,
     )
     deterministic: bool = key(
         False,
@@ -33,6 +36,7 @@ class DeviceKeys:
         "it always does on CPU; slower",
         megatron="--deterministic-mode",
         differs="there it also refuses settings that are not deterministic",
+        resume=FREE,
     )
 
 
@@ -60,6 +64,7 @@ class PrecisionConfig:
         "fp16: a fixed loss scale; null: a dynamic one",
         above=0,
         megatron="--loss-scale",
+        tried=(1024.0,),
     )
     initial_loss_scale: float = key(
         65536.0, "fp16: the dynamic scale at the start", above=0, megatron="--initial-loss-scale"

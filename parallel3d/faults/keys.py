@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from parallel3d.config.values import (
+    FREE,
     key,
 )
 
@@ -13,6 +15,7 @@ from parallel3d.config.values import (
 class RecoveryConfig:
     """Detection of failures, and reactions to them."""
 
+    RESUME: ClassVar[str] = FREE
     max_restarts: int = key(
         3,
         "times that the local ranks are started again after one of them died, from the newest good "
@@ -54,4 +57,6 @@ class RecoveryConfig:
 class PreflightKeys:
     """The check of the groups before the first step."""
 
-    preflight: bool = key(False, "probe every group before step 1 and name what is slow")
+    preflight: bool = key(
+        False, "probe every group before step 1 and name what is slow", resume=FREE
+    )

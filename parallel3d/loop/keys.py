@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from parallel3d.config.conflicts import Conflict, Is, Other, exclusive
 from parallel3d.config.values import (
+    FREE,
+    LAYOUT,
     RANKS,
+    REFUSED,
     key,
 )
 
@@ -17,7 +20,7 @@ class StepKeys:
     """Sequences of a step, and the seed of their order."""
 
     micro_batch_size: int = key(
-        4, "sequences per forward pass", minimum=1, megatron="--micro-batch-size"
+        4, "sequences per forward pass", minimum=1, megatron="--micro-batch-size", resume=LAYOUT
     )
     global_batch_size: int = key(
         16,
@@ -26,7 +29,11 @@ class StepKeys:
         megatron="--global-batch-size",
     )
     seed: int = key(
-        1234, "weights and sample order are functions of it", minimum=0, megatron="--seed"
+        1234,
+        "weights and sample order are functions of it",
+        minimum=0,
+        megatron="--seed",
+        resume=REFUSED,
     )
 
 
@@ -42,6 +49,7 @@ class TrainConfig:
         f"optimizer steps; null: as tokens or epochs says, else {DEFAULT_STEPS}",
         minimum=1,
         megatron="--train-iters",
+        tried=(4,),
     )
     tokens: float | None = key(
         None,
@@ -51,12 +59,14 @@ class TrainConfig:
         maximum=1e18,
         megatron="--train-samples",
         differs="there a number of samples, of model.seq_length tokens each",
+        tried=(512,),
     )
     epochs: float | None = key(
         None,
         "passes over the training part of the corpus instead of a number of steps, rounded up to "
         "whole steps; not for a blend",
         above=0,
+        tried=(1.0,),
     )
     batch_schedule: Any = key(
         None,
@@ -65,6 +75,7 @@ class TrainConfig:
         holds=dict[float, float],
         megatron="--rampup-batch-size",
         differs="there start, increment and samples; here any sizes",
+        tried=({0: 4, 4: 8},),
     )
     eval_every: int = key(
         100,
@@ -84,21 +95,27 @@ class TrainConfig:
         False,
         "evaluate the newest checkpoint of run=, append the figures to its evaluations.jsonl, and "
         "train nothing",
+        resume=FREE,
+        once=True,
     )
     log_every: int = key(
         10,
         "without a terminal, print a line every so many steps",
         minimum=1,
         megatron="--log-interval",
+        resume=FREE,
     )
-    progress: bool = key(True, "progress bar (on a terminal)")
+    progress: bool = key(True, "progress bar (on a terminal)", resume=FREE)
     noise_scale: bool = key(
         False,
         "measure the gradient noise scale (McCandlish et al. 2018), the batch beyond which a "
         "larger one saves few steps: from the gradients of replicas, with dp=1 of micro-batches",
+        resume=FREE,
     )
     save_weights: bool = key(
-        False, "write the first and the last weights, unsharded, as safetensors (small models)"
+        False,
+        "write the first and the last weights, unsharded, as safetensors (small models)",
+        resume=FREE,
     )
 
 
@@ -106,6 +123,8 @@ class TrainConfig:
 class ProfileConfig:
     """Steps under `torch.profiler`: `profile.steps=[10,12] profile.ranks=[0]`."""
 
+    ONCE: ClassVar[bool] = True
+    RESUME: ClassVar[str] = FREE
     steps: list[int] | None = key(
         None,
         "first and last step to profile, both included; each rank of profile.ranks writes a Chrome "
@@ -113,6 +132,7 @@ class ProfileConfig:
         megatron="--profile --profile-step-start --profile-step-end",
         differs="--profile-step-start=10 --profile-step-end=12 is profile.steps=[11,12]: there "
         "steps count from 0 and the end is left out",
+        tried=([1, 2],),
     )
     ranks: Any = key(
         [0],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from parallel3d.config.values import (
+    FREE,
     LOGGERS,
     key,
     words_of,
@@ -16,6 +17,7 @@ from parallel3d.config.values import (
 class LoggerConfig:
     """Where metrics go besides `metrics.jsonl`: `logger=wandb`, `logger=[wandb,tensorboard]`."""
 
+    RESUME: ClassVar[str] = FREE
     name: Any = key(
         "none",
         "logger or loggers; in a file, name: [wandb, tensorboard]",

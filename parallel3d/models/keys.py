@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from parallel3d.config.conflicts import Conflict, Is, Other, Where
 from parallel3d.config.values import (
     AUTO,
     CUDNN,
     FLASH,
+    FREE,
     HALF_PRECISION,
     KERNELS,
     NARROW,
     PACKAGES,
     PARTS,
+    REFUSED,
+    REPORTED,
     WORDS,
     key,
     parts_of,
@@ -25,7 +28,8 @@ from parallel3d.config.values import (
 class ModelConfig:
     """The transformer, as GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
 
-    name: str = key("custom", "name of the preset, for logs")
+    RESUME: ClassVar[str] = REFUSED
+    name: str = key("custom", "name of the preset, for logs", resume=FREE)
     num_layers: int = key(4, "transformer layers", minimum=1, maximum=4096, megatron="--num-layers")
     hidden_size: int = key(128, "width of the residual stream", minimum=1, megatron="--hidden-size")
     num_attention_heads: int = key(8, "query heads", minimum=1, megatron="--num-attention-heads")
@@ -34,6 +38,7 @@ class ModelConfig:
         "key/value heads (GQA); null: as many as query heads",
         minimum=1,
         megatron="--num-query-groups",
+        tried=(2,),
     )
     head_dim: int | None = key(
         None,
@@ -63,6 +68,7 @@ class ModelConfig:
         minimum=1,
         megatron="--make-vocab-size-divisible-by",
         differs="there times the tensor-parallel size; here the padding never depends on tp",
+        resume=FREE,
     )
     norm: str = key(
         "layernorm",
@@ -89,6 +95,7 @@ class ModelConfig:
         minimum=1,
         megatron="--rope-scaling-factor",
         differs="there with --use-rope-scaling; here 1 is without",
+        tried=(4.0,),
     )
     rope_low_freq_factor: float = key(
         1.0, "scaled RoPE: fewer turns than this in rope_original_length are slowed", above=0
@@ -136,12 +143,14 @@ class ModelConfig:
         "vocab_parallel",
         "word embedding over tp: rows split, or the whole table on every rank",
         choices=("vocab_parallel", "replicated"),
+        resume=FREE,
     )
     parallel_output: bool = key(
         True,
         "keep the logits split over tp up to the loss; false gathers them (slower, equal)",
         megatron="--parallel-output",
         differs="the same sense; on unless set to false",
+        resume=FREE,
     )
     dropout: float = key(
         0.0,
@@ -151,9 +160,15 @@ class ModelConfig:
         below=1,
         megatron="--hidden-dropout",
         differs="--hidden-dropout and --attention-dropout are one key here",
+        resume=REPORTED,
+        tried=(0.1,),
     )
     init_std: float = key(
-        0.02, "standard deviation of the initial weights", above=0, megatron="--init-method-std"
+        0.02,
+        "standard deviation of the initial weights",
+        above=0,
+        megatron="--init-method-std",
+        resume=FREE,
     )
 
     @property
@@ -253,6 +268,9 @@ class LayerKeys:
         choices=tuple(WORDS),
         list_of=PARTS,
         megatron="--recompute-granularity",
+        resume=FREE,
+        alike=True,
+        tried=("selective", "full", "[norm,attention,mlp]"),
     )
     recompute_layers: list[int] | None = key(
         None,
@@ -260,12 +278,16 @@ class LayerKeys:
         "each, as the first stages hold most activations: [3,1,0,0]; null: all",
         megatron="--recompute-num-layers",
         differs="one number there, with --recompute-method=block",
+        resume=FREE,
+        tried=([1],),
     )
     mlp_chunk_tokens: int | None = key(
         None,
         "where the MLP is recomputed: tokens of a micro-batch whose MLP runs at a time, so that "
         "its inner activations never exist for all; null: all",
         minimum=1,
+        resume=FREE,
+        tried=(1024,),
     )
     offload_layers: list[int] | None = key(
         None,
@@ -273,6 +295,8 @@ class LayerKeys:
         "its first ones: [8] on every stage, or a number for each; null: none",
         megatron="--cpu-offloading-num-layers",
         differs="one number there, with pp=1 alone",
+        resume=FREE,
+        tried=([1],),
     )
 
 
@@ -289,6 +313,7 @@ class AttentionKeys:
         choices=KERNELS,
         megatron="--attention-backend",
         differs="there flash, fused, unfused, local or auto, of Transformer Engine",
+        resume=FREE,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.config.conflicts import Conflict, Is, exclusive
 from parallel3d.config.values import (
+    REFUSED,
     key,
 )
 
@@ -31,6 +32,7 @@ class OptimConfig:
         "optimizer; muon steps the matrices of the layers, and AdamW the rest",
         choices=("adamw", "sgd", "muon"),
         megatron="--optimizer",
+        resume=REFUSED,
     )
     lr: float = key(1e-3, "peak learning rate", above=0, megatron="--lr")
     min_lr: float = key(0.0, "floor of the schedule", minimum=0, megatron="--min-lr")
@@ -53,12 +55,14 @@ class OptimConfig:
         minimum=0,
         below=1,
         megatron="--lr-warmup-fraction",
+        tried=(0.1,),
     )
     lr_warmup_steps: int = key(
         0,
         "steps spent warming up, instead of the fraction",
         minimum=0,
         megatron="--lr-warmup-iters",
+        tried=(2,),
     )
     wsd_decay_fraction: float = key(
         0.2,
@@ -71,6 +75,7 @@ class OptimConfig:
         "wsd: steps of the final decay, instead of the share",
         minimum=1,
         megatron="--lr-wsd-decay-iters",
+        tried=(2,),
     )
     wsd_decay_style: str = key(
         "linear",
@@ -96,6 +101,8 @@ class OptimConfig:
         below=1,
         megatron="--sgd-momentum",
         differs="for muon --muon-momentum",
+        resume=REFUSED,
+        tried=(0.9,),
     )
     muon_scale: str = key(
         "match_rms_adamw",
@@ -123,6 +130,7 @@ class OptimConfig:
         "decay a step of an average of the weights, 0.999 say, which is evaluated too; null: none",
         above=0,
         below=1,
+        tried=(0.99,),
     )
     freeze: list[str] | None = key(
         None,
@@ -130,12 +138,14 @@ class OptimConfig:
         "[embedding.*,layers.0.*]",
         megatron="--freeze-LM",
         differs="there the whole language model",
+        tried=(["embedding.*"],),
     )
     groups: Any = key(
         None,
         "factors of learning rate and weight decay by patterns of names, of which the first that "
         "matches counts: {embedding.*:{lr_mult:0.1,wd_mult:0}}",
         holds=dict[str, dict[str, float]],
+        tried=({"embedding.*": {"lr_mult": 0.1}},),
     )
     clip_grad: float = key(
         1.0,

@@ -40,7 +40,7 @@ from parallel3d.config import identity
 from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import REMOVED, RENAMED, Removed, show, spell
 from parallel3d.config.identity import flat
-from parallel3d.config.schema import Config, DataConfig
+from parallel3d.config.schema import OPTIONS, Config, DataConfig
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.errors import UserError, nearest_hint
@@ -139,7 +139,7 @@ def left_out(directory: Path) -> str | None:
     gone = {key: Removed(f"now {new}", False) for key, new in RENAMED.items()} | REMOVED
     for key, removed in gone.items():
         is_set = show(found.get(key)) not in ("null", show(removed.default))
-        if is_set and not key.startswith(identity.OF_COMMANDS):
+        if is_set and key.partition(".")[0] not in OPTIONS:
             words.append(f"{spell(key, found[key])} ({removed.instead})")
     if not words:
         return None

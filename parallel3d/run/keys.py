@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from parallel3d.config.values import (
+    FREE,
     key,
 )
 
@@ -19,14 +21,17 @@ class RunKeys:
         "name of the run; null makes one",
         megatron="--save",
         differs="there a folder; here the name of a folder inside runs_dir",
+        resume=FREE,
+        once=True,
     )
-    runs_dir: str = key("runs", "folder of all runs", holds=Path)
+    runs_dir: str = key("runs", "folder of all runs", holds=Path, resume=FREE, once=True)
 
 
 @dataclass
 class LaunchConfig:
     """Start and failure of local workers."""
 
+    RESUME: ClassVar[str] = FREE
     master_port: int = key(
         0,
         "port of the rendezvous; 0 picks a free one, under Slurm one by the job's number",
@@ -36,11 +41,13 @@ class LaunchConfig:
     master_addr: str | None = key(
         None,
         "address of the host of rank 0, for ranks of srun or mpirun; null: as the launcher says",
+        once=True,
     )
     ranks: int | None = key(
         None,
         "layout=auto: ranks to start on this host; null: one a GPU or core",
         minimum=1,
+        once=True,
     )
     timeout_s: float = key(
         600.0,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from parallel3d.config.conflicts import Conflict, Is, Other
 from parallel3d.config.values import (
+    FREE,
+    LAYOUT,
     key,
 )
 
@@ -15,6 +18,8 @@ from parallel3d.config.values import (
 class ScheduleConfig:
     """The pipeline schedule, `schedule=1f1b`, and the output of `parallel3d schedule`."""
 
+    RESUME: ClassVar[str] = FREE
+    ALIKE: ClassVar[bool] = True
     name: str = key(
         "1f1b",
         "pipeline schedule; auto: the fastest on the clock, file: a table of one's own",
@@ -22,6 +27,7 @@ class ScheduleConfig:
             *("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
             *("auto", "file"),
         ),
+        resume=LAYOUT,
     )
     file: str | None = key(
         None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2", holds=Path
@@ -30,6 +36,7 @@ class ScheduleConfig:
         None,
         "layers of each stage, pp · vpp of them in the order of the model, e.g. [3,5]; null "
         "balances them by cost",
+        tried=([3, 1],),
     )
     slices: bool | None = key(
         None,

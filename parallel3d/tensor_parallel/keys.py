@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from parallel3d.config.conflicts import Conflict, Is, Other
 from parallel3d.config.values import (
+    FREE,
     key,
 )
 
@@ -14,6 +16,7 @@ from parallel3d.config.values import (
 class TensorParallelConfig:
     """Computation and communication of tensor-parallel layers; does not change results."""
 
+    RESUME: ClassVar[str] = FREE
     attention: str = key(
         "heads",
         "heads: each rank attends with its own heads; gather_qk: q and k are all-gathered first "
@@ -27,6 +30,7 @@ class TensorParallelConfig:
         minimum=1,
         megatron="--tp-comm-overlap",
         differs="there on or off, here the number of pieces",
+        tried=(2,),
     )
 
 
@@ -40,17 +44,20 @@ class LossConfig:
         minimum=0,
         below=1,
         megatron="--label-smoothing",
+        tried=(0.1,),
     )
     z_loss: float = key(
         0.0,
         "weight of the squared log of the softmax's sum (PaLM, Chowdhery et al. 2022 §5)",
         minimum=0,
+        tried=(0.0001,),
     )
     chunk_tokens: int | None = key(
         None,
         "tokens whose logits exist at a time; null: as many as take 2 GiB on one GPU, or on a CPU "
         "64 MiB in fp32, but at least 1024",
         minimum=1,
+        resume=FREE,
     )
 
 

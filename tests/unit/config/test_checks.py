@@ -438,12 +438,12 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     (
         {"train.steps": 9, "train.tokens": 1e6},
         None,
-        ["train.steps=9 and train.tokens=1000000.0", "nearest is to leave train.tokens out."],
+        ["train.steps=9 and train.tokens=1000000.0", "nearest is train.tokens=null."],
     ),
     (
         {"train.epochs": 2.0, "data.name": "blend", "data.blend": {"a": 1}},
         None,
-        ["train.epochs=2.0", "data=blend", "give train.tokens instead."],
+        ["train.epochs=2.0", "data=blend", "give train.tokens instead"],
     ),
     (
         {"dp": 2, "train.batch_schedule": {0: 8, 100: 20, 200: 16}},

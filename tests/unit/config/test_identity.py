@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from parallel3d.config.identity import LAYOUT, ConfigChange, changes, of_all_ranks, refusal
+from parallel3d.config.identity import ConfigChange, changes, of_all_ranks, refusal
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 
 
@@ -34,7 +34,7 @@ def test_layout_and_launcher_are_free() -> None:
     found = changes(there(old), new)
     assert refused(found) == [] and reported(found) == []
     assert refusal("x", found) is None
-    assert {c.key for c in found if c.key in LAYOUT} == {"tp", "pp", "zero", "micro_batch_size"}
+    assert {c.key for c in found if c.is_layout} == {"tp", "pp", "zero", "micro_batch_size"}
 
 
 def test_null_key_of_the_model_is_the_value_that_holds() -> None:
