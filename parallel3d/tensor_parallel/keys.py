@@ -65,7 +65,7 @@ NEEDS_SP = Conflict(
     {"tensor_parallel.chunks": Other(1), "sp": Is(False)},
     "{tensor_parallel.chunks} needs sp=true, as it cuts what sequence parallelism gathers and "
     "scatters",
-    (("tensor_parallel.chunks", 1), ("sp", True)),
+    (("sp", True), ("tensor_parallel.chunks", 1)),
 )
 CONFLICTS = (
     NEEDS_SP,

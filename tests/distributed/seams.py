@@ -106,7 +106,7 @@ GLOBAL_TOKENS = Seam("trainer:Trainer.global_tokens")
 GRADIENT_SCALE = Seam("trainer:Trainer.gradient_scale")
 SHARE_OF_LOSS = Seam("trainer:Trainer.share_of_loss")
 SHARE_OF_NORM = Seam("trainer:Trainer.share_of_norm")
-UPDATE = Seam("optim:Optimizer.step")
+UPDATE = Seam("optim.optimizer:Optimizer.step")
 
 # Parameters
 INITIAL_VALUES = Seam("parameters.initializer:Initializer.fill")

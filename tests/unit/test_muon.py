@@ -135,10 +135,12 @@ def test_plan_refuses_what_it_cannot_price() -> None:
 
 
 def test_muon_without_momentum_is_refused() -> None:
-    """As by `optim.name=muon` alone, where `optim=muon` sets it."""
+    """The preset `optim=muon` sets it, and `optim.name=muon` alone does not."""
     config = configured({"model": "llama_1b"})
     config.optim.name = "muon"
-    with pytest.raises(UserError, match=r"momentum=0\.0 must be .*the nearest is optim=muon"):
+    with pytest.raises(
+        UserError, match=r"optim=muon needs .*momentum=0\.0; the nearest is optim\.momentum=0\.95"
+    ):
         check_config(config, own_samples=True)
 
 
