@@ -122,11 +122,11 @@ def build_executor(
         programs = schedule.program(), schedule.forwards(), *earlier
         channel = SharedP2P.of_programs(programs, route, message, launch.timeout_s)
     timer.baseline_latency = measure_baseline_latency(groups, message, channel)
-    links = [outputs] * (schedule.assignment.stages - 1)
+    sends = [outputs] * (schedule.assignment.stages - 1)
     offload = None
     if any(stage.offloaded for stage in stages):
         offload = ActivationOffload(device)
         for stage in stages:
             stage.offload = offload
     run = engine.callable_stages(stages)
-    return Executor(run, route, links, device, channel, timer, offload=offload)
+    return Executor(run, route, sends, device, channel, timer, offload=offload)

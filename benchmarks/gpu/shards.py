@@ -39,7 +39,7 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
     state_gb = None
     if accelerator.is_accelerator(device):
         state_gb = accelerator.module(device).memory_allocated(device) / 1e9
-    shape = trainer.executor.links[0].shape
+    shape = trainer.executor.sends[0].shape
     x = torch.randn(shape, device=device, dtype=trainer.dtype, requires_grad=True)
     grad = torch.randn_like(x)
 

@@ -145,7 +145,7 @@ class ProcessGroups:
         Args:
             launch: shared memory and NCCL's settings; its defaults if None.
             interfaces: network interfaces of gloo's groups; the system's choice if None.
-            levels: inner and outer groups of dp_cp (`links.two_levels`); None: one level.
+            levels: inner and outer groups of dp_cp (`groups.two_levels`); None: one level.
 
         Raises:
             ValueError: the world size is not the layout's.

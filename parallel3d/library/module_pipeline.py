@@ -296,11 +296,11 @@ class Pipeline(nn.Module):
         number = int(self._exchange(float(number), trains)[self.schedule.assignment.place(0)[0]])
         if number < 0:
             number = len(self.connections)
-            links = self._links(xs[0], trains)
-            self.connections.append((links, self._channel(links)))
+            sends = self._sends(xs[0], trains)
+            self.connections.append((sends, self._channel(sends)))
             if self.is_first:
                 self.numbers[repr(shapes_of(xs[0]))] = number
-        self.executor.links, self.executor.channel = self.connections[number]
+        self.executor.sends, self.executor.channel = self.connections[number]
         return xs, ys, shares
 
     def _shares(self, weights: list[float], trains: bool) -> Shares:
@@ -323,13 +323,13 @@ class Pipeline(nn.Module):
             return Shares([0.0] * len(weights), 0.0)
         return Shares([w * len(weights) / own for w in weights], own * self.dp.size / total)
 
-    def _links(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
+    def _sends(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
         """Runs each stage but the last on zeros and returns what they send; collective."""
-        links: list[StageOutputs] = []
+        sends: list[StageOutputs] = []
         for number, (rank, chunk) in enumerate(self.schedule.assignment.places[:-1]):
             facts = None
             if rank == self.group.index:
-                values = links[-1].zeros(self.device) if number else inputs
+                values = sends[-1].zeros(self.device) if number else inputs
                 try:
                     with torch.no_grad(), unchanged(self, self.device):
                         made = StageOutputs.of(self.stages[chunk].run(values), number)
@@ -341,13 +341,13 @@ class Pipeline(nn.Module):
             if facts is None:
                 self._exchange(0.0, trains)
             shapes, dtype = facts
-            links.append(StageOutputs(tuple(map(tuple, shapes)), dtype_of(dtype)))
-        return links
+            sends.append(StageOutputs(tuple(map(tuple, shapes)), dtype_of(dtype)))
+        return sends
 
-    def _channel(self, links: Sequence[StageOutputs]) -> SharedP2P | None:
-        if not links or not self.shared_memory:
+    def _channel(self, sends: Sequence[StageOutputs]) -> SharedP2P | None:
+        if not sends or not self.shared_memory:
             return None
-        messages = [link.empty_message(self.device) for link in links]
+        messages = [sent.empty_message(self.device) for sent in sends]
         largest = max(messages, key=lambda message: message.nbytes)
         return SharedP2P.of_programs(self.programs, self.executor.route, largest, self.timeout_s)
 

@@ -176,7 +176,7 @@ class Executor:
 
     Args:
         stages: of this rank, by chunk.
-        links: by number of a stage, what it sends to the next one. These and the `channel` may be
+        sends: by number of a stage, what it sends to the next one. These and the `channel` may be
             exchanged between two steps.
         channel: the group's shared memory, if it has any.
         keeps_failures: an exception of a stage is kept in `failure` instead of raised. This rank
@@ -188,14 +188,14 @@ class Executor:
         self,
         stages: Sequence[PipelineStage],
         route: P2PRoute,
-        links: Sequence[StageOutputs],
+        sends: Sequence[StageOutputs],
         device: torch.device,
         channel: SharedP2P | None = None,
         step_timer: StepTimer | None = None,
         keeps_failures: bool = False,
         offload: ActivationOffload | None = None,
     ) -> None:
-        self.stages, self.route, self.links, self.device = stages, route, links, device
+        self.stages, self.route, self.sends, self.device = stages, route, sends, device
         self.channel, self.step_timer = channel, step_timer or StepTimer()
         if channel is not None:
             channel.step_timer = self.step_timer
@@ -280,9 +280,9 @@ class Executor:
         """Returns the number of the stage that computes, sends or receives."""
         return self.route.assignment.stage(self.route.group.index, action.chunk)
 
-    def _link(self, action: Action) -> StageOutputs:
+    def _sent(self, action: Action) -> StageOutputs:
         """Returns what a message holds."""
-        return self.links[self._stage(action) - (action.kind in (Kind.RECV_F, Kind.SEND_B))]
+        return self.sends[self._stage(action) - (action.kind in (Kind.RECV_F, Kind.SEND_B))]
 
     def _communicate(self, group: Sequence[Action]) -> None:
         messages = []
@@ -290,7 +290,7 @@ class Executor:
             if action.kind.is_send:
                 messages.append((action, self.outbox.pop(action)))
             else:
-                messages.append((action, self._link(action).empty_message(self.device)))
+                messages.append((action, self._sent(action).empty_message(self.device)))
         self._finish_sends(SENDS)
         with self.step_timer.starting("pp", self._name(*group)):
             transfers = post(messages, self.route, self.channel)
@@ -317,7 +317,7 @@ class Executor:
             return self.local_handoff.pop(action)
         transfer = self.receiving.pop(action)
         self._wait(transfer)
-        return self._link(action).values(transfer.tensor)
+        return self._sent(action).values(transfer.tensor)
 
     def _hand_off(self, kind: Kind, step: Action, values: Values) -> None:
         """Gives a result to the stage after (SEND_F) or before (SEND_B): local or by outbox."""
@@ -328,7 +328,7 @@ class Executor:
             self.local_handoff[Action(received, step.microbatch, place[1])] = values
         else:
             action = Action(kind, step.microbatch, step.chunk)
-            self.outbox[action] = self._link(action).message(values)
+            self.outbox[action] = self._sent(action).message(values)
 
     @contextmanager
     def _computing(self, kind: str, step: Action) -> Iterator[None]:
@@ -387,7 +387,7 @@ class Executor:
             ys = self._attempt(step, partial(self._outputs, step, xs, args))
         if ys is None:
             last = (torch.zeros((), device=self.device),)
-            ys = last if number == self.last_stage else self.links[number].zeros(self.device)
+            ys = last if number == self.last_stage else self.sends[number].zeros(self.device)
         if accelerator.is_accelerator(self.device):
             with self.step_timer.within("data"):
                 batches.look_ahead()
@@ -402,7 +402,7 @@ class Executor:
         number, x = self._stage(step), xs[0] if len(xs) == 1 else xs or None
         out = self.stages[step.chunk](x, *args)
         if number < self.last_stage:
-            made, wanted = StageOutputs.of(out, number), self.links[number]
+            made, wanted = StageOutputs.of(out, number), self.sends[number]
             if made != wanted:
                 raise UserError(
                     f"stage {number} made {made} of micro-batch {step.microbatch}, but must make "
@@ -429,7 +429,7 @@ class Executor:
             else:
                 differentiate()
         if stage > 0:  # without gradients: the stage does not use its inputs, or has failed
-            made = tuple(live.grads) or self.links[stage - 1].zeros(self.device)
+            made = tuple(live.grads) or self.sends[stage - 1].zeros(self.device)
             self._hand_off(Kind.SEND_B, step, made)
 
     @torch.no_grad()

@@ -122,8 +122,8 @@ def run(
     route, boxes = P2PRoute(pp, assignment), None
     if shared_memory:
         boxes = SharedP2P.of_programs(programs, route, torch.empty(shape), 600.0)
-    links = [StageOutputs((shape,), torch.float32)] * last
-    executor = Executor(stages, route, links, CPU, boxes)
+    sends = [StageOutputs((shape,), torch.float32)] * last
+    executor = Executor(stages, route, sends, CPU, boxes)
 
     def load(m: int) -> MicroBatch:
         return MicroBatch(None, None, None, torch.tensor([m]))

@@ -50,9 +50,9 @@ class Last(nn.Module):
 def made(wrong: str = "", **words: Any) -> tuple[Executor, list[nn.Module]]:
     torch.manual_seed(0)
     stages = [First(), Middle(wrong), Last()]
-    links = [StageOutputs(((2, 6), (2,)), torch.double), StageOutputs(((2, 6),), torch.double)]
+    sends = [StageOutputs(((2, 6), (2,)), torch.double), StageOutputs(((2, 6),), torch.double)]
     route = P2PRoute(SINGLE, StageAssignment(1, 3))
-    return Executor(stages, route, links, CPU, **words), stages
+    return Executor(stages, route, sends, CPU, **words), stages
 
 
 def batch(m: int) -> tuple[Tensor]:
