@@ -50,6 +50,7 @@ from parallel3d.metrics.starts import STARTS, starts_of
 # The configurations of a run's starts: each is written atomically and only once; the newest is the
 # one that runs.
 
+KEPT_FILE = "huggingface.json"  # what an import has kept, for an export
 CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
 # Raised by reading a file that is no configuration: torn, empty, of another kind.

@@ -23,8 +23,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.commands.profiling import layers_shown
 from parallel3d.device.accelerator import Ranges
+from parallel3d.loop.profiling import layers_shown
 from parallel3d.models import transformer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (

@@ -61,7 +61,7 @@ def test_rank_that_raises_takes_all_down_and_is_named(
     assert ended.code == 1
     assert re.fullmatch(
         rf"parallel3d: rank {rank} \(pp {rank}, dp 0, tp 0\) on {HOST} failed in train step 3 "
-        rf"at parallel3d/commands/train\.py:\d+: ValueError: planted "
+        rf"at parallel3d/loop/run_steps\.py:\d+: ValueError: planted "
         rf"\(traceback: runs/mine/rank-{rank}\.traceback\.txt\)",
         ended.errors[-1],
     )

@@ -21,7 +21,7 @@ from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_ma
 from parallel3d.checkpoint.storage import TensorChunks, read_state, stored_shapes
 from parallel3d.comm.group import SINGLE
 from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, find_checkpoint, title
-from parallel3d.commands.checkpoint.new_runs import KEPT_FILE, new_run, save_first
+from parallel3d.commands.checkpoint.new_runs import new_run, save_first
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
 from parallel3d.commands.their_tokens import unlike_theirs
@@ -48,6 +48,7 @@ from parallel3d.files import plain, read_bounded, write_durably
 from parallel3d.host.quotas import available_memory
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
+from parallel3d.run.directory import KEPT_FILE
 from parallel3d.versions import TRIED, newer, parts
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"

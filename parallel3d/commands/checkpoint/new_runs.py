@@ -53,10 +53,9 @@ from parallel3d.files import flush_folder, write_durably
 from parallel3d.metrics.jsonl import rows_of
 from parallel3d.metrics.provenance import versions
 from parallel3d.run.checks import check_run_name
-from parallel3d.run.directory import check_run, filled_directory
+from parallel3d.run.directory import KEPT_FILE, check_run, filled_directory
 
 METRICS = "metrics.jsonl"
-KEPT_FILE = "huggingface.json"  # what an import has kept, for an export
 USUAL_SHARE = 0.1  # of the steps so far, in the proposed cooldown
 AT_ONCE = 1 << 25  # elements of full tensors that are in memory together
 

@@ -23,6 +23,9 @@ from parallel3d.config.length import Length
 from parallel3d.config.schema import Config, TrainConfig
 from parallel3d.faults import watchdog as stacks
 from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stack
+from parallel3d.loop import evaluation, run_steps
+from parallel3d.loop.data_check import DataCheck
+from parallel3d.loop.hooks import Run
 from parallel3d.run import failure
 from parallel3d.run.launch import Worker, within
 from tests.e2e.ready import ROOT, ReadyPopen
@@ -239,7 +242,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
 
 
 def _trainer_of(config: Config, *_: object, **__: object) -> Mock:
-    return Mock(config=config, length=Length.of_run(config))
+    return Mock(config=config, length=Length.of_run(config), steps_done=0)
 
 
 def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
@@ -252,10 +255,10 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     monkeypatch.setattr(train, "start_watchdog", lambda *_: calls.watchdog)
     calls.groups.observed.return_value = calls.groups
     monkeypatch.setattr(train, "all_gather_json", lambda *_: [])
-    own = ("open_corpus", "check_same_text", "save_weights", "run_steps", "dist")
-    for name in own:
+    for name in ("save_weights", "run_steps", "dist"):
         monkeypatch.setattr(train, name, Mock())
-    monkeypatch.setattr(train, "Trainer", _trainer_of)
+    monkeypatch.setattr(train, "open_text", lambda config, *_: (config.data, Mock(), {}))
+    monkeypatch.setattr(train, "make_trainer", _trainer_of)
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls]
     assert [name for name in order if name not in ("restore", "groups.observed")] == [
@@ -333,7 +336,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
 
     def look(what: str) -> SimpleNamespace:
         seen.append((what, worker.watchdog._resting))
-        return SimpleNamespace(stop=False)
+        return SimpleNamespace(stop=False, step=3 + sum(what == "step" for what, _ in seen[1:]))
 
     config = Config(dp=1, compile=compiled, train=TrainConfig(steps=6, eval_every=2))
     trainer = SimpleNamespace(
@@ -350,8 +353,9 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         corpus=SimpleNamespace(watched={}),
         step_timer=StepTimer(torch.device("cpu")),
     )
-    monkeypatch.setattr(train, "fuses", lambda device: on_gpu)
-    monkeypatch.setattr(train, "Health", Mock())
-    train.run_steps(trainer, worker, None, Mock())
+    for module in (run_steps, evaluation):
+        monkeypatch.setattr(module, "fuses", lambda device: on_gpu)
+    run = Run(trainer, worker, None, Mock(), first=3, last=6)
+    run_steps.run_steps(run, [evaluation.Evaluation(run, DataCheck(run))])
     later = [("step", False), ("step", False), ("evaluation", False)]
     assert seen == [("step", rests), ("step", False), ("evaluation", rests), *later]

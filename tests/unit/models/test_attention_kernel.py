@@ -14,13 +14,13 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands import train
 from parallel3d.commands.verify import variants
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import in_other_precision
 from parallel3d.context_parallel.document_attention import NOT_CUDNN, allowed
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
+from parallel3d.loop import notices
 from parallel3d.models import attention
 from parallel3d.models.attention import avoids_cudnn, causal_attention, choose_kernel
 from parallel3d.models.layers import BuildContext
@@ -195,7 +195,7 @@ def test_a_start_says_so_in_a_line(
     groups = ProcessGroups.single()
     for capability, lines in (((9, 0), 0), ((10, 0), 1)):
         shows(monkeypatch, capability)
-        train.log_choices(config("auto"), groups, CUDA)
+        notices.log_choices(config("auto"), groups, CUDA)
         said = "".join(capsys.readouterr())
         assert said.count("\n") == said.count("attention_kernel=auto: not cuDNN's") == lines
 

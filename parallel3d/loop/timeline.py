@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import print_line
 from parallel3d.files import replace_durably
+from parallel3d.loop.hooks import Hook, Run
 from parallel3d.pipeline.executor import ActionTimes, Measured
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.draw import TimelinePicture
@@ -24,33 +26,54 @@ LATER = 2  # steps before the drawn one: the first ones allocate and compile
 EVENTS, PICTURE = "timeline.json", "timeline.svg"
 
 
-def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
-    """Runs a step and draws the pipeline of rank 0; collective.
+@dataclass
+class DrawnStep(Hook):
+    """`schedule.timeline`: times the actions of one step and draws the pipeline of rank 0.
 
     Rank 0 writes `timeline.svg`, the measured step above a simulated one with its costs, and
     `timeline.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
     """
-    groups, executor = trainer.groups, trainer.executor
-    executor.action_times = times = ActionTimes(trainer.device)
-    result = trainer.train_step()
-    executor.action_times = None
-    spans = times.measured()
+
+    run: Run
+
+    def __post_init__(self) -> None:
+        is_on = self.run.trainer.config.schedule.timeline
+        self._step = min(self.run.first + LATER, self.run.last) if is_on else None
+        self._times = ActionTimes(self.run.trainer.device)
+
+    def before_step(self, step: int) -> None:
+        """Lets the executor time its actions in the drawn step."""
+        if step == self._step:
+            self.run.trainer.executor.action_times = self._times
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Draws; collective over a pipeline."""
+        if result.step == self._step:
+            self.run.trainer.executor.action_times = None
+            draw_step(
+                self.run.trainer, self._times.measured(), result.step, self.run.worker.run_dir
+            )
+
+
+def draw_step(trainer: Trainer, spans: Sequence[Measured], step: int, run_dir: Path) -> None:
+    """Draws the pipeline of rank 0 in a step; `spans`: what this rank measured; collective."""
+    groups = trainer.groups
     by_rank: list[Any] = [spans]
     if groups.pp.size > 1:
         by_rank = all_gather_json(spans, groups.pp.handle, trainer.device)
-    if groups.rank == 0:
-        measured = timeline_of(by_rank)
-        simulated = simulated_timeline(measured, trainer.schedule)
-        title = f"{trainer.config.schedule.name}, step {result.step}"
-        _write(run_dir / PICTURE, pictures(measured, simulated, title))
-        _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
-        if groups.pp.size > 1:
-            hop = trainer.step_timer.baseline_latency.get("pp", 0.0)
-            layers = [stage.layers for stage in trainer.blueprint.stages]
-            recomputed = trainer.blueprint.recompute_forwards()
-            costs = measured_costs(measured, trainer.schedule, layers, recomputed)
-            print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
-    return result
+    if groups.rank != 0:
+        return
+    measured = timeline_of(by_rank)
+    simulated = simulated_timeline(measured, trainer.schedule)
+    title = f"{trainer.config.schedule.name}, step {step}"
+    _write(run_dir / PICTURE, pictures(measured, simulated, title))
+    _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
+    if groups.pp.size > 1:
+        hop = trainer.step_timer.baseline_latency.get("pp", 0.0)
+        layers = [stage.layers for stage in trainer.blueprint.stages]
+        recomputed = trainer.blueprint.recompute_forwards()
+        costs = measured_costs(measured, trainer.schedule, layers, recomputed)
+        print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
 
 
 def _write(path: Path, text: str) -> None:

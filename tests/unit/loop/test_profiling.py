@@ -19,11 +19,12 @@ from torch.profiler import profile, record_function
 
 from parallel3d.comm.collectives import observed
 from parallel3d.comm.step_timer import StepTimer
-from parallel3d.commands import profiling
-from parallel3d.commands.profiling import StepProfiler, layers_shown, longest
 from parallel3d.config.schema import Config, ProfileConfig
 from parallel3d.device import accelerator
+from parallel3d.loop import profiling
+from parallel3d.loop.profiling import StepProfiler, layers_shown, longest
 from parallel3d.run.launch import Worker
+from parallel3d.trainer import StepResult
 from tests.unit.models.test_recompute import NOTHING, hidden, middle_stage
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ class Rank:
             profiler.before_step(step)
             with self.step_timer.within("forward", "forward m0 c0"):
                 torch.ones(3).add(1)
-            profiler.after_step(step)
+            profiler.after_step(StepResult(step, 2.0, 1.0, 1e-3, 64), 0.1)
 
     @property
     def files(self) -> set[str]:
@@ -151,9 +152,9 @@ def test_a_run_that_is_stopped_within_leaves_its_time_to_the_checkpoint_and_says
     rank.run(profiler, range(1, 4))
     before = list(rank.said)
     for step in (1, 4):
-        profiler.give_up(step)
+        profiler.stopped(step)
     assert not capsys.readouterr().err, "before the first step, or all is written"
-    profiler.give_up(3)
+    profiler.stopped(3)
     assert capsys.readouterr().err == (
         "parallel3d: stopped within profile.steps: no profile of steps 2 to 4 is written\n"
     )

@@ -17,10 +17,11 @@ from torch.profiler import profile, supported_activities
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 from parallel3d.errors import print_line
+from parallel3d.loop.hooks import Hook
 from parallel3d.models.transformer import Stage, TransformerBlock
 from parallel3d.private_names import memory_history
 from parallel3d.run.launch import Worker
-from parallel3d.trainer import Trainer
+from parallel3d.trainer import StepResult, Trainer
 
 FOLDER = "profile"
 ROWS, WIDTH = 10, 60  # of the table, and of the names in it
@@ -30,7 +31,7 @@ SILENT = "99"  # log level above errors: Kineto logs every start and stop as one
 LAYER = re.compile(r"embedding|head|layers\.\d+(\.attention|\.mlp)?")
 
 
-class StepProfiler:
+class StepProfiler(Hook):
     """Profiles the steps `profile.steps` on the ranks `profile.ranks`; on the others it waits.
 
     nsys and `torch.profiler` cannot both trace a GPU, so under nsys only ranges and the start and
@@ -67,8 +68,9 @@ class StepProfiler:
             self.ranges = self._start()
         self.ranges.push(f"ProfilerStep#{step}")  # the name that analysers of traces look for
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, result: StepResult, seconds: float) -> None:
         """Writes the profile after the last step; collective then."""
+        step = result.step
         if step not in self.steps:
             return
         if self.ranges is not None:
@@ -84,7 +86,7 @@ class StepProfiler:
         dist.barrier()
         watchdog.go_on()
 
-    def give_up(self, step: int) -> None:
+    def stopped(self, step: int) -> None:
         """Logs that a signal ended the run after `step`, with no time to write a profile."""
         if step in self.steps[:-1] and self.reports:
             steps = self._steps_text()

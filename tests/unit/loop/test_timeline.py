@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.commands import timeline
-from parallel3d.commands.timeline import (
+from parallel3d.loop import timeline
+from parallel3d.loop.timeline import (
     keys_of,
     measured_costs,
     pictures,

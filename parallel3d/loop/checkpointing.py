@@ -1,0 +1,33 @@
+"""Saves the run every `checkpoint.every` steps, and where a signal stops it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.loop.hooks import Hook, Run
+from parallel3d.trainer import StepResult
+
+
+@dataclass
+class Checkpointing(Hook):
+    """Saves in time. A checkpoint carries the lines of metrics that are not on disk yet."""
+
+    run: Run
+
+    def before_run(self) -> None:
+        """Gives the checkpoints the recorder's waiting lines."""
+        if self.run.recorder is not None:
+            self.run.checkpoints.waiting = self.run.recorder.waiting
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Saves if it is due."""
+        run = self.run
+        run.worker.phase = f"checkpoint after step {result.step}"
+        with run.trainer.step_timer.range("checkpoint"), run.spent("checkpoint"):
+            run.checkpoints.after_step(run.trainer)
+
+    def stopped(self, step: int) -> None:
+        """Saves the step after which a signal ends the run, if the run saves at all."""
+        if self.run.trainer.config.checkpoint.every:
+            with self.run.spent("checkpoint"):
+                self.run.checkpoints.save(self.run.trainer)

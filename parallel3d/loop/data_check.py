@@ -1,0 +1,46 @@
+"""Looks at the files that a run reads: a change would make its figures those of another text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.data.tokens import look_at
+from parallel3d.errors import print_line
+from parallel3d.loop.hooks import Hook, Run
+from parallel3d.run.launch import Worker
+from parallel3d.trainer import StepResult, Trainer
+
+
+def check_data(trainer: Trainer, worker: Worker) -> None:
+    """Checks that the files that the run reads are unchanged, or raises UserError."""
+    assert trainer.corpus is not None
+    sentences = look_at([*trainer.corpus.watched.values(), *trainer.valid_files])
+    if worker.local_rank == 0:  # the others see the same files
+        for sentence in sentences:
+            print_line(sentence)
+
+
+@dataclass
+class DataCheck(Hook):
+    """Checks the files before an evaluation is recorded, a checkpoint written or a run ended.
+
+    Attributes:
+        checked: the step after which they were checked last.
+    """
+
+    run: Run
+    checked: int = 0
+
+    def check(self, step: int) -> None:
+        """Checks the files after a step, once. Raises UserError for a changed one."""
+        if self.checked == step:
+            return
+        self.run.worker.phase = f"looking at the data after step {step}"
+        check_data(self.run.trainer, self.run.worker)
+        self.checked = step
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Checks the files if a checkpoint follows, or an evaluation is due."""
+        run, step = self.run, result.step
+        if result.stop or run.evaluates_after(step) or run.checkpoints.is_due(step):
+            self.check(step)

@@ -1,0 +1,122 @@
+"""Losses of held-out text and of validation sets, every `train.eval_every` steps."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.device.fused import fuses
+from parallel3d.errors import UserError, print_line
+from parallel3d.loop.data_check import DataCheck, check_data
+from parallel3d.loop.hooks import Hook, Run
+from parallel3d.metrics.jsonl import Score, append_line
+from parallel3d.metrics.recorder import evaluation_row, layout_row
+from parallel3d.metrics.screen import evaluation_lines
+from parallel3d.optim.optimizer import EMA
+from parallel3d.run.launch import Worker
+from parallel3d.trainer import StepResult, Trainer
+
+EVALUATIONS = "evaluations.jsonl"  # of `train.eval_only`
+Evaluated = tuple[float | None, dict[str, float | None], dict[str, Score]]
+
+
+def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
+    """Returns the losses of held-out text, in all and by the parts of a blend, and the scores of
+    the validation sets; None without either; collective."""
+    if trainer.held_out is None and not trainer.evaluated_sets:
+        return None
+    worker.phase = f"evaluation after step {trainer.steps_done}"
+    worker.log.boundary("evaluation")
+    with trainer.step_timer.range("evaluation"):
+        eval_loss = None if trainer.held_out is None else trainer.evaluate()
+        of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_parts}
+        of_sets = {name: trainer.score(one) for name, one in trainer.evaluated_sets.items()}
+        if trainer.config.optim.ema_decay is not None:
+            with trainer.ema_weights():
+                if trainer.held_out is not None:
+                    of_parts[EMA] = trainer.evaluate()
+                for name, one in trainer.evaluated_sets.items():
+                    of_sets[f"{name}/{EMA}"] = trainer.score(one)
+    return eval_loss, of_parts, of_sets
+
+
+@dataclass
+class Evaluation(Hook):
+    """Evaluates before the first step of a run, where it has validation sets, and when it is due.
+
+    `data_check` looks at the files before a figure is recorded.
+    """
+
+    run: Run
+    data_check: DataCheck
+
+    def __post_init__(self) -> None:
+        trainer = self.run.trainer
+        self._is_on = trainer.config.train.eval_batches != 0
+        # The first evaluation compiles, as the first step does (`run_steps`).
+        self._compiles = trainer.config.compile or fuses(trainer.device)
+
+    def before_run(self) -> None:
+        """Evaluates the weights that a run begins with; there is no pace yet that is watched."""
+        if self.run.first > 1 or not self._is_on or not self.run.trainer.evaluated_sets:
+            return
+        with self.run.resting(), self.run.spent("evaluation"):
+            found = evaluate(self.run.trainer, self.run.worker)
+        self._compiles = False
+        if self.run.recorder is not None and found is not None:
+            self.run.recorder.evaluation(0, *found)
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Evaluates and records, if the step ends in an evaluation."""
+        run, step = self.run, result.step
+        if not self._is_on or not run.evaluates_after(step):
+            return
+        with run.resting(when=self._compiles), run.spent("evaluation"):
+            found = evaluate(run.trainer, run.worker)
+        self._compiles = False
+        self.data_check.check(step)
+        if run.recorder is not None and found is not None:
+            run.recorder.evaluation(step, *found)
+
+
+def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
+    """Evaluates the restored checkpoint and appends the figures to EVALUATIONS; collective.
+
+    metrics.jsonl, summary.json and checkpoints are those of the training and stay as they are.
+
+    Raises:
+        UserError: the run has no checkpoint, or nothing to evaluate.
+    """
+    config = trainer.config
+    if not is_restored:
+        raise UserError(
+            f"train.eval_only=true needs a checkpoint, and run={config.run} has none: train it "
+            "with checkpoint.every=… first, or give another run="
+        )
+    assert worker.watchdog is not None  # `train` has started it
+    worker.watchdog.rest()
+    found = evaluate(trainer, worker)
+    if found is None:
+        raise UserError(
+            "train.eval_only=true has nothing to evaluate: give data.valid, as in "
+            "'data.valid={web:corpora/web}', or data.valid_fraction=0.05"
+        )
+    check_data(trainer, worker)
+    if worker.rank:
+        return
+    step, now = trainer.steps_done, datetime.datetime.now(datetime.UTC)
+    row = evaluation_row(step, *found)
+    row |= {
+        "tokens": trainer.consumed_samples * config.model.seq_length,
+        "time": now.isoformat(timespec="seconds"),
+        "layout": layout_row(layout_of(config)),
+        "eval_batches": config.train.eval_batches,
+        "precision": config.precision.name,
+    }
+    path = worker.run_dir / EVALUATIONS
+    append_line(path, row)
+    reads_bytes = config.data.reads_bytes
+    for sentence in evaluation_lines(reads_bytes, trainer.length.last_step, row):
+        print_line(sentence)
+    print_line(f"appended to {path}")

@@ -1,0 +1,26 @@
+"""Skipped steps, spikes of the loss and replicas that drift apart, after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.faults.health import Health
+from parallel3d.loop.hooks import Hook, Run
+from parallel3d.trainer import StepResult
+
+
+@dataclass
+class HealthCheck(Hook):
+    """Checks a step, and records where the run went back to a checkpoint."""
+
+    run: Run
+    health: Health
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Checks the step. Raises TrainingFailure on all ranks alike."""
+        run, before = self.run, self.health.rollbacks
+        run.worker.phase = f"looking after step {result.step}"
+        run.worker.log.boundary("looking")
+        self.health.after_step(result)
+        if run.recorder is not None and self.health.rollbacks > before:
+            run.recorder.rolled_back(run.checkpoints.saved_step)

@@ -1,0 +1,77 @@
+"""What a run says of its configuration before its first step."""
+
+from __future__ import annotations
+
+import os
+from operator import attrgetter
+
+import torch
+
+from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.fields import all_keys, spell
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import print_line
+from parallel3d.estimate.search import style_seconds, with_style
+from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
+from parallel3d.text import si
+
+
+def log_notices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
+    """Logs what may surprise: toy defaults, a job that saves nothing, choices that were made."""
+    if not config.train.eval_only and (sentence := toy_defaults(config)) is not None:
+        print_line(sentence)
+    saves = config.train.eval_only or config.checkpoint.every > 0
+    if not saves and "SLURM_JOB_ID" in os.environ:
+        print_line(
+            "checkpoint.every=0 saves nothing, so a time limit or preemption of this Slurm job "
+            "loses the run, and the job is not queued again"
+        )
+    log_choices(config, groups, device)
+
+
+def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
+    """Logs what was chosen for keys that are auto."""
+    if config.ddp.hierarchical and groups.dp_inner.size == 1:
+        print_line("ddp.hierarchical=true: one level of reduction, as this placement has no two")
+    if config.schedule.name == "auto":
+        print_line(f"schedule=auto: {Blueprint.of(config).pipeline.why_chosen()}")
+    if config.cp > 1 and config.context_parallel.style == "auto":
+        seconds = style_seconds(config)
+        waits = ", ".join(f"{style} {1e3 * s:.3g} ms" for style, s in seconds.items())
+        chosen = with_style(config).context_parallel.style
+        print_line(f"context_parallel.style=auto: {chosen}; a layer waits {waits} a micro-batch")
+    if avoids_cudnn(Blueprint.of(config), device):
+        print_line(
+            "attention_kernel=auto: not cuDNN's, as PyTorch issue 193893 has it wrong on this GPU "
+            f"with fewer than {LEAST_KV_HEADS} key-value heads"
+        )
+
+
+LARGE = 100  # times the parameters of the default model, and times its vocabulary
+# What a recipe sets for its model. One of the first two at its default is enough to speak.
+TELLING = ("precision.name", "optim.lr")
+OTHERS = ("optim.lr_warmup_steps", "global_batch_size")
+
+
+def toy_defaults(config: Config) -> str | None:
+    """Returns a sentence on defaults that do not suit the model; None where nothing is to say."""
+    keys, small = all_keys(), ModelConfig()
+    wrong = []
+    parameters = parameter_count(config.model)
+    if parameters > LARGE * parameter_count(small):
+        left = [name for name in TELLING + OTHERS if attrgetter(name)(config) == keys[name].default]
+        if config.optim.lr_warmup_fraction > 0 and OTHERS[0] in left:
+            left.remove(OTHERS[0])
+        if set(TELLING) & set(left):
+            wrong += [spell(name, keys[name].default) for name in left]
+    if config.data.reads_bytes and config.model.vocab_size > LARGE * small.vocab_size:
+        wrong.append(f"data={config.data.name} (bytes)")
+    if not wrong:
+        return None
+    return (
+        f"{config.model.name} has {si(parameters)}parameters and is trained with defaults for one "
+        f"of {si(parameter_count(small)).strip()}: {', '.join(wrong)}; parallel3d recipes lists "
+        "configurations for such models"
+    )

@@ -1,0 +1,91 @@
+"""Opens the text of a run, equal on every rank, and gives it to a trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, DataConfig, ModelConfig
+from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
+from parallel3d.data.loader import check_same_text
+from parallel3d.data.tokenizer import BYTE, keep_tokenizer, open_tokenizer, with_own_tokenizer
+from parallel3d.errors import print_line
+from parallel3d.estimate.search import with_style
+from parallel3d.run.directory import KEPT_FILE
+from parallel3d.run.launch import Worker
+from parallel3d.trainer import Trainer
+
+
+def open_text(
+    config: Config, worker: Worker, groups: ProcessGroups, device: torch.device
+) -> tuple[DataConfig, Corpus | Blend, dict[str, Corpus]]:
+    """Opens the corpus and the validation sets; returns them with the keys of the run's own
+    tokenizer; collective. Raises UserError if ranks read another text."""
+    model, has_source = config.model, config.init_from is not None
+    data, corpus = open_data(config.data, model, worker, groups, device, has_source=has_source)
+    sets = open_sets(data, corpus, model.seq_length, model.vocab_size)
+    if worker.rank == 0:
+        for one in (corpus, *sets.values()):
+            for sentence in one.told:
+                print_line(sentence)
+    for opened in sets.values():
+        check_same_text(opened, groups.world, device)
+    return data, corpus, sets
+
+
+def open_data(
+    data: DataConfig,
+    model: ModelConfig,
+    worker: Worker,
+    groups: ProcessGroups,
+    device: torch.device,
+    *,
+    has_source: bool,
+) -> tuple[DataConfig, Corpus | Blend]:
+    """Opens the corpus, equal on every rank; returns its keys with the run's own tokenizer.
+
+    `has_source`: the weights came from another run or a folder (`init_from`).
+    """
+    data = with_own_tokenizer(data, worker.run_dir)
+    corpus = open_corpus(data, model.seq_length, vocab_size=model.vocab_size)
+    check_same_text(corpus, groups.world, device)
+    if data.tokenizer is None and corpus.tokenizer_name is not None:
+        data = dataclasses.replace(data, tokenizer=corpus.tokenizer_name)
+    if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):
+        is_begun = has_source or (worker.run_dir / KEPT_FILE).exists()
+        known = corpus.tokenizer, corpus.taught
+        for sentence in keep_tokenizer(data, worker.run_dir, *known, is_begun=is_begun):
+            print_line(sentence)
+    return data, corpus
+
+
+def make_trainer(
+    config: Config,
+    groups: ProcessGroups,
+    device: torch.device,
+    corpus: Corpus | Blend,
+    sets: Mapping[str, Corpus],
+) -> Trainer:
+    """Creates the trainer with the samples of the validation sets."""
+    how = config.model.seq_length, config.data, config.seed
+    sources = {name: one.samples(True, *how) for name, one in sets.items()}
+    name = config.data.tokenizer or (BYTE if config.data.reads_bytes else None)
+    sizes = open_tokenizer(name).sizes() if sets and name is not None else None
+    if sets and sizes is None and groups.rank == 0:
+        print_line(
+            "data.valid: no bits per byte, as the corpus does not tell where its tokenizer is; "
+            "data.tokenizer=… would"
+        )
+    files = [file for one in sets.values() for file in one.files]
+    return Trainer(
+        with_style(config),
+        groups,
+        device,
+        corpus,
+        valid_sets=sources,
+        token_bytes=sizes,
+        valid_files=files,
+    )

@@ -1,0 +1,118 @@
+"""Writes what steps did: metrics, the header of a run, the parts of a blend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.data.blend import Blended
+from parallel3d.data.corpus import Blend, Corpus
+from parallel3d.data.sampler import Finite
+from parallel3d.device import accelerator
+from parallel3d.host.processes import process_begun
+from parallel3d.loop.hooks import Hook, Run
+from parallel3d.metrics.peak import device_peak_flops, peak_memory
+from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.screen import length_words
+from parallel3d.run.directory import config_files
+from parallel3d.run.launch import Worker
+from parallel3d.trainer import StepResult, Trainer
+
+
+@dataclass
+class StepRecords(Hook):
+    """Records every step on rank 0. `is_profiled` says of a step whether it was slowed down."""
+
+    run: Run
+    is_profiled: Callable[[int], bool]
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Writes the step's line of metrics.jsonl, to the loggers and to the screen."""
+        trainer, recorder = self.run.trainer, self.run.recorder
+        if recorder is None:
+            return
+        is_fp16 = trainer.config.precision.name == "fp16"
+        noise = result.noise._asdict() if result.noise else None
+        recorder.step(
+            result.step,
+            result.loss,
+            result.grad_norm,
+            result.lr,
+            result.tokens,
+            step_time_s=seconds,
+            skipped=result.skipped,
+            loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
+            times=trainer.step_timer.last,
+            memory=peak_memory(trainer.device),
+            noise=noise and {part: v for part, v in noise.items() if v is not None},
+            imbalance=trainer.train_batches.imbalance,
+            profiled=self.is_profiled(result.step),
+        )
+
+
+@dataclass
+class BlendRecords(Hook):
+    """Records how much of each part of a blend was read."""
+
+    run: Run
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Writes a line when an evaluation is due."""
+        trainer, recorder = self.run.trainer, self.run.recorder
+        if recorder is None or not self.run.evaluates_after(result.step):
+            return
+        if isinstance(trainer.train_source, Blended):
+            recorder.blend(result.step, trainer.train_source.read(trainer.consumed_samples))
+
+
+def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
+    """Returns the recorder of rank 0; `changed`: keys differ from those of the checkpoint."""
+    config = trainer.config
+    peak = device_peak_flops(
+        trainer.device,
+        config.precision.name,
+        local_ranks=worker.local_world_size,
+        override_tflops=config.launch.peak_tflops,
+    )
+    return Recorder(
+        config,
+        worker.run_dir,
+        flops_per_token(config.model, config.model.seq_length),
+        peak,
+        first_step=trainer.steps_done + 1,
+        length=trainer.length,
+        changed=changed,
+        config_file=config_files(worker.run_dir)[-1].name,
+        begun=process_begun(),
+    )
+
+
+def header_facts(
+    trainer: Trainer, corpus: Corpus | Blend, sets: Mapping[str, Corpus] = {}
+) -> dict[str, str]:
+    """Returns lines of the header: data, length, device, validation sets, tokenizer."""
+    config, device = trainer.config, trainer.device
+    name = config.data.path or "this Python's standard library"
+    if isinstance(corpus, Blend):
+        name = f"a blend of {len(corpus.corpora):,} corpora"
+    sizes = f"{corpus.train_tokens:,} tokens to train on, {corpus.valid_tokens:,} held out"
+    threads = torch.get_num_threads()
+    where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
+    if accelerator.is_accelerator(device):
+        where = accelerator.name(device)
+    source = trainer.train_source
+    windows = source.windows if isinstance(source, Finite) else None
+    length = length_words(config.model.seq_length, trainer.length, windows)
+    facts = {"data": f"{name}: {sizes}", "length": length, "device": where}
+    if sets:
+        tokens = (f"{name} {one.valid_tokens:,} tokens" for name, one in sets.items())
+        facts["validation"] = ", ".join(tokens)
+    if not config.data.reads_bytes:
+        spare = config.model.vocab_size - corpus.vocab_size
+        more = f", {spare:,} of model.vocab_size={config.model.vocab_size} are padding"
+        words = f"{config.data.tokenizer}: {corpus.vocab_size:,} tokens{more if spare else ''}"
+        facts = {"tokenizer": words} | facts
+    return facts

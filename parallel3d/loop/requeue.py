@@ -1,0 +1,35 @@
+"""Asks a batch script to queue the job again after a scheduler's signal."""
+
+from __future__ import annotations
+
+from parallel3d.errors import print_line
+from parallel3d.metrics.jsonl import write_json
+from parallel3d.metrics.recorder import Recorder
+from parallel3d.run.launch import Worker
+from parallel3d.trainer import Trainer
+
+# File in the run directory that asks a batch script to requeue the job.
+REQUEUE = "requeue"
+
+
+def leave_marker(
+    trainer: Trainer, worker: Worker, recorder: Recorder | None, is_saved: bool
+) -> None:
+    """Logs that a signal stopped the run; for a scheduler's signal, writes REQUEUE.
+
+    The batch script looks for that file, as srun and torchrun do not pass exit codes on. A run that
+    could not save is not requeued: it would start over.
+    """
+    if recorder is None:
+        return
+    step, steps = trainer.steps_done, trainer.length.last_step
+    recorder.finish("stopped")
+    where = f"stopped by {worker.stop.name} after step {step} of {steps}"
+    if not trainer.config.checkpoint.every:
+        print_line(f"{where}; nothing is saved (checkpoint.every=0)")
+    elif not is_saved:
+        print_line(f"{where}; its checkpoint was not written")
+    else:
+        print_line(f"{where}; saved: run={trainer.config.run} continues there")
+        if worker.stop.requeues:
+            write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})

@@ -1,0 +1,37 @@
+"""The training loop: steps, with hooks around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from parallel3d.device.fused import fuses
+from parallel3d.loop.hooks import Hook, Run
+
+
+def run_steps(run: Run, hooks: Sequence[Hook]) -> None:
+    """Runs the steps to the end, or until a signal stops the run (`worker.stopped`)."""
+    trainer, worker = run.trainer, run.worker
+    trainer.stop_requested = lambda: worker.stop.number is not None
+    # Graphs, and an accelerator's fused kernels, are compiled in the first step, for minutes on a
+    # GPU, while other ranks wait in a collective. The watchdog rests there: a hang is left to the
+    # backend's timeout.
+    may_compile = trainer.config.compile or fuses(trainer.device)
+    for hook in hooks:
+        hook.before_run()
+    for step in range(run.first, run.last + 1):
+        worker.phase = f"train step {step}"
+        worker.log.boundary("train step")
+        for hook in hooks:
+            hook.before_step(step)
+        start = time.perf_counter()
+        with run.resting(when=may_compile and step == run.first):
+            result = trainer.train_step()
+        seconds = time.perf_counter() - start
+        for hook in hooks:
+            hook.after_step(result, seconds)
+        if result.stop and step < run.last:
+            worker.stopped = True
+            for hook in hooks:
+                hook.stopped(step)
+            return

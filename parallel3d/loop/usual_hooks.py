@@ -1,0 +1,29 @@
+"""The hooks of `parallel3d train`, in the order in which they run around a step."""
+
+from __future__ import annotations
+
+from parallel3d.errors import print_line
+from parallel3d.faults.health import Health
+from parallel3d.loop.checkpointing import Checkpointing
+from parallel3d.loop.data_check import DataCheck
+from parallel3d.loop.evaluation import Evaluation
+from parallel3d.loop.health_check import HealthCheck
+from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.profiling import StepProfiler
+from parallel3d.loop.recording import BlendRecords, StepRecords
+from parallel3d.loop.timeline import DrawnStep
+
+
+def usual_hooks(run: Run) -> list[Hook]:
+    """Returns the hooks of a run on one rank."""
+    profiler, data_check = StepProfiler(run.trainer, run.worker), DataCheck(run)
+    return [
+        DrawnStep(run),
+        StepRecords(run, is_profiled=profiler.steps.__contains__),
+        profiler,  # after the step's line, as it prints a table
+        Evaluation(run, data_check),
+        data_check,  # before a checkpoint is written
+        BlendRecords(run),
+        HealthCheck(run, Health(run.trainer, run.checkpoints, print_line)),
+        Checkpointing(run),
+    ]

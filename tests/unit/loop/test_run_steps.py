@@ -1,0 +1,113 @@
+"""The loop calls every hook around every step, in their order, and ends where a signal came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from parallel3d.config.schema import CheckpointConfig, Config, TrainConfig
+from parallel3d.loop import data_check
+from parallel3d.loop.checkpointing import Checkpointing
+from parallel3d.loop.data_check import DataCheck
+from parallel3d.loop.hooks import Hook, Run
+from parallel3d.loop.run_steps import run_steps
+from parallel3d.run.launch import Worker
+from parallel3d.trainer import StepResult
+
+
+class Told(Hook):
+    """Writes down what it is told, in one list with the others."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def before_run(self) -> None:
+        self.said.append(f"{self.name} begins")
+
+    def before_step(self, step: int) -> None:
+        self.said.append(f"{self.name} before {step}")
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        assert seconds >= 0
+        self.said.append(f"{self.name} after {result.step}")
+
+    def stopped(self, step: int) -> None:
+        self.said.append(f"{self.name} stopped after {step}")
+
+
+def run_of(
+    folder: Path, first: int, last: int, stop_after: int | None = None, **keys: Any
+) -> tuple[Run, list[str]]:
+    """Returns the steps of a trainer that computes nothing; a signal comes after `stop_after`."""
+    said: list[str] = []
+    worker = Worker(0, 0, 1, 1, folder, "local", watchdog=Mock())
+    trainer = SimpleNamespace(
+        config=Config(dp=1, **keys),
+        device=torch.device("cpu"),
+        steps_done=first - 1,
+        corpus=SimpleNamespace(watched={}),
+        valid_files=(),
+    )
+
+    def train_step() -> StepResult:
+        trainer.steps_done += 1
+        said.append(f"step {trainer.steps_done}, {worker.phase}")
+        stop = trainer.steps_done == stop_after
+        return StepResult(trainer.steps_done, 2.0, 1.0, 1e-3, 64, stop=stop)
+
+    trainer.train_step = train_step
+    return Run(trainer, worker, None, Mock(), first, last), said
+
+
+def test_hooks_are_called_around_each_step_in_their_order(tmp_path: Path) -> None:
+    run, said = run_of(tmp_path, 3, 4)
+    run_steps(run, [Told("a", said), Told("b", said)])
+    assert said == [
+        *("a begins", "b begins"),
+        *("a before 3", "b before 3", "step 3, train step 3", "a after 3", "b after 3"),
+        *("a before 4", "b before 4", "step 4, train step 4", "a after 4", "b after 4"),
+    ]
+    assert not run.worker.stopped
+
+
+def test_a_signal_ends_the_run_after_its_step(tmp_path: Path) -> None:
+    run, said = run_of(tmp_path, 1, 9, stop_after=2)
+    run_steps(run, [Told("a", said)])
+    assert said[-3:] == ["step 2, train step 2", "a after 2", "a stopped after 2"]
+    assert run.worker.stopped
+
+
+def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path: Path) -> None:
+    run, said = run_of(tmp_path, 1, 2, stop_after=2)
+    run_steps(run, [Told("a", said)])
+    assert said[-1] == "a after 2" and not run.worker.stopped
+
+
+def test_a_run_that_saves_nothing_saves_nothing_where_it_is_stopped(tmp_path: Path) -> None:
+    for every in (0, 5):
+        run, _ = run_of(tmp_path, 1, 9, stop_after=2, checkpoint=CheckpointConfig(every=every))
+        run.trainer.step_timer = Mock(
+            range=Mock(return_value=Mock(__enter__=Mock(), __exit__=Mock()))
+        )
+        checkpointing = Checkpointing(run)
+        checkpointing.stopped(2)
+        assert run.checkpoints.save.call_count == bool(every)
+
+
+def test_files_are_looked_at_where_something_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second step is evaluated, step 3 saved, and the run ends with step 5."""
+    looked: list[int] = []
+    run, _ = run_of(tmp_path, 1, 5, train=TrainConfig(steps=5, eval_every=2))
+    monkeypatch.setattr(
+        data_check, "check_data", lambda trainer, worker: looked.append(trainer.steps_done)
+    )
+    run.checkpoints.is_due.side_effect = lambda step: step == 3
+    run_steps(run, [DataCheck(run)])
+    assert looked == [2, 3, 4, 5]
