@@ -21,10 +21,10 @@ from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.loop.evaluation import evaluate_only
 from parallel3d.loop.hooks import Run, spent
 from parallel3d.loop.notices import log_notices
+from parallel3d.loop.open_text import make_trainer, open_text
 from parallel3d.loop.recording import header_facts, open_recorder
 from parallel3d.loop.requeue import REQUEUE, leave_marker
 from parallel3d.loop.run_steps import run_steps
-from parallel3d.loop.open_text import make_trainer, open_text
 from parallel3d.loop.usual_hooks import usual_hooks
 from parallel3d.loop.weights import save_weights
 from parallel3d.metrics.peak import peak_memory

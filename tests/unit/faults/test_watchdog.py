@@ -255,7 +255,7 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     monkeypatch.setattr(train, "start_watchdog", lambda *_: calls.watchdog)
     calls.groups.observed.return_value = calls.groups
     monkeypatch.setattr(train, "all_gather_json", lambda *_: [])
-    for name in ("save_weights", "run_steps", "dist"):
+    for name in ("save_weights", "run_steps", "usual_hooks", "dist"):
         monkeypatch.setattr(train, name, Mock())
     monkeypatch.setattr(train, "open_text", lambda config, *_: (config.data, Mock(), {}))
     monkeypatch.setattr(train, "make_trainer", _trainer_of)
