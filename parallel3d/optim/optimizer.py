@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from parallel3d.config.schema import OptimConfig, Treatment
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parameters.rounding import pieces_of, store_rounded
 from parallel3d.parameters.segments import ParameterSpan, Segment
@@ -24,6 +23,9 @@ from parallel3d.private_names import (
     fused_adamw_,
     fused_sgd_,
 )
+
+if TYPE_CHECKING:
+    from parallel3d.optim.keys import OptimConfig, Treatment
 
 EMA = "ema"  # kind of state: the average of the masters, in their type
 NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
@@ -108,7 +110,8 @@ class Optimizer:
         dtype = torch.bfloat16 if optim.state == "bf16" else None
         self.groups: list[FlatGroup] = []
         self.segments: list[Segment] = []
-        for treated, some in _by_treatment(optim, segments).items():
+        by_treatment = _split(segments, lambda shard: optim.treatment(shard.name))
+        for treated, some in by_treatment.items():
             self.segments += [] if treated.frozen else some
             by_shape = _split(some, muon.takes) if muon is not None else {False: some}
             hidden, rest = by_shape.get(True, []), by_shape.get(False, [])
@@ -278,13 +281,6 @@ class Optimizer:
             rate = learning_rate * group.treated.lr_mult
             foreach_mul_(group.masters, 1 - rate * group.weight_decay)
             foreach_add_(group.masters, group.grads, alpha=-rate)
-
-
-def _by_treatment(optim: OptimConfig, segments: list[Segment]) -> dict[Treatment, list[Segment]]:
-    """Returns the segments, cut where the treatment changes."""
-    if not (optim.freeze or optim.groups):
-        return {Treatment(): segments}
-    return _split(segments, lambda shard: optim.treatment(shard.name))
 
 
 def _split(
