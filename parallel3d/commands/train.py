@@ -50,7 +50,10 @@ def train(config: Config, worker: Worker) -> None:
     watchdog = worker.watchdog
     assert watchdog is not None
     worker.phase = "opening the data"
-    data, corpus, sets = open_text(config, worker, groups, device)
+    has_source = config.init_from is not None
+    data, corpus, sets = open_text(
+        config.data, config.model, worker, groups, device, has_source=has_source
+    )
     length_key = typed_length(config.train)  # the trainer turns epochs into tokens
     worker.phase = "building the model"
     config = dataclasses.replace(config, data=data)

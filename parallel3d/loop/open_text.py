@@ -20,12 +20,20 @@ from parallel3d.trainer import Trainer
 
 
 def open_text(
-    config: Config, worker: Worker, groups: ProcessGroups, device: torch.device
+    data: DataConfig,
+    model: ModelConfig,
+    worker: Worker,
+    groups: ProcessGroups,
+    device: torch.device,
+    *,
+    has_source: bool,
 ) -> tuple[DataConfig, Corpus | Blend, dict[str, Corpus]]:
     """Opens the corpus and the validation sets; returns them with the keys of the run's own
-    tokenizer; collective. Raises UserError if ranks read another text."""
-    model, has_source = config.model, config.init_from is not None
-    data, corpus = open_data(config.data, model, worker, groups, device, has_source=has_source)
+    tokenizer; collective. Raises UserError if ranks read another text.
+
+    `has_source`: the weights came from another run or a folder (`init_from`).
+    """
+    data, corpus = open_data(data, model, worker, groups, device, has_source=has_source)
     sets = open_sets(data, corpus, model.seq_length, model.vocab_size)
     if worker.rank == 0:
         for one in (corpus, *sets.values()):
@@ -45,10 +53,7 @@ def open_data(
     *,
     has_source: bool,
 ) -> tuple[DataConfig, Corpus | Blend]:
-    """Opens the corpus, equal on every rank; returns its keys with the run's own tokenizer.
-
-    `has_source`: the weights came from another run or a folder (`init_from`).
-    """
+    """Opens the corpus, equal on every rank; returns its keys with the run's own tokenizer."""
     data = with_own_tokenizer(data, worker.run_dir)
     corpus = open_corpus(data, model.seq_length, vocab_size=model.vocab_size)
     check_same_text(corpus, groups.world, device)

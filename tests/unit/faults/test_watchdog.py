@@ -242,7 +242,8 @@ def test_resting_watchdog_lets_a_save_take_its_time(
 
 
 def _trainer_of(config: Config, *_: object, **__: object) -> Mock:
-    return Mock(config=config, length=Length.of_run(config), steps_done=0)
+    cpu = torch.device("cpu")
+    return Mock(config=config, length=Length.of_run(config), steps_done=0, device=cpu)
 
 
 def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
@@ -257,7 +258,7 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     monkeypatch.setattr(train, "all_gather_json", lambda *_: [])
     for name in ("save_weights", "run_steps", "usual_hooks", "dist"):
         monkeypatch.setattr(train, name, Mock())
-    monkeypatch.setattr(train, "open_text", lambda config, *_: (config.data, Mock(), {}))
+    monkeypatch.setattr(train, "open_text", lambda data, *_, **__: (data, Mock(), {}))
     monkeypatch.setattr(train, "make_trainer", _trainer_of)
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls]
