@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.blueprint.layout import layout_of
 from parallel3d.comm.exchange import all_gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.eval_rows import (
@@ -69,7 +68,15 @@ def evaluate(config: Config, worker: Worker) -> None:
     check_finite(scores.values(), str(config.run))
     if worker.rank == 0:
         of_rows = [[scores[i, k] for k in range(len(row.choices))] for i, row in enumerate(rows)]
-        report(config, manifest.step, rows, of_rows)
+        of_run = {
+            "run": config.run,
+            "step": manifest.step,
+            "weights": config.eval.weights,
+            "tasks": config.eval.tasks,
+            "layout": layout_row(groups.layout),
+            "precision": config.precision.name,
+        }
+        report(of_run, config.eval, config.runs_dir, rows, of_rows)
     groups.close()
 
 
@@ -216,28 +223,31 @@ def _log_probabilities(
 
 
 def report(
-    config: Config, step: int, rows: Sequence[TaskRow], scores: Sequence[Sequence[Likelihood]]
+    of_run: Mapping[str, Any],
+    keys: EvalConfig,
+    runs_dir: str,
+    rows: Sequence[TaskRow],
+    scores: Sequence[Sequence[Likelihood]],
 ) -> None:
-    """Prints a table and writes the result to `eval.to`, or to a new file in the run directory."""
+    """Prints a table and writes the result to `eval.to`, or to a new file in the run directory.
+
+    `of_run`: what the result begins with: the run, its step, and how it was scored.
+    """
     pairs = list(zip(rows, scores, strict=True))
     tasks = list(dict.fromkeys(row.task for row in rows))
     figures = {t: figures_of(pair for pair in pairs if pair[0].task == t) for t in tasks}
     if len(tasks) > 1:
         figures["all rows"] = figures_of(pairs)
-    result: dict[str, Any] = {
-        "run": config.run,
-        "step": step,
-        "weights": config.eval.weights,
-        "tasks": config.eval.tasks,
-        "layout": layout_row(layout_of(config)),
-        "precision": config.precision.name,
+    result = {
+        **of_run,
         "figures": figures,
         "rows": [_scores(row, found) for row, found in pairs],
     }
-    weights = ", weights=ema" if config.eval.weights == "ema" else ""
-    print(f"run={config.run}, step {step}{weights}\n" + table(figures))
+    run, step = str(of_run["run"]), int(of_run["step"])
+    weights = ", weights=ema" if keys.weights == "ema" else ""
+    print(f"run={run}, step {step}{weights}\n" + table(figures))
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    path = _new_file(config.eval, config.runs_dir, str(config.run), step)
+    path = _new_file(keys, runs_dir, run, step)
     with os.fdopen(no_link(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(text.encode("utf-8", "replace"))
     print_line(f"the scores of {len(rows):,} rows are in {path}")
